@@ -1,0 +1,1 @@
+from .clipping import PerExampleClipper, check_model, register_grad_sampler

@@ -1,0 +1,456 @@
+"""PerExampleClipper: per-example losses in, the sum of clipped per-example gradients in ``p.grad`` out.
+
+How it works. A forward hook passes the output of every module that owns trainable parameters through an identity, the *tap*
+(:class:`_Tap`), together with a *probe*: a zero vector of shape (B,). When backward reaches a tap it holds the gradient g of the
+module's output; with the module's input a, its rule gives the terms of the parameters' per-example gradients
+(:mod:`~dp_transformers.clipping.terms`), and their squared norms are handed to autograd *as the gradient of the probe*. Autograd
+adds them up, so ``torch.autograd.grad(losses.sum(), probe)`` is the whole norm pass, and native layers are never asked for a weight
+gradient. Nothing is wrapped or re-classed, native kernels stay, no activation is saved twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from . import terms as term_algebra
+from .modes import SECOND_PASS_SLACK, TF32_SLACK, choose_mode
+from .rules import as_term, find_rule
+from .rules.fallback import vmapped_gradients, ways_out
+from .terms import Term
+
+logger = logging.getLogger(__name__)
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on a module's outputs; its backward reports their gradients to ``use`` and the squared norms to the probe."""
+
+    @staticmethod
+    def forward(ctx, use: _Use, probe: torch.Tensor, num_outputs: int, *tensors: torch.Tensor):
+        outputs, saved = tensors[:num_outputs], tensors[num_outputs:]
+        ctx.use, ctx.num_saved = use, len(saved)
+        ctx.save_for_backward(*saved)
+        if use.writes_in_place:  # the very same tensor goes on, so that an in-place activation may follow
+            ctx.mark_dirty(*outputs)
+        return outputs if num_outputs > 1 else outputs[0]
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        grads = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
+        return None, ctx.use.measure(ctx.saved_tensors, grads), None, *grads, *[None] * ctx.num_saved
+
+
+class _Pass:
+    """One forward pass of the model and the backward passes over it."""
+
+    def __init__(self, batch_size: int, probe: torch.Tensor):
+        self.batch_size = batch_size
+        self.probe = probe
+        self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
+        self.in_backward = False
+        self.low_precision = torch.float32
+        self.restart(measure=False)
+
+    def restart(self, *, measure: bool, instantiate: bool = False, keep: bool = False) -> None:
+        """Begin a backward pass that measures norms (instantiating always or by cost, keeping the terms or not), or does nothing."""
+        self.measure, self.instantiate, self.keep = measure, instantiate, keep
+        self.open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
+        self.kept: dict[nn.Parameter, list[Term]] = {}
+        self.memo = term_algebra.Memo()
+
+    def add(self, parameter: nn.Parameter, term: Term) -> torch.Tensor | None:
+        """Note one use; at the last one the forward pass announced, (B,) the squared norm of all together."""
+        if parameter in self.kept:
+            raise RuntimeError(
+                "backward reached a use of a parameter that the forward pass did not announce. Reentrant activation checkpointing "
+                "does this; use_reentrant=False does not."
+            )
+        self.open[parameter].append(term)
+        return self.close(parameter) if len(self.open[parameter]) >= self.uses[parameter] else None
+
+    def close(self, parameter: nn.Parameter) -> torch.Tensor:
+        terms = term_algebra.merge(self.open.pop(parameter))
+        if self.keep:
+            terms = [t.instance() if self.instantiate or t.prefers_instance else t for t in terms]
+        self.kept[parameter] = terms if self.keep else []
+        return term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
+
+
+class _Claim:
+    """A module and the trainable parameters that it answers for."""
+
+    def __init__(self, path: str, module: nn.Module, parameters: list[tuple[str, nn.Parameter]]):
+        self.path, self.module, self.parameters = path, module, parameters
+        self.rule = find_rule(module)
+
+
+class _Use:
+    """One call of a claimed module in one forward pass: what its tap knows."""
+
+    def __init__(self, clipper: PerExampleClipper, claim: _Claim, args: tuple, kwargs: dict, output: Any):
+        self.clipper, self.claim, self.forward_pass = clipper, claim, clipper._pass
+        leaves, self.input_spec = _flatten((args, kwargs))
+        self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        self.constants = [None if is_tensor else x for x, is_tensor in zip(leaves, self.is_tensor, strict=True)]
+        self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+        self.output_leaves, self.output_spec = _flatten(output)
+        self.outputs = [self._with_batch(x) for x in self.output_leaves if _differentiable(x)]
+        # Known layers do not save their output for backward and own it; for others a tap in place could break their backward.
+        self.writes_in_place = claim.rule is not None and not any(x._is_view() for x in self.outputs)
+
+    def _with_batch(self, x: torch.Tensor) -> torch.Tensor:
+        """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
+        batch = self.forward_pass.batch_size
+        if x.dim() and len(x) == batch:
+            return x
+        if x.dim() and len(x) == 1:
+            return x.expand(batch, *x.shape[1:])
+        raise ValueError(
+            f"'{self.claim.path}' ({type(self.claim.module).__name__}) returns a tensor of shape {tuple(x.shape)}, whose first dimension "
+            f"is neither the batch ({batch}) nor 1, so gradients per example cannot be told apart. "
+            + ways_out(self.claim.path, self.claim.module)
+        )
+
+    def tapped_output(self) -> Any:
+        saved = [x.detach() for x in self.inputs]
+        if self.claim.rule is None:
+            saved += [x.detach() for x in self.outputs]  # the fallback compares what it recomputes
+        forward_pass = self.forward_pass
+        if any(x.dtype in (torch.bfloat16, torch.float16) for x in self.outputs):
+            forward_pass.low_precision = next(x.dtype for x in self.outputs if x.dtype in (torch.bfloat16, torch.float16))
+        probe = forward_pass.probe
+        outputs = _Tap.apply(self, probe, len(self.outputs), *self.outputs, *saved)
+        tapped = iter(outputs if isinstance(outputs, tuple) else (outputs,))
+        leaves = [next(tapped) if _differentiable(x) else x for x in self.output_leaves]
+        del self.inputs, self.outputs, self.output_leaves  # autograd holds what is needed, and frees it
+        return leaves[0] if self.output_spec is None else tree_unflatten(leaves, self.output_spec)
+
+    def _rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
+        given = iter(tensors)
+        leaves = [next(given) if is_tensor else x for x, is_tensor in zip(self.constants, self.is_tensor, strict=True)]
+        return (tuple(leaves), {}) if self.input_spec is None else tree_unflatten(leaves, self.input_spec)
+
+    def _flatten_output(self, output: Any) -> list[torch.Tensor]:
+        return [x for x in _flatten(output)[0] if _differentiable(x)]
+
+    def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[nn.Parameter, Term]:
+        claim, batch = self.claim, self.forward_pass.batch_size
+        if claim.rule is None:
+            inputs, outputs = saved[: len(saved) - len(grads)], saved[len(saved) - len(grads) :]
+            call = (self._rebuild, self._flatten_output)
+            with self.clipper._suspended():
+                return vmapped_gradients(claim.module, claim.parameters, call, inputs, outputs, grads, claim.path)
+        activations = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in saved]
+        found = claim.rule(claim.module, activations, grads[0] if len(grads) == 1 else grads)
+        mine = {id(p) for _, p in claim.parameters}
+        return {p: as_term(t) for p, t in found.items() if id(p) in mine}
+
+    def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure."""
+        forward_pass = self.forward_pass
+        if not forward_pass.measure:
+            return None
+        total_b = torch.zeros_like(forward_pass.probe)
+        with torch.no_grad(), _exact_matmul(total_b.device):
+            for parameter, term in self._terms(saved, grads).items():
+                norm_sq_b = forward_pass.add(parameter, term)
+                if norm_sq_b is not None:
+                    total_b += norm_sq_b.to(total_b.device)
+        return total_b
+
+
+@contextlib.contextmanager
+def _exact_matmul(device: torch.device) -> Iterator[None]:
+    """No TF32 in the arithmetic of norms and sums, whatever the rest of the program uses."""
+    if device.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32:
+        yield
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = True
+
+
+class PerExampleClipper:
+    """Clips every example's gradient to an L2 norm of at most ``max_grad_norm`` over all trainable parameters together, and sums.
+
+    Attached on construction; ``detach()`` or leaving a ``with`` block removes every trace of it from the model, ``attach()`` puts it back.
+
+    Args:
+        model: The module whose ``forward`` is called for the losses; its inputs have the batch in their first dimension. It is
+            hooked, not wrapped: type, state dict, ``generate`` and pickling stay as they are.
+        max_grad_norm: The clipping bound C. Noise must be scaled by this same number: read it here.
+        mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see :mod:`dp_transformers.clipping.modes`.
+        self_check: Before the first training forward pass, check on synthetic input of the same shapes that every trainable
+            parameter is covered and that norms and sums equal one-example-at-a-time gradients, see
+            :mod:`dp_transformers.clipping.verify`.
+
+    Raises:
+        ValueError: nothing to train, unknown mode, or a bound that is not a positive number.
+
+    Example::
+
+        clipper = PerExampleClipper(model, max_grad_norm=1.0)
+        losses = F.cross_entropy(model(x), y, reduction="none")      # (B,)
+        norms = clipper.backward(losses)                             # p.grad += sum of clipped gradients; norms (B,)
+    """
+
+    def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True):
+        if not (isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < float("inf")):
+            raise ValueError(f"max_grad_norm must be a positive finite number, the bound on each example's gradient; got {max_grad_norm!r}.")
+        self.model = model
+        self.max_grad_norm = float(max_grad_norm)
+        self.mode = choose_mode(mode, model)
+        self.self_check, self.checked = self_check, not self_check
+        self._handles: list[Any] = []
+        self._pass: _Pass | None = None
+        self._tapping = False
+        self._paused = False
+        self.attach()
+        logger.info("clipping mode %s (asked for: %s), C = %g", self.mode.name, mode, self.max_grad_norm)
+
+    # ---- attaching ----
+
+    def attach(self) -> None:
+        """Hook the modules that own trainable parameters. Does nothing if attached."""
+        if self._handles:
+            return
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"parameter '{name}' is {p.dtype}: clipped sums and noise need trainable parameters in float32. Load the model "
+                    "with dtype=torch.float32 (frozen parameters may stay as they are) and use bf16 autocast for speed."
+                )
+        self._signature = self._trainable()
+        self.claims = self._claim_parameters()
+        self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)]
+        for claim in self.claims:
+            self._handles.append(claim.module.register_forward_hook(partial(self._after_module, claim), with_kwargs=True))
+        self._handles.append(self.model.register_forward_hook(self._after_model, always_call=True))
+
+    def detach(self) -> None:
+        """Remove the hooks and everything that was kept."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._pass = [], None
+        for p in self.parameters:
+            if hasattr(p, "grad_sample"):
+                del p.grad_sample
+
+    def __enter__(self) -> PerExampleClipper:
+        self.attach()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+    def _trainable(self) -> list[int]:
+        return [id(p) for p in self.model.parameters() if p.requires_grad]
+
+    def _claim_parameters(self) -> list[_Claim]:
+        """Every module with a rule claims its trainable parameters; a module without one claims what no rule answers for."""
+        owners = []
+        for path, module in self.model.named_modules():
+            own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+            if own:
+                owners.append(_Claim(path, module, own))
+        ruled = {id(p) for claim in owners if claim.rule for _, p in claim.parameters}
+        claims = []
+        for claim in owners:
+            if claim.rule is None:
+                claim.parameters = [(n, p) for n, p in claim.parameters if id(p) not in ruled]
+                if not claim.parameters:
+                    continue
+                logger.warning(
+                    "'%s' (%s) has no rule for per-example gradients; it is re-run one example at a time (exact, slower).",
+                    claim.path,
+                    type(claim.module).__name__,
+                )
+            claims.append(claim)
+        return claims
+
+    # ---- forward ----
+
+    def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not torch.is_grad_enabled() or self._paused or (self._pass is not None and self._pass.in_backward):
+            return
+        if self._trainable() != self._signature:  # something was frozen or unfrozen since
+            logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
+            self.detach()
+            self.attach()
+            self.checked = not self.self_check
+        if not self.checked:
+            from .verify import self_check
+
+            self_check(self, args, kwargs)
+        batch_size = _batch_size(self.model, args, kwargs)
+        if self._pass is None or self._pass.batch_size != batch_size:
+            self._pass = self._new_pass(batch_size)
+        self._tapping = True
+
+    def _new_pass(self, batch_size: int) -> _Pass:
+        device = self.parameters[0].device
+        return _Pass(batch_size, torch.zeros(batch_size, device=device, dtype=torch.float32, requires_grad=True))
+
+    def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._tapping = False
+
+    def _after_module(self, claim: _Claim, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        forward_pass = self._pass
+        if self._paused or forward_pass is None or not (self._tapping or forward_pass.in_backward):
+            return None
+        if not forward_pass.in_backward:  # a call made while backward runs is activation checkpointing recomputing one already counted
+            for _, p in claim.parameters:
+                forward_pass.uses[p] += 1
+        if not torch.is_grad_enabled():
+            return None
+        return _Use(self, claim, args, kwargs, output).tapped_output()
+
+    @contextlib.contextmanager
+    def _suspended(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # ---- backward ----
+
+    def backward(self, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Add ``sum_i weights[i] · min(1, C / ‖g_i‖) · g_i`` to the ``grad`` of every trainable parameter, g_i = ∇ losses[i].
+
+        An example whose gradient is not finite contributes zero and leaves the others untouched.
+
+        Args:
+            losses: (B,), each computed from its own example alone, with graph. Not averaged over the batch.
+            weights: (B,) in [0, 1], default all ones; 0 takes an example out.
+
+        Returns:
+            (B,) float32: the gradient norms ‖g_i‖ before clipping and weighting.
+
+        Raises:
+            ValueError: wrong shapes, weights outside [0, 1], losses without a graph, or a graph from before ``attach``.
+        """
+        forward_pass = self._checked_pass(losses)
+        weights_b = _checked_weights(weights, losses)
+        forward_pass.in_backward = True
+        try:
+            return self._backward(forward_pass, losses, weights_b)
+        finally:
+            self._pass = None  # used up, whatever happened
+
+    def _backward(self, forward_pass: _Pass, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
+        mode = self.mode
+        forward_pass.restart(measure=True, instantiate=mode.instantiate, keep=mode.keep)
+        norm_sq_b = self._measure(forward_pass, losses, retain_graph=not mode.keep)
+        norms_b = norm_sq_b.sqrt()
+        bad_b = ~torch.isfinite(norms_b)
+        if mode.name == "per_sample":
+            for p, terms in forward_pass.kept.items():
+                p.grad_sample = terms[0].grad
+        coef_b = torch.where(bad_b, 0.0, weights_b * (self.max_grad_norm / norms_b).clamp(max=1.0))
+        any_bad = bool(bad_b.any())
+        if mode.keep:
+            self._add_kept(forward_pass, coef_b, bad_b if any_bad else None)
+        elif any_bad:  # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
+            forward_pass.restart(measure=True, keep=True)
+            self._measure(forward_pass, losses, retain_graph=False)
+            self._add_kept(forward_pass, coef_b, bad_b)
+        else:
+            forward_pass.restart(measure=False)
+            coef_b = coef_b * (1.0 - self._second_pass_slack(forward_pass, losses))
+            torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=self.parameters)
+        return norms_b
+
+    def _measure(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor:
+        """(B,) squared norms, by one backward pass that computes no weight gradient."""
+        (norm_sq_b,) = torch.autograd.grad(losses.sum(), forward_pass.probe, retain_graph=retain_graph, allow_unused=True)
+        if norm_sq_b is None:
+            raise ValueError(
+                "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "
+                "or through a submodule instead of the model given to PerExampleClipper."
+            )
+        with torch.no_grad(), _exact_matmul(norm_sq_b.device):
+            for parameter in list(forward_pass.open):  # announced uses that the losses do not depend on
+                norm_sq_b = norm_sq_b + forward_pass.close(parameter).to(norm_sq_b.device)
+        return norm_sq_b
+
+    def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None) -> None:
+        memo = term_algebra.Memo()
+        with torch.no_grad(), _exact_matmul(coef_b.device):
+            while forward_pass.kept:  # a record is freed as soon as its sum is formed
+                parameter, terms = forward_pass.kept.popitem()
+                for term in terms:
+                    term = term if bad_b is None else term.clean(bad_b)
+                    total = term.weighted_sum(coef_b.to(parameter.device), memo).to(parameter.dtype)
+                    if parameter.grad is None:
+                        parameter.grad = total.view_as(parameter).contiguous()
+                    else:
+                        parameter.grad += total.view_as(parameter)
+                    del term, total
+                del terms
+
+    def _second_pass_slack(self, forward_pass: _Pass, losses: torch.Tensor) -> float:
+        tf32 = losses.is_cuda and torch.backends.cuda.matmul.allow_tf32
+        return max(SECOND_PASS_SLACK[forward_pass.low_precision], TF32_SLACK if tf32 else 0.0)
+
+    def _checked_pass(self, losses: torch.Tensor) -> _Pass:
+        if not isinstance(losses, torch.Tensor) or losses.dim() != 1:
+            shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(
+                f"losses must be a tensor of shape (B,), one loss for each example, not {shape}: compute them with "
+                "reduction='none' and average inside each example only."
+            )
+        if not self._handles or self._pass is None:
+            raise ValueError("no forward pass to go back over: call attach() first, then the model, then backward(losses), once each.")
+        if not losses.requires_grad:
+            raise ValueError("losses have no graph: the forward pass ran under no_grad(), or they were detached.")
+        if len(losses) != self._pass.batch_size:
+            raise ValueError(f"{len(losses)} losses for a batch of {self._pass.batch_size} examples: give one loss for each example.")
+        return self._pass
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _flatten(structure: Any) -> tuple[list[Any], Any]:
+    """Leaves and spec of an output, or of (args, kwargs); None is the spec of the usual cases, a tensor and one positional tensor."""
+    if isinstance(structure, torch.Tensor):
+        return [structure], None
+    if isinstance(structure, tuple) and len(structure) == 2 and structure[1] == {}:
+        args = structure[0]
+        if isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            return [args[0]], None
+    return tree_flatten(structure)
+
+
+def _checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch.Tensor:
+    if weights is None:
+        return torch.ones(len(losses), device=losses.device, dtype=torch.float32)
+    weights = torch.as_tensor(weights, dtype=torch.float32, device=losses.device)
+    if weights.shape != losses.shape:
+        raise ValueError(f"weights have shape {tuple(weights.shape)}, losses {tuple(losses.shape)}: give one weight for each example.")
+    if not bool(((weights >= 0) & (weights <= 1)).all()):
+        raise ValueError("weights must lie in [0, 1]: a larger one would let an example contribute more than max_grad_norm.")
+    return weights
+
+
+def _batch_size(model: nn.Module, args: tuple, kwargs: dict) -> int:
+    main = kwargs.get(getattr(model, "main_input_name", ""))
+    tensors = [main] if isinstance(main, torch.Tensor) else [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and x.dim()]
+    if not tensors:
+        raise ValueError("the model was called without a tensor, so the batch size is unknown: pass inputs with the batch in dimension 0.")
+    return len(tensors[0])

@@ -1,0 +1,70 @@
+"""Rules: how a module's inputs and output gradient give the terms of its parameters' per-example gradients.
+
+A rule is a function ``rule(module, activations, backprops) -> {parameter: term}`` for the trainable parameters that the module
+owns directly. ``activations`` are the tensors the module was called with, ``backprops`` is the gradient of the summed losses with
+respect to its output, ``(B, ...)``. A plain tensor ``(B, *p.shape)`` stands for :class:`~dp_transformers.clipping.terms.Dense`.
+
+Rules are found by *what runs*, the ``forward`` of the module's class, never by name: a subclass with a forward of its own is
+somebody else, a subclass without one (or a class swapped in by FSDP2) is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..terms import Dense, Term
+
+Rule = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, Term | torch.Tensor]]
+
+_RULES: dict[Callable, Rule] = {}
+_RECOGNISERS: list[Callable[[nn.Module], Rule | None]] = []
+
+
+def rule(*module_classes: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Register a rule for modules that run the ``forward`` of these classes. The last registration wins."""
+
+    def register(function: Rule) -> Rule:
+        for cls in module_classes:
+            _RULES[cls.forward] = function
+        return function
+
+    return register
+
+
+def recogniser(function: Callable[[nn.Module], Rule | None]) -> Callable[[nn.Module], Rule | None]:
+    """Register a function that looks at a module no rule was registered for and may return one."""
+    _RECOGNISERS.append(function)
+    return function
+
+
+def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[Rule], Rule]:
+    """Give your own layer a rule.
+
+    The decorated function is called as ``f(layer, activations, backprops)`` with ``activations`` the list of tensors the layer
+    was called with (batch first), ``backprops`` the gradient of the summed losses with respect to its output, and returns
+    ``{parameter: tensor of shape (B, *parameter.shape)}`` for every trainable parameter that ``layer`` owns directly.
+    """
+    return rule(*module_classes)
+
+
+def find_rule(module: nn.Module) -> Rule | None:
+    """The rule for this module, or None (then the fallback tries)."""
+    if "forward" in vars(module):  # replaced on the instance: not what the class says
+        return None
+    found = _RULES.get(type(module).forward)
+    if found is not None:
+        return found
+    for recognise in _RECOGNISERS:
+        if (found := recognise(module)) is not None:
+            return found
+    return None
+
+
+def as_term(value: Term | torch.Tensor) -> Term:
+    return Dense(value) if isinstance(value, torch.Tensor) else value
+
+
+from . import embedding, linear, norm  # noqa: E402, F401  (they register themselves)

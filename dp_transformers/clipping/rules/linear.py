@@ -1,0 +1,45 @@
+"""nn.Linear and the transposed Conv1D of GPT-2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..terms import Dense, Outer, Term
+from . import Rule, recogniser, rule
+
+
+def _btd(x: torch.Tensor) -> torch.Tensor:
+    """(B, d) and (B, *middle, d) to (B, T, d)."""
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+
+
+def _affine(module: nn.Module, a_btd: torch.Tensor, g_btp: torch.Tensor, transposed: bool) -> dict[nn.Parameter, Term]:
+    terms: dict[nn.Parameter, Term] = {}
+    if module.weight.requires_grad:
+        terms[module.weight] = Outer(a_btd, g_btp) if transposed else Outer(g_btp, a_btd)
+    if module.bias is not None and module.bias.requires_grad:
+        terms[module.bias] = Dense(g_btp.sum(1, dtype=torch.float32))
+    return terms
+
+
+@rule(nn.Linear)
+def linear(module: nn.Linear, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    return _affine(module, _btd(activations[0]), _btd(backprops), transposed=False)
+
+
+def conv1d(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    """transformers' Conv1D: a linear layer whose weight is stored as (in, out)."""
+    return _affine(module, _btd(activations[0]), _btd(backprops), transposed=True)
+
+
+@recogniser
+def _huggingface_conv1d(module: nn.Module) -> Rule | None:
+    # looked up among what is already imported: this package does not depend on transformers, and a model that has one has it
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    if pytorch_utils is not None and type(module).forward is pytorch_utils.Conv1D.forward:
+        return conv1d
+    return None

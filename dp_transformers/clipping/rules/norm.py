@@ -1,0 +1,71 @@
+"""LayerNorm, nn.RMSNorm, and every module that computes an RMS norm (recognised by what it computes, not by its name)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..terms import Dense, Term
+from . import Rule, recogniser, rule
+
+
+def _sum_positions(x: torch.Tensor, keep_dims: int) -> torch.Tensor:
+    """(B, *middle, *shape) to (B, *shape) with ``keep_dims`` = len(shape)."""
+    middle = tuple(range(1, x.dim() - keep_dims))
+    return x.sum(middle, dtype=torch.float32) if middle else x.float()
+
+
+@rule(nn.LayerNorm)
+def layer_norm(module: nn.LayerNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    terms: dict[nn.Parameter, Term] = {}
+    dims = len(module.normalized_shape)
+    if module.weight is not None and module.weight.requires_grad:
+        normalised = F.layer_norm(activations[0].to(backprops.dtype), module.normalized_shape, eps=module.eps)
+        terms[module.weight] = Dense(_sum_positions(normalised.mul_(backprops), dims))
+    if module.bias is not None and module.bias.requires_grad:
+        terms[module.bias] = Dense(_sum_positions(backprops, dims))
+    return terms
+
+
+@rule(nn.RMSNorm)
+def rms_norm(module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    if module.weight is None or not module.weight.requires_grad:
+        return {}
+    normalised = F.rms_norm(activations[0].to(backprops.dtype), module.normalized_shape, eps=module.eps)
+    return {module.weight: Dense(_sum_positions(normalised.mul_(backprops), len(module.normalized_shape)))}
+
+
+def _weight_only_rms_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    normalised = F.rms_norm(activations[0].float(), module.weight.shape, eps=_eps(module))
+    return {module.weight: Dense(_sum_positions(normalised.mul_(backprops), 1))}
+
+
+def _eps(module: nn.Module) -> float:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+@recogniser
+def _rms_norm_by_behaviour(module: nn.Module) -> Rule | None:
+    """Each model of transformers brings its own RMSNorm class: x̂·w, or x̂·(1+w) in Gemma. d out/d w is x̂ in both.
+
+    A module counts as one if a 1-d ``weight`` is all it owns and, on random input and a random weight, it computes either formula.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules or not _eps(module):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, len(weight), generator=generator).to(weight.device)
+    w = torch.randn(len(weight), generator=generator).to(weight.device)
+    try:
+        with torch.no_grad():
+            out = torch.func.functional_call(module, {"weight": w}, (x,))
+    except Exception:  # another signature: not an RMS norm
+        return None
+    if not isinstance(out, torch.Tensor) or out.shape != x.shape:
+        return None
+    normalised = F.rms_norm(x, weight.shape, eps=_eps(module))
+    matches = any(torch.allclose(out.float(), normalised * scale, rtol=1e-5, atol=1e-6) for scale in (w, 1 + w))
+    return _weight_only_rms_norm if matches else None

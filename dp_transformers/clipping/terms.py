@@ -1,0 +1,242 @@
+"""What one parameter's per-example gradient is made of, and the three questions asked of it.
+
+A rule never returns a gradient of shape ``(B, *p.shape)`` unless that is the cheapest thing to have. It returns a *term*:
+factors from which the squared norm per example, the instantiated gradient, and the weighted sum over examples follow.
+
+Shape legend: b example, t and s positions, p rows and d columns of the parameter, v vocabulary.
+
+========  ==============================  ======================================================
+term      factors                         per-example gradient
+========  ==============================  ======================================================
+Outer     left_btp, right_btd             sum_t left[b, t, :] ⊗ right[b, t, :]     (p, d)
+Rows      ids_bt, grad_btd, num_rows      row v: sum of grad[b, t] over t with ids[b, t] == v   (v, d)
+Dense     grad_b...                       itself
+========  ==============================  ======================================================
+
+The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that sum
+(adding squared norms is wrong in both directions), which :func:`squared_norm` gives for any mixture.
+
+All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4); the rule for when instantiating
+is cheaper is by floating-point operations: T²(d+p) against T·d·p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# A ghost norm is a difference of large numbers. Adding this fraction of the largest value it could have had keeps it from
+# coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary data.
+GHOST_SLACK = torch.finfo(torch.float32).eps / 16
+
+# Scratch memory of one norm computation, in bytes; examples are taken in chunks that fit.
+SCRATCH_BYTES = 64 * 2**20
+
+
+def _chunks(batch: int, bytes_per_example: int) -> Iterator[slice]:
+    size = max(1, SCRATCH_BYTES // max(1, bytes_per_example))
+    for start in range(0, batch, size):
+        yield slice(start, min(start + size, batch))
+
+
+def _clean_rows(x: torch.Tensor, bad_b: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill(bad_b.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+class Memo:
+    """The last result of each kind and the tensor it came from: layers that share their input (query, key, value) share work."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def get(self, kind: str, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        seen = self._last.get(kind)
+        # holding the tensor keeps its memory from being given to another, so an equal address means the same content
+        if seen is not None and seen[0].data_ptr() == x.data_ptr() and seen[0].shape == x.shape and seen[0].stride() == x.stride():
+            return seen[1]
+        result = compute(x)
+        self._last[kind] = (x, result)
+        return result
+
+
+@dataclass
+class Dense:
+    """The per-example gradient itself, ``(B, *p.shape)``."""
+
+    grad: torch.Tensor
+
+    prefers_instance = False
+
+    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+        flat = self.grad.flatten(1)
+        if flat.dtype != torch.float32:
+            flat = flat.float()
+        return torch.linalg.vector_norm(flat, dim=1).square()
+
+    def instance(self) -> Dense:
+        return self
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        flat = self.grad.flatten(1).float()
+        return torch.mv(flat.t(), coef_b).view(self.grad.shape[1:])
+
+    def clean(self, bad_b: torch.Tensor) -> Dense:
+        return Dense(_clean_rows(self.grad, bad_b))
+
+
+@dataclass
+class Outer:
+    """A sum over positions of outer products: a weight that multiplies. ``left`` gives the rows of the parameter."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert self.left.dim() == self.right.dim() == 3 and self.left.shape[:2] == self.right.shape[:2]
+
+    @property
+    def prefers_instance(self) -> bool:
+        t, p, d = *self.left.shape[1:], self.right.shape[2]
+        return t * (p + d) >= p * d
+
+    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+        (b, t, p), d = self.left.shape, self.right.shape[2]
+        if t == 1 and not instantiate:
+            return Dense(self.left).squared_norm() * Dense(self.right).squared_norm()
+        by_instance = instantiate or self.prefers_instance
+        if not by_instance and memo is not None and 4 * b * t * t <= SCRATCH_BYTES:
+            return _gram_product(memo.get("left gram", self.left, _gram), memo.get("right gram", self.right, _gram))
+        norm_sq_b = []
+        for rows in _chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
+            left, right = self.left[rows].float(), self.right[rows].float()
+            if by_instance:
+                norm_sq_b.append(Dense(torch.bmm(left.mT, right)).squared_norm())
+            else:
+                norm_sq_b.append(_gram_product(_gram(left), _gram(right)))
+        return torch.cat(norm_sq_b) if norm_sq_b else self.left.new_zeros(0, dtype=torch.float32)
+
+    def instance(self) -> Dense:
+        return Dense(torch.bmm(self.left.float().mT, self.right.float()))
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        def scale(x: torch.Tensor) -> torch.Tensor:
+            return x.float() * coef_b[:, None, None]
+
+        left, right, memo = self.left, self.right, memo or Memo()
+        if left.shape[2] < right.shape[2]:
+            left, right = memo.get("scaled left", left, scale), right.float()
+        else:
+            left, right = left.float(), memo.get("scaled right", right, scale)
+        return torch.mm(left.flatten(0, 1).t(), right.flatten(0, 1))
+
+    def clean(self, bad_b: torch.Tensor) -> Outer:
+        return Outer(_clean_rows(self.left, bad_b), _clean_rows(self.right, bad_b))
+
+
+@dataclass
+class Rows:
+    """Gradients that are added to rows of the parameter: an embedding. Equals Outer with one-hot ``left``, never built."""
+
+    ids: torch.Tensor
+    grad: torch.Tensor
+    num_rows: int
+
+    prefers_instance = False
+
+    def __post_init__(self) -> None:
+        assert self.ids.dim() == 2 and self.grad.dim() == 3 and self.ids.shape == self.grad.shape[:2]
+
+    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+        (b, t), d = self.ids.shape, self.grad.shape[2]
+        if instantiate:
+            chunks = _chunks(b, 4 * self.num_rows * d)
+            norms = [Rows(self.ids[r], self.grad[r], self.num_rows).instance().squared_norm() for r in chunks]
+            return torch.cat(norms) if norms else self.grad.new_zeros(0, dtype=torch.float32)
+        # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its gradient.
+        sorted_ids, order = self.ids.sort(dim=1)
+        slot_sorted = torch.zeros_like(sorted_ids)
+        slot_sorted[:, 1:] = (sorted_ids[:, 1:] != sorted_ids[:, :-1]).cumsum(1)
+        slot = torch.empty_like(slot_sorted).scatter_(1, order, slot_sorted)
+        slot += torch.arange(b, device=slot.device)[:, None] * t
+        return Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).squared_norm()
+
+    def instance(self) -> Dense:
+        b, d = len(self.ids), self.grad.shape[2]
+        offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_rows
+        return Dense(_sum_rows(self.grad, self.ids + offset_b, b * self.num_rows).view(b, self.num_rows, d))
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        return _sum_rows(self.grad.float() * coef_b[:, None, None], self.ids, self.num_rows)
+
+    def clean(self, bad_b: torch.Tensor) -> Rows:
+        return Rows(self.ids, _clean_rows(self.grad, bad_b), self.num_rows)
+
+
+Term = Dense | Outer | Rows
+
+
+def _gram(x_btd: torch.Tensor) -> torch.Tensor:
+    """(B, T, T) inner products between positions."""
+    x_btd = x_btd.float()
+    return torch.bmm(x_btd, x_btd.mT)
+
+
+def _gram_product(left_bts: torch.Tensor, right_bts: torch.Tensor) -> torch.Tensor:
+    """(B,): sum_{t,s} left[t, s]·right[t, s], the ghost norm, with its slack."""
+    largest_b = left_bts.diagonal(dim1=1, dim2=2).sum(1) * right_bts.diagonal(dim1=1, dim2=2).sum(1)
+    return (left_bts * right_bts).sum((1, 2)).add_(largest_b, alpha=GHOST_SLACK)
+
+
+def _sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """(num_rows, d): what an embedding's backward does, with the kernel that does it."""
+    flat = grad_btd.reshape(-1, grad_btd.shape[-1]).float()
+    return torch.ops.aten.embedding_dense_backward(flat, ids_bt.reshape(-1), num_rows, -1, False)
+
+
+def merge(terms: Sequence[Term]) -> list[Term]:
+    """The same sum with at most one term of each kind: factors of equal kind concatenate along the positions."""
+    if len(terms) == 1:
+        return list(terms)
+    merged: list[Term] = []
+    if outers := [t for t in terms if isinstance(t, Outer)]:
+        merged.append(Outer(torch.cat([t.left for t in outers], 1), torch.cat([t.right for t in outers], 1)))
+    if rows := [t for t in terms if isinstance(t, Rows)]:
+        ids, grad = torch.cat([t.ids for t in rows], 1), torch.cat([t.grad for t in rows], 1)
+        merged.append(Rows(ids, grad, rows[0].num_rows))
+    if dense := [t for t in terms if isinstance(t, Dense)]:
+        merged.append(Dense(torch.stack([t.grad for t in dense]).sum(0)) if len(dense) > 1 else dense[0])
+    return merged
+
+
+def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+    """(B,) fp32: the squared norm per example of the sum of ``terms``, all uses of one parameter.
+
+    An embedding tied to the head that reads it out is E + H with ‖E+H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩, and
+    ⟨E, H⟩ = sum_{t,s} left_H[t, id_s]·⟨right_H[t], grad_E[s]⟩ needs no (V, d) tensor. Mixtures with a Dense term are instantiated.
+    """
+    terms = merge(terms)
+    if len(terms) == 1:
+        return terms[0].squared_norm(instantiate=instantiate, memo=memo)
+    if instantiate or any(isinstance(t, Dense) for t in terms):
+        total = terms[0].instance().grad
+        for term in terms[1:]:
+            total = total + term.instance().grad
+        return Dense(total).squared_norm()
+    outer, rows = terms
+    cross_b, reach_b = [], []
+    (b, t), s, (p, d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
+    for chunk in _chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
+        left, right = outer.left[chunk].float(), outer.right[chunk].float()
+        grad, ids = rows.grad[chunk].float(), rows.ids[chunk]
+        picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
+        cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
+        reach_b.append(_flat_norm(left) * _flat_norm(right) + s**0.5 * _flat_norm(grad))
+    norm_sq = outer.squared_norm() + rows.squared_norm() + 2 * torch.cat(cross_b)
+    # The two uses may cancel; a sum of squares cannot be negative, and must not come out too small.
+    return norm_sq.clamp(min=0) + GHOST_SLACK * torch.cat(reach_b).square()
+
+
+def _flat_norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x.flatten(1), dim=1)

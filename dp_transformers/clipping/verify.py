@@ -1,0 +1,293 @@
+"""Two checks before anything is trained: that no parameter escapes, and that what is computed is what is claimed.
+
+* The **canary**: one pass in which every claimed module sees detached copies of its parameters. Whatever gradient still reaches a
+  parameter came by a use that no rule saw: a weight read by a functional call, a parametrisation, a module that was bypassed.
+* The **self-check**: norms and clipped sum of a small batch against one example at a time through plain autograd, and locality:
+  another example's content must not move an example's gradient.
+
+:func:`self_check` runs both on synthetic input with the shapes, dtypes and masks of the first batch (random ids and numbers, dropout
+off, random state restored), so that private data decides nothing; :func:`check_model` runs them on public data you hand over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_with_path
+
+if TYPE_CHECKING:
+    from .clipper import PerExampleClipper
+
+logger = logging.getLogger(__name__)
+
+# Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is caught in fp32.
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+
+
+class SelfCheckError(ValueError):
+    """Per-example clipping is not exact for this model; nothing was trained."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Worst relative errors of one check: per-example norm, clipped sum (all parameters together), and locality."""
+
+    norm_error: float
+    sum_error: float
+    locality_error: float
+    seconds: float
+
+
+LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> (B,) losses
+
+
+def check_model(
+    model: nn.Module,
+    batch: dict[str, Any],
+    *,
+    mode: str = "auto",
+    loss_function: LossFunction | None = None,
+) -> CheckReport:
+    """Check on your own (public) batch that clipping is exact for ``model``.
+
+    Args:
+        model: The model as it will be trained.
+        batch: Keyword arguments of its forward, tensors with the batch first, at least two examples.
+        mode: The clipping mode to check.
+        loss_function: ``f(**batch) -> (B,)`` per-example losses; default: a random linear function of every output.
+
+    Returns:
+        The worst relative errors seen.
+
+    Raises:
+        SelfCheckError: a parameter escapes, or norms, sums or locality are off.
+    """
+    from .clipper import PerExampleClipper
+
+    with PerExampleClipper(model, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
+        return run_checks(clipper, (), batch, loss_function)
+
+
+def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
+    """Both checks on synthetic input shaped like ``args`` and ``kwargs``; marks the clipper as checked."""
+    clipper.checked = True  # the passes below must not check themselves
+    try:
+        with _forked_rng(clipper.parameters[0].device):
+            args, kwargs = synthetic_inputs(clipper.model, args, kwargs)
+            report = run_checks(clipper, args, kwargs, loss_function)
+    except BaseException:
+        clipper.checked = False
+        raise
+    logger.info(
+        "self-check passed in %.2f s: every trainable parameter is covered; worst relative error of per-example norms %.1e, "
+        "of the clipped sum %.1e, locality %.1e",
+        report.seconds, report.norm_error, report.sum_error, report.locality_error,
+    )  # fmt: skip
+    return report
+
+
+def run_checks(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
+    """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left as they were."""
+    start = time.perf_counter()
+    from .clipper import _batch_size
+
+    losses_of = loss_function or _random_output_loss(clipper.model)
+    batch = _batch_size(clipper.model, args, kwargs)
+    if batch < 2:
+        raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
+    with _undisturbed(clipper):
+        canary(clipper, lambda: losses_of(*args, **kwargs))
+        norms_b = _clip(clipper, losses_of, args, kwargs)[0]
+        if not bool(torch.isfinite(norms_b).all()):
+            raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
+        clipper.max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
+        norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
+        single_b, reference = _one_at_a_time(clipper, losses_of, args, kwargs, batch)
+        norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
+        sum_error = float(_distance(total, reference) / _length(reference).clamp(min=1e-12))
+        moved_args, moved_kwargs = _replace_last_example(args, kwargs, batch)
+        moved_b = _clip(clipper, losses_of, moved_args, moved_kwargs)[0]
+        locality_error = float(((moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))[:-1].max())
+    report = CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start)
+    tolerance = TOLERANCE[low_precision]
+    if locality_error > tolerance:
+        raise SelfCheckError(
+            f"an example's gradient moved by {locality_error:.1e} (relative) when only another example of its batch changed: the model or "
+            "its loss mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...)."
+        )
+    if max(norm_error, sum_error) > tolerance:
+        raise SelfCheckError(
+            f"clipping is not exact for {type(clipper.model).__name__} in mode '{clipper.mode.name}': relative error of per-example norms "
+            f"{norm_error:.1e}, of the clipped sum {sum_error:.1e} (allowed {tolerance:.0e}) against one example at a time. "
+            "Try mode='per_sample', or report the model."
+        )
+    return report
+
+
+def canary(clipper: PerExampleClipper, losses: Callable[[], torch.Tensor]) -> None:
+    """Raise unless every use of every trainable parameter goes through the module that claims it."""
+    handles = []
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def hide(claim, module, args):
+        for name, p in claim.parameters:
+            swapped.append((module, name, p))
+            module._parameters[name] = p.detach()
+
+    def show(module, args, output):
+        while swapped and swapped[-1][0] is module:
+            owner, name, p = swapped.pop()
+            owner._parameters[name] = p
+
+    try:
+        for claim in clipper.claims:
+            handles.append(claim.module.register_forward_pre_hook(lambda m, a, claim=claim: hide(claim, m, a)))
+            handles.append(claim.module.register_forward_hook(show, always_call=True))
+        total = losses().sum()
+    finally:
+        while swapped:
+            owner, name, p = swapped.pop()
+            owner._parameters[name] = p
+        for handle in handles:
+            handle.remove()
+    if not total.requires_grad:
+        raise SelfCheckError("the losses do not depend on any trainable parameter.")
+    leaks = torch.autograd.grad(total, clipper.parameters, allow_unused=True)
+    clipper._pass = None
+    leaked = {id(p) for p, g in zip(clipper.parameters, leaks, strict=True) if g is not None}
+    if leaked:
+        path, owner, name = next(
+            (path, m, name)
+            for path, m in clipper.model.named_modules()
+            for name, p in m.named_parameters(recurse=False)
+            if id(p) in leaked
+        )
+        raise SelfCheckError(
+            f"parameter '{path + '.' if path else ''}{name}' of {type(owner).__name__} is used outside the forward of the module that owns "
+            "it, so its per-example gradient cannot be bounded. Ways out: freeze it (requires_grad_(False)), train LoRA adapters "
+            "on plain linear layers instead, or register a rule for the module that uses it with dp_transformers.register_grad_sampler."
+        )
+
+
+# ---- the passes that are compared ----
+
+
+def _clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict):
+    for p in clipper.parameters:
+        p.grad = None
+    losses = losses_of(*args, **kwargs)
+    low_precision = clipper._pass.low_precision if clipper._pass else torch.float32
+    norms_b = clipper.backward(losses)
+    return norms_b, [torch.zeros_like(p) if p.grad is None else p.grad for p in clipper.parameters], low_precision
+
+
+def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int):
+    norms, total = [], [torch.zeros_like(p) for p in clipper.parameters]
+    with clipper._suspended():
+        for i in range(batch):
+            one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if _batched(x, batch) else x, (args, kwargs))
+            loss = losses_of(*one_args, **one_kwargs).sum()
+            grads = torch.autograd.grad(loss, clipper.parameters, allow_unused=True)
+            norm = _length([g for g in grads if g is not None])
+            for running, g in zip(total, grads, strict=True):
+                if g is not None:
+                    running.add_(g, alpha=float((clipper.max_grad_norm / norm).clamp(max=1.0)))
+            norms.append(norm)
+    return torch.stack(norms), total
+
+
+def _length(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([torch.linalg.vector_norm(t.double()).cpu() for t in tensors]).norm().float().to(tensors[0].device)
+
+
+def _distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
+    return _length([x - y for x, y in zip(a, b, strict=True)])
+
+
+def _random_output_loss(model: nn.Module) -> LossFunction:
+    """A loss for models whose own is not known: a fixed random weight for every number an example puts out."""
+
+    def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = model(*args, **kwargs)
+        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and x.requires_grad and x.dim()]
+        losses = []
+        for x in tensors:
+            generator = torch.Generator().manual_seed(x[0].numel())
+            weight = torch.randn(x[0].numel(), generator=generator).to(x.device) / max(1, x[0].numel()) ** 0.5
+            losses.append(x.flatten(1).float() @ weight if x.dim() > 1 else x.float() * weight)
+        return torch.stack(losses).sum(0)
+
+    return losses_of
+
+
+# ---- synthetic input ----
+
+
+def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Random input with the shapes, dtypes and masks of the given one, three (five, seven) examples."""
+    from .clipper import _batch_size
+
+    batch = _batch_size(model, args, kwargs)
+    sizes = {n for x in tree_flatten((args, kwargs))[0] if _batched(x, batch) for n in x.shape[1:]}
+    rows = next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or min(tables, default=2)
+
+    def make(path: tuple, x: Any) -> Any:
+        if not _batched(x, batch):
+            return x
+        name = str(getattr(path[-1], "key", "")) if path else ""
+        recycled = x[torch.arange(rows, device=x.device) % batch]
+        if x.is_floating_point():
+            return recycled if "mask" in name else torch.randn(recycled.shape, device=x.device).to(x.dtype)
+        if x.dtype == torch.bool or "mask" in name or "position" in name or bool(((x == 0) | (x == 1)).all()):
+            return recycled
+        high = vocabulary if name.endswith("input_ids") else min(tables, default=2)
+        return torch.randint(0, high, recycled.shape, device=x.device, dtype=x.dtype)
+
+    return tree_map_with_path(make, (args, kwargs))
+
+
+def _replace_last_example(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
+    """The last example becomes a copy of the first, so that its content is valid whatever it is."""
+
+    def change(x: Any) -> Any:
+        return torch.cat([x[:-1], x[:1]]) if _batched(x, batch) else x
+
+    return tree_map(change, (args, kwargs))
+
+
+def _batched(x: Any, batch: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == batch
+
+
+@contextlib.contextmanager
+def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
+    grads = [p.grad for p in clipper.parameters]
+    bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
+    clipper.model.eval()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        clipper.max_grad_norm, clipper._pass = bound, None
+        for m, training in modes.items():
+            m.training = training
+        for p, grad in zip(clipper.parameters, grads, strict=True):
+            p.grad = grad
+            if hasattr(p, "grad_sample"):
+                del p.grad_sample
+
+
+@contextlib.contextmanager
+def _forked_rng(device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,79 @@
+"""The Gaussian mechanism: noise in fp32, from a generator that only the operating system seeds.
+
+``args.seed`` seeds data order, dropout and initialisation and is written into every run's configuration; whoever knows it must not
+be able to re-draw the noise and subtract it. So noise never comes from torch's or numpy's global generators.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+
+class GaussianNoise:
+    """Independent N(0, std²) noise for tensors on any device.
+
+    On the CPU numbers come from numpy's PCG64 with 128 bits from the operating system (torch's CPU generator keeps 32 bits of its
+    seed, few enough to try them all); on other devices from torch's counter-based generator with a 64-bit key from the operating
+    system; with ``secure`` from the keystream of ChaCha20 (extra ``secure``), cryptographically unpredictable, on every device.
+
+    Args:
+        dp_seed: Fixed seed for tests. The noise can then be subtracted by whoever knows it: the run is not private, and says so.
+        secure: Use the cryptographic generator.
+
+    Raises:
+        ImportError: ``secure`` without the ``cryptography`` package.
+        ValueError: ``secure`` with ``dp_seed``.
+    """
+
+    def __init__(self, *, dp_seed: int | None = None, secure: bool = False):
+        if secure and dp_seed is not None:
+            raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")
+        if dp_seed is not None:
+            warnings.warn(
+                f"dp_seed={dp_seed}: draws and noise can be reproduced, so this run is NOT private. For tests only.", stacklevel=2
+            )
+        self._dp_seed = dp_seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._keystream = _Keystream() if secure else None
+        self._host = np.random.default_rng(dp_seed)  # None: entropy of the operating system
+
+    def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
+        """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws nothing."""
+        if std == 0:
+            return
+        for tensor in tensors:
+            if tensor.dtype not in (torch.float32, torch.float64):
+                raise TypeError(f"noise is added in float32 before any cast to a lower precision, not to {tensor.dtype}.")
+            tensor.add_(self._standard_normal(tensor), alpha=std)
+
+    def _standard_normal(self, like: torch.Tensor) -> torch.Tensor:
+        if self._keystream is not None:
+            return torch.from_numpy(self._keystream.standard_normal(like.numel())).view(like.shape).to(like.device)
+        if like.device.type == "cpu":
+            return torch.from_numpy(self._host.standard_normal(like.numel(), dtype=np.float32)).view(like.shape)
+        if like.device not in self._generators:
+            seed = secrets.randbits(63) if self._dp_seed is None else self._dp_seed
+            self._generators[like.device] = torch.Generator(like.device).manual_seed(seed)
+        return torch.randn(like.shape, generator=self._generators[like.device], device=like.device, dtype=torch.float32)
+
+
+class _Keystream:
+    """Gaussian numbers from ChaCha20: 53-bit uniforms strictly inside (0, 1) through the inverse normal distribution function."""
+
+    def __init__(self) -> None:
+        try:
+            from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+        except ImportError as error:
+            raise ImportError("secure_rng=True needs the 'cryptography' package: install the extra 'secure'.") from error
+        self._cipher = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), secrets.token_bytes(16)), mode=None).encryptor()
+
+    def standard_normal(self, count: int) -> np.ndarray:
+        from scipy.special import ndtri
+
+        bits = np.frombuffer(self._cipher.update(bytes(8 * count)), dtype=np.uint64) >> np.uint64(11)
+        return ndtri((bits + 0.5) * 2.0**-53).astype(np.float32)
