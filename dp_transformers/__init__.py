@@ -1,1 +1,37 @@
-from .clipping import PerExampleClipper, check_model, register_grad_sampler
+"""Differentially private fine-tuning for transformers and any PyTorch model."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "DPTrainer": "trainer",
+    "DPTrainingArguments": "training_args",
+    "PerExampleClipper": "clipping",
+    "PrivacySpent": "trainer",
+    "calibrate_noise_multiplier": "accounting",
+    "check_model": "clipping",
+    "compute_epsilon": "accounting",
+    "register_grad_sampler": "clipping",
+}
+__all__ = sorted(_WHERE)
+
+if TYPE_CHECKING:
+    from .accounting import calibrate_noise_multiplier, compute_epsilon
+    from .clipping import PerExampleClipper, check_model, register_grad_sampler
+    from .trainer import DPTrainer, PrivacySpent
+    from .training_args import DPTrainingArguments
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for, so that importing the package loads nothing heavy."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -38,7 +38,7 @@ _ORDERS = (
     + (80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 )
 _RDP_ROUNDING = 1e-13  # per order and step: dp_accounting's float64 sums were seen 1.2e-14 too small at q = 1e-6
-_FFT_ROUNDING = 2.2e-16  # of δ, per step: composed tails were seen 7e-17 * steps too small
+_FLOAT_ROUNDING = 2.2e-16  # of δ, per step: tails composed by FFT were seen 7e-17 * steps too small
 _NEGLIGIBLE = 1e-6  # share of δ given away to each truncation
 _CELLS = (1024, 32768)  # fewest and most grid cells for the losses of one step
 _COMPOSED_CELLS = 2**18  # most for those of the run: 0.1 s and 20 MB
@@ -63,7 +63,7 @@ def compute_epsilon(
         accountant: `"pld"` (tight) or `"rdp"`.
 
     Returns:
-        An upper bound of ε, at least 0. Where PLD cannot be had in good time (σ below about 1e-4, more than 2 million
+        An upper bound of ε, at least 0. Where PLD cannot be had in good time (σ below about 0.005, more than 2 million
         steps) or in float64 (δ below about 4e-16 * `steps`), `"pld"` returns the RDP bound.
 
     Raises:
@@ -103,16 +103,15 @@ def calibrate_noise_multiplier(
         epsilon = _epsilon(((sigma, q, steps),), delta, accountant)
         return math.log(max(epsilon, 1e-3 * target) / target)
 
-    if excess(MAX_NOISE_MULTIPLIER) > 0:
+    sigma = _decreasing_root(excess, _guess_noise_multiplier(target, delta, q, steps))
+    if sigma is None:
         raise ValueError(
             f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {steps} steps at "
             f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more by accountant={accountant!r}"
             ". Choose a larger epsilon or delta, fewer steps or a smaller sample rate"
             + (", or accountant='pld'." if accountant == "rdp" else ".")
         )
-    if excess(MIN_NOISE_MULTIPLIER) <= 0:
-        return MIN_NOISE_MULTIPLIER
-    return _decreasing_root(excess, _guess_noise_multiplier(target, delta, q, steps))
+    return sigma
 
 
 class PrivacyAccountant:
@@ -192,7 +191,8 @@ def _epsilon(phases: Iterable[Phase], delta: float, accountant: str) -> float:
     phases = _merge_similar(phases)
     bound = _rdp_epsilon(phases, delta)
     if accountant == "pld":  # both are upper bounds, so their minimum is one
-        bound = min(bound, _pld_epsilon(phases, delta))
+        exact = all(q == 1 for _, q, _ in phases)
+        bound = min(bound, _gaussian_epsilon(phases, delta) if exact else _pld_epsilon(phases, delta))
     return max(0.0, bound)
 
 
@@ -241,9 +241,11 @@ def _event(sigma: float, q: float) -> Any:
 
 @contextlib.contextmanager
 def _without_excluded_order_warnings() -> Iterator[None]:
-    """dp_accounting leaves out, with a log line each, the fractional orders whose series does not converge. That only
-    loosens the bound, and small σ sees it on every call."""
-    logger = logging.getLogger("absl")
+    """Drop the log lines of dp_accounting about fractional orders it leaves out because a series converges slowly.
+
+    That only loosens the bound, and small σ meets it in every call.
+    """
+    logger = logging.getLogger("absl")  # absl's own class of logger, provided absl was imported first
 
     def wanted(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("_compute_log_a_frac failed to converge")
@@ -266,21 +268,26 @@ class _Grid(NamedTuple):
 
 def _pld_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
     """ε by PLD, or inf where that is not to be had."""
-    import dp_accounting
-    import numpy as np
-
     steps = sum(n for _, _, n in phases)
-    usable = delta - _FFT_ROUNDING * (steps + 100)
+    usable = delta - _FLOAT_ROUNDING * (10 + steps)
     if usable < delta / 2 or steps > _MAX_STEPS:
         return math.inf
-    if all(q == 1 for _, q, _ in phases):  # one Gaussian mechanism, in closed form (arXiv:1805.06530)
-        sigma = sum(n / sigma**2 for sigma, _, n in phases) ** -0.5
-        with np.errstate(divide="ignore"):
-            return float(dp_accounting.get_epsilon_gaussian(sigma, usable))
     grid = _grid(phases, steps, delta)
     if grid.interval > _MAX_INTERVAL:
         return math.inf
     return float(_composed(phases, grid).get_epsilon_for_delta(usable))
+
+
+def _gaussian_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
+    """ε of full batches only, in closed form: they compose to one Gaussian mechanism (arXiv:1805.06530)."""
+    import dp_accounting
+    import numpy as np
+
+    usable = delta - 10 * _FLOAT_ROUNDING
+    if usable < delta / 2:
+        return math.inf
+    with np.errstate(divide="ignore"):  # log(0), for a large σ
+        return float(dp_accounting.get_epsilon_gaussian(sum(n / sigma**2 for sigma, _, n in phases) ** -0.5, usable))
 
 
 def _grid(phases: tuple[Phase, ...], steps: int, delta: float) -> _Grid:
@@ -339,22 +346,20 @@ def _composed(phases: tuple[Phase, ...], grid: _Grid) -> PrivacyLossDistribution
 
 
 def _guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) -> float:
-    """σ of the run taken for one Gaussian mechanism with the same RDP of order 2 (a central limit argument)."""
-    from dp_accounting import get_sigma_gaussian
-
-    variance = get_sigma_gaussian(epsilon, delta) ** -2 / steps
-    sigma = math.log1p(math.expm1(min(variance, 700.0)) / q**2) ** -0.5
+    """σ of a run whose privacy loss is normal, with variance μ² and mean μ²/2 (a central limit argument)."""
+    z = math.sqrt(-2 * math.log(delta))
+    mu = 2 * epsilon / (z + math.sqrt(z * z + 2 * epsilon))  # μ²/2 + z·μ = ε
+    sigma = math.log1p(math.expm1(min(mu * mu / steps, 700.0)) / q**2) ** -0.5  # μ² = steps · log(1 + q²(e^{1/σ²} - 1))
     return min(max(sigma, 2 * MIN_NOISE_MULTIPLIER), MAX_NOISE_MULTIPLIER / 2)
 
 
-def _decreasing_root(excess: Callable[[float], float], guess: float) -> float:
-    """σ with log(0.999) <= excess(σ) <= 0, or within 1e-6 above a jump over that; excess decreases in σ.
+def _decreasing_root(excess: Callable[[float], float], guess: float) -> float | None:
+    """σ with log(0.999) <= excess(σ) <= 0, or just above a jump across that, or None if excess stays positive.
 
-    Regula falsi on log σ that aims into the interval, with a bisection every third time. `MIN_` and
-    `MAX_NOISE_MULTIPLIER` are known to bracket the root.
+    Brackets the root around `guess`, then regula falsi on log σ, aimed into the interval, bisecting every third time.
     """
-    low, high = math.log(MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
-    at_low = at_high = math.nan
+    bottom, top = math.log(MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
+    low, high, at_low, at_high = -math.inf, math.inf, math.nan, math.nan
     x, stride, count = math.log(guess), 0.1, 0
     while True:
         y = excess(math.exp(x))
@@ -362,12 +367,14 @@ def _decreasing_root(excess: Callable[[float], float], guess: float) -> float:
             low, at_low = x, y
         else:
             high, at_high = x, y
-        if math.log(0.999) <= y <= 0 or high - low < 1e-6:
+        if math.log(0.999) <= y <= 0 or high - low < 1e-6 or high == bottom:
             return math.exp(high)
-        if math.isnan(at_high):
-            x, stride = min(x + stride, high), 2 * stride
-        elif math.isnan(at_low):
-            x, stride = max(x - stride, low), 2 * stride
+        if low == top:
+            return None
+        if high == math.inf:
+            x, stride = min(x + stride, top), 2 * stride
+        elif low == -math.inf:
+            x, stride = max(x - stride, bottom), 2 * stride
         else:
             count += 1
             share = 0.5 if count % 3 == 0 else (at_low - math.log(0.9995)) / (at_low - at_high)

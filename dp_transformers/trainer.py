@@ -1,0 +1,426 @@
+"""DPTrainer: transformers' Trainer with a differentially private step. Overrides, and no maths."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint, seed_worker
+
+from . import distributed
+from .accounting import PrivacyAccountant, calibrate_noise_multiplier
+from .checkpoint import Ledger, PrivacyState, PrivacyStateError
+from .clipping import PerExampleClipper
+from .clipping.verify import self_check
+from .losses import PerExampleLoss, find_per_example_loss
+from .noise import GaussianNoise
+from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
+from .training_args import DPTrainingArguments
+from .validation import validate_lengths, validate_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrivacySpent:
+    """What a training run has spent so far: (epsilon, delta)-differential privacy for adding or removing one training example."""
+
+    epsilon: float
+    delta: float
+    steps: int
+    noise_multiplier: float
+    sample_rate: float
+    max_grad_norm: float
+    expected_batch_size: int
+    num_examples: int
+    accountant: str
+    sampling: str = "poisson"
+    neighboring_relation: str = "add_or_remove_one"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class DPTrainer(Trainer):
+    """[`~transformers.Trainer`] whose training is (ε, δ)-differentially private in the training examples.
+
+    Swap `Trainer` for `DPTrainer` and `TrainingArguments` for [`DPTrainingArguments`]; everything else stays: data sets, collators,
+    callbacks, PEFT models, evaluation, prediction, saving, resuming. One training step is one Poisson draw from the training set, of
+    `expected_batch_size` examples on average; `global_step` counts draws.
+
+    Args:
+        model, args, data_collator, train_dataset, eval_dataset: As in Trainer; `args` must be [`DPTrainingArguments`] and
+            `train_dataset` must have a length.
+        per_example_loss_func (`Callable`, *optional*): `f(outputs, labels) -> (B,)` losses, each from its own example alone, for heads
+            whose per-example loss is not built in. Sequence classification and causal language models need none.
+        kwargs: Trainer's other arguments; `compute_loss_func` is refused, because it averages over the batch.
+
+    Raises:
+        ValueError: at construction, for whatever would break the guarantee, with the way out.
+    """
+
+    loss_is_scaled_for_ga = True  # our step divides by the expected batch size, once
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: DPTrainingArguments | None = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        per_example_loss_func: PerExampleLoss | None = None,
+        **kwargs: Any,
+    ):
+        if not isinstance(args, DPTrainingArguments):
+            folder = getattr(args, "output_dir", None) or "outputs"
+            raise ValueError(
+                f"DPTrainer needs DPTrainingArguments, got {type(args).__name__}. Write for example: "
+                f"args = DPTrainingArguments(output_dir={folder!r}, target_epsilon=8.0, target_delta=1e-6, ...)"
+            )
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError(
+                "compute_loss_func returns one loss for the whole batch. Pass per_example_loss_func=f with f(outputs, labels) -> (B,)."
+            )
+        _validate_training_data(train_dataset, args)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} devices in one process would train with nn.DataParallel, whose replicas cannot be clipped together. Start one "
+                "process per device (accelerate launch or torchrun), or set CUDA_VISIBLE_DEVICES to one."
+            )
+        self._steps_spent: int = 0
+        self._state: PrivacyState | None = None
+        self._clipper: PerExampleClipper | None = None
+        if per_example_loss_func is not None:
+            kwargs["compute_loss_func"] = lambda outputs, labels, **_: per_example_loss_func(outputs, labels).mean()
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
+        validate_model(self.model)
+        self._per_example_loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)
+        self._accountant = PrivacyAccountant(args.accountant)
+        self._ledger = Ledger(args.output_dir)
+        if train_dataset is not None:
+            validate_lengths(self.model, train_dataset)
+            self._state = self._plan()
+
+    # ---- the plan: q, σ, steps ----
+
+    def _plan(self) -> PrivacyState:
+        args, n = self.args, len(self.train_dataset)
+        sample_rate, steps = args.expected_batch_size / n, self._planned_steps(args.expected_batch_size)
+        noise_multiplier = args.noise_multiplier
+        if noise_multiplier is None:
+            noise_multiplier = calibrate_noise_multiplier(
+                target_epsilon=args.target_epsilon,
+                target_delta=args.target_delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=args.accountant,
+            )
+        if noise_multiplier == 0:
+            logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")
+        logger.info(
+            "private training: N = %d, expected batch size %d (q = %.6f), noise multiplier %.4f, %d steps, delta %g",
+            n, args.expected_batch_size, sample_rate, noise_multiplier, steps, args.target_delta,
+        )  # fmt: skip
+        return PrivacyState(
+            run_id=PrivacyState.new_run_id(),
+            num_examples=n,
+            expected_batch_size=args.expected_batch_size,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=args.max_grad_norm,
+            delta=args.target_delta,
+            target_epsilon=args.target_epsilon,
+            sampling=args.sampling,
+        )
+
+    def _steps_per_epoch(self, expected_batch_size: int) -> int:
+        return max(1, round(len(self.train_dataset) / expected_batch_size))
+
+    def _planned_steps(self, expected_batch_size: int) -> int:
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        return math.ceil(self.args.num_train_epochs * self._steps_per_epoch(expected_batch_size))
+
+    def privacy_spent(self) -> PrivacySpent:
+        """What has been spent until now, from the ledger's count of executed steps.
+
+        Raises:
+            ValueError: the trainer has no training data, so it cannot have spent anything.
+        """
+        if self._state is None:
+            raise ValueError("this trainer has no train_dataset, so there is no private training to account for.")
+        state = self._state
+        return PrivacySpent(
+            epsilon=self._accountant.epsilon(state.delta),
+            delta=state.delta,
+            steps=self._steps_spent,
+            noise_multiplier=state.noise_multiplier,
+            sample_rate=state.sample_rate,
+            max_grad_norm=state.max_grad_norm,
+            expected_batch_size=state.expected_batch_size,
+            num_examples=state.num_examples,
+            accountant=self.args.accountant,
+            sampling=state.sampling,
+        )
+
+    # ---- training ----
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+    ) -> TrainOutput:
+        """Train, or go on from a checkpoint. See [`~transformers.Trainer.train`].
+
+        On resume the draws and the noise are fresh, and every step ever executed in this run counts towards ε, also those after the
+        checkpoint.
+
+        Raises:
+            PrivacyStateError: the checkpoint's privacy state or the ledger is missing, or disagrees with the arguments.
+            ValueError: the privacy budget is spent.
+        """
+        if trial is not None:
+            raise ValueError("hyperparameter search runs many private trainings, which compose; run them one by one and add up what they spend.")
+        if self.train_dataset is None:
+            raise ValueError("DPTrainer: training requires a train_dataset.")
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"there is no checkpoint in {self.args.output_dir!r} to resume from.")
+        if resume_from_checkpoint:
+            self._restore(resume_from_checkpoint)
+        self._noise = GaussianNoise(dp_seed=self.args.dp_seed, secure=self.args.secure_rng)
+        self._steps_left = self._affordable_steps()
+        self._last_draw = -1
+        if distributed.rank() == 0:
+            if earlier := self._ledger.other_steps(self._state.run_id):
+                logger.warning(
+                    "%s also holds %d steps of earlier runs. Epsilon is this model's own; releasing several models trained on the same data "
+                    "adds up.",
+                    self._ledger.path, earlier,
+                )  # fmt: skip
+            self._ledger.begin(self._state)
+        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        if self.args.log_train_loss:
+            return output
+        return output._replace(training_loss=math.nan)  # it was never computed: see log_train_loss
+
+    def _restore(self, checkpoint: str) -> None:
+        """Take over the run that a checkpoint belongs to, with everything the ledger says it has spent."""
+        state, steps_at_save = PrivacyState.load(checkpoint)
+        args = self.args
+        wanted = {
+            "num_examples": len(self.train_dataset),
+            "max_grad_norm": args.max_grad_norm,
+            "delta": args.target_delta,
+            "target_epsilon": args.target_epsilon,
+            "sampling": args.sampling,
+        }
+        if args.noise_multiplier is not None:
+            wanted["noise_multiplier"] = args.noise_multiplier
+        if not args.expected_batch_size_is_derived:
+            wanted["expected_batch_size"] = args.expected_batch_size
+        state.require(wanted)
+        if os.path.abspath(os.path.dirname(os.path.normpath(checkpoint))) != os.path.abspath(args.output_dir):
+            raise PrivacyStateError(
+                f"checkpoint '{checkpoint}' does not lie in output_dir '{args.output_dir}'. The ledger of executed steps lies beside the checkpoints "
+                "and must go on: set output_dir to the folder that holds the checkpoint."
+            )
+        executed = self._ledger.steps(state.run_id)
+        if executed < steps_at_save:
+            raise PrivacyStateError(
+                f"the ledger '{self._ledger.path}' holds {executed} steps of this run, but the checkpoint was saved after {steps_at_save}: lines "
+                "are missing, so what was spent is not known. Restore the file, or start a new run (resume_from_checkpoint=None)."
+            )
+        self._state = state
+        args.expected_batch_size = state.expected_batch_size
+        self._steps_spent = 0
+        self._accountant = PrivacyAccountant(args.accountant)
+        self._count_steps(executed)
+
+    def _count_steps(self, steps: int) -> None:
+        self._steps_spent += steps
+        self._accountant.step(
+            noise_multiplier=self._state.noise_multiplier, sample_rate=self._state.sample_rate, steps=steps
+        )
+
+    def _affordable_steps(self) -> float:
+        """How many more steps the budget allows."""
+        state = self._state
+        if state.target_epsilon is None:
+            return math.inf
+        limit = self._planned_steps(state.expected_batch_size)
+        left = self._accountant.max_steps(
+            target_epsilon=state.target_epsilon,
+            delta=state.delta,
+            noise_multiplier=state.noise_multiplier,
+            sample_rate=state.sample_rate,
+            limit=limit,
+        )
+        if left == 0:
+            raise ValueError(
+                f"the privacy budget is spent: epsilon is {self._accountant.epsilon(state.delta):.4g} after {self._steps_spent} steps, and one "
+                f"more would exceed target_epsilon={state.target_epsilon:g}. Nothing was trained."
+            )
+        return left
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        # here the model is final: model_init has been called, a checkpoint loaded
+        state, training_args = self._state, self.args
+        clipper = PerExampleClipper(
+            self.model, state.max_grad_norm, mode=training_args.clipping_mode, self_check=training_args.self_check
+        )
+        with clipper as self._clipper:
+            try:
+                return super()._inner_training_loop(*args, **kwargs)
+            finally:
+                self._clipper = None
+
+    def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """One private step: clipped sum over the draw, noise, division by the expected batch size. Leaves it in `.grad`."""
+        assert inputs.number > self._last_draw, "a draw was replayed"
+        self._last_draw = inputs.number
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        loss = torch.zeros((), device=self.args.device)
+        for batch in inputs.physical_batches:
+            batch = self._prepare_inputs(batch)
+            if not self._clipper.checked:
+                self_check(self._clipper, (), dict(batch), lambda **rows: self._per_example_losses(rows))
+            with self.compute_loss_context_manager():
+                losses = self._per_example_losses(batch)
+            self._clipper.backward(losses)
+            if self.args.log_train_loss:
+                loss += losses.detach().nansum() / self._state.expected_batch_size
+        self._privatise_gradients()
+        return loss
+
+    def _per_example_losses(self, inputs: Any) -> torch.Tensor:
+        inputs = dict(inputs)
+        missing = [name for name in self.label_names if name not in inputs]
+        if missing:
+            raise ValueError(f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column or set label_names.")
+        labels = [inputs.pop(name) for name in self.label_names]
+        losses = self._per_example_loss(self.model(**inputs), labels[0] if len(labels) == 1 else tuple(labels))
+        if losses.dim() != 1:
+            raise ValueError(
+                f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none')."
+            )
+        return losses
+
+    def _privatise_gradients(self) -> None:
+        """p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size, and the step is on the ledger before that exists."""
+        state, clipper = self._state, self._clipper
+        parameters = clipper.parameters
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in parameters]
+        if distributed.rank() == 0:
+            self._ledger.add_step(state.run_id, self.state.global_step + 1)
+            self._noise.add_(grads, std=state.noise_multiplier * clipper.max_grad_norm)
+        distributed.sum_over_ranks(grads)
+        torch._foreach_div_(grads, state.expected_batch_size)
+        self._count_steps(1)
+        self._steps_left -= 1
+        if self._steps_left <= 0 and self.state.global_step + 1 < self.state.max_steps:
+            logger.warning("the next step would exceed target_epsilon=%g: training stops here.", state.target_epsilon)
+            self.control.should_training_stop = self.control.should_save = True
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """The norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
+        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    # ---- what Trainer asks of batches, which here are LogicalBatch ----
+
+    def get_train_dataloader(self) -> DataLoader:
+        """A loader of Poisson draws, each a [`~dp_transformers.sampling.LogicalBatch`]."""
+        args, dataset, collator = self.args, self.train_dataset, self.data_collator
+        if _is_datasets(dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        expected = self._state.expected_batch_size
+        sampler = PoissonSampler(
+            len(dataset),
+            self._state.sample_rate,
+            self._steps_per_epoch(expected),
+            distributed.shared_secret(args.dp_seed),
+            distributed.rank(),
+            distributed.world_size(),
+        )
+        return poisson_dataloader(
+            dataset,
+            collator,
+            args.per_device_train_batch_size,
+            sampler,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        )
+
+    def get_total_train_batch_size(self, args: DPTrainingArguments) -> int:
+        return args.expected_batch_size
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
+        return None  # no example's loss is divided by what the others contain
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # the size of a draw is not released
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        return None
+
+    # ---- logging and saving ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log `epsilon` with every line, and the training loss only where `log_train_loss` asks for it."""
+        if self._clipper is not None:
+            if not self.args.log_train_loss:
+                logs = {k: v for k, v in logs.items() if k not in ("loss", "train_loss")}
+            logs["epsilon"] = self._accountant.epsilon(self._state.delta)
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:  # first, because saving may push and rotate
+            folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            self._state.save(folder, self._steps_spent)
+        super()._save_checkpoint(model, trial)
+
+
+def _is_datasets(dataset: Any) -> bool:
+    return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "column_names")
+
+
+def _validate_training_data(dataset: Any, args: DPTrainingArguments) -> None:
+    if dataset is None:
+        return
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"train_dataset is a {type(dataset).__name__} without random access: Poisson sampling takes every example with equal probability, "
+            "which needs its length and its rows. Use a map-style dataset (for a datasets.IterableDataset: load it without streaming)."
+        )
+    n = len(dataset)
+    if n == 0:
+        raise ValueError("train_dataset is empty.")
+    if args.target_delta >= 1 / n:
+        raise ValueError(
+            f"target_delta={args.target_delta:g} is not smaller than 1/N = {1 / n:.3g} for N = {n} training examples: at that delta, publishing one "
+            "example outright would count as private. Choose it well below, for example 1e-6."
+        )
+    if args.expected_batch_size > n:
+        raise ValueError(
+            f"expected_batch_size={args.expected_batch_size} exceeds the {n} training examples; q would be above 1. Lower expected_batch_size "
+            "(or per_device_train_batch_size x gradient_accumulation_steps x processes, from which it derives)."
+        )

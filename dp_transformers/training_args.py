@@ -1,0 +1,154 @@
+"""DPTrainingArguments: TrainingArguments plus the privacy parameters, minus what would silently break the guarantee."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from .clipping.modes import MODES
+
+ACCOUNTANTS = ("pld", "rdp")
+
+
+@dataclass
+class DPTrainingArguments(TrainingArguments):
+    """Arguments of [`DPTrainer`]: everything [`~transformers.TrainingArguments`] has, and the privacy parameters below.
+
+    `max_grad_norm` is the clipping bound C: every example's gradient is clipped to this L2 norm. `per_device_train_batch_size` is the
+    *physical* batch size, what fits the device; it has no influence on the result. `gradient_accumulation_steps` only helps to derive
+    `expected_batch_size` and is 1 afterwards.
+
+    > Parameters that control the privacy
+
+        target_epsilon (`float`, *optional*):
+            The privacy budget ε. The noise multiplier is calibrated so that the whole training stays within it, and training stops
+            before the step that would exceed it. Give this or `noise_multiplier`.
+        target_delta (`float`):
+            The δ of (ε, δ)-differential privacy; must be given and smaller than 1/N for N training examples.
+        noise_multiplier (`float`, *optional*):
+            σ: the noise added to the sum of clipped gradients has standard deviation σ·`max_grad_norm`. 0 trains without privacy.
+        expected_batch_size (`int`, *optional*):
+            The expected number of examples in a step, over all processes; every example is taken with probability
+            `expected_batch_size` / N. Defaults to `per_device_train_batch_size` × `gradient_accumulation_steps` × number of processes.
+        clipping_mode (`str`, defaults to `"auto"`):
+            `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or `"per_sample"`: same result, different time and memory.
+        accountant (`str`, defaults to `"pld"`):
+            `"pld"` (tight) or `"rdp"`.
+        sampling (`str`, defaults to `"poisson"`):
+            How steps choose examples; `"poisson"` is the one that the accountants are for.
+        secure_rng (`bool`, defaults to `False`):
+            Draw the noise from a cryptographic generator (needs the extra `secure`).
+        dp_seed (`int`, *optional*):
+            Fixed seed of draws and noise, for tests only: the run is not private.
+        self_check (`bool`, defaults to `True`):
+            Before the first step, check on synthetic data that clipping is exact for this model and that no parameter escapes it.
+        log_train_loss (`bool`, defaults to `False`):
+            Log the training loss. It is computed from private examples without noise and is not covered by ε.
+    """
+
+    target_epsilon: float | None = field(default=None, metadata={"help": "Privacy budget. Give this or noise_multiplier."})
+    target_delta: float | None = field(default=None, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."})
+    noise_multiplier: float | None = field(
+        default=None, metadata={"help": "Noise standard deviation in units of max_grad_norm; 0 trains without privacy."}
+    )
+    expected_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Expected examples per step over all processes. Default: batch size x accumulation x processes."},
+    )
+    clipping_mode: str = field(
+        default="auto", metadata={"help": "auto, book_keeping, ghost, fast_gradient or per_sample: same result, other cost."}
+    )
+    accountant: str = field(default="pld", metadata={"help": "pld (tight) or rdp."})
+    sampling: str = field(default="poisson", metadata={"help": "How steps choose examples: poisson."})
+    secure_rng: bool = field(default=False, metadata={"help": "Draw noise from a cryptographic generator (extra 'secure')."})
+    dp_seed: int | None = field(default=None, metadata={"help": "Fixed seed of draws and noise; for tests: NOT private."})
+    self_check: bool = field(default=True, metadata={"help": "Check exactness on synthetic data before the first step."})
+    log_train_loss: bool = field(
+        default=False, metadata={"help": "Log the training loss, which is not covered by epsilon."}
+    )
+    max_grad_norm: float = field(default=1.0, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."})
+    logging_steps: float = field(default=10, metadata={"help": "Log every X steps; a fraction below 1 is a share of all."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_privacy()
+        self._refuse_what_breaks_privacy()
+        self.expected_batch_size_is_derived = self.expected_batch_size is None
+        if self.expected_batch_size is None:
+            self.expected_batch_size = (
+                self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+            )
+        self.gradient_accumulation_steps = 1
+
+    def _check_privacy(self) -> None:
+        if self.target_delta is None or not 0 < self.target_delta < 1:
+            raise ValueError(
+                f"target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; got {self.target_delta}. "
+                "It is never chosen for you: it is the probability with which the guarantee may fail (1e-6 is common)."
+            )
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            given = "neither" if self.target_epsilon is None else "both"
+            raise ValueError(
+                f"give either target_epsilon (the noise is calibrated to it) or noise_multiplier (epsilon follows); got {given}."
+            )
+        if self.target_epsilon is not None and not 0 < self.target_epsilon < math.inf:
+            raise ValueError(f"target_epsilon must be a positive finite number, got {self.target_epsilon}.")
+        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
+            raise ValueError(f"noise_multiplier must be a finite number, at least 0, got {self.noise_multiplier}.")
+        if not 0 < self.max_grad_norm < math.inf:
+            raise ValueError(
+                f"max_grad_norm is the clipping bound of one example's gradient and must be positive, got {self.max_grad_norm}."
+            )
+        if self.expected_batch_size is not None and self.expected_batch_size < 1:
+            raise ValueError(f"expected_batch_size must be at least 1, got {self.expected_batch_size}.")
+        if self.clipping_mode not in ("auto", *MODES):
+            raise ValueError(f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}.")
+        if self.accountant not in ACCOUNTANTS:
+            raise ValueError(f"accountant {self.accountant!r} is unknown; choose one of {list(ACCOUNTANTS)}.")
+        if self.sampling != "poisson":
+            raise ValueError(f"sampling {self.sampling!r} is not supported; 'poisson' is what the accountants are for.")
+        if self.secure_rng and self.dp_seed is not None:
+            raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")
+
+    def _refuse_what_breaks_privacy(self) -> None:
+        optimizer = str(getattr(self.optim, "value", self.optim))
+        checkpointing = self.activation_checkpointing_kwargs or {}
+        refused = {
+            "fp16": (self.fp16, "loss scaling changes the norms that are clipped and skips steps that were accounted for; use bf16=True"),
+            "dataloader_drop_last": (self.dataloader_drop_last, "a Poisson draw has no last batch to drop, and dropping examples would change q"),
+            "train_sampling_strategy": (
+                self.train_sampling_strategy != "random",
+                "steps draw by Poisson sampling, which is what epsilon is computed for; leave it at 'random' (draws are sorted by length anyway)",
+            ),
+            "auto_find_batch_size": (
+                self.auto_find_batch_size,
+                "it restarts training on weights that noisy steps have already changed; lower per_device_train_batch_size, it has no influence on the result",
+            ),
+            "dataloader_in_order": (not self.dataloader_in_order, "draws must arrive in the order in which they were made"),
+            "include_num_input_tokens_seen": (
+                self.include_num_input_tokens_seen != "no",
+                "the number of tokens drawn is a function of private data and not covered by epsilon",
+            ),
+            "deepspeed": (self.deepspeed, "its engine averages and clips gradients on its own"),
+            "fsdp": (self.fsdp, "sharded training is not supported yet; train adapters, or on one device or with DDP"),
+            "parallelism_config": (self.parallelism_config, "an example split over processes has no norm on any of them"),
+            "torch_compile": (self.torch_compile, "compiled models are not supported yet"),
+            "use_liger_kernel": (self.use_liger_kernel, "its fused loss averages over the batch, so there is no loss per example"),
+            "neftune_noise_alpha": (
+                self.neftune_noise_alpha,
+                "its noise depends on the length the batch was padded to, so on the other examples",
+            ),
+            "optim": (
+                optimizer.endswith("layerwise") or "lomo" in optimizer,
+                f"{optimizer} updates parameters during backward, before noise is added; use for example adamw_torch",
+            ),
+            "activation_checkpointing_kwargs": (
+                checkpointing.get("use_reentrant"),
+                "reentrant checkpointing hides the graph that norms are taken from; use {'use_reentrant': False}",
+            ),
+        }  # fmt: skip
+        for name, (is_set, why) in refused.items():
+            if is_set:
+                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used with differential privacy: {why}.")
