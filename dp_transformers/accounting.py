@@ -346,10 +346,10 @@ def _composed(phases: tuple[Phase, ...], grid: _Grid) -> PrivacyLossDistribution
 
 
 def _guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) -> float:
-    """σ of a run whose privacy loss is normal, with variance μ² and mean μ²/2 (a central limit argument)."""
+    """σ of a run whose privacy loss is normal with variance μ² = steps · log(1 + q²(e^{1/σ²} - 1)) and mean μ²/2."""
     z = math.sqrt(-2 * math.log(delta))
     mu = 2 * epsilon / (z + math.sqrt(z * z + 2 * epsilon))  # μ²/2 + z·μ = ε
-    sigma = math.log1p(math.expm1(min(mu * mu / steps, 700.0)) / q**2) ** -0.5  # μ² = steps · log(1 + q²(e^{1/σ²} - 1))
+    sigma = math.log1p(math.expm1(min(mu * mu / steps, 700.0)) / q**2) ** -0.5
     return min(max(sigma, 2 * MIN_NOISE_MULTIPLIER), MAX_NOISE_MULTIPLIER / 2)
 
 

