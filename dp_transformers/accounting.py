@@ -39,10 +39,12 @@ _ORDERS = (
 )
 _RDP_ROUNDING = 1e-13  # per order and step: dp_accounting's float64 sums were seen 1.2e-14 too small at q = 1e-6
 _FLOAT_ROUNDING = 2.2e-16  # of δ, per step: tails composed by FFT were seen 7e-17 * steps too small
+_NO_NOISE = 1e-6  # σ taken for 0
+_MIN_RATE = 1e-9  # what a smaller positive q is taken for; one as close to 1 is taken for 1
 _NEGLIGIBLE = 1e-6  # share of δ given away to each truncation
 _CELLS = (1024, 32768)  # fewest and most grid cells for the losses of one step
 _COMPOSED_CELLS = 2**18  # most for those of the run: 0.1 s and 20 MB
-_MAX_STEPS = 2 * 10**6  # dp_accounting computes (cells of a step) ** steps as an exact integer when cells < 1000
+_MAX_STEPS = 10**6  # dp_accounting computes (cells of a step) ** steps as an exact integer when cells < 1000
 _MAX_INTERVAL = 100.0  # nats; exp(interval) overflows at 709
 _MAX_MECHANISMS = 64  # distinct ones, beyond which similar ones are merged
 
@@ -56,14 +58,14 @@ def compute_epsilon(
     """ε spent by `steps` Poisson-subsampled Gaussian steps, at `delta`, under add/remove-one-example.
 
     Args:
-        noise_multiplier: σ, the noise's standard deviation over the clipping bound; 0 spends ε = inf.
+        noise_multiplier: σ, the noise's standard deviation over the clipping bound; 0 (below 1e-6) spends ε = inf.
         sample_rate: q, the probability with which an example takes part in a step, in [0, 1].
         steps: Number of optimizer steps taken, empty draws included.
         delta: The δ of (ε, δ)-DP, in (0, 1).
         accountant: `"pld"` (tight) or `"rdp"`.
 
     Returns:
-        An upper bound of ε, at least 0. Where PLD cannot be had in good time (σ below about 0.005, more than 2 million
+        An upper bound of ε, at least 0. Where PLD cannot be had in good time (σ below about 0.005, more than a million
         steps) or in float64 (δ below about 4e-16 * `steps`), `"pld"` returns the RDP bound.
 
     Raises:
@@ -80,8 +82,8 @@ def calibrate_noise_multiplier(
     """The smallest σ with which `steps` steps spend at most `target_epsilon`, found to 0.1% of ε.
 
     `compute_epsilon` of the value returned was evaluated, and is at most the target. It is above 0.999 times the
-    target unless nothing is spent at all (`steps` or `sample_rate` 0: returns 0.0) or the target is so large that
-    `MIN_NOISE_MULTIPLIER` meets it.
+    target unless nothing is spent at all (`steps` or `sample_rate` 0: returns 0.0), the target is so large that
+    `MIN_NOISE_MULTIPLIER` meets it, or the bound jumps across it (RDP's, down to 0, at a large δ).
 
     Args:
         target_epsilon: ε to stay within, positive and finite.
@@ -101,7 +103,7 @@ def calibrate_noise_multiplier(
 
     def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
         epsilon = _epsilon(((sigma, q, steps),), delta, accountant)
-        return math.log(max(epsilon, 1e-3 * target) / target)
+        return math.log(min(max(epsilon / target, 1e-3), 1e9))
 
     sigma = _decreasing_root(excess, _guess_noise_multiplier(target, delta, q, steps))
     if sigma is None:
@@ -183,10 +185,11 @@ class PrivacyAccountant:
 
 
 def _epsilon(phases: Iterable[Phase], delta: float, accountant: str) -> float:
-    phases = tuple((sigma, q, n) for sigma, q, n in phases if q > 0 and n > 0)
+    # Less noise and more sampling bound ε from above, and spare the formulas below what float64 cannot hold.
+    phases = tuple((min(sigma, MAX_NOISE_MULTIPLIER), _round_rate_up(q), n) for sigma, q, n in phases if q * n > 0)
     if not phases:
         return 0.0
-    if any(sigma == 0 for sigma, _, _ in phases):
+    if any(sigma < _NO_NOISE for sigma, _, _ in phases):
         return math.inf
     phases = _merge_similar(phases)
     bound = _rdp_epsilon(phases, delta)
@@ -194,6 +197,10 @@ def _epsilon(phases: Iterable[Phase], delta: float, accountant: str) -> float:
         exact = all(q == 1 for _, q, _ in phases)
         bound = min(bound, _gaussian_epsilon(phases, delta) if exact else _pld_epsilon(phases, delta))
     return max(0.0, bound)
+
+
+def _round_rate_up(q: float) -> float:
+    return 1.0 if q > 1 - _MIN_RATE else max(q, _MIN_RATE)
 
 
 def _merge_similar(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
@@ -349,7 +356,7 @@ def _guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) 
     """σ of a run whose privacy loss is normal with variance μ² = steps · log(1 + q²(e^{1/σ²} - 1)) and mean μ²/2."""
     z = math.sqrt(-2 * math.log(delta))
     mu = 2 * epsilon / (z + math.sqrt(z * z + 2 * epsilon))  # μ²/2 + z·μ = ε
-    sigma = math.log1p(math.expm1(min(mu * mu / steps, 700.0)) / q**2) ** -0.5
+    sigma = math.log1p(math.expm1(min(max(mu * mu / steps, 1e-18), 700.0)) / _round_rate_up(q) ** 2) ** -0.5
     return min(max(sigma, 2 * MIN_NOISE_MULTIPLIER), MAX_NOISE_MULTIPLIER / 2)
 
 

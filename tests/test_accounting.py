@@ -213,6 +213,14 @@ def test_tiny_losses_give_no_float64_artefacts(sigma, q, steps, delta):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("delta", [1e-300, 1e-12, 0.3])
+@pytest.mark.parametrize("q", [1e-300, 1e-9, 1 - 1e-16])
+@pytest.mark.parametrize("sigma", [1e-300, 1e-6, 0.2, 1e300])
+def test_far_out_arguments_give_a_number(sigma, q, delta, accountant):
+    assert compute_epsilon(sigma, q, 1000, delta, accountant) >= 0
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_small_epsilon_is_within_reach(accountant):
     """Orders that end at 63 cannot get below 0.103 at this delta."""
     sigma = calibrate_noise_multiplier(0.02, 1e-5, 0.01, 300, accountant)

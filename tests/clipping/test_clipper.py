@@ -1,0 +1,369 @@
+"""PerExampleClipper against one example at a time: modes, models, tying, sensitivity, locality, misuse."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import LONG, MODELS, SHORT, Net, batch_for, build, losses_function, net_losses
+from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients, trainable
+from torch import nn
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.clipping.modes import MODES
+
+ALL_MODES = sorted(MODES)
+
+
+@pytest.mark.parametrize("tokens", [SHORT, LONG])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", MODELS)
+def test_trajectory_is_that_of_one_example_at_a_time_in_every_mode(name, lora, tokens):
+    """Three noiseless SGD steps, a new batch and a new bound each: same norms, sums and weights in the four modes and the oracle."""
+    reference = build(name, lora=lora)
+    models = {mode: copy.deepcopy(reference) for mode in ALL_MODES}
+    clippers = {mode: PerExampleClipper(m, 1.0, mode=mode, self_check=False) for mode, m in models.items()}
+    start = [p.detach().clone() for p in trainable(reference)]
+    for step in range(3):
+        batch = batch_for(name, tokens, seed=step)
+        gradients = per_example_gradients(reference, losses_function(reference), batch)
+        bound = sorted(length(g) for g in gradients)[2] * 0.9  # three of five are clipped
+        norms, total = clipped_sum(gradients, bound)
+        for mode, model in models.items():
+            clippers[mode].max_grad_norm = bound
+            model.zero_grad()
+            got = clippers[mode].backward(losses_function(model)(batch))
+            torch.testing.assert_close(got.double(), torch.tensor(norms).double(), rtol=1e-5, atol=0)
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
+            assert distance(grads, total) <= 1e-5 * length(total), mode
+            with torch.no_grad():
+                for p, g in zip(trainable(model), grads, strict=True):
+                    p.sub_(g, alpha=0.1)
+        with torch.no_grad():
+            for p, g in zip(trainable(reference), total, strict=True):
+                p.sub_(g.to(p.dtype), alpha=0.1)
+    moved = distance(trainable(reference), start)
+    for mode, model in models.items():
+        assert distance(trainable(model), trainable(reference)) <= 1e-5 * moved, mode
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_sensitivity(name, mode):
+    """Taking an example out never moves the sum by more than C, and does move it by C: 200 pairs, outliers and aligned gradients."""
+    model = build(name)
+    losses_of = losses_function(model)
+    clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
+    size, pairs, clipped, largest = 8, 0, 0, 0.0
+    for seed in range(25):
+        batch = batch_for(name, SHORT, size=size, seed=seed)
+        if seed % 2:  # all examples equal: the sum is as long as it can be
+            batch = {k: v[:1].expand_as(v) for k, v in batch.items()}
+        scale = torch.ones(size)
+        scale[seed % size] = 1e3
+
+        def run(weights, batch=batch, scale=scale):
+            model.zero_grad()
+            norms = clipper.backward(losses_of(batch) * scale, weights=weights)
+            return norms, [p.grad.clone() for p in trainable(model)]
+
+        norms, _ = run(None)
+        clipper.max_grad_norm = float(norms.quantile(0.3)) * 1.001
+        norms, whole = run(None)
+        for j in range(size):
+            weights = torch.ones(size)
+            weights[j] = 0
+            moved = distance(whole, run(weights)[1]) / clipper.max_grad_norm
+            assert moved <= 1 + 1e-5
+            pairs, clipped, largest = pairs + 1, clipped + int(norms[j] > clipper.max_grad_norm), max(largest, moved)
+    assert pairs == 200
+    assert clipped >= 100
+    assert largest >= 0.99
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_locality(mode):
+    """Another example's content, outlier or not, leaves an example's gradient as it is, to the bit."""
+    model = build("gpt2")
+    clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
+    losses_of, batch = losses_function(model), batch_for("gpt2", SHORT)
+    norms = clipper.backward(losses_of(batch))
+    other = {k: torch.cat([v[:-1], batch_for("gpt2", SHORT, seed=9)[k][-1:]]) for k, v in batch.items()}
+    moved = clipper.backward(losses_of(other))
+    assert torch.equal(norms[:-1], moved[:-1])
+    assert norms[-1] != moved[-1]
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_tied_reused_padded(mode):
+    """One net with an embedding tied to its head, padding_idx, a layer called twice, LayerNorm and RMSNorm."""
+    torch.manual_seed(0)
+    model = Net()
+    batch = {"input_ids": torch.randint(0, 5, (6, 9)), "labels": torch.randint(0, 50, (6, 9))}  # many repeats and pads
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
+        assert_exact(model, clipper, net_losses(model), batch)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_cancelling_uses_of_a_tied_weight(mode):
+    """The same layer on x and -x: the two uses cancel; adding squared norms would be wrong by everything."""
+
+    class Cancel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3, bias=False)
+
+        def forward(self, x):
+            return self.linear(x) + 0.5 * self.linear(-x)
+
+    model = Cancel()
+    batch = {"x": torch.randn(4, 5, 4), "y": torch.randn(4, 5, 3)}
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
+        assert_exact(model, clipper, lambda b: (model(b["x"]) * b["y"]).sum((1, 2)), batch)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_non_finite_example_contributes_zero_and_leaves_the_others(mode):
+    model = build("bert")
+    losses_of, batch = losses_function(model), batch_for("bert", SHORT)
+
+    def run(poison):
+        model.zero_grad()
+        with PerExampleClipper(model, 0.5, mode=mode, self_check=False) as clipper:
+            losses = losses_of(batch)
+            if poison is not None:
+                losses = torch.where(torch.arange(5) == 2, losses * poison, losses)
+                return clipper.backward(losses), [p.grad.clone() for p in trainable(model)]
+            weights = torch.tensor([1.0, 1, 0, 1, 1])
+            return clipper.backward(losses, weights), [p.grad.clone() for p in trainable(model)]
+
+    _, without = run(None)
+    for poison in (float("nan"), float("inf")):
+        norms, grads = run(poison)
+        assert not torch.isfinite(norms[2])
+        assert distance(grads, without) <= 1e-6 * length(without)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_non_finite_activation_contributes_zero(mode):
+    """NaN in the input, not only in the loss: 0 · NaN must not reach the sum through either factor."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(inplace=False), nn.Linear(8, 2))
+    x, y = torch.randn(5, 3, 4), torch.randn(5, 3, 2)
+    with PerExampleClipper(model, 0.1, mode=mode, self_check=False) as clipper:
+        clipper.backward((model(x) * y).sum((1, 2)), weights=torch.tensor([1.0, 0, 1, 1, 1]))
+        expected = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        x[1, 0, 0] = float("nan")
+        clipper.backward((model(x) * y).sum((1, 2)))
+        assert distance([p.grad for p in model.parameters()], expected) <= 1e-6 * length(expected)
+
+
+def test_per_sample_mode_leaves_the_gradients_of_every_example():
+    torch.manual_seed(0)
+    model = Net()
+    batch = {"input_ids": torch.randint(0, 50, (4, 6)), "labels": torch.randint(0, 50, (4, 6))}
+    gradients = per_example_gradients(model, net_losses(model), batch)
+    clipper = PerExampleClipper(model, 1.0, mode="per_sample", self_check=False)
+    clipper.backward(net_losses(model)(batch))
+    for k, p in enumerate(trainable(model)):
+        torch.testing.assert_close(p.grad_sample, torch.stack([g[k] for g in gradients]), rtol=1e-4, atol=1e-6)
+    clipper.detach()
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_backward_accumulates_and_forgets(mode):
+    """Two physical batches add up to one of both; nothing of the first is left for the second; an unused forward changes nothing."""
+    model = build("llama-tied")
+    losses_of, batch = losses_function(model), batch_for("llama-tied", SHORT)
+    with PerExampleClipper(model, 0.3, mode=mode, self_check=False) as clipper:
+        clipper.backward(losses_of(batch))
+        whole = [p.grad.clone() for p in trainable(model)]
+        model.zero_grad()
+        losses_of({k: v[:3] for k, v in batch.items()})  # a training forward whose losses are thrown away
+        for part in (slice(0, 3), slice(3, 5)):
+            clipper.backward(losses_of({k: v[part] for k, v in batch.items()}))
+        assert distance([p.grad for p in trainable(model)], whole) <= 1e-6 * length(whole)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_dropout_is_the_same_for_norm_and_sum(mode):
+    """With dropout on, the sum is the clipped sum of the very gradients that were measured."""
+    model = build("bert", dropout=0.3)
+    losses_of, batch = losses_function(model), batch_for("bert", SHORT)
+    torch.manual_seed(5)
+    with PerExampleClipper(model, 1e-3, mode=mode, self_check=False) as clipper:
+        weights = torch.zeros(5)
+        weights[3] = 1
+        clipper.backward(losses_of(batch), weights)
+    assert abs(length([p.grad for p in trainable(model)]) - 1e-3) <= 1e-8
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_activation_checkpointing_gives_the_same(mode):
+    model = build("llama")
+    losses_of, batch = losses_function(model), batch_for("llama", SHORT)
+    with PerExampleClipper(model, 0.3, mode=mode, self_check=False) as clipper:
+        norms = clipper.backward(losses_of(batch))
+        grads = [p.grad.clone() for p in trainable(model)]
+        model.zero_grad()
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        again = clipper.backward(losses_of(batch))
+        torch.testing.assert_close(again, norms, rtol=1e-6, atol=0)
+        assert distance([p.grad for p in trainable(model)], grads) <= 1e-6 * length(grads)
+        assert PerExampleClipper(build("llama"), 1.0).mode.name == "book_keeping"
+        assert PerExampleClipper(model, 1.0, self_check=False).mode.name == "ghost"
+
+
+@pytest.mark.parametrize(("tokens", "width", "out"), [(512, 64, 64), (64, 256, 256)])
+def test_ghost_norm_never_comes_out_too_small(tokens, width, out):
+    """Nearly constant activations against output gradients that sum to zero: the norm is a small difference of large numbers."""
+    from dp_transformers.clipping.terms import Outer
+
+    generator = torch.Generator().manual_seed(0)
+    for jitter in (0.1, 0.01, 1e-3):
+        activations = 1 + jitter * torch.randn(4, tokens, width, generator=generator)
+        gradients = torch.randn(4, tokens, out, generator=generator)
+        gradients -= gradients.mean(1, keepdim=True)
+        exact = torch.bmm(gradients.double().mT, activations.double()).square().sum((1, 2))
+        ghost = Outer(gradients, activations)
+        chosen = ghost.squared_norm()
+        assert (chosen.double() >= exact * (1 - 1e-5)).all(), (jitter, chosen / exact)
+
+
+def test_model_is_left_as_it_was():
+    model = build("bert")
+    before = (type(model), list(model.state_dict()), set(vars(model)))
+    batch = batch_for("bert", SHORT)
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    logits = model(**inputs).logits
+    clipper = PerExampleClipper(model, 1.0)
+    clipper.backward(losses_function(model)(batch))
+    assert (type(model), list(model.state_dict()), set(vars(model))) == before
+    assert torch.equal(model(**inputs).logits, logits)
+    assert torch.equal(copy.deepcopy(model)(**inputs).logits, logits)
+    clipper.detach()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(pickle.loads(pickle.dumps(model))(**inputs).logits, logits)
+
+
+def test_pickling_and_copying_work_while_attached():
+    model = build("gpt2")
+    clipper = PerExampleClipper(model, 1.0)
+    batch = batch_for("gpt2", SHORT)
+    clipper.backward(losses_function(model)(batch))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model)
+        twin.eval()
+        with torch.no_grad():
+            assert torch.isfinite(twin(batch["input_ids"]).logits).all()
+    model.eval()
+    assert model.generate(batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 6)
+
+
+def test_evaluation_between_steps_is_not_seen():
+    model = build("bert")
+    losses_of, batch = losses_function(model), batch_for("bert", SHORT)
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        losses = losses_of(batch)
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=batch["input_ids"][:2])
+        model.train()
+        first = clipper.backward(losses)
+        assert torch.equal(first, clipper.backward(losses_of(batch)))
+
+
+def test_freezing_and_unfreezing_after_attaching_is_seen():
+    model = build("bert")
+    losses_of, batch = losses_function(model), batch_for("bert", SHORT)
+    for p in model.bert.encoder.layer[0].parameters():
+        p.requires_grad_(False)
+    clipper = PerExampleClipper(model, 1.0, self_check=False)
+    assert_exact(model, clipper, losses_of, batch)
+    for p in model.bert.encoder.layer[0].parameters():
+        p.requires_grad_(True)
+    assert_exact(model, clipper, losses_of, batch)
+    for p in model.bert.embeddings.parameters():
+        p.requires_grad_(False)
+    assert_exact(model, clipper, losses_of, batch)
+    assert all(p.grad is None for p in model.bert.embeddings.parameters())
+
+
+class TestMisuse:
+    def test_losses_that_are_not_per_example(self):
+        model = nn.Linear(3, 1)
+        clipper = PerExampleClipper(model, 1.0, self_check=False)
+        out = model(torch.randn(4, 3))
+        with pytest.raises(ValueError, match=r"shape \(B,\).*reduction='none'"):
+            clipper.backward(out.mean())
+        with pytest.raises(ValueError, match="3 losses for a batch of 4"):
+            clipper.backward(out[:3, 0])
+
+    def test_forward_before_attach(self):
+        model = nn.Linear(3, 1)
+        losses = model(torch.randn(4, 3))[:, 0]
+        clipper = PerExampleClipper(model, 1.0, self_check=False)
+        with pytest.raises(ValueError, match="no forward pass"):
+            clipper.backward(losses)
+        model(torch.randn(4, 3))
+        with pytest.raises(ValueError, match="before attach"):
+            clipper.backward(losses)
+
+    def test_without_graph(self):
+        model = nn.Linear(3, 1)
+        clipper = PerExampleClipper(model, 1.0, self_check=False)
+        losses = model(torch.randn(4, 3))[:, 0]
+        with pytest.raises(ValueError, match="no graph"):
+            clipper.backward(losses.detach())
+
+    def test_backward_twice(self):
+        model = nn.Linear(3, 1)
+        clipper = PerExampleClipper(model, 1.0, self_check=False)
+        losses = model(torch.randn(4, 3))[:, 0]
+        clipper.backward(losses)
+        with pytest.raises(ValueError, match="once each"):
+            clipper.backward(losses)
+
+    @pytest.mark.parametrize("weights", [[2.0, 1, 1, 1], [-0.1, 1, 1, 1], [float("nan"), 1, 1, 1], [1.0, 1, 1]])
+    def test_weights(self, weights):
+        model = nn.Linear(3, 1)
+        clipper = PerExampleClipper(model, 1.0, self_check=False)
+        with pytest.raises(ValueError, match="weight"):
+            clipper.backward(model(torch.randn(4, 3))[:, 0], torch.tensor(weights))
+
+    @pytest.mark.parametrize("bound", [0, -1.0, float("nan"), float("inf"), None])
+    def test_bound(self, bound):
+        with pytest.raises(ValueError, match="max_grad_norm"):
+            PerExampleClipper(nn.Linear(3, 1), bound)
+
+    def test_mode(self):
+        with pytest.raises(ValueError, match="'magic' is unknown"):
+            PerExampleClipper(nn.Linear(3, 1), 1.0, mode="magic")
+
+    def test_nothing_to_train(self):
+        with pytest.raises(ValueError, match="no trainable parameter"):
+            PerExampleClipper(nn.Linear(3, 1).requires_grad_(False), 1.0)
+
+    def test_low_precision_parameters(self):
+        with pytest.raises(ValueError, match=r"'weight' is torch.bfloat16.*float32"):
+            PerExampleClipper(nn.Linear(3, 1).bfloat16(), 1.0)
+
+
+def test_bf16_autocast_respects_the_bound():
+    """What is really summed stays within C in every mode, although forward and backward round to bf16."""
+    model = build("llama")
+    losses_of, batch = losses_function(model), batch_for("llama", LONG)
+    for mode in ALL_MODES:
+        with PerExampleClipper(model, 0.05, mode=mode, self_check=False) as clipper:
+            for j in range(5):
+                model.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    losses = losses_of(batch)
+                weights = F.one_hot(torch.tensor(j), 5).float()
+                norms = clipper.backward(losses, weights)
+                assert norms.dtype == torch.float32
+                assert norms[j] > 0.05
+                assert length([p.grad for p in trainable(model)]) <= 0.05 * (1 + 1e-5), mode
