@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import terms as term_algebra
 from .modes import SECOND_PASS_SLACK, TF32_SLACK, choose_mode
-from .rules import as_term, find_rule
+from .rules import DOES_NOT_SAVE_OUTPUT, as_term, find_rule
 from .rules.fallback import vmapped_gradients, ways_out
 from .terms import Term
 
@@ -38,8 +38,8 @@ class _Tap(torch.autograd.Function):
         outputs, saved = tensors[:num_outputs], tensors[num_outputs:]
         ctx.use, ctx.num_saved = use, len(saved)
         ctx.save_for_backward(*saved)
-        if use.writes_in_place:  # the very same tensor goes on, so that an in-place activation may follow
-            ctx.mark_dirty(*outputs)
+        if use.claim.allows_in_place:
+            outputs = tuple(x.data for x in outputs)  # same memory, but not a view to autograd, which refuses in-place writes to those
         return outputs if num_outputs > 1 else outputs[0]
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Pass:
     def close(self, parameter: nn.Parameter) -> torch.Tensor:
         terms = term_algebra.merge(self.open.pop(parameter))
         if self.keep:
-            terms = [t.instance() if self.instantiate or t.prefers_instance else t for t in terms]
+            terms = term_algebra.merge([t.instance() if self.instantiate or t.prefers_instance else t for t in terms])
         self.kept[parameter] = terms if self.keep else []
         return term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
 
@@ -90,6 +90,8 @@ class _Claim:
     def __init__(self, path: str, module: nn.Module, parameters: list[tuple[str, nn.Parameter]]):
         self.path, self.module, self.parameters = path, module, parameters
         self.rule = find_rule(module)
+        # Only where the layer's own backward does not need its output may an in-place activation overwrite it.
+        self.allows_in_place = self.rule in DOES_NOT_SAVE_OUTPUT
 
 
 class _Use:
@@ -103,8 +105,6 @@ class _Use:
         self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.output_leaves, self.output_spec = _flatten(output)
         self.outputs = [self._with_batch(x) for x in self.output_leaves if _differentiable(x)]
-        # Known layers do not save their output for backward and own it; for others a tap in place could break their backward.
-        self.writes_in_place = claim.rule is not None and not any(x._is_view() for x in self.outputs)
 
     def _with_batch(self, x: torch.Tensor) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""

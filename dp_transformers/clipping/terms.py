@@ -37,7 +37,7 @@ SCRATCH_BYTES = 64 * 2**20
 
 def _chunks(batch: int, bytes_per_example: int) -> Iterator[slice]:
     size = max(1, SCRATCH_BYTES // max(1, bytes_per_example))
-    for start in range(0, batch, size):
+    for start in range(0, max(batch, 1), size):  # an empty batch is one empty chunk
         yield slice(start, min(start + size, batch))
 
 
@@ -115,7 +115,7 @@ class Outer:
                 norm_sq_b.append(Dense(torch.bmm(left.mT, right)).squared_norm())
             else:
                 norm_sq_b.append(_gram_product(_gram(left), _gram(right)))
-        return torch.cat(norm_sq_b) if norm_sq_b else self.left.new_zeros(0, dtype=torch.float32)
+        return torch.cat(norm_sq_b)
 
     def instance(self) -> Dense:
         return Dense(torch.bmm(self.left.float().mT, self.right.float()))
@@ -152,8 +152,7 @@ class Rows:
         (b, t), d = self.ids.shape, self.grad.shape[2]
         if instantiate:
             chunks = _chunks(b, 4 * self.num_rows * d)
-            norms = [Rows(self.ids[r], self.grad[r], self.num_rows).instance().squared_norm() for r in chunks]
-            return torch.cat(norms) if norms else self.grad.new_zeros(0, dtype=torch.float32)
+            return torch.cat([Rows(self.ids[r], self.grad[r], self.num_rows).instance().squared_norm() for r in chunks])
         # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its gradient.
         sorted_ids, order = self.ids.sort(dim=1)
         slot_sorted = torch.zeros_like(sorted_ids)

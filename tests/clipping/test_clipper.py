@@ -69,7 +69,7 @@ def test_sensitivity(name, mode):
             return norms, [p.grad.clone() for p in trainable(model)]
 
         norms, _ = run(None)
-        clipper.max_grad_norm = float(norms.quantile(0.3)) * 1.001
+        clipper.max_grad_norm = float(norms.quantile(0.3)) * 0.999
         norms, whole = run(None)
         for j in range(size):
             weights = torch.ones(size)
@@ -133,10 +133,8 @@ def test_non_finite_example_contributes_zero_and_leaves_the_others(mode):
         with PerExampleClipper(model, 0.5, mode=mode, self_check=False) as clipper:
             losses = losses_of(batch)
             if poison is not None:
-                losses = torch.where(torch.arange(5) == 2, losses * poison, losses)
-                return clipper.backward(losses), [p.grad.clone() for p in trainable(model)]
-            weights = torch.tensor([1.0, 1, 0, 1, 1])
-            return clipper.backward(losses, weights), [p.grad.clone() for p in trainable(model)]
+                return clipper.backward(losses * torch.tensor([1, 1, poison, 1, 1])), [p.grad.clone() for p in trainable(model)]
+            return clipper.backward(losses, torch.tensor([1.0, 1, 0, 1, 1])), [p.grad.clone() for p in trainable(model)]
 
     _, without = run(None)
     for poison in (float("nan"), float("inf")):

@@ -20,16 +20,16 @@ from ..terms import Dense, Term
 Rule = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, Term | torch.Tensor]]
 
 _RULES: dict[Callable, Rule] = {}
+DOES_NOT_SAVE_OUTPUT: set[Rule | None] = set()  # rules of torch's layers, whose backward reads their input only
 _RECOGNISERS: list[Callable[[nn.Module], Rule | None]] = []
 
 
 def rule(*module_classes: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Register a rule for modules that run the ``forward`` of these classes. The last registration wins."""
+    """Register the rule of layers of torch whose backward does not read their output."""
 
     def register(function: Rule) -> Rule:
-        for cls in module_classes:
-            _RULES[cls.forward] = function
-        return function
+        DOES_NOT_SAVE_OUTPUT.add(function)
+        return register_grad_sampler(*module_classes)(function)
 
     return register
 
@@ -41,13 +41,19 @@ def recogniser(function: Callable[[nn.Module], Rule | None]) -> Callable[[nn.Mod
 
 
 def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Give your own layer a rule.
+    """Give your own layer a rule, found by the class's ``forward``. The last registration wins.
 
     The decorated function is called as ``f(layer, activations, backprops)`` with ``activations`` the list of tensors the layer
     was called with (batch first), ``backprops`` the gradient of the summed losses with respect to its output, and returns
     ``{parameter: tensor of shape (B, *parameter.shape)}`` for every trainable parameter that ``layer`` owns directly.
     """
-    return rule(*module_classes)
+
+    def register(function: Rule) -> Rule:
+        for cls in module_classes:
+            _RULES[cls.forward] = function
+        return function
+
+    return register
 
 
 def find_rule(module: nn.Module) -> Rule | None:

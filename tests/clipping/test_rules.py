@@ -1,0 +1,226 @@
+"""Every rule, option by option, in every mode; dispatch on what runs; the fallback and its refusals."""
+
+import pytest
+import torch
+from oracle import assert_exact
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.pytorch_utils import Conv1D
+
+from dp_transformers import PerExampleClipper, register_grad_sampler
+from dp_transformers.clipping.modes import MODES
+from dp_transformers.clipping.rules import _RULES, find_rule
+from dp_transformers.clipping.rules.fallback import UnsupportedModuleError
+from dp_transformers.clipping.rules.linear import linear
+from dp_transformers.clipping.rules.norm import _weight_only_rms_norm
+
+ALL_MODES = sorted(MODES)
+
+
+def weigh(model, x, seed=3):
+    """(B,) a random non-linear function of each example's output."""
+    out = model(x)
+    weight = torch.randn(out[0].numel(), generator=torch.Generator().manual_seed(seed))
+    return torch.tanh(out).flatten(1) @ weight
+
+
+def check(model, x, mode):
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=True) as clipper:  # the self-check must pass as well
+        assert_exact(model, clipper, lambda b: weigh(model, b["x"]), {"x": x})
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("shape", [(4, 5), (4, 3, 5), (4, 2, 3, 5), (4, 40, 5), (1, 3, 5)], ids=str)
+@pytest.mark.parametrize("train", ["both", "weight", "bias", "no bias"])
+def test_linear(shape, train, mode):
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 3, bias=train != "no bias"))
+    for layer in (model[0], model[2]):
+        layer.weight.requires_grad_(train != "bias")
+        if layer.bias is not None:
+            layer.bias.requires_grad_(train != "weight")
+    check(model, torch.randn(shape), mode)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_conv1d(mode):
+    model = nn.Sequential(Conv1D(7, 5), nn.GELU(), Conv1D(3, 7))
+    check(model, torch.randn(4, 6, 5), mode)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 2, 5)], ids=str)
+def test_embedding(shape, padding_idx, mode):
+    model = nn.Sequential(nn.Embedding(7, 5, padding_idx=padding_idx), nn.Linear(5, 2))
+    ids = torch.randint(0, 4, shape)
+    ids[0] = 1
+    if padding_idx is not None:
+        ids[1, ...] = padding_idx
+    check(model, ids, mode)
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}], ids=str)
+def test_embedding_options_that_are_refused(option):
+    model = nn.Sequential(nn.Embedding(7, 5, **option), nn.Linear(5, 2))
+    clipper = PerExampleClipper(model, 1.0, self_check=False)
+    with pytest.raises(ValueError, match=next(iter(option))):
+        clipper.backward(weigh(model, torch.randint(0, 7, (4, 3))))
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.LayerNorm(6),
+        lambda: nn.LayerNorm(6, bias=False),
+        lambda: nn.LayerNorm((3, 6)),
+        lambda: nn.RMSNorm(6, eps=1e-5),
+        lambda: nn.RMSNorm((3, 6)),
+        lambda: LlamaRMSNorm(6, eps=1e-5),
+        lambda: Gemma2RMSNorm(6, eps=1e-5),
+        lambda: T5LayerNorm(6, eps=1e-5),
+    ],
+    ids=["layer", "layer no bias", "layer 2d", "rms", "rms 2d", "llama", "gemma", "t5"],
+)
+def test_norms(norm, mode):
+    model = nn.Sequential(nn.Linear(6, 6), norm(), nn.Linear(6, 2))
+    nn.init.normal_(model[1].weight)
+    check(model, torch.randn(4, 3, 6), mode)
+
+
+def test_rms_norms_are_recognised_by_what_they_compute():
+    class LooksLikeOne(LlamaRMSNorm):
+        def forward(self, x):
+            return super().forward(x) * 1.01
+
+    assert find_rule(LlamaRMSNorm(6)) is _weight_only_rms_norm
+    assert find_rule(Gemma2RMSNorm(6)) is _weight_only_rms_norm
+    assert find_rule(LooksLikeOne(6)) is None
+
+
+def test_dispatch_is_by_what_runs():
+    class OwnForward(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Renamed(nn.Linear):
+        pass
+
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: 2 * x
+    assert find_rule(Renamed(2, 2)) is linear
+    assert find_rule(OwnForward(2, 2)) is None
+    assert find_rule(patched) is None
+
+
+class Scale(nn.Module):
+    """No rule: a raw parameter, a keyword argument, two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3, 1))
+
+    def forward(self, x, *, factor=1.0):
+        return x * self.scale.exp() * factor, x.sum(-1, keepdim=True) + self.shift
+
+
+class UsesScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(5, 5), Scale()
+
+    def forward(self, x):
+        a, b = self.scale(self.first(x), factor=0.5)
+        return a + b
+
+
+class Broadcast(nn.Module):
+    """Parameters used without a batch dimension: position embeddings for (1, T), a raw token."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.token = nn.Embedding(9, 5), Token()
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1]).unsqueeze(0)
+        return x + self.positions(positions) + self.token()
+
+
+class Token(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(1, 1, 5))
+
+    def forward(self):
+        return self.value * 2
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("model", [UsesScale, Broadcast])
+def test_fallback_and_modules_without_a_batch(model, mode):
+    check(model(), torch.randn(4, 3, 5), mode)
+
+
+class Refused:
+    class Random(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            return torch.dropout(x, 0.5, True) * self.w
+
+    class Control(Random):
+        def forward(self, x):
+            return x * self.w if x.sum().item() > 0 else -x * self.w
+
+    class Mixing(Random):
+        def forward(self, x):
+            return (x - x.mean(0)) * self.w
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.linear(x.flatten(0, 1)).view_as(x)
+
+
+@pytest.mark.parametrize("kind", ["Random", "Control", "Mixing"])
+def test_what_the_fallback_refuses(kind):
+    model = nn.Sequential(nn.Linear(5, 5), getattr(Refused, kind)())
+    clipper = PerExampleClipper(model, 1.0, self_check=False)
+    with pytest.raises(UnsupportedModuleError, match=rf"'1' \({kind}\).*Ways out: freeze.*register_grad_sampler"):
+        clipper.backward(weigh(model, torch.randn(4, 3, 5)))
+
+
+def test_flattened_batch_is_refused():
+    model = Refused.Flat()
+    clipper = PerExampleClipper(model, 1.0, self_check=False)
+    with pytest.raises(ValueError, match=r"'linear' \(Linear\).*neither the batch \(4\) nor 1"):
+        clipper.backward(weigh(model, torch.randn(4, 3, 5)))
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_own_rule(mode):
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5))
+
+        def forward(self, x):
+            return x * self.w
+
+    try:
+        register_grad_sampler(Mine)(lambda layer, activations, backprops: {layer.w: torch.full((len(backprops), 5), float("nan"))})
+
+        @register_grad_sampler(Mine)  # the last registration wins
+        def mine(layer, activations, backprops):
+            return {layer.w: (activations[0] * backprops).sum(1)}
+
+        check(nn.Sequential(nn.Linear(5, 5), Mine()), torch.randn(4, 3, 5), mode)
+    finally:
+        _RULES.pop(Mine.forward)
