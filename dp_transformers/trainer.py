@@ -210,7 +210,8 @@ class DPTrainer(Trainer):
         output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if self.args.log_train_loss:
             return output
-        return output._replace(training_loss=math.nan)  # it was never computed: see log_train_loss
+        metrics = {k: v for k, v in output.metrics.items() if k != "train_loss"}  # it was never computed: see log_train_loss
+        return output._replace(training_loss=math.nan, metrics=metrics)
 
     def _restore(self, checkpoint: str) -> None:
         """Take over the run that a checkpoint belongs to, with everything the ledger says it has spent."""

@@ -1,0 +1,46 @@
+"""The rooms and who may know whom; what importing costs; what the README says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dp_transformers
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_import_contracts():
+    result = subprocess.run([Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "4 kept, 0 broken" in result.stdout
+
+
+def test_lint():
+    for command in (["check"], ["format", "--check"]):
+        result = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_importing_loads_nothing_heavy():
+    code = "import sys, dp_transformers; print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'dp_accounting') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_public_names():
+    for name in dp_transformers.__all__:
+        assert getattr(dp_transformers, name).__doc__, name
+    with pytest.raises(AttributeError, match="it offers"):
+        dp_transformers.NoSuchThing  # noqa: B018
+
+
+def test_readme_commands_are_single_lines_and_its_python_is_valid():
+    readme = (ROOT / "README.md").read_text()
+    for name in ("main", "test"):
+        (command,) = re.findall(rf"<!-- command: {name} -->\n```bash\n(.*?)```", readme, re.S)
+        assert command.count("\n") == 1
+    for block in re.findall(r"```python\n(.*?)```", readme, re.S):
+        compile(block, "README.md", "exec")
+    assert "pip install dp-transformers" not in readme

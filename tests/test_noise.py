@@ -1,0 +1,69 @@
+"""The Gaussian mechanism: variance, shape, independence; who can and who cannot reproduce it."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dp_transformers.noise import GaussianNoise
+
+
+def noise(shapes, std, **options):
+    tensors = [torch.zeros(s) for s in shapes]
+    GaussianNoise(**options).add_(tensors, std)
+    return tensors
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_distribution(secure):
+    n, std = 400_000, 0.37
+    a, b = noise([(n,), (n // 2, 2)], std, secure=secure)
+    for x in (a, b.flatten()):
+        x = x.double().numpy() / std
+        assert stats.kstest(x, "norm").pvalue > 1e-4
+        assert 1e-4 < stats.chi2.cdf((x**2).sum(), n) < 1 - 1e-4
+        assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < 4 / np.sqrt(n)
+    assert abs(np.corrcoef(a.numpy(), b.flatten().numpy())[0, 1]) < 4 / np.sqrt(n)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_no_public_seed_reproduces_it(secure):
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(42)
+        np.random.seed(42)
+        runs.append(noise([(50,)], 1.0, secure=secure)[0])
+    assert not torch.equal(*runs)
+
+
+def test_successive_draws_differ_and_the_global_state_is_left_alone():
+    source = GaussianNoise()
+    state = torch.random.get_rng_state()
+    x, y = torch.zeros(50), torch.zeros(50)
+    source.add_([x], 1.0)
+    source.add_([y], 1.0)
+    assert not torch.equal(x, y)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_dp_seed_is_reproducible_and_says_so():
+    with pytest.warns(UserWarning, match="NOT private"):
+        a = noise([(5,)], 1.0, dp_seed=3)[0]
+    with pytest.warns(UserWarning, match="NOT private"):
+        b = noise([(5,)], 1.0, dp_seed=3)[0]
+    assert torch.equal(a, b)
+
+
+def test_it_is_added():
+    x = torch.full((100_000,), 5.0)
+    GaussianNoise().add_([x], 2.0)
+    assert abs(x.mean() - 5) < 0.05
+    GaussianNoise().add_([y := torch.ones(3)], 0)
+    assert torch.equal(y, torch.ones(3))
+
+
+def test_misuse():
+    with pytest.raises(TypeError, match="bfloat16"):
+        GaussianNoise().add_([torch.zeros(3, dtype=torch.bfloat16)], 1.0)
+    with pytest.raises(ValueError, match="contradict"):
+        GaussianNoise(dp_seed=1, secure=True)

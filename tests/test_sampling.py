@@ -1,0 +1,91 @@
+"""Poisson draws: the right distribution, never repeated, split over ranks; logical and physical batches."""
+
+import numpy as np
+import pytest
+from scipy import stats
+from torch.utils.data import DataLoader
+
+from dp_transformers.sampling import Draw, LogicalBatches, PoissonSampler, poisson_dataloader
+
+
+def draws(sampler, epochs=1):
+    return [batch[0] for _ in range(epochs) for batch in sampler]
+
+
+def test_every_index_is_an_independent_coin():
+    n, q, steps = 60, 0.15, 4000
+    taken = np.zeros((steps, n), dtype=int)
+    for t, draw in enumerate(draws(PoissonSampler(n, q, steps, secret=1))):
+        assert len(set(draw.indices)) == len(draw.indices)
+        taken[t, list(draw.indices)] = 1
+    p = 1e-4  # of a false alarm, per line
+    assert stats.chi2.sf(((taken.sum(0) - steps * q) ** 2 / (steps * q * (1 - q))).sum(), n) > p
+    sizes = taken.sum(1)
+    assert abs(sizes.mean() - n * q) < 4 * np.sqrt(n * q * (1 - q) / steps)
+    assert stats.chi2.sf((steps - 1) * sizes.var(ddof=1) / (n * q * (1 - q)), steps - 1) > p  # as many surprises as coins have
+    assert stats.chi2.cdf((steps - 1) * sizes.var(ddof=1) / (n * q * (1 - q)), steps - 1) > p
+    correlation = np.corrcoef(taken.T)[np.triu_indices(n, 1)] * np.sqrt(steps)
+    assert stats.kstest(correlation, "norm").pvalue > p
+    serial = np.corrcoef(taken[:-1].ravel() - q, taken[1:].ravel() - q)[0, 1]
+    assert abs(serial) < 4 / np.sqrt(taken.size)
+
+
+def test_draws_never_repeat_over_epochs_and_secrets():
+    sampler = PoissonSampler(500, 0.1, 5, secret=1)
+    first = draws(sampler, epochs=3)
+    assert [d.number for d in first] == list(range(15))
+    assert len({tuple(d.indices) for d in first}) == 15
+    other = draws(PoissonSampler(500, 0.1, 5, secret=2))
+    assert not {tuple(d.indices) for d in other} & {tuple(d.indices) for d in first}
+    assert [d.indices for d in draws(PoissonSampler(500, 0.1, 5, secret=1), epochs=3)] == [d.indices for d in first]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_one_draw(world):
+    whole = draws(PoissonSampler(100, 0.2, 30, secret=7))
+    parts = [draws(PoissonSampler(100, 0.2, 30, secret=7, rank=r, world_size=world)) for r in range(world)]
+    for t, draw in enumerate(whole):
+        shares = [part[t].indices for part in parts]
+        assert sorted(i for share in shares for i in share) == sorted(draw.indices)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_everybody_every_time_at_q_one_and_empty_draws_at_small_q():
+    assert all(len(d.indices) == 9 for d in draws(PoissonSampler(9, 1.0, 5, secret=0)))
+    assert any(not d.indices for d in draws(PoissonSampler(10, 0.01, 50, secret=0)))
+    with pytest.raises(ValueError, match="sample_rate"):
+        PoissonSampler(9, 1.1, 5, secret=0)
+
+
+class Rows:
+    """A map-style dataset without __getitems__."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return {"input_ids": [i] * (1 + i % 7), "i": i}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_carries_whole_draws(workers):
+    sampler = PoissonSampler(40, 0.3, 6, secret=3)
+    expected = [sorted(d.indices) for d in draws(PoissonSampler(40, 0.3, 6, secret=3), epochs=2)]
+    loader = poisson_dataloader(Rows(), list, 5, sampler, num_workers=workers)
+    assert isinstance(loader, DataLoader)
+    assert len(loader) == 6
+    got = [batch for _ in range(2) for batch in loader]
+    for batch, indices in zip(got, expected, strict=True):
+        rows = [row["i"] for physical in batch.physical_batches for row in physical]
+        assert sorted(rows) == indices
+        assert all(len(p) == 5 for p in batch.physical_batches[:-1])
+        lengths = [len(row["input_ids"]) for physical in batch.physical_batches for row in physical]
+        assert lengths == sorted(lengths)
+    assert [b.number for b in got] == list(range(12))
+
+
+def test_empty_draw_is_an_empty_logical_batch():
+    batch = LogicalBatches(Rows(), list, 5)[Draw(4, [])]
+    assert batch.number == 4
+    assert batch.physical_batches == []
+    assert batch.pin_memory().physical_batches == []

@@ -1,0 +1,441 @@
+"""DPTrainer end to end on tiny models: the step, the count, the ledger, resume, refusals, and everything Trainer can do."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from models import build, losses_function
+from oracle import clipped_sum, distance, length, per_example_gradients, trainable
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import BertConfig, BertForTokenClassification, TrainerCallback, TrainingArguments
+
+from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
+from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, PrivacyStateError
+
+N = 60
+
+
+def dataset(n=N, seed=0, kind="bert"):
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(n):
+        ids = torch.randint(1, 1000, (int(torch.randint(4, 14, (1,), generator=generator)),), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": ids if kind == "lm" else int(torch.randint(0, 3, (1,), generator=generator))})
+    return Dataset.from_list(rows)
+
+
+def collate(rows):
+    longest = max(len(r["input_ids"]) for r in rows)
+    pad = lambda ids, value: ids + [value] * (longest - len(ids))  # noqa: E731
+    batch = {
+        "input_ids": torch.tensor([pad(r["input_ids"], 0) for r in rows]),
+        "attention_mask": torch.tensor([pad([1] * len(r["input_ids"]), 0) for r in rows]),
+    }
+    labels = [r["labels"] for r in rows]
+    batch["labels"] = torch.tensor(labels if isinstance(labels[0], int) else [pad(x, -100) for x in labels])
+    return batch
+
+
+def arguments(folder, **changes):
+    if "noise_multiplier" not in changes:
+        changes.setdefault("target_epsilon", 5.0)
+    values = {"output_dir": str(folder), "target_delta": 1e-4, "expected_batch_size": 12, "per_device_train_batch_size": 5, "max_steps": 4,
+              "learning_rate": 0.1, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "optim": "sgd",
+              "lr_scheduler_type": "constant"}  # fmt: skip
+    return DPTrainingArguments(**{**values, **changes})
+
+
+def trainer_for(folder, model=None, data=None, callbacks=(), eval_data=None, **changes):
+    return DPTrainer(model or build("bert"), arguments(folder, **changes), collate, data or dataset(), eval_data, callbacks=list(callbacks))
+
+
+class Grads(TrainerCallback):
+    """What the optimizer is given, step by step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append([p.grad.clone() for p in trainable(model)])
+
+
+class Draws(DPTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.seen.append([row for b in inputs.physical_batches for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+# ---- the step ----
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize(("name", "lora"), [("bert", False), ("gpt2", True), ("llama-tied", False)])
+def test_noiseless_run_is_one_example_at_a_time_for_every_physical_size(tmp_path, name, lora):
+    data = dataset(kind="bert" if name == "bert" else "lm")
+    finals = {}
+    for size in (1, 3, 16):
+        model = build(name, lora=lora)
+        args = arguments(tmp_path, noise_multiplier=0.0, max_grad_norm=0.3, dp_seed=5, per_device_train_batch_size=size)
+        trainer = Draws(model, args, collate, data)
+        trainer.train()
+        finals[size] = (model, trainer.seen)
+    reference, (_, seen) = build(name, lora=lora), finals[1]
+    start = [p.detach().clone() for p in trainable(reference)]
+    losses_of = losses_function(reference)
+    for rows in seen:
+        gradients = []
+        for ids, mask, labels in rows:
+            one = {"input_ids": ids[None], "attention_mask": mask[None], "labels": labels[None]}
+            gradients += per_example_gradients(reference, losses_of, one)
+        assert any(length(g) > 0.3 for g in gradients)
+        total = clipped_sum(gradients, 0.3)[1]
+        with torch.no_grad():
+            for p, g in zip(trainable(reference), total, strict=True):
+                p.sub_((g / 12).float(), alpha=0.1)
+    moved = distance(trainable(reference), start)
+    assert moved > 0
+    for size, (model, _) in finals.items():
+        assert distance(trainable(model), trainable(reference)) <= 1e-5 * moved, size
+
+
+def test_noise_has_the_promised_size_and_every_parameter_gets_it(tmp_path):
+    """With a loss that no parameter influences, what the optimizer gets is noise of standard deviation σC/B alone."""
+    grads = Grads()
+    model = build("bert")
+    args = arguments(tmp_path, noise_multiplier=2.0, max_grad_norm=0.5, learning_rate=0.0)
+    trainer = DPTrainer(model, args, collate, dataset(), callbacks=[grads], per_example_loss_func=lambda out, y: out.logits.sum(1) * 0)
+    trainer.train()
+    std = 2.0 * 0.5 / 12
+    for step in grads.steps:
+        flat = torch.cat([g.flatten() for g in step])
+        assert abs(flat.std() / std - 1) < 0.02
+        assert abs(flat.mean()) < 5 * std / len(flat) ** 0.5
+        assert all(abs(g.std() / std - 1) < 0.5 for g in step if g.numel() > 30)
+    a, b = (torch.cat([g.flatten() for g in step]) for step in grads.steps[:2])
+    assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 5 / len(a) ** 0.5
+
+
+def test_the_seed_does_not_reproduce_the_noise(tmp_path):
+    runs = []
+    for k in range(2):
+        grads = Grads()
+        trainer_for(tmp_path / str(k), callbacks=[grads], seed=42, expected_batch_size=N).train()  # q = 1: the same draw
+        runs.append(grads.steps)
+    for a, b in zip(*runs, strict=True):
+        assert all(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_empty_draws_are_noised_and_counted(tmp_path):
+    grads = Grads()
+    trainer = Draws(build("bert"), arguments(tmp_path, noise_multiplier=1.0, expected_batch_size=1, max_steps=25), collate, dataset(),
+                    callbacks=[grads])  # fmt: skip
+    trainer.train()
+    empty = [k for k, rows in enumerate(trainer.seen) if not rows]
+    assert empty
+    assert all(all((g != 0).any() for g in grads.steps[k]) for k in empty)
+    assert trainer.privacy_spent().steps == trainer.state.global_step == 25
+
+
+def test_a_poisoned_example_leaves_training_alone(tmp_path):
+    model = build("bert")
+    poison = lambda out, y: torch.where(y == 2, torch.nan, 1.0) * nn.functional.cross_entropy(out.logits, y, reduction="none")  # noqa: E731
+    DPTrainer(model, arguments(tmp_path, noise_multiplier=0.0), collate, dataset(), per_example_loss_func=poison).train()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert distance(trainable(model), trainable(build("bert"))) > 0
+
+
+# ---- the count ----
+
+
+def test_number_of_steps_and_epsilon(tmp_path):
+    by_epochs = trainer_for(tmp_path, max_steps=-1, num_train_epochs=1.5)
+    by_epochs.train()
+    spent = by_epochs.privacy_spent()
+    assert spent.steps == by_epochs.state.global_step == math.ceil(1.5 * N / 12) == 8
+    assert spent.sample_rate == 12 / N
+    assert spent.epsilon <= 5.0
+    expected = compute_epsilon(noise_multiplier=spent.noise_multiplier, sample_rate=0.2, steps=8, delta=1e-4)
+    assert spent.epsilon == pytest.approx(expected, rel=1e-6)
+    assert spent.epsilon > 4.9
+
+
+def test_training_again_composes_and_is_refused_when_the_budget_is_spent(tmp_path):
+    trainer = trainer_for(tmp_path)
+    trainer.train()
+    weights = [p.detach().clone() for p in trainable(trainer.model)]
+    with pytest.raises(ValueError, match=r"budget is spent.*Nothing was trained"):
+        trainer.train()
+    assert distance(trainable(trainer.model), weights) == 0
+    free = trainer_for(tmp_path / "free", noise_multiplier=1.0)
+    free.train()
+    once = free.privacy_spent()
+    free.train()
+    assert free.privacy_spent().steps == 2 * once.steps
+    assert free.privacy_spent().epsilon > once.epsilon
+
+
+def test_before_training_nothing_is_spent(tmp_path):
+    spent = trainer_for(tmp_path).privacy_spent()
+    assert (spent.epsilon, spent.steps, spent.neighboring_relation) == (0.0, 0, "add_or_remove_one")
+
+
+def test_without_noise_epsilon_is_infinite_and_it_says_so(tmp_path, caplog):
+    trainer = trainer_for(tmp_path, noise_multiplier=0.0)
+    assert "NOTHING IS PRIVATE" in caplog.text
+    trainer.train()
+    assert trainer.privacy_spent().epsilon == math.inf
+
+
+def test_every_log_line_has_epsilon_and_none_the_loss(tmp_path):
+    trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=2, eval_data=dataset(9, seed=1))
+    output = trainer.train()
+    assert math.isnan(output.training_loss)
+    assert "train_loss" not in output.metrics
+    epsilons = [line["epsilon"] for line in trainer.state.log_history]
+    assert epsilons == sorted(epsilons)
+    assert epsilons[-1] == trainer.privacy_spent().epsilon
+    assert not any("loss" in line or "train_loss" in line for line in trainer.state.log_history)
+    assert sum("eval_loss" in line for line in trainer.state.log_history) == 2
+    loud = trainer_for(tmp_path / "loud", log_train_loss=True)
+    assert loud.train().training_loss > 0
+    assert all("loss" in line for line in loud.state.log_history[:-1])
+
+
+# ---- ledger and resume ----
+
+
+def test_resume_counts_every_executed_step_and_refreshes_the_secrets(tmp_path):
+    """Killed after step 6, resumed from step 4: steps 5 and 6 were released, and count; their draws and noise do not come back."""
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "noise_multiplier": 1.0}
+    before = Grads()
+    first = trainer_for(tmp_path, callbacks=[before, Kill()], **options)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    after = Grads()
+    second = trainer_for(tmp_path, callbacks=[after], **options)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 8
+    assert second.privacy_spent().steps == 6 + 4
+    expected = compute_epsilon(noise_multiplier=1.0, sample_rate=0.2, steps=10, delta=1e-4)
+    assert second.privacy_spent().epsilon == pytest.approx(expected, rel=1e-6)
+    assert len(after.steps) == 4
+    for again, once in zip(after.steps, before.steps[4:], strict=False):
+        assert all(not torch.equal(x, y) for x, y in zip(again, once, strict=True))
+    lines = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
+    assert len({line["run"] for line in lines}) == 1
+    third = trainer_for(tmp_path, max_steps=8, **{k: v for k, v in options.items() if k != "max_steps"})
+    third._restore(str(tmp_path / "checkpoint-8"))
+    assert third.privacy_spent().steps == 10
+
+
+def test_training_stops_before_the_step_that_would_exceed_the_budget(tmp_path, caplog):
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}
+    trainer_for(tmp_path, **options).train()
+    lines = (tmp_path / LEDGER_NAME).read_text().splitlines()
+    (tmp_path / LEDGER_NAME).write_text("\n".join(lines[:-3]) + "\n")  # as if killed after step 5
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = trainer_for(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.privacy_spent().steps == 8  # 5 + 3: not the 9 that reaching step 8 would take
+    assert resumed.state.global_step == 7
+    assert resumed.privacy_spent().epsilon <= 5.0
+    assert "training stops here" in caplog.text
+    assert (tmp_path / "checkpoint-7" / STATE_NAME).exists()
+
+
+@pytest.fixture
+def trained(tmp_path):
+    trainer_for(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, noise_multiplier=1.0).train()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_grad_norm": 0.7}, "max_grad_norm=1.0, now it is 0.7"),
+        ({"noise_multiplier": 0.9}, "noise_multiplier=1.0"),
+        ({"target_delta": 1e-5}, "delta=0.0001"),
+        ({"expected_batch_size": 13}, "expected_batch_size=12"),
+        ({"data": dataset(N + 1)}, "num_examples=60, now it is 61"),
+        ({"output_dir": "elsewhere"}, "does not lie in output_dir"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_resume_with_another_mechanism_is_refused(trained, changes, message):
+    changes = {"noise_multiplier": 1.0, **changes}
+    if "output_dir" in changes:
+        changes["output_dir"] = str(trained / "elsewhere")
+    trainer = trainer_for(trained, max_steps=4, **changes)
+    with pytest.raises(PrivacyStateError, match=re.escape(message)):
+        trainer.train(resume_from_checkpoint=str(trained / "checkpoint-2"))
+
+
+def test_resume_without_privacy_state_or_ledger_is_refused(trained):
+    state, ledger = trained / "checkpoint-2" / STATE_NAME, trained / LEDGER_NAME
+    kept = ledger.read_text()
+    resume = lambda: trainer_for(trained, max_steps=4, noise_multiplier=1.0).train(resume_from_checkpoint=True)  # noqa: E731
+    ledger.write_text("".join(kept.splitlines(keepends=True)[:-1]))
+    with pytest.raises(PrivacyStateError, match="holds 1 steps.*saved after 2"):
+        resume()
+    ledger.unlink()
+    with pytest.raises(PrivacyStateError, match="holds 0 steps"):
+        resume()
+    ledger.write_text(kept)
+    state.unlink()
+    with pytest.raises(PrivacyStateError, match="is missing"):
+        resume()
+
+
+def test_a_derived_batch_size_is_taken_from_the_checkpoint(tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "noise_multiplier": 1.0, "expected_batch_size": None}
+    trainer_for(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=3, **options).train()
+    resumed = trainer_for(tmp_path, per_device_train_batch_size=2, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.privacy_spent().expected_batch_size == 12
+
+
+# ---- refusals at construction ----
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(dataset())
+
+
+def test_bad_input_is_refused_at_construction(tmp_path):
+    with pytest.raises(ValueError, match=r"DPTrainingArguments\(output_dir=.*target_delta"):
+        DPTrainer(build("bert"), TrainingArguments(str(tmp_path)), collate, dataset())
+    with pytest.raises(ValueError, match="got NoneType"):
+        DPTrainer(build("bert"), None, collate, dataset())
+    with pytest.raises(ValueError, match="Stream without random access"):
+        trainer_for(tmp_path, data=Stream())
+    with pytest.raises(ValueError, match="without random access"):
+        trainer_for(tmp_path, data=dataset().to_iterable_dataset())
+    with pytest.raises(ValueError, match=r"not smaller than 1/N = 0.0167"):
+        trainer_for(tmp_path, target_delta=1 / N)
+    with pytest.raises(ValueError, match="exceeds the 60"):
+        trainer_for(tmp_path, expected_batch_size=61)
+    with pytest.raises(ValueError, match="out of reach|cannot be reached|unreachable|larger"):
+        trainer_for(tmp_path, target_epsilon=1e-9, target_delta=1e-12)
+    with pytest.raises(ValueError, match="per_example_loss_func"):
+        DPTrainer(build("bert"), arguments(tmp_path), collate, dataset(), compute_loss_func=lambda *a, **k: None)
+    with pytest.raises(ValueError, match="BertForTokenClassification"):
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}
+        trainer_for(tmp_path, model=BertForTokenClassification(BertConfig(**sizes)))
+    with pytest.raises(ValueError, match="BatchNorm1d"):
+        model = build("bert")
+        model.classifier = nn.Sequential(nn.BatchNorm1d(32), model.classifier)
+        trainer_for(tmp_path, model=model)
+    with pytest.raises(ValueError, match="513 tokens.*512 only"):
+        trainer_for(tmp_path, data=Dataset.from_list([*dataset(), {"input_ids": [1] * 513, "labels": 0}]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_faults_seen_before_the_first_step_leave_the_model_untouched(tmp_path):
+    model = build("bert")
+    start = [p.detach().clone() for p in trainable(model)]
+    mixed = lambda out, y: nn.functional.cross_entropy(out.logits, y, reduction="none") / y.float().add(1).sum()  # noqa: E731
+    for loss, message in ((mixed, "another example"), (lambda out, y: out.logits.mean(), "reduction='none'")):
+        trainer = DPTrainer(model, arguments(tmp_path), collate, dataset(), per_example_loss_func=loss)
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+        assert trainer.privacy_spent().steps == 0
+    unlabelled = DPTrainer(model, arguments(tmp_path), lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}, dataset())
+    with pytest.raises(ValueError, match=r"no \['labels'\].*label_names"):
+        unlabelled.train()
+    assert distance(trainable(model), start) == 0
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# ---- what works as with Trainer ----
+
+
+def test_evaluate_predict_save_and_load(tmp_path):
+    model = build("bert")
+    held_out = dataset(9, seed=1)
+    metrics = lambda p: {"accuracy": float((np.argmax(p.predictions, -1) == p.label_ids).mean())}  # noqa: E731
+    trainer = DPTrainer(model, arguments(tmp_path), collate, dataset(), held_out, compute_metrics=metrics)
+    trainer.train()
+    assert set(trainer.evaluate()) >= {"eval_loss", "eval_accuracy"}
+    assert trainer.predict(held_out).predictions.shape == (9, 3)
+    trainer.save_model(str(tmp_path / "model"))
+    again = type(model).from_pretrained(tmp_path / "model")
+    assert distance(list(again.parameters()), list(model.parameters())) == 0
+
+
+def test_evaluation_only_needs_no_training_data(tmp_path):
+    trainer = DPTrainer(build("bert"), arguments(tmp_path), collate, None, dataset(9))
+    assert "eval_loss" in trainer.evaluate()
+    with pytest.raises(ValueError, match="no train_dataset"):
+        trainer.privacy_spent()
+    with pytest.raises(ValueError, match="requires a train_dataset"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_peft_models_train_save_and_resume(tmp_path, name):
+    model = build(name, lora=True)
+    frozen = [p.detach().clone() for p in model.parameters() if not p.requires_grad]
+    start = [p.detach().clone() for p in trainable(model)]
+    data = dataset(kind="bert" if name == "bert" else "lm")
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "noise_multiplier": 0.5}
+    trainer_for(tmp_path, model=model, data=data, **options).train()
+    assert all(not torch.equal(a, b) for a, b in zip(trainable(model), start, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip([p for p in model.parameters() if not p.requires_grad], frozen, strict=True))
+    assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
+    resumed = trainer_for(tmp_path, model=build(name, lora=True), data=data, **{**options, "max_steps": 3})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.privacy_spent().steps == 3
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_workers_and_secure_rng_and_a_list_of_rows(tmp_path):
+    finals = []
+    for workers in (0, 2):
+        model = build("bert")
+        trainer_for(tmp_path, model=model, noise_multiplier=0.0, dp_seed=1, dataloader_num_workers=workers).train()
+        finals.append(trainable(model))
+    assert distance(*finals) == 0
+    trainer = trainer_for(tmp_path, data=list(dataset()), secure_rng=True)
+    trainer.train()
+    assert trainer.privacy_spent().steps == 4
+
+
+def test_model_init_and_adamw(tmp_path):
+    trainer = DPTrainer(args=arguments(tmp_path, optim="adamw_torch"), model_init=lambda: build("bert"), data_collator=collate,
+                        train_dataset=dataset())  # fmt: skip
+    trainer.train()
+    assert distance(trainable(trainer.model), trainable(build("bert"))) > 0
+
+
+def test_bf16_autocast_trains(tmp_path):
+    model = build("bert")
+    trainer_for(tmp_path, model=model, bf16=True).train()
+    assert all(p.dtype == torch.float32 and torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_output_dir_of_an_earlier_run_is_pointed_out(trained, caplog):
+    trainer = trainer_for(trained, noise_multiplier=1.0, max_steps=1)
+    trainer.train()
+    assert "2 steps of earlier runs" in caplog.text
+    assert trainer.privacy_spent().steps == 1
+    assert Path(trained, LEDGER_NAME).read_text().count('"step"') == 3
