@@ -32,10 +32,24 @@ MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER = 1e-3, 1e6  # what calibration searc
 
 # dp_accounting's own grid of orders, with two lower ones (large ε) and a denser, longer upper end (small ε).
 _ORDERS = (
-    (1.02, 1.05)
-    + tuple(1 + k / 10 for k in range(1, 100))
-    + tuple(range(11, 64))
-    + (80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
+    1.02,
+    1.05,
+    *tuple(1 + k / 10 for k in range(1, 100)),
+    *tuple(range(11, 64)),
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    256,
+    320,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
 )
 _RDP_ROUNDING = 1e-13  # per order and step: dp_accounting's float64 sums were seen 1.2e-14 too small at q = 1e-6
 _FLOAT_ROUNDING = 2.2e-16  # of δ, per step: tails composed by FFT were seen 7e-17 * steps too small
@@ -52,9 +66,7 @@ Mechanism = tuple[float, float]  # (σ, q)
 Phase = tuple[float, float, int]  # (σ, q, steps)
 
 
-def compute_epsilon(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld"
-) -> float:
+def compute_epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
     """ε spent by `steps` Poisson-subsampled Gaussian steps, at `delta`, under add/remove-one-example.
 
     Args:
@@ -158,9 +170,7 @@ class PrivacyAccountant:
         """
         return _epsilon(self.history, _check_delta("delta", delta), self.accountant)
 
-    def max_steps(
-        self, *, target_epsilon: float, delta: float, noise_multiplier: float, sample_rate: float, limit: int
-    ) -> int:
+    def max_steps(self, *, target_epsilon: float, delta: float, noise_multiplier: float, sample_rate: float, limit: int) -> int:
         """The largest k <= `limit` such that k more steps of (σ, q) keep `epsilon(delta)` <= `target_epsilon`.
 
         0 when not one more step fits, or the target is already exceeded. Nothing is counted.

@@ -35,14 +35,14 @@ def sequence_classification_loss(
         else:
             problem_type = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
     if problem_type == "single_label_classification":
-        return F.cross_entropy(
-            logits, labels.view(-1), reduction="none", ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
-        )
+        return F.cross_entropy(logits, labels.view(-1), reduction="none", ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing)
     if problem_type == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
     if problem_type == "regression":
         return F.mse_loss(logits.flatten(1), labels.float().view(len(logits), -1), reduction="none").mean(1)
-    raise ValueError(f"config.problem_type is {problem_type!r}, which is none of regression, single_label_classification, multi_label_classification.")
+    raise ValueError(
+        f"config.problem_type is {problem_type!r}, which is none of regression, single_label_classification, multi_label_classification."
+    )
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
@@ -52,7 +52,9 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothin
         logits: (B, T, V); labels: (B, T), not shifted (the logits at t predict the label at t + 1).
     """
     if logits.shape[:2] != labels.shape:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) and (B, T) expected.")
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) and (B, T) expected."
+        )
     targets_bt = labels[:, 1:]
     token_losses_bt = F.cross_entropy(
         logits[:, :-1].float().flatten(0, 1),

@@ -187,7 +187,9 @@ class DPTrainer(Trainer):
             ValueError: the privacy budget is spent.
         """
         if trial is not None:
-            raise ValueError("hyperparameter search runs many private trainings, which compose; run them one by one and add up what they spend.")
+            raise ValueError(
+                "hyperparameter search runs many private trainings, which compose; run them one by one and add up what they spend."
+            )
         if self.train_dataset is None:
             raise ValueError("DPTrainer: training requires a train_dataset.")
         if resume_from_checkpoint is True:
@@ -248,9 +250,7 @@ class DPTrainer(Trainer):
 
     def _count_steps(self, steps: int) -> None:
         self._steps_spent += steps
-        self._accountant.step(
-            noise_multiplier=self._state.noise_multiplier, sample_rate=self._state.sample_rate, steps=steps
-        )
+        self._accountant.step(noise_multiplier=self._state.noise_multiplier, sample_rate=self._state.sample_rate, steps=steps)
 
     def _affordable_steps(self) -> float:
         """How many more steps the budget allows."""
@@ -275,9 +275,7 @@ class DPTrainer(Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         # here the model is final: model_init has been called, a checkpoint loaded
         state, training_args = self._state, self.args
-        clipper = PerExampleClipper(
-            self.model, state.max_grad_norm, mode=training_args.clipping_mode, self_check=training_args.self_check
-        )
+        clipper = PerExampleClipper(self.model, state.max_grad_norm, mode=training_args.clipping_mode, self_check=training_args.self_check)
         with clipper as self._clipper:
             try:
                 return super()._inner_training_loop(*args, **kwargs)
@@ -308,7 +306,9 @@ class DPTrainer(Trainer):
         inputs = dict(inputs)
         missing = [name for name in self.label_names if name not in inputs]
         if missing:
-            raise ValueError(f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column or set label_names.")
+            raise ValueError(
+                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column or set label_names."
+            )
         labels = [inputs.pop(name) for name in self.label_names]
         losses = self._per_example_loss(self.model(**inputs), labels[0] if len(labels) == 1 else tuple(labels))
         if losses.dim() != 1:

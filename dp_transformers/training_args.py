@@ -65,9 +65,7 @@ class DPTrainingArguments(TrainingArguments):
     secure_rng: bool = field(default=False, metadata={"help": "Draw noise from a cryptographic generator (extra 'secure')."})
     dp_seed: int | None = field(default=None, metadata={"help": "Fixed seed of draws and noise; for tests: NOT private."})
     self_check: bool = field(default=True, metadata={"help": "Check exactness on synthetic data before the first step."})
-    log_train_loss: bool = field(
-        default=False, metadata={"help": "Log the training loss, which is not covered by epsilon."}
-    )
+    log_train_loss: bool = field(default=False, metadata={"help": "Log the training loss, which is not covered by epsilon."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."})
     logging_steps: float = field(default=10, metadata={"help": "Log every X steps; a fraction below 1 is a share of all."})
 
@@ -77,9 +75,7 @@ class DPTrainingArguments(TrainingArguments):
         self._refuse_what_breaks_privacy()
         self.expected_batch_size_is_derived = self.expected_batch_size is None
         if self.expected_batch_size is None:
-            self.expected_batch_size = (
-                self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
-            )
+            self.expected_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
         self.gradient_accumulation_steps = 1
 
     def _check_privacy(self) -> None:

@@ -121,7 +121,15 @@ def tokenize(data: DatasetDict, args: DataArguments, tokenizer) -> tuple[Dataset
 
 def build_model(path: str, num_labels: int, args: ModelArguments):
     config = AutoConfig.from_pretrained(path, num_labels=num_labels)
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+    for name in (
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "dropout",
+        "attention_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+    ):
         if isinstance(getattr(config, name, None), float):
             setattr(config, name, args.dropout)
     model = AutoModelForSequenceClassification.from_pretrained(path, config=config, dtype=torch.float32)

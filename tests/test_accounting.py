@@ -65,7 +65,7 @@ REFERENCE = [
 ]
 
 
-@pytest.mark.parametrize("sigma, q, steps, delta, pld, rdp", REFERENCE)
+@pytest.mark.parametrize(("sigma", "q", "steps", "delta", "pld", "rdp"), REFERENCE)
 def test_reference_values(sigma, q, steps, delta, pld, rdp):
     by_pld, by_rdp = (compute_epsilon(sigma, q, steps, delta, accountant) for accountant in ("pld", "rdp"))
     assert pld is None or by_pld == pytest.approx(pld, rel=1e-3)
@@ -87,7 +87,7 @@ PRV = {  # (q, steps): upper bounds of the PRV accountant at sigma 0.8, 1.5, 2, 
 }
 
 
-@pytest.mark.parametrize("q, steps", PRV)
+@pytest.mark.parametrize(("q", "steps"), PRV)
 def test_agrees_with_prv_accountant(q, steps):
     for sigma, upper in zip((0.8, 1.5, 2.0, 3.0), PRV[q, steps], strict=True):
         epsilon = compute_epsilon(sigma, q, steps, 1e-6)
@@ -95,17 +95,15 @@ def test_agrees_with_prv_accountant(q, steps):
 
 
 @pytest.mark.parametrize(
-    "accountant, steps, sigma",
+    ("accountant", "steps", "sigma"),
     [("rdp", 2250, 1.416), ("rdp", 2000, 1.3562), ("pld", 2250, 1.34766), ("pld", 2000, 1.2915)],
 )
 def test_reference_noise(accountant, steps, sigma):
-    found = calibrate_noise_multiplier(
-        target_epsilon=8.0, target_delta=1e-5, sample_rate=0.04, steps=steps, accountant=accountant
-    )
+    found = calibrate_noise_multiplier(target_epsilon=8.0, target_delta=1e-5, sample_rate=0.04, steps=steps, accountant=accountant)
     assert found == pytest.approx(sigma, rel=2e-3)
 
 
-@pytest.mark.parametrize("accountant, epsilon", [("pld", 1.615079), ("rdp", 1.894613)])
+@pytest.mark.parametrize(("accountant", "epsilon"), [("pld", 1.615079), ("rdp", 1.894613)])
 def test_two_phases(accountant, epsilon):
     run = PrivacyAccountant(accountant)
     run.step(noise_multiplier=1.0, sample_rate=0.01, steps=500)
@@ -117,7 +115,7 @@ def test_two_phases(accountant, epsilon):
 
 
 @pytest.mark.parametrize("delta", [0.3, 1e-2, 1e-5, 1e-9])
-@pytest.mark.parametrize("sigma, steps", [(0.5, 1), (1.0, 1), (10.0, 100), (1000.0, 100), (50.0, 10000)])
+@pytest.mark.parametrize(("sigma", "steps"), [(0.5, 1), (1.0, 1), (10.0, 100), (1000.0, 100), (50.0, 10000)])
 def test_full_batches_are_the_gaussian_mechanism(sigma, steps, delta):
     exact = gaussian_epsilon(delta, math.sqrt(steps) / sigma)
     assert compute_epsilon(sigma, 1.0, steps, delta) == pytest.approx(exact, rel=1e-5, abs=1e-9)
@@ -133,9 +131,7 @@ def test_one_step_is_amplified_exactly(sigma, q, delta):
     assert exact * (1 - 1e-7) <= epsilon <= exact * (1 + 2e-3) + 1e-6
 
 
-@pytest.mark.parametrize(
-    "mu, steps, delta", [(0.1, 10, 1e-7), (1.0, 1000, 1e-5), (4.0, 1000, 1e-12), (1.0, 100000, 1e-10)]
-)
+@pytest.mark.parametrize(("mu", "steps", "delta"), [(0.1, 10, 1e-7), (1.0, 1000, 1e-5), (4.0, 1000, 1e-12), (1.0, 100000, 1e-10)])
 def test_fft_composition_bounds_the_gaussian_mechanism(mu, steps, delta):
     """Full batches in company go through the FFT, whose float64 noise must not bring ε below the exact value."""
     run = PrivacyAccountant()
@@ -145,7 +141,7 @@ def test_fft_composition_bounds_the_gaussian_mechanism(mu, steps, delta):
     assert exact <= run.epsilon(delta) <= 1.02 * exact
 
 
-@pytest.mark.parametrize("sigma, q, steps, delta", [(1.0, 0.01, 10, 1e-5), (0.7, 0.2, 20, 1e-7), (3.0, 0.5, 30, 1e-4)])
+@pytest.mark.parametrize(("sigma", "q", "steps", "delta"), [(1.0, 0.01, 10, 1e-5), (0.7, 0.2, 20, 1e-7), (3.0, 0.5, 30, 1e-4)])
 def test_is_above_an_optimistic_estimate(sigma, q, steps, delta):
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
@@ -170,7 +166,7 @@ def test_nothing_spent(accountant):
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(
-    "sigma, q, steps, delta",
+    ("sigma", "q", "steps", "delta"),
     [(1.0, 0.01, 1000, 0.5), (10.0, 0.001, 10, 0.01), (1.0, 0.01, 1000, 0.999), (1e6, 0.1, 1, 1e-5)],
 )
 def test_never_negative(sigma, q, steps, delta, accountant):
@@ -188,7 +184,7 @@ def test_no_noise_is_no_privacy(accountant):
 
 
 @pytest.mark.parametrize(
-    "sigma, q, steps, delta, rough",
+    ("sigma", "q", "steps", "delta", "rough"),
     [
         (0.3, 0.1, 1000, 1e-5, 506.2),  # hundreds of seconds, or no answer, elsewhere
         (0.1, 1024 / 1e8, 976562, 1e-7, 1200),  # at most 31 of about 10 expected draws, 38.5 each
@@ -205,9 +201,7 @@ def test_extremes_give_a_bound_soon(sigma, q, steps, delta, rough):
     assert epsilon <= compute_epsilon(sigma, q, steps, delta, "rdp")
 
 
-@pytest.mark.parametrize(
-    "sigma, q, steps, delta", [(20.0, 1e-6, 100000, 1e-6), (1e4, 1e-5, 10000, 1e-9), (1.0, 1e-7, 10**6, 1e-9)]
-)
+@pytest.mark.parametrize(("sigma", "q", "steps", "delta"), [(20.0, 1e-6, 100000, 1e-6), (1e4, 1e-5, 10000, 1e-9), (1.0, 1e-7, 10**6, 1e-9)])
 def test_tiny_losses_give_no_float64_artefacts(sigma, q, steps, delta):
     assert 0 <= compute_epsilon(sigma, q, steps, delta) < 0.01
 
@@ -361,7 +355,7 @@ def test_calibration_is_tight_and_never_overshoots(accountant, target, delta, q,
 
 
 @pytest.mark.parametrize(
-    "target, delta, q, steps",
+    ("target", "delta", "q", "steps"),
     [
         (8.0, 1e-9, 1e-4, 10),
         (4.0, 1e-7, 2e-3, 10000),
@@ -380,7 +374,7 @@ def test_calibration_of_a_target_that_needs_next_to_no_noise():
     assert calibrate_noise_multiplier(1e12, 1e-5, 0.1, 100) == pytest.approx(accounting.MIN_NOISE_MULTIPLIER)
 
 
-@pytest.mark.parametrize("accountant, way_out", [("pld", "smaller sample rate"), ("rdp", "accountant='pld'")])
+@pytest.mark.parametrize(("accountant", "way_out"), [("pld", "smaller sample rate"), ("rdp", "accountant='pld'")])
 def test_unreachable_target(accountant, way_out):
     with pytest.raises(ValueError, match=f"target_epsilon=1e-09 .*out of reach.*larger epsilon or delta.*{way_out}"):
         calibrate_noise_multiplier(1e-9, 1e-9, 0.5, 10**4, accountant)
@@ -390,7 +384,7 @@ def test_unreachable_target(accountant, way_out):
 
 
 @pytest.mark.parametrize(
-    "changed, message",
+    ("changed", "message"),
     [
         (dict(noise_multiplier=-1.0), r"noise_multiplier must be a finite number >= 0 .*; got -1.0"),
         (dict(noise_multiplier=math.nan), "noise_multiplier must be a finite"),
@@ -412,7 +406,7 @@ def test_bad_arguments(changed, message):
 
 
 @pytest.mark.parametrize(
-    "changed, message",
+    ("changed", "message"),
     [
         (dict(target_epsilon=0.0), "target_epsilon must be a finite number > 0 .*noise_multiplier=0"),
         (dict(target_epsilon=math.inf), "target_epsilon must be a finite number > 0"),

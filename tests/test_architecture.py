@@ -25,7 +25,9 @@ def test_lint():
 
 
 def test_importing_loads_nothing_heavy():
-    code = "import sys, dp_transformers; print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'dp_accounting') if m in sys.modules])"
+    code = (
+        "import sys, dp_transformers; print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'dp_accounting') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -72,7 +72,9 @@ class Draws(DPTrainer):
         self.seen = []
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.seen.append([row for b in inputs.physical_batches for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)])
+        self.seen.append(
+            [row for b in inputs.physical_batches for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)]
+        )
         return super().training_step(model, inputs, num_items_in_batch)
 
 

@@ -206,7 +206,9 @@ class PerExampleClipper:
 
     def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True):
         if not (isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < float("inf")):
-            raise ValueError(f"max_grad_norm must be a positive finite number, the bound on each example's gradient; got {max_grad_norm!r}.")
+            raise ValueError(
+                f"max_grad_norm must be a positive finite number, the bound on each example's gradient; got {max_grad_norm!r}."
+            )
         self.model = model
         self.max_grad_norm = float(max_grad_norm)
         self.mode = choose_mode(mode, model)
@@ -450,7 +452,11 @@ def _checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torc
 
 def _batch_size(model: nn.Module, args: tuple, kwargs: dict) -> int:
     main = kwargs.get(getattr(model, "main_input_name", ""))
-    tensors = [main] if isinstance(main, torch.Tensor) else [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and x.dim()]
+    tensors = (
+        [main]
+        if isinstance(main, torch.Tensor)
+        else [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and x.dim()]
+    )
     if not tensors:
         raise ValueError("the model was called without a tensor, so the batch size is unknown: pass inputs with the batch in dimension 0.")
     return len(tensors[0])

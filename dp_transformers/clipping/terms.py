@@ -225,7 +225,7 @@ def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo
         return Dense(total).squared_norm()
     outer, rows = terms
     cross_b, reach_b = [], []
-    (b, t), s, (p, d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
+    (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
     for chunk in _chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
         left, right = outer.left[chunk].float(), outer.right[chunk].float()
         grad, ids = rows.grad[chunk].float(), rows.ids[chunk]

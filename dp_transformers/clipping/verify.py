@@ -166,10 +166,7 @@ def canary(clipper: PerExampleClipper, losses: Callable[[], torch.Tensor]) -> No
     leaked = {id(p) for p, g in zip(clipper.parameters, leaks, strict=True) if g is not None}
     if leaked:
         path, owner, name = next(
-            (path, m, name)
-            for path, m in clipper.model.named_modules()
-            for name, p in m.named_parameters(recurse=False)
-            if id(p) in leaked
+            (path, m, name) for path, m in clipper.model.named_modules() for name, p in m.named_parameters(recurse=False) if id(p) in leaked
         )
         raise SelfCheckError(
             f"parameter '{path + '.' if path else ''}{name}' of {type(owner).__name__} is used outside the forward of the module that owns "
