@@ -17,7 +17,16 @@ _WHERE = {
     "compute_epsilon": "accounting",
     "register_grad_sampler": "clipping",
 }
-__all__ = sorted(_WHERE)
+__all__ = [
+    "DPTrainer",
+    "DPTrainingArguments",
+    "PerExampleClipper",
+    "PrivacySpent",
+    "calibrate_noise_multiplier",
+    "check_model",
+    "compute_epsilon",
+    "register_grad_sampler",
+]
 
 if TYPE_CHECKING:
     from .accounting import calibrate_noise_multiplier, compute_epsilon
