@@ -104,6 +104,8 @@ class DPTrainer(Trainer):
             kwargs["compute_loss_func"] = lambda outputs, labels, **_: per_example_loss_func(outputs, labels).mean()
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
         validate_model(self.model)
+        if args.load_best_model_at_end:
+            logger.warning("load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples.")
         self._per_example_loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)
         self._accountant = PrivacyAccountant(args.accountant)
         self._ledger = Ledger(args.output_dir)

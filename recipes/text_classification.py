@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,7 @@ class Arguments(DPTrainingArguments):
     num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the data, on average."})
     learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."})
     save_strategy: str = field(default="no", metadata={"help": "When to save checkpoints to resume from."})
+    dataloader_pin_memory: bool = field(default_factory=torch.cuda.is_available, metadata={"help": "Pin batches for the GPU."})
 
     def __post_init__(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
@@ -150,7 +152,7 @@ def build_model(path: str, num_labels: int, args: ModelArguments):
 def lora_movement(model) -> float | None:
     """Frobenius norm of all adapters' products BA together; B starts at zero, so this is how far LoRA has moved the model."""
     products = [
-        (m.lora_B["default"].weight @ m.lora_A["default"].weight).square().sum()
+        (m.lora_B["default"].weight.detach() @ m.lora_A["default"].weight.detach()).square().sum()
         for m in model.modules()
         if hasattr(m, "lora_A") and "default" in getattr(m, "lora_A", {})
     ]
@@ -162,6 +164,7 @@ def main() -> dict:
     data_args, model_args, args = parser.parse_args_into_dataclasses()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("dp_transformers").setLevel(logging.INFO)
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)  # peft
     set_seed(args.seed)
 
     model_path = data_args.model_name_or_path or str(assets.minilm_folder())

@@ -159,7 +159,7 @@ class _Use:
         if not forward_pass.measure:
             return None
         total_b = torch.zeros_like(forward_pass.probe)
-        with torch.no_grad(), _exact_matmul(total_b.device):
+        with _exact_arithmetic(total_b.device):
             for parameter, term in self._terms(saved, grads).items():
                 norm_sq_b = forward_pass.add(parameter, term)
                 if norm_sq_b is not None:
@@ -168,16 +168,17 @@ class _Use:
 
 
 @contextlib.contextmanager
-def _exact_matmul(device: torch.device) -> Iterator[None]:
-    """No TF32 in the arithmetic of norms and sums, whatever the rest of the program uses."""
-    if device.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32:
-        yield
-        return
-    torch.backends.cuda.matmul.allow_tf32 = False
+def _exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """No autocast and no TF32 in the arithmetic of norms and sums, whatever the rest of the program uses."""
+    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    if tf32:
+        torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        yield
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = True
+        if tf32:
+            torch.backends.cuda.matmul.allow_tf32 = True
 
 
 class PerExampleClipper:
@@ -384,14 +385,14 @@ class PerExampleClipper:
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "
                 "or through a submodule instead of the model given to PerExampleClipper."
             )
-        with torch.no_grad(), _exact_matmul(norm_sq_b.device):
+        with _exact_arithmetic(norm_sq_b.device):
             for parameter in list(forward_pass.open):  # announced uses that the losses do not depend on
                 norm_sq_b = norm_sq_b + forward_pass.close(parameter).to(norm_sq_b.device)
         return norm_sq_b
 
     def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None) -> None:
         memo = term_algebra.Memo()
-        with torch.no_grad(), _exact_matmul(coef_b.device):
+        with _exact_arithmetic(coef_b.device):
             while forward_pass.kept:  # a record is freed as soon as its sum is formed
                 parameter, terms = forward_pass.kept.popitem()
                 for term in terms:
