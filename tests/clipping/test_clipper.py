@@ -360,8 +360,26 @@ def test_bf16_autocast_respects_the_bound():
                 model.zero_grad()
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     losses = losses_of(batch)
-                    weights = F.one_hot(torch.tensor(j), 5).float()
-                    norms = clipper.backward(losses, weights)  # inside autocast, which must not reach the norms
+                weights = F.one_hot(torch.tensor(j), 5).float()
+                norms = clipper.backward(losses, weights)
                 assert norms.dtype == torch.float32
                 assert norms[j] > 0.05
                 assert length([p.grad for p in trainable(model)]) <= 0.05 * (1 + 1e-5), mode
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_autocast_around_backward_does_not_reach_norms_and_sums(mode):
+    """fp32 activations, backward called inside an autocast region: its matrix products must not be cast down."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 2))
+    x, y = torch.randn(4, 6, 40), torch.randn(4, 6, 2)
+    results = []
+    for inside in (False, True):
+        model.zero_grad()
+        with PerExampleClipper(model, 0.7, mode=mode, self_check=False) as clipper:
+            losses = (model(x) * y).sum((1, 2))
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                norms = clipper.backward(losses)
+        results.append((norms, [p.grad.clone() for p in model.parameters()]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert distance(results[0][1], results[1][1]) <= 1e-6
