@@ -169,12 +169,12 @@ class _Use:
 
 @contextlib.contextmanager
 def _exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """No autocast and no TF32 in the arithmetic of norms and sums, whatever the rest of the program uses."""
+    """No TF32 in the arithmetic of norms and sums, whatever the rest of the program uses."""
     tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     if tf32:
         torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.no_grad():
             yield
     finally:
         if tf32:
@@ -350,7 +350,8 @@ class PerExampleClipper:
         weights_b = _checked_weights(weights, losses)
         forward_pass.in_backward = True
         try:
-            return self._backward(forward_pass, losses, weights_b)
+            with torch.autocast(losses.device.type, enabled=False):  # if called inside an autocast region
+                return self._backward(forward_pass, losses, weights_b)
         finally:
             self._pass = None  # used up, whatever happened
 
