@@ -25,15 +25,16 @@ class Draw:
 
 @dataclass
 class LogicalBatch:
-    """What one rank contributes to one step: a list of collated physical batches, possibly empty."""
+    """What one rank contributes to one step: collated physical batches, and how many examples each holds; possibly none."""
 
     number: int
     physical_batches: list[Any] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     def pin_memory(self) -> LogicalBatch:
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return LogicalBatch(self.number, [pin_memory(b) for b in self.physical_batches])
+        return LogicalBatch(self.number, [pin_memory(b) for b in self.physical_batches], self.sizes)
 
 
 class PoissonSampler:
@@ -92,7 +93,18 @@ class LogicalBatches(Dataset):
             examples = [self.dataset[i] for i in draw.indices]
         examples.sort(key=_length)
         size = self.physical_batch_size
-        return LogicalBatch(draw.number, [self.collate(examples[i : i + size]) for i in range(0, len(examples), size)])
+        parts = [examples[i : i + size] for i in range(0, len(examples), size)]
+        return LogicalBatch(draw.number, [self._collated(part) for part in parts], [len(part) for part in parts])
+
+    def _collated(self, examples: list[Any]) -> Any:
+        lengths = {_length(example) for example in examples}
+        batch = self.collate(examples)
+        if len(lengths) > 1 and isinstance(batch, Mapping) and "input_ids" in batch and "attention_mask" not in batch:
+            raise ValueError(
+                "examples of different lengths were padded without an attention_mask, so how much padding an example sees depends on the "
+                "others. Use a collator that returns the attention_mask (DataCollatorWithPadding does if the tokenizer's output has it)."
+            )
+        return batch
 
 
 def _length(example: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint, seed_worker
 
@@ -25,7 +25,7 @@ from .losses import PerExampleLoss, find_per_example_loss
 from .noise import GaussianNoise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
-from .validation import validate_lengths, validate_model
+from .validation import validate_lengths, validate_model, validate_training_data
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class DPTrainer(Trainer):
             raise ValueError(
                 "compute_loss_func returns one loss for the whole batch. Pass per_example_loss_func=f with f(outputs, labels) -> (B,)."
             )
-        _validate_training_data(train_dataset, args)
+        validate_training_data(train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size)
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} devices in one process would train with nn.DataParallel, whose replicas cannot be clipped together. Start one "
@@ -100,9 +100,16 @@ class DPTrainer(Trainer):
         self._steps_spent: int = 0
         self._state: PrivacyState | None = None
         self._clipper: PerExampleClipper | None = None
-        if per_example_loss_func is not None:
-            kwargs["compute_loss_func"] = lambda outputs, labels, **_: per_example_loss_func(outputs, labels).mean()
+        if type(self).compute_loss is not DPTrainer.compute_loss:
+            raise ValueError(
+                f"{type(self).__name__} overrides compute_loss, which returns one loss for the whole batch and is not used in private training. "
+                "Pass per_example_loss_func=f with f(outputs, labels) -> (B,)."
+            )
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
+        self._refuse_what_the_environment_adds()
+        self._has_own_loss = per_example_loss_func is not None
+        if self._has_own_loss and not self.label_names:
+            self.label_names = ["labels"]
         validate_model(self.model)
         if args.load_best_model_at_end:
             logger.warning("load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples.")
@@ -113,11 +120,32 @@ class DPTrainer(Trainer):
             validate_lengths(self.model, train_dataset)
             self._state = self._plan()
 
+    def _refuse_what_the_environment_adds(self) -> None:
+        """`accelerate launch` and set_* methods can bring in what DPTrainingArguments refuses."""
+        accelerator = self.accelerator
+        refused = {
+            "mixed precision fp16": (
+                accelerator.mixed_precision == "fp16",
+                "loss scaling changes the norms that are clipped; use bf16",
+            ),
+            "gradient accumulation": (
+                max(self.args.gradient_accumulation_steps, accelerator.gradient_accumulation_steps) > 1,
+                "set expected_batch_size, it is split into physical batches of per_device_train_batch_size on its own",
+            ),
+            "FSDP": (self.is_fsdp_enabled, "sharded training is not supported yet; use DDP"),
+            "DeepSpeed": (self.is_deepspeed_enabled, "its engine averages and clips gradients on its own; use DDP"),
+        }
+        for name, (is_on, why) in refused.items():
+            if is_on:
+                raise ValueError(f"{name} is switched on and cannot be used with differential privacy: {why}.")
+
     # ---- the plan: q, σ, steps ----
 
     def _plan(self) -> PrivacyState:
         args, n = self.args, len(self.train_dataset)
         sample_rate, steps = args.expected_batch_size / n, self._planned_steps(args.expected_batch_size)
+        if steps < 1:
+            raise ValueError(f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train.")
         noise_multiplier = args.noise_multiplier
         if noise_multiplier is None:
             noise_multiplier = calibrate_noise_multiplier(
@@ -206,8 +234,8 @@ class DPTrainer(Trainer):
         if distributed.rank() == 0:
             if earlier := self._ledger.other_steps(self._state.run_id):
                 logger.warning(
-                    "%s also holds %d steps of earlier runs. Epsilon is this model's own; releasing several models trained on the same data "
-                    "adds up.",
+                    "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. If this model starts "
+                    "from theirs, or several models trained on the same data are released, what they spent adds up.",
                     self._ledger.path, earlier,
                 )  # fmt: skip
             self._ledger.begin(self._state)
@@ -286,25 +314,46 @@ class DPTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """One private step: clipped sum over the draw, noise, division by the expected batch size. Leaves it in `.grad`."""
-        assert inputs.number > self._last_draw, "a draw was replayed"
+        if inputs.number <= self._last_draw:
+            raise RuntimeError("a draw was replayed, so the examples are not drawn as epsilon assumes: the train dataloader was changed.")
+        if self._steps_left <= 0:
+            raise RuntimeError("training goes on although the privacy budget is spent: a callback undoes should_training_stop.")
         self._last_draw = inputs.number
+        for p in self._clipper.parameters:
+            p.grad = None  # whatever a callback left there was not clipped
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         loss = torch.zeros((), device=self.args.device)
-        for batch in inputs.physical_batches:
+        for batch, size in zip(inputs.physical_batches, inputs.sizes, strict=True):
             batch = self._prepare_inputs(batch)
             if not self._clipper.checked:
-                self_check(self._clipper, (), dict(batch), lambda **rows: self._per_example_losses(rows))
+                self_check(self._clipper, (), dict(batch), lambda **rows: self._per_example_losses(rows)[0])
             with self.compute_loss_context_manager():
-                losses = self._per_example_losses(batch)
+                losses, _ = self._per_example_losses(batch)
+            if len(losses) != size:
+                raise ValueError(
+                    f"the collator made {len(losses)} rows of {size} examples, so the norm of a row is not the norm of an example. One row for "
+                    "each example: no augmentation into several rows, no packing or flattening (pack when the dataset is built; then the "
+                    "packed row is what is protected)."
+                )
             self._clipper.backward(losses)
             if self.args.log_train_loss:
                 loss += losses.detach().nansum() / self._state.expected_batch_size
         self._privatise_gradients()
         return loss
 
-    def _per_example_losses(self, inputs: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The loss of evaluation and prediction: the model's own, or the mean of `per_example_loss_func`."""
+        if not self._has_own_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        losses, outputs = self._per_example_losses(inputs)
+        return (losses.mean(), outputs) if return_outputs else losses.mean()
+
+    def _per_example_losses(self, inputs: Any) -> tuple[torch.Tensor, Any]:
+        """(B,) losses and the model's outputs, the labels kept out of the model."""
         inputs = dict(inputs)
         missing = [name for name in self.label_names if name not in inputs]
         if missing:
@@ -312,12 +361,13 @@ class DPTrainer(Trainer):
                 f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column or set label_names."
             )
         labels = [inputs.pop(name) for name in self.label_names]
-        losses = self._per_example_loss(self.model(**inputs), labels[0] if len(labels) == 1 else tuple(labels))
+        outputs = self.model(**inputs)
+        losses = self._per_example_loss(outputs, labels[0] if len(labels) == 1 else tuple(labels))
         if losses.dim() != 1:
             raise ValueError(
                 f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none')."
             )
-        return losses
+        return losses, outputs
 
     def _privatise_gradients(self) -> None:
         """p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size, and the step is on the ledger before that exists."""
@@ -404,26 +454,3 @@ class DPTrainer(Trainer):
 
 def _is_datasets(dataset: Any) -> bool:
     return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "column_names")
-
-
-def _validate_training_data(dataset: Any, args: DPTrainingArguments) -> None:
-    if dataset is None:
-        return
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(
-            f"train_dataset is a {type(dataset).__name__} without random access: Poisson sampling takes every example with equal probability, "
-            "which needs its length and its rows. Use a map-style dataset (for a datasets.IterableDataset: load it without streaming)."
-        )
-    n = len(dataset)
-    if n == 0:
-        raise ValueError("train_dataset is empty.")
-    if args.target_delta >= 1 / n:
-        raise ValueError(
-            f"target_delta={args.target_delta:g} is not smaller than 1/N = {1 / n:.3g} for N = {n} training examples: at that delta, publishing one "
-            "example outright would count as private. Choose it well below, for example 1e-6."
-        )
-    if args.expected_batch_size > n:
-        raise ValueError(
-            f"expected_batch_size={args.expected_batch_size} exceeds the {n} training examples; q would be above 1. Lower expected_batch_size "
-            "(or per_device_train_batch_size x gradient_accumulation_steps x processes, from which it derives)."
-        )

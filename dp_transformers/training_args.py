@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from .accounting import ACCOUNTANTS
 from .clipping.modes import MODES
-
-ACCOUNTANTS = ("pld", "rdp")
 
 
 @dataclass

@@ -6,16 +6,53 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import IterableDataset
 
 
 def validate_model(model: nn.Module) -> None:
-    """Raise ValueError for modules through which one example changes another's gradient."""
+    """Raise ValueError for modules through which one example changes another's gradient, or leaves traces without noise."""
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("the model is compiled (torch.compile); pass the model itself, compiled models are not supported yet.")
     for path, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError(
+                f"'{path}' is a {type(module).__name__} with max_norm: it rewrites the rows of the tokens it sees, trainable or not, without "
+                "noise. Build it without max_norm."
+            )
+        if getattr(module, "track_running_stats", False) and not isinstance(module, _BatchNorm):
+            raise ValueError(
+                f"'{path}' is a {type(module).__name__} with running statistics, which keep private data without noise. Build it with "
+                "track_running_stats=False."
+            )
         if isinstance(module, _BatchNorm):
             raise ValueError(
                 f"'{path}' is a {type(module).__name__}: it normalises every example with statistics of the whole batch, so no example has a "
                 "gradient of its own. Replace it by GroupNorm or LayerNorm."
             )
+
+
+def validate_training_data(dataset: Any, *, target_delta: float, expected_batch_size: int) -> None:
+    """Raise ValueError for data that cannot be drawn from by Poisson sampling, or that δ and batch size do not fit."""
+    if dataset is None:
+        return
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"train_dataset is a {type(dataset).__name__} without random access: Poisson sampling takes every example with equal probability, "
+            "which needs its length and its rows. Use a map-style dataset (for a datasets.IterableDataset: load it without streaming)."
+        )
+    n = len(dataset)
+    if n == 0:
+        raise ValueError("train_dataset is empty.")
+    if target_delta >= 1 / n:
+        raise ValueError(
+            f"target_delta={target_delta:g} is not smaller than 1/N = {1 / n:.3g} for N = {n} training examples: at that delta, publishing one "
+            "example outright would count as private. Choose it well below, for example 1e-6."
+        )
+    if expected_batch_size > n:
+        raise ValueError(
+            f"expected_batch_size={expected_batch_size} exceeds the {n} training examples; q would be above 1. Lower expected_batch_size "
+            "(or per_device_train_batch_size x gradient_accumulation_steps x processes, from which it derives)."
+        )
 
 
 def longest_input(model: nn.Module) -> int | None:

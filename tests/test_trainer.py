@@ -152,7 +152,7 @@ def test_empty_draws_are_noised_and_counted(tmp_path):
 def test_a_poisoned_example_leaves_training_alone(tmp_path):
     model = build("bert")
     poison = lambda out, y: torch.where(y == 2, torch.nan, 1.0) * nn.functional.cross_entropy(out.logits, y, reduction="none")  # noqa: E731
-    DPTrainer(model, arguments(tmp_path, noise_multiplier=0.0), collate, dataset(), per_example_loss_func=poison).train()
+    DPTrainer(model, arguments(tmp_path, noise_multiplier=0.0, self_check=False), collate, dataset(), per_example_loss_func=poison).train()
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert distance(trainable(model), trainable(build("bert"))) > 0
 
@@ -441,3 +441,94 @@ def test_output_dir_of_an_earlier_run_is_pointed_out(trained, caplog):
     assert "2 steps of earlier runs" in caplog.text
     assert trainer.privacy_spent().steps == 1
     assert Path(trained, LEDGER_NAME).read_text().count('"step"') == 3
+
+
+# ---- what reaches the step by other ways ----
+
+
+def test_collators_that_change_the_number_of_rows_are_refused(tmp_path):
+    twice = lambda rows: collate([r for r in rows for _ in range(2)])  # noqa: E731
+    trainer = DPTrainer(build("bert"), arguments(tmp_path), twice, dataset())
+    with pytest.raises(ValueError, match="one row for each example|One row for each example"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 0
+
+
+def test_padding_without_a_mask_is_refused(tmp_path):
+    no_mask = lambda rows: {k: v for k, v in collate(rows).items() if k != "attention_mask"}  # noqa: E731
+    with pytest.raises(ValueError, match="attention_mask"):
+        DPTrainer(build("bert"), arguments(tmp_path), no_mask, dataset()).train()
+    same_length = [{"input_ids": [5, i, 7], "labels": i % 3} for i in range(N)]
+    DPTrainer(build("bert"), arguments(tmp_path), no_mask, same_length).train()
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_gradients_left_by_a_callback_do_not_reach_the_sum(tmp_path):
+    class Probe(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 1e6)
+
+    sums = []
+    for callbacks in ([], [Probe()]):
+        grads = Grads()
+        trainer_for(tmp_path, noise_multiplier=0.0, dp_seed=2, callbacks=[*callbacks, grads]).train()
+        sums.append(grads.steps[0])
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
+def test_a_callback_cannot_train_beyond_the_budget(tmp_path):
+    class GoOn(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = False
+
+    trainer = trainer_for(tmp_path, callbacks=[GoOn()], num_train_epochs=2, max_steps=-1)
+    trainer.train_dataset = trainer.train_dataset  # the loop itself ends after ten steps
+    trainer._affordable_steps = lambda: 3
+    with pytest.raises(RuntimeError, match="budget is spent"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 3
+
+
+def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    args.set_training(gradient_accumulation_steps=4, batch_size=5, learning_rate=0.1)
+    with pytest.raises(ValueError, match="gradient accumulation is switched on"):
+        DPTrainer(build("bert"), args, collate, dataset())
+
+    class Own(DPTrainer):
+        def compute_loss(self, *args, **kwargs):
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="Own overrides compute_loss"):
+        Own(build("bert"), arguments(tmp_path), collate, dataset())
+
+
+def test_heads_without_a_loss_of_their_own_evaluate_too(tmp_path):
+    """A model that never returns a loss, with more labels than token types, trained and evaluated with per_example_loss_func."""
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = build("bert")
+
+        def forward(self, input_ids, attention_mask):
+            return self.bert(input_ids=input_ids, attention_mask=attention_mask)
+
+    loss = lambda out, y: nn.functional.cross_entropy(out.logits, y, reduction="none")  # noqa: E731
+    args = arguments(tmp_path, remove_unused_columns=False)
+    trainer = DPTrainer(Logits(), args, collate, dataset(), dataset(9, seed=1), per_example_loss_func=loss)
+    trainer.train()
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_llama_classifier_with_five_labels(tmp_path):
+    """Labels of the synthetic batch stay within the classes of the head."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(vocab_size=1000, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=5,
+                         pad_token_id=0)  # fmt: skip
+    data = [{**row, "labels": i % 5} for i, row in enumerate(dataset())]
+    trainer = DPTrainer(LlamaForSequenceClassification(config), arguments(tmp_path), collate, data)
+    trainer.train()
+    assert trainer.privacy_spent().steps == 4

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import terms as term_algebra
-from .modes import SECOND_PASS_SLACK, TF32_SLACK, choose_mode
+from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .rules import DOES_NOT_SAVE_OUTPUT, as_term, find_rule
 from .rules.fallback import vmapped_gradients, ways_out
 from .terms import Term
@@ -54,6 +54,7 @@ class _Pass:
     def __init__(self, batch_size: int, probe: torch.Tensor):
         self.batch_size = batch_size
         self.probe = probe
+        self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
         self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
         self.in_backward = False
         self.low_precision = torch.float32
@@ -105,6 +106,13 @@ class _Use:
         self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.output_leaves, self.output_spec = _flatten(output)
         self.outputs = [self._with_batch(x) for x in self.output_leaves if _differentiable(x)]
+        if not self.outputs:
+            raise ValueError(
+                f"'{claim.path}' ({type(claim.module).__name__}) returns no tensor that a gradient could come from, but "
+                f"{type(output).__name__}. {ways_out(claim.path, claim.module)}"
+            )
+        device = self.outputs[0].device.type
+        self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
     def _with_batch(self, x: torch.Tensor) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
@@ -146,7 +154,8 @@ class _Use:
         if claim.rule is None:
             inputs, outputs = saved[: len(saved) - len(grads)], saved[len(saved) - len(grads) :]
             call = (self._rebuild, self._flatten_output)
-            with self.clipper._suspended():
+            device, dtype, enabled = self.autocast
+            with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
                 return vmapped_gradients(claim.module, claim.parameters, call, inputs, outputs, grads, claim.path)
         activations = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in saved]
         found = claim.rule(claim.module, activations, grads[0] if len(grads) == 1 else grads)
@@ -156,6 +165,11 @@ class _Use:
     def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure."""
         forward_pass = self.forward_pass
+        if forward_pass is not self.clipper._pass:
+            raise ValueError(
+                f"the losses also depend on an earlier forward pass (of {forward_pass.batch_size} examples), whose gradients would not be "
+                "clipped. Compute them from forward passes of one batch size, and call backward once for each batch."
+            )
         if not forward_pass.measure:
             return None
         total_b = torch.zeros_like(forward_pass.probe)
@@ -167,18 +181,23 @@ class _Use:
         return total_b
 
 
+def _matmul_settings(device: torch.device) -> Any:
+    return torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+
+
 @contextlib.contextmanager
 def _exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """No TF32 in the arithmetic of norms and sums, whatever the rest of the program uses."""
-    tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    if tf32:
-        torch.backends.cuda.matmul.allow_tf32 = False
+    """Norms and sums in full fp32, without TF32 or bf16 products, whatever the rest of the program uses."""
+    settings = _matmul_settings(device)
+    before = settings.fp32_precision
+    if before != "ieee":
+        settings.fp32_precision = "ieee"
     try:
         with torch.no_grad():
             yield
     finally:
-        if tf32:
-            torch.backends.cuda.matmul.allow_tf32 = True
+        if before != "ieee":
+            settings.fp32_precision = before
 
 
 class PerExampleClipper:
@@ -227,6 +246,8 @@ class PerExampleClipper:
         """Hook the modules that own trainable parameters. Does nothing if attached."""
         if self._handles:
             return
+        if any(isinstance(getattr(hook, "__self__", None), PerExampleClipper) for hook in self.model._forward_pre_hooks.values()):
+            raise ValueError("another PerExampleClipper is attached to this model: detach() that one first (or use it).")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
@@ -236,11 +257,15 @@ class PerExampleClipper:
                     f"parameter '{name}' is {p.dtype}: clipped sums and noise need trainable parameters in float32. Load the model "
                     "with dtype=torch.float32 (frozen parameters may stay as they are) and use bf16 autocast for speed."
                 )
+        half = [p.dtype for p in self.model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+        self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
         self._signature = self._trainable()
         self.claims = self._claim_parameters()
         self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)]
         for claim in self.claims:
-            self._handles.append(claim.module.register_forward_hook(partial(self._after_module, claim), with_kwargs=True))
+            # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
+            hook = partial(self._after_module, claim)
+            self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(self._after_model, always_call=True))
 
     def detach(self) -> None:
@@ -300,7 +325,10 @@ class PerExampleClipper:
             self_check(self, args, kwargs)
         batch_size = _batch_size(self.model, args, kwargs)
         if self._pass is None or self._pass.batch_size != batch_size:
+            unused = self._pass
             self._pass = self._new_pass(batch_size)
+            if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
+                self._pass.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
         self._tapping = True
 
     def _new_pass(self, batch_size: int) -> _Pass:
@@ -312,7 +340,12 @@ class PerExampleClipper:
 
     def _after_module(self, claim: _Claim, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         forward_pass = self._pass
-        if self._paused or forward_pass is None or not (self._tapping or forward_pass.in_backward):
+        if self._paused or not (self._tapping or (forward_pass is not None and forward_pass.in_backward)):
+            if torch.is_grad_enabled() and not self._paused:
+                raise ValueError(
+                    f"'{claim.path}' was called outside the forward of the model that is being clipped, so a gradient through it would not "
+                    "be clipped. Call the model itself, or use torch.no_grad(), or detach() the clipper first."
+                )
             return None
         if not forward_pass.in_backward:  # a call made while backward runs is activation checkpointing recomputing one already counted
             for _, p in claim.parameters:
@@ -348,6 +381,10 @@ class PerExampleClipper:
         """
         forward_pass = self._checked_pass(losses)
         weights_b = _checked_weights(weights, losses)
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+            raise ValueError(
+                "a trainable parameter has a gradient hook, which could change or use gradients that are not private yet: remove it."
+            )
         forward_pass.in_backward = True
         try:
             with torch.autocast(losses.device.type, enabled=False):  # if called inside an autocast region
@@ -380,7 +417,8 @@ class PerExampleClipper:
 
     def _measure(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor:
         """(B,) squared norms, by one backward pass that computes no weight gradient."""
-        (norm_sq_b,) = torch.autograd.grad(losses.sum(), forward_pass.probe, retain_graph=retain_graph, allow_unused=True)
+        probes = [forward_pass.probe, *forward_pass.earlier_probes]
+        norm_sq_b = torch.autograd.grad(losses.sum(), probes, retain_graph=retain_graph, allow_unused=True)[0]
         if norm_sq_b is None:
             raise ValueError(
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "
@@ -407,8 +445,10 @@ class PerExampleClipper:
                 del terms
 
     def _second_pass_slack(self, forward_pass: _Pass, losses: torch.Tensor) -> float:
-        tf32 = losses.is_cuda and torch.backends.cuda.matmul.allow_tf32
-        return max(SECOND_PASS_SLACK[forward_pass.low_precision], TF32_SLACK if tf32 else 0.0)
+        setting = _matmul_settings(losses.device).fp32_precision
+        precise = (torch.backends.fp32_precision if setting == "none" else setting) in ("ieee", "none")
+        seen = (losses.dtype, forward_pass.low_precision, self.low_precision)
+        return max(0.0 if precise else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in seen))
 
     def _checked_pass(self, losses: torch.Tensor) -> _Pass:
         if not isinstance(losses, torch.Tensor) or losses.dim() != 1:

@@ -2,8 +2,9 @@
 
 * The **canary**: one pass in which every claimed module sees detached copies of its parameters. Whatever gradient still reaches a
   parameter came by a use that no rule saw: a weight read by a functional call, a parametrisation, a module that was bypassed.
-* The **self-check**: norms and clipped sum of a small batch against one example at a time through plain autograd, and locality:
-  another example's content must not move an example's gradient.
+* The **self-check**: norms and clipped sum of a small batch against one example at a time through plain autograd, with dropout off and
+  the trainable parameters shifted a little; and locality, as trained too: another example's content must not move an example's gradient,
+  and no buffer or frozen weight may change.
 
 :func:`self_check` runs both on synthetic input with the shapes, dtypes and masks of the first batch (random ids and numbers, dropout
 off, random state restored), so that private data decides nothing; :func:`check_model` runs them on public data you hand over.
@@ -103,6 +104,9 @@ def run_checks(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     with _undisturbed(clipper):
+        worst_locality = _check_locality_as_trained(clipper, losses_of, args, kwargs, batch)
+        clipper.model.eval()
+        _perturb(clipper.parameters)  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         canary(clipper, lambda: losses_of(*args, **kwargs))
         norms_b = _clip(clipper, losses_of, args, kwargs)[0]
         if not bool(torch.isfinite(norms_b).all()):
@@ -110,16 +114,8 @@ def run_checks(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
         clipper.max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
         norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
         tolerance = TOLERANCE[low_precision]
-        locality_error = 0.0
-        for source in range(min(2, batch - 1)):
-            moved_args, moved_kwargs = _replace_last_example(args, kwargs, batch, source)
-            moved_b = _clip(clipper, losses_of, moved_args, moved_kwargs)[0]
-            locality_error = max(locality_error, float(((moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))[:-1].max()))
-        if not locality_error <= tolerance:
-            raise SelfCheckError(
-                f"an example's gradient moved by {locality_error:.1e} (relative) when only another example of its batch changed: the model "
-                "or its loss mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...)."
-            )
+        locality_error = max(worst_locality, _locality_error(clipper, losses_of, args, kwargs, batch, norms_b))
+        _require_locality(locality_error, tolerance)
         single_b, reference = _one_at_a_time(clipper, losses_of, args, kwargs, batch)
         norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
         sum_error = float(_distance(total, reference) / _length(reference).clamp(min=1e-12))
@@ -131,6 +127,64 @@ def run_checks(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
             "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or report the model."
         )
     return report
+
+
+def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
+    """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may change."""
+    watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
+    before = {name: (id(t), t._version) for name, t in watched.items()}
+    kept = {name: t.clone() for name, t in clipper.model.named_buffers()}
+    state = torch.random.fork_rng(devices=[clipper.parameters[0].device] if clipper.parameters[0].is_cuda else [])
+
+    def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        return losses_of(*args, **kwargs)
+
+    with state:
+        norms_b, _, low_precision = _clip(clipper, replayed, args, kwargs)
+        error = _locality_error(clipper, replayed, args, kwargs, batch, norms_b)
+    watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
+    changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
+    with torch.no_grad():
+        for name, t in clipper.model.named_buffers():
+            if name in changed and name in kept and kept[name].shape == t.shape:
+                t.copy_(kept[name])
+    if changed:
+        raise SelfCheckError(
+            f"'{changed[0]}' changes in the forward pass although it is not trained: it would keep private data without noise. Switch that "
+            "off (running statistics: track_running_stats=False; embeddings: no max_norm), or take the module out."
+        )
+    _require_locality(error, TOLERANCE[low_precision])
+    return error
+
+
+def _locality_error(
+    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor
+) -> float:
+    """How much (relative) the other examples' norms move when the last one is replaced, by either of two others."""
+    worst = 0.0
+    for source in range(min(2, batch - 1)):
+        moved_args, moved_kwargs = _replace_last_example(args, kwargs, batch, source)
+        moved_b = _clip(clipper, losses_of, moved_args, moved_kwargs)[0]
+        same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
+        change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
+        worst = max(worst, float(change[:-1].max()))
+    return worst
+
+
+def _require_locality(error: float, tolerance: float) -> None:
+    if not error <= tolerance:
+        raise SelfCheckError(
+            f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: the model or its loss "
+            "mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...)."
+        )
+
+
+def _perturb(parameters: list[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in parameters:
+            p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
 
 
 def canary(clipper: PerExampleClipper, losses: Callable[[], torch.Tensor]) -> None:
@@ -182,7 +236,8 @@ def _clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwar
     for p in clipper.parameters:
         p.grad = None
     losses = losses_of(*args, **kwargs)
-    low_precision = clipper._pass.low_precision if clipper._pass else torch.float32
+    seen = (losses.dtype, clipper.low_precision, clipper._pass.low_precision if clipper._pass else torch.float32)
+    low_precision = max(seen, key=TOLERANCE.__getitem__)
     norms_b = clipper.backward(losses)
     return norms_b, [torch.zeros_like(p) if p.grad is None else p.grad for p in clipper.parameters], low_precision
 
@@ -237,7 +292,9 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     sizes = {n for x in tree_flatten((args, kwargs))[0] if _batched(x, batch) for n in x.shape[1:]}
     rows = next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None) or min(tables, default=2)
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None) or min(tables, default=2)
+    num_labels = max(2, getattr(config, "num_labels", None) or 2)
 
     def make(path: tuple, x: Any) -> Any:
         if not _batched(x, batch):
@@ -246,8 +303,12 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
         recycled = x[torch.arange(rows, device=x.device) % batch]
         if x.is_floating_point():
             return recycled if "mask" in name else torch.randn(recycled.shape, device=x.device).to(x.dtype)
-        if x.dtype == torch.bool or "mask" in name or "position" in name or bool(((x == 0) | (x == 1)).all()):
+        if x.dtype == torch.bool or any(word in name for word in ("mask", "position", "token_type")):
             return recycled
+        if "label" in name:
+            classes = num_labels if x.dim() == 1 else vocabulary
+            drawn = torch.randint(0, classes, recycled.shape, device=x.device, dtype=x.dtype)
+            return drawn.masked_fill(recycled < 0, -100)
         high = vocabulary if name.endswith("input_ids") else min(tables, default=2)
         return torch.randint(0, high, recycled.shape, device=x.device, dtype=x.dtype)
 
@@ -270,8 +331,8 @@ def _batched(x: Any, batch: int) -> bool:
 @contextlib.contextmanager
 def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
     grads = [p.grad for p in clipper.parameters]
+    values = [p.detach().clone() for p in clipper.parameters]
     bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
-    clipper.model.eval()
     try:
         with torch.enable_grad():
             yield
@@ -279,8 +340,10 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
         clipper.max_grad_norm, clipper._pass = bound, None
         for m, training in modes.items():
             m.training = training
-        for p, grad in zip(clipper.parameters, grads, strict=True):
+        for p, grad, value in zip(clipper.parameters, grads, values, strict=True):
             p.grad = grad
+            with torch.no_grad():
+                p.copy_(value)
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
 

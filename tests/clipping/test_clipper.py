@@ -211,8 +211,8 @@ def test_activation_checkpointing_gives_the_same(mode):
         again = clipper.backward(losses_of(batch))
         torch.testing.assert_close(again, norms, rtol=1e-6, atol=0)
         assert distance([p.grad for p in trainable(model)], grads) <= 1e-6 * length(grads)
-        assert PerExampleClipper(build("llama"), 1.0).mode.name == "book_keeping"
-        assert PerExampleClipper(model, 1.0, self_check=False).mode.name == "ghost"
+    assert PerExampleClipper(build("llama"), 1.0).mode.name == "book_keeping"
+    assert PerExampleClipper(model, 1.0, self_check=False).mode.name == "ghost"
 
 
 @pytest.mark.parametrize(("tokens", "width", "out"), [(512, 64, 64), (64, 256, 256)])
@@ -345,6 +345,38 @@ class TestMisuse:
         with pytest.raises(ValueError, match="no trainable parameter"):
             PerExampleClipper(nn.Linear(3, 1).requires_grad_(False), 1.0)
 
+    @pytest.mark.parametrize("mode", ALL_MODES)
+    def test_losses_of_two_forward_passes_of_different_size(self, mode):
+        model = nn.Linear(3, 1)
+        clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
+        first, second = model(torch.randn(5, 3))[:, 0], model(torch.randn(4, 3))[:, 0]
+        with pytest.raises(ValueError, match="earlier forward pass"):
+            clipper.backward(first[:4] + second)
+
+    def test_a_part_of_the_model_called_on_its_own(self):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        PerExampleClipper(model, 1.0, self_check=False)
+        model(torch.randn(4, 3))
+        with pytest.raises(ValueError, match=r"'0' was called outside"):
+            model[0](torch.randn(4, 3))
+        with torch.no_grad():
+            model[0](torch.randn(4, 3))
+
+    def test_gradient_hooks_on_parameters(self):
+        model = nn.Linear(3, 1)
+        clipper = PerExampleClipper(model, 1.0, self_check=False)
+        model.weight.register_hook(lambda g: 1000 * g)
+        with pytest.raises(ValueError, match="gradient hook"):
+            clipper.backward(model(torch.randn(4, 3))[:, 0])
+
+    def test_two_clippers_on_one_model(self):
+        model = nn.Linear(3, 1)
+        first = PerExampleClipper(model, 1.0)
+        with pytest.raises(ValueError, match="another PerExampleClipper"):
+            PerExampleClipper(model, 1.0)
+        first.detach()
+        PerExampleClipper(model, 1.0)
+
     def test_low_precision_parameters(self):
         with pytest.raises(ValueError, match=r"'weight' is torch.bfloat16.*float32"):
             PerExampleClipper(nn.Linear(3, 1).bfloat16(), 1.0)
@@ -383,3 +415,14 @@ def test_autocast_around_backward_does_not_reach_norms_and_sums(mode):
         results.append((norms, [p.grad.clone() for p in model.parameters()]))
     assert torch.equal(results[0][0], results[1][0])
     assert distance(results[0][1], results[1][1]) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_hooks_of_the_user_are_differentiated(mode):
+    """A hook that changes a layer's output, registered before the clipper: the tap comes first, autograd does the rest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    batch = {"x": torch.randn(4, 3, 4), "y": torch.randn(4, 3, 2)}
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        assert_exact(model, clipper, lambda b: (model(b["x"]) * b["y"]).sum((1, 2)), batch)

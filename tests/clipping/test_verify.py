@@ -111,6 +111,7 @@ def test_leaves_random_state_gradients_and_training_mode_alone():
     torch.random.set_rng_state(state)
     expected = torch.rand(3)
     torch.random.set_rng_state(state)
+    clipper.detach()
     model.eval()
     PerExampleClipper(model, 0.7).model(batch["input_ids"])
     assert torch.equal(torch.rand(3), expected)
@@ -150,3 +151,58 @@ def test_report_and_log(caplog):
 def test_batch_of_one_is_not_enough():
     with pytest.raises(ValueError, match="at least two"):
         check_model(nn.Linear(3, 2), {"input": torch.randn(1, 3)})
+
+
+def test_a_rule_behind_a_weight_that_starts_at_zero_is_checked(monkeypatch):
+    right = rules._RULES[nn.Linear.forward]
+
+    def wrong(module, activations, backprops):
+        return {p: Outer(0.5 * t.left, t.right) if module.out_features == 7 and isinstance(t, Outer) else t
+                for p, t in right(module, activations, backprops).items()}  # fmt: skip
+
+    monkeypatch.setitem(rules._RULES, nn.Linear.forward, wrong)
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 2))
+    nn.init.zeros_(model[1].weight)
+    with pytest.raises(SelfCheckError, match="not exact"):
+        PerExampleClipper(model, 1.0).model(torch.randn(4, 3, 5))
+    assert (model[1].weight == 0).all()
+
+
+class OnlyInTraining(nn.Module):
+    """Mixes the batch in train mode only."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return torch.tanh(x - x.mean(0)) if self.training else torch.tanh(x)
+
+
+@pytest.mark.parametrize(
+    "model", [OnlyInTraining, lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 2))]
+)
+def test_what_happens_only_in_training_is_seen(model):
+    with pytest.raises(SelfCheckError, match="another example|keep private data"):
+        check_model(model(), {"x" if model is OnlyInTraining else "input": torch.randn(6, 5)})
+
+
+@pytest.mark.parametrize(
+    "module", [lambda: nn.Embedding(9, 5, max_norm=0.1).requires_grad_(False), lambda: nn.InstanceNorm1d(3, track_running_stats=True)]
+)
+def test_frozen_state_that_moves_is_refused_and_put_back(module):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.head = module(), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.head(self.part(x))
+
+    model = Model()
+    buffers = {k: v.clone() for k, v in model.named_buffers()}
+    x = torch.randint(0, 9, (4, 3)) if isinstance(model.part, nn.Embedding) else torch.randn(4, 3, 5)
+    with pytest.raises(SelfCheckError, match=r"'part\..*changes in the forward pass"):
+        PerExampleClipper(model, 1.0).model(x)
+    assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())

@@ -53,7 +53,7 @@ def vmapped_gradients(
         args, kwargs = rebuild(batched)
 
         def run(params):
-            return tuple(flatten(torch.func.functional_call(module, params, args, kwargs)))
+            return tuple(flatten(torch.func.functional_call(module, params, args, kwargs, tie_weights=False)))
 
         out, vjp = torch.func.vjp(run, values)
         shaped = tuple(g.reshape(o.shape) for g, o in zip(gradients, out, strict=True))
@@ -62,7 +62,7 @@ def vmapped_gradients(
     try:
         with torch.enable_grad():
             grads, recomputed = torch.func.vmap(
-                one_example, in_dims=((0,) * len(backprops), *in_dims), randomness="different", chunk_size=_EXAMPLES_AT_ONCE
+                one_example, in_dims=((0,) * len(backprops), *in_dims), randomness="error", chunk_size=_EXAMPLES_AT_ONCE
             )(tuple(backprops), *[t.detach() for t in tensors])
     except Exception as error:
         raise UnsupportedModuleError(
@@ -72,9 +72,19 @@ def vmapped_gradients(
     for before, after in zip(outputs, recomputed, strict=True):
         after = after.flatten(0, 1)
         before = before.expand(after.shape) if before.shape[1:] == after.shape[1:] and len(before) == 1 else before
-        if before.shape != after.shape or not torch.allclose(before.float(), after.float(), rtol=1e-3, atol=1e-5, equal_nan=True):
+        tolerance = 1e-4 if before.dtype == torch.float32 else 3e-2
+        if before.shape != after.shape or not _close(before.float(), after.float(), tolerance):
             raise UnsupportedModuleError(
                 f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at a "
                 f"time does not give the output it gave: it uses randomness, state, or mixes examples. {ways_out(path, module)}"
             )
     return {p: Dense(grads[name]) for name, p in parameters}
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Equal up to ``tolerance`` of the size of ``a``, over the entries that are finite."""
+    finite = torch.isfinite(a)
+    if not torch.equal(finite, torch.isfinite(b)):
+        return False
+    a, b = a[finite], b[finite]
+    return bool((a - b).norm() <= tolerance * a.norm())
