@@ -16,6 +16,17 @@ def test_batch_norm_is_named():
     validate_model(build("bert"))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_modules_that_keep_private_data_without_noise_are_named():
+    frozen = nn.Embedding(5, 3, max_norm=1.0).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'0' is a Embedding with max_norm"):
+        validate_model(nn.Sequential(frozen, nn.Linear(3, 2)))
+    with pytest.raises(ValueError, match=r"'1' is a InstanceNorm1d with running statistics"):
+        validate_model(nn.Sequential(nn.Linear(3, 2), nn.InstanceNorm1d(2, track_running_stats=True)))
+    with pytest.raises(ValueError, match="compiled"):
+        validate_model(torch.compile(nn.Linear(3, 2)))
+
+
 def test_longest_input():
     assert longest_input(build("bert")) == 512
     assert longest_input(build("gpt2")) == 64

@@ -212,7 +212,9 @@ class PerExampleClipper:
         mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see :mod:`dp_transformers.clipping.modes`.
         self_check: Before the first training forward pass, check on synthetic input of the same shapes that every trainable
             parameter is covered and that norms and sums equal one-example-at-a-time gradients, see
-            :mod:`dp_transformers.clipping.verify`.
+            :mod:`dp_transformers.clipping.verify`. The losses themselves are yours and come later: compute them from the model's
+            outputs alone. A loss that uses a parameter directly (weight decay, say) is not clipped in the two-pass modes; check such
+            losses with ``check_model(model, batch, loss_function=...)``.
 
     Raises:
         ValueError: nothing to train, unknown mode, or a bound that is not a positive number.
