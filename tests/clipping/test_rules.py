@@ -100,6 +100,25 @@ def test_rms_norms_are_recognised_by_what_they_compute():
     assert find_rule(LooksLikeOne(6)) is None
 
 
+class GatedNorm(LlamaRMSNorm):
+    def forward(self, x, gate=None):
+        return super().forward(x) if gate is None else super().forward(x * torch.sigmoid(gate))
+
+
+class UsesGatedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 5), GatedNorm(5)
+
+    def forward(self, x):
+        return self.norm(self.first(x), gate=x)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_gated_norm_is_not_taken_for_a_plain_one(mode):
+    check(UsesGatedNorm(), torch.randn(4, 3, 5), mode)
+
+
 def test_dispatch_is_by_what_runs():
     class OwnForward(nn.Linear):
         def forward(self, x):
