@@ -310,6 +310,8 @@ class DPTrainer(Trainer):
             try:
                 return super()._inner_training_loop(*args, **kwargs)
             finally:
+                for p in clipper.parameters:
+                    p.grad = None  # a step that was cut off leaves no gradient without noise
                 self._clipper = None
 
     def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:

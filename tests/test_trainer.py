@@ -532,3 +532,19 @@ def test_llama_classifier_with_five_labels(tmp_path):
     trainer = DPTrainer(LlamaForSequenceClassification(config), arguments(tmp_path), collate, data)
     trainer.train()
     assert trainer.privacy_spent().steps == 4
+
+
+def test_a_step_that_is_cut_off_leaves_no_gradient_without_noise(tmp_path):
+    calls = []
+
+    def interrupted(out, y):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return nn.functional.cross_entropy(out.logits, y, reduction="none")
+
+    args = arguments(tmp_path, self_check=False, per_device_train_batch_size=1, expected_batch_size=40)
+    trainer = DPTrainer(build("bert"), args, collate, dataset(), per_example_loss_func=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert all(p.grad is None for p in trainer.model.parameters())

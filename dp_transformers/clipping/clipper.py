@@ -159,8 +159,10 @@ class _Use:
                 return vmapped_gradients(claim.module, claim.parameters, call, inputs, outputs, grads, claim.path)
         activations = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in saved]
         found = claim.rule(claim.module, activations, grads[0] if len(grads) == 1 else grads)
-        mine = {id(p) for _, p in claim.parameters}
-        return {p: as_term(t) for p, t in found.items() if id(p) in mine}
+        given = {id(p): term for p, term in found.items()}
+        if missing := [name for name, p in claim.parameters if id(p) not in given]:
+            raise ValueError(f"the rule of '{claim.path}' ({type(claim.module).__name__}) gives no gradient for its trainable {missing}.")
+        return {p: as_term(given[id(p)]) for _, p in claim.parameters}
 
     def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure."""

@@ -134,13 +134,12 @@ def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFuncti
     watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
     before = {name: (id(t), t._version) for name, t in watched.items()}
     kept = {name: t.clone() for name, t in clipper.model.named_buffers()}
-    state = torch.random.fork_rng(devices=[clipper.parameters[0].device] if clipper.parameters[0].is_cuda else [])
 
     def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
         torch.manual_seed(0)
         return losses_of(*args, **kwargs)
 
-    with state:
+    with _forked_rng(clipper.parameters[0].device):
         norms_b, _, low_precision = _clip(clipper, replayed, args, kwargs)
         error = _locality_error(clipper, replayed, args, kwargs, batch, norms_b)
     watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())

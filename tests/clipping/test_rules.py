@@ -243,3 +243,19 @@ def test_own_rule(mode):
         check(nn.Sequential(nn.Linear(5, 5), Mine()), torch.randn(4, 3, 5), mode)
     finally:
         _RULES.pop(Mine.forward)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_rule_that_forgets_a_parameter_is_named(mode):
+    class Forgetful(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    try:
+        register_grad_sampler(Forgetful)(lambda m, a, g: {m.weight: torch.einsum("btp,btd->bpd", g, a[0])})
+        model = nn.Sequential(Forgetful(5, 3))
+        clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
+        with pytest.raises(ValueError, match=r"'0' \(Forgetful\) gives no gradient for its trainable \['bias'\]"):
+            clipper.backward(weigh(model, torch.randn(4, 3, 5)))
+    finally:
+        _RULES.pop(Forgetful.forward)
