@@ -1,14 +1,16 @@
 """Per-example losses of the transformers heads, from logits, with the labels kept out of the model.
 
 A model's own loss is a mean over the batch (often over all its tokens), so one example's gradient would depend on how long the others
-are. Here example i's loss uses example i alone: a token loss is divided by the example's own number of counted tokens.
+are. Here example i's loss uses example i alone: a token loss is divided by the example's own number of counted tokens. On a batch of
+one, each loss is the model's own.
 
-Shape legend: B examples, T positions, V classes or vocabulary.
+Shape legend: B examples, T positions, V classes or vocabulary, N rows (examples or tokens), K rows of a chunk that have a target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,34 @@ from torch import nn
 
 IGNORE_INDEX = -100
 
-PerExampleLoss = Callable[[Any, torch.Tensor], torch.Tensor]  # (model outputs, labels) -> (B,)
+PerExampleLoss = Callable[[Any, Any], torch.Tensor]  # (model outputs, labels or a tuple of labels) -> (B,)
+
+_MAPPINGS = {
+    "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",  # first: BART is under masked_lm too
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "question_answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "multiple_choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+}
+
+# Heads in those mappings whose own loss is another one (every forward of transformers 5.23 was read for this list).
+_OTHER_CONVENTIONS = {
+    # causal, but the labels are not shifted
+    *("BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "CpmAntForCausalLM"),
+    *("MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "TrOCRForCausalLM"),
+    *("WhisperForCausalLM", "XLNetLMHeadModel"),
+    # several streams or codebooks of predictions, image tokens before the text, an adaptive softmax, scores of a prompt's "Yes"
+    *("ProphetNetForCausalLM", "ProphetNetForConditionalGeneration", "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "GitForCausalLM"),
+    *("XLMWithLMHeadModel", "FlaubertWithLMHeadModel", "ShieldGemma2ForImageClassification"),
+    # the loss leaves out tokens by another input
+    *("BioGptForTokenClassification", "BrosForTokenClassification", "MraForTokenClassification", "XLMRobertaXLForTokenClassification"),
+    "YosoForTokenClassification",
+    # the labels change more than the decoder's input_ids
+    *("EncoderDecoderModel", "FSMTForConditionalGeneration"),
+}
 
 
 def sequence_classification_loss(
@@ -28,21 +57,38 @@ def sequence_classification_loss(
     Without ``problem_type`` it is inferred as transformers does: one output is regression, integer labels are single-label,
     float labels multi-label classification.
     """
-    logits = logits.float()
     if problem_type is None:
         if logits.shape[-1] == 1:
             problem_type = "regression"
         else:
             problem_type = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
     if problem_type == "single_label_classification":
-        return F.cross_entropy(logits, labels.view(-1), reduction="none", ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing)
-    if problem_type == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
-    if problem_type == "regression":
-        return F.mse_loss(logits.flatten(1), labels.float().view(len(logits), -1), reduction="none").mean(1)
-    raise ValueError(
-        f"config.problem_type is {problem_type!r}, which is none of regression, single_label_classification, multi_label_classification."
-    )
+        return _cross_entropy(logits, labels.flatten(), label_smoothing)
+    if problem_type not in ("multi_label_classification", "regression"):
+        raise ValueError(
+            f"config.problem_type is {problem_type!r}, which is none of regression, single_label_classification, multi_label_classification."
+        )
+    _refuse_smoothing(label_smoothing, problem_type)
+    if logits.shape != (labels.unsqueeze(-1) if labels.dim() == 1 else labels).shape:
+        raise ValueError(f"{problem_type} takes labels of the shape of the logits, {tuple(logits.shape)}, not {tuple(labels.shape)}.")
+    loss = F.mse_loss if problem_type == "regression" else F.binary_cross_entropy_with_logits
+    logits = logits.to(_precision(logits))
+    return loss(logits, labels.to(logits).view_as(logits), reduction="none").mean(1)
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
+    """(B,) mean cross-entropy over the example's own labels that are not -100; 0 where it has none.
+
+    Args:
+        logits: (B, T, V); labels: (B, T), the logits at t predict the label at t: masked language models, token classification,
+            and encoder-decoders, whose decoder inputs are the shifted ones.
+    """
+    if logits.dim() != 3 or logits.shape[:2] != labels.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) and (B, T) expected."
+        )
+    losses_bt = _cross_entropy(logits, labels, label_smoothing)
+    return losses_bt.sum(1) / (labels != IGNORE_INDEX).sum(1).clamp(min=1).to(logits.device)
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
@@ -51,19 +97,27 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothin
     Args:
         logits: (B, T, V); labels: (B, T), not shifted (the logits at t predict the label at t + 1).
     """
-    if logits.shape[:2] != labels.shape:
-        raise ValueError(
-            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) and (B, T) expected."
-        )
-    targets_bt = labels[:, 1:]
-    token_losses_bt = F.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1),
-        targets_bt.flatten(),
-        reduction="none",
-        ignore_index=IGNORE_INDEX,
-        label_smoothing=label_smoothing,
-    ).view(targets_bt.shape)
-    return token_losses_bt.sum(1) / (targets_bt != IGNORE_INDEX).sum(1).clamp(min=1)
+    return token_loss(logits, F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX), label_smoothing=label_smoothing)
+
+
+def question_answering_loss(
+    start_logits: torch.Tensor, end_logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """(B,) mean of the cross-entropies of where the answer starts and where it ends.
+
+    Args:
+        start_logits, end_logits: (B, T), scores of each position.
+        labels: (start_positions, end_positions), (B,) each. As in transformers a position past the end is not counted (the answer was
+            truncated away) and a negative one is position 0.
+    """
+    if not isinstance(labels, tuple) or len(labels) != 2:
+        raise ValueError("question answering needs two columns of labels: set label_names=['start_positions', 'end_positions'].")
+
+    def loss(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        positions = positions.flatten().clamp(min=0)
+        return _cross_entropy(logits, positions.masked_fill(positions >= logits.shape[1], IGNORE_INDEX))
+
+    return (loss(start_logits, labels[0]) + loss(end_logits, labels[1])) / 2
 
 
 def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> PerExampleLoss:
@@ -74,35 +128,182 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
         label_smoothing: As ``TrainingArguments.label_smoothing_factor``, applied within each example.
 
     Raises:
-        ValueError: a head whose per-example loss is not known; the message names it and says what to pass instead.
+        ValueError: a head whose per-example loss is not known, or a setting that adds a loss over the batch; the message names it and
+            says what to do instead.
     """
-    from transformers.models.auto import modeling_auto as auto
-
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = next((c.__name__ for c in type(base).__mro__ if _kind(c.__name__, auto)), None)
-    kind = _kind(head, auto) if head else None
-    if kind == "causal_lm":
-        return lambda outputs, labels: causal_lm_loss(outputs.logits, labels, label_smoothing=label_smoothing)
-    if kind == "sequence_classification":
-        problem_type = getattr(base.config, "problem_type", None)
-        if label_smoothing and problem_type not in (None, "single_label_classification"):
-            raise ValueError(f"label_smoothing_factor has no meaning for {problem_type}: set it to 0.")
-        return lambda outputs, labels: sequence_classification_loss(
-            outputs.logits, labels, problem_type=problem_type, label_smoothing=label_smoothing
+    base = _base_model(model)
+    kind = _kind(base)
+    if kind is None:
+        raise ValueError(
+            f"no per-example loss is known for the head {type(base).__name__}. Pass per_example_loss_func=f to DPTrainer, with "
+            "f(outputs, labels) -> tensor of shape (B,), each entry computed from its own example alone (reduction='none', averaged "
+            "inside the example only)."
         )
-    raise ValueError(
-        f"no per-example loss is known for the head {type(base).__name__}. Pass per_example_loss_func=f to DPTrainer, with "
-        "f(outputs, labels) -> tensor of shape (B,), each entry computed from its own example alone (reduction='none', averaged "
-        "inside the example only)."
-    )
+    _refuse_losses_over_the_batch(base)
+    if kind == "question_answering":
+        _refuse_smoothing(label_smoothing, "question answering")
+        return lambda outputs, labels: question_answering_loss(outputs.start_logits, outputs.end_logits, labels)
+    loss = causal_lm_loss if kind == "causal_lm" else token_loss
+    virtual_tokens = _virtual_tokens(model) if kind == "causal_lm" else 0
+    if kind == "multiple_choice":
+        loss = partial(sequence_classification_loss, problem_type="single_label_classification")
+    elif kind in ("sequence_classification", "image_classification"):
+        problem_type = _problem_type(base)
+        if problem_type not in (None, "single_label_classification"):
+            _refuse_smoothing(label_smoothing, problem_type)
+        loss = partial(sequence_classification_loss, problem_type=problem_type)
+
+    def per_example_loss(outputs: Any, labels: Any) -> torch.Tensor:
+        if not isinstance(labels, torch.Tensor):
+            raise ValueError(f"{type(base).__name__} takes one column of labels, got {len(labels)}: set label_names=['labels'].")
+        labels = F.pad(labels, (virtual_tokens, 0), value=IGNORE_INDEX) if virtual_tokens else labels
+        return loss(outputs.logits, labels, label_smoothing=label_smoothing)
+
+    return per_example_loss
 
 
-def _kind(class_name: str, auto: Any) -> str | None:
-    for kind, mapping in (
-        ("causal_lm", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        ("sequence_classification", auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
-    ):
-        for names in mapping.values():
-            if class_name in (names if isinstance(names, (tuple, list)) else (names,)):
+def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:
+    """What a sequence-to-sequence model makes of its labels and needs when they are kept out: ``{"decoder_input_ids": (B, T)}``.
+
+    ``{}`` for every other model, the classification heads of encoder-decoders included: they start their decoder from the input. A head
+    whose loss is not known (it needs per_example_loss_func) gets them wherever it can make them.
+    """
+    base = _base_model(model)
+    prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is None or not isinstance(labels, torch.Tensor) or _kind(base) not in ("seq2seq_lm", None):
+        return {}
+    return {"decoder_input_ids": prepare(labels=labels)}
+
+
+def _virtual_tokens(model: nn.Module) -> int:
+    """How many positions prompt learning (peft) puts before the text, for which there are no labels."""
+    config = getattr(model, "active_peft_config", None)
+    in_the_input = getattr(config, "is_prompt_learning", False) and config.peft_type != "PREFIX_TUNING"
+    return config.num_virtual_tokens if in_the_input else 0
+
+
+def _base_model(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _kind(base: nn.Module) -> str | None:
+    """The kind of head in transformers' auto mappings; None where it, or its loss, is not known for certain."""
+    from transformers.utils import find_labels
+
+    for cls in type(base).__mro__:
+        kind = _mapped_kind(cls)
+        if kind:
+            expected = ["start_positions", "end_positions"] if kind == "question_answering" else ["labels"]
+            if cls.__name__ in _OTHER_CONVENTIONS or find_labels(cls) != expected:
+                return None
+            return None if kind == "seq2seq_lm" and not hasattr(cls, "prepare_decoder_input_ids_from_labels") else kind
+        if "forward" in vars(cls):
+            return None  # a forward of its own may have a loss of its own
+    return None
+
+
+def _mapped_kind(cls: type) -> str | None:
+    from transformers.models.auto import modeling_auto
+
+    if not cls.__module__.startswith("transformers."):  # code from the Hub reuses the names
+        return None
+    for kind, mapping in _MAPPINGS.items():
+        for names in getattr(modeling_auto, mapping).values():
+            if cls.__name__ in ((names,) if isinstance(names, str) else names):
                 return kind
     return None
+
+
+def _problem_type(base: nn.Module) -> str | None:
+    problem_type = base.config.problem_type
+    if problem_type is None and base.config.num_labels == 1:
+        return "regression"
+    if problem_type is None and any(c.__name__.startswith("Deberta") for c in type(base).__mro__):
+        return "single_label_classification"  # DeBERTa would take float labels for soft ones
+    return problem_type
+
+
+def _refuse_losses_over_the_batch(base: nn.Module) -> None:
+    for setting, off in (("output_router_logits", False), ("z_loss_coefficient", 0.0)):
+        value = getattr(base.config, setting, off)
+        if value:
+            raise ValueError(
+                f"config.{setting}={value} adds a loss over all tokens of the batch, which is no example's own: set model.config.{setting}={off}."
+            )
+    if hasattr(base, "_loss_function"):
+        raise ValueError(
+            f"the loss_function of {type(base).__name__} was replaced; it returns one loss for the whole batch and would not be used. Pass "
+            "per_example_loss_func=f with f(outputs, labels) -> (B,)."
+        )
+
+
+def _refuse_smoothing(label_smoothing: float, what: str) -> None:
+    if label_smoothing:
+        raise ValueError(f"label_smoothing_factor has no meaning for {what}: set it to 0.")
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Losses of the shape of ``targets`` (...) from logits (..., V), 0 where the target is -100; float32, or float64 from float64."""
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(targets.shape)}: {tuple(logits.shape[:-1])} expected."
+        )
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"class labels must be integers, not {targets.dtype} (for several labels at once: config.problem_type).")
+    targets, classes = targets.to(logits.device, torch.long), logits.shape[-1]
+    outside = targets[((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)]
+    if len(outside):
+        raise ValueError(
+            f"label {outside[0].item()} is not one of the {classes} classes of the logits (0 to {classes - 1}, or -100 to ignore)."
+        )
+    return _TokenCrossEntropy.apply(logits, targets, label_smoothing)
+
+
+def _precision(logits: torch.Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    """Cross-entropy a few rows at a time: what it allocates is the gradient, in the logits' dtype, and a bounded scratch.
+
+    Only rows with a target are read, and in the backward pass only those whose upstream gradient is not 0. All else has gradient 0,
+    whatever its logits are. Saved are the logits themselves and one logsumexp per row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        logits_nv, targets_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        losses_n = torch.zeros(targets_n.shape, dtype=_precision(logits), device=logits.device)
+        logsumexp_n = torch.zeros_like(losses_n)
+        for rows in _chunks(targets_n != IGNORE_INDEX, logits_nv):
+            x_kv = logits_nv.index_select(0, rows).to(losses_n.dtype)
+            logsumexp_n[rows] = x_kv.logsumexp(1)
+            losses_n[rows] = logsumexp_n[rows] - (1 - label_smoothing) * x_kv.gather(1, targets_n[rows, None]).squeeze(1)
+            if label_smoothing:
+                losses_n[rows] -= label_smoothing * x_kv.mean(1)
+        ctx.save_for_backward(logits, targets, logsumexp_n)
+        ctx.label_smoothing = label_smoothing
+        return losses_n.view(targets.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # once_differentiable would let create_graph pass where the upstream gradient is a constant
+            raise RuntimeError("the per-example losses have no second derivative: call backward without create_graph.")
+        logits, targets, logsumexp_n = ctx.saved_tensors
+        logits_nv, targets_n, grad_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), grad.reshape(-1)
+        grad_nv = logits_nv.new_zeros(logits_nv.shape)
+        for rows in _chunks((targets_n != IGNORE_INDEX) & (grad_n != 0), logits_nv):
+            p_kv = logits_nv.index_select(0, rows).to(logsumexp_n.dtype).sub_(logsumexp_n[rows, None]).exp_()
+            if ctx.label_smoothing:
+                p_kv -= ctx.label_smoothing / p_kv.shape[1]
+            target_k1 = targets_n[rows, None]
+            p_kv.scatter_(1, target_k1, p_kv.gather(1, target_k1) - (1 - ctx.label_smoothing))
+            grad_nv.index_copy_(0, rows, p_kv.mul_(grad_n[rows, None]).to(grad_nv.dtype))
+        return grad_nv.view(logits.shape), None, None
+
+
+def _chunks(counted_n: torch.Tensor, logits_nv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Indices of the rows that count, so many at a time that three float copies of their logits fit in the scratch."""
+    scratch = 2**26 if logits_nv.is_cuda else 2**22  # bytes: enough work for a GPU's kernels; near a CPU's cache
+    rows = scratch // max(3 * logits_nv.shape[1] * _precision(logits_nv).itemsize, 1)
+    return counted_n.nonzero().squeeze(1).split(max(rows, 1))

@@ -21,7 +21,7 @@ from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
 from .clipping.verify import self_check
-from .losses import PerExampleLoss, find_per_example_loss
+from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
 from .noise import GaussianNoise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
@@ -61,7 +61,7 @@ class DPTrainer(Trainer):
         model, args, data_collator, train_dataset, eval_dataset: As in Trainer; `args` must be [`DPTrainingArguments`] and
             `train_dataset` must have a length.
         per_example_loss_func (`Callable`, *optional*): `f(outputs, labels) -> (B,)` losses, each from its own example alone, for heads
-            whose per-example loss is not built in. Sequence classification and causal language models need none.
+            whose per-example loss is not built in, or class weights: see :mod:`dp_transformers.losses` for those that are.
         kwargs: Trainer's other arguments; `compute_loss_func` is refused, because it averages over the batch.
 
     Raises:
@@ -363,8 +363,9 @@ class DPTrainer(Trainer):
                 f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column or set label_names."
             )
         labels = [inputs.pop(name) for name in self.label_names]
-        outputs = self.model(**inputs)
-        losses = self._per_example_loss(outputs, labels[0] if len(labels) == 1 else tuple(labels))
+        labels = labels[0] if len(labels) == 1 else tuple(labels)
+        outputs = self.model(**{**decoder_inputs(self.model, labels), **inputs})  # decoder inputs that the batch has win
+        losses = self._per_example_loss(outputs, labels)
         if losses.dim() != 1:
             raise ValueError(
                 f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none')."

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
+logger = logging.getLogger(__name__)
+
+_REFUSED_ADAPTERS = {
+    "ADALORA": "its regulariser is added to the model's own loss, which is not used here, and it prunes by gradients; use LoRA",
+    "XLORA": "its router mixes adapters by a first forward pass that no rule sees; use one LoRA adapter",
+    "VBLORA": "all layers share its vector bank in a way that cannot be re-run one example at a time; use LoRA or VeRA",
+}
+_DATA_DEPENDENT_STARTS = ("eva", "corda", "lora_ga")
+
+
+def validate_adapters(model: nn.Module) -> None:
+    """Raise ValueError, by name, for peft adapters that cannot be trained privately; warn of those initialised from data."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        kind = str(getattr(config, "peft_type", "")).rpartition(".")[-1]
+        why = _REFUSED_ADAPTERS.get(kind)
+        if getattr(config, "velora_config", None) is not None or getattr(config, "use_velora", False):
+            kind, why = "VeLoRA", "it keeps averages of private activations and approximates gradients; use LoRA"
+        if getattr(config, "target_parameters", None):
+            kind, why = (
+                f"{kind} with target_parameters",
+                "the adapter is folded into the parameters of the experts, where no per-example gradient can be had; use target_modules, or "
+                "train the experts themselves",
+            )
+        if why:
+            raise ValueError(f"adapter '{name}' is {kind}, which cannot be trained privately: {why}.")
+        start = getattr(config, "init_lora_weights", None)
+        if start in _DATA_DEPENDENT_STARTS:
+            logger.warning(
+                "adapter '%s' starts from init_lora_weights=%r, which is computed from data: on private examples that leaks them, and epsilon "
+                "does not count it. Compute it on public data, or use another start.",
+                name,
+                start,
+            )
+
 
 def validate_model(model: nn.Module) -> None:
     """Raise ValueError for modules through which one example changes another's gradient, or leaves traces without noise."""
+    validate_adapters(model)
     if hasattr(model, "_orig_mod"):
         raise ValueError("the model is compiled (torch.compile); pass the model itself, compiled models are not supported yet.")
     for path, module in model.named_modules():

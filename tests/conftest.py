@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from model_table import ModelTable
 
 torch.set_num_threads(1)
 
@@ -21,3 +22,15 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-tables", action="store_true", help="write docs/*.md from what these tests measure")
+
+
+@pytest.fixture(scope="session")
+def model_table(request):
+    table = ModelTable()
+    yield table
+    if request.config.getoption("--write-tables"):
+        table.write()

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from dp_transformers import PerExampleClipper
+
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
@@ -51,3 +53,19 @@ def assert_exact(model: nn.Module, clipper, losses_of: Callable[[dict], torch.Te
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
     error = distance(grads, total) / length(total)
     assert error <= tolerance, f"clipped sum: relative error {error:.2e}"
+
+
+def errors(model, mode, batch, losses_of, oracle=None):
+    """Worst relative errors of norms and clipped sum against one example at a time; some are clipped, some are not."""
+    gradients = oracle or per_example_gradients(model, losses_of, batch)
+    sizes = torch.tensor([length(g) for g in gradients])
+    bound = float(sizes[sizes > 0].median()) * 0.9
+    norms, total = clipped_sum(gradients, bound)
+    model.zero_grad()
+    with PerExampleClipper(model, bound, mode=mode) as clipper:  # the self-check settles who answers for what
+        got = clipper.backward(losses_of(batch)).double()
+        claims = clipper.claims
+    expected = torch.tensor(norms, dtype=torch.float64)
+    norm_error = ((got - expected).abs() / expected.clamp(min=1e-12)).where(expected > 0, got).max()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
+    return float(norm_error), distance(grads, total) / length(total), claims

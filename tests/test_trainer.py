@@ -14,7 +14,7 @@ from models import build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import BertConfig, BertForTokenClassification, TrainerCallback, TrainingArguments
+from transformers import BertConfig, BertForPreTraining, TrainerCallback, TrainingArguments
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, PrivacyStateError
@@ -340,9 +340,9 @@ def test_bad_input_is_refused_at_construction(tmp_path):
         trainer_for(tmp_path, target_epsilon=1e-9, target_delta=1e-12)
     with pytest.raises(ValueError, match="per_example_loss_func"):
         DPTrainer(build("bert"), arguments(tmp_path), collate, dataset(), compute_loss_func=lambda *a, **k: None)
-    with pytest.raises(ValueError, match="BertForTokenClassification"):
+    with pytest.raises(ValueError, match="BertForPreTraining"):
         sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}
-        trainer_for(tmp_path, model=BertForTokenClassification(BertConfig(**sizes)))
+        trainer_for(tmp_path, model=BertForPreTraining(BertConfig(**sizes)))
     with pytest.raises(ValueError, match="BatchNorm1d"):
         model = build("bert")
         model.classifier = nn.Sequential(nn.BatchNorm1d(32), model.classifier)

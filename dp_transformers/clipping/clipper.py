@@ -22,12 +22,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import terms as term_algebra
+from .claims import Claim, Layout, announce, claim_parameters
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
-from .rules import DOES_NOT_SAVE_OUTPUT, as_term, find_rule
-from .rules.fallback import vmapped_gradients, ways_out
+from .rules import as_term
+from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
 from .terms import Term
 
 logger = logging.getLogger(__name__)
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 class _Tap(torch.autograd.Function):
@@ -40,6 +43,8 @@ class _Tap(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         if use.claim.allows_in_place:
             outputs = tuple(x.data for x in outputs)  # same memory, but not a view to autograd, which refuses in-place writes to those
+        elif use.claim.rule is None:
+            outputs = tuple(x.clone() for x in outputs)  # the module may need its output, and so does the fallback
         return outputs if num_outputs > 1 else outputs[0]
 
     @staticmethod
@@ -57,6 +62,7 @@ class _Pass:
         self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
         self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
         self.in_backward = False
+        self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.low_precision = torch.float32
         self.restart(measure=False)
 
@@ -71,8 +77,8 @@ class _Pass:
         """Note one use; at the last one the forward pass announced, (B,) the squared norm of all together."""
         if parameter in self.kept:
             raise RuntimeError(
-                "backward reached a use of a parameter that the forward pass did not announce. Reentrant activation checkpointing "
-                "does this; use_reentrant=False does not."
+                "backward reached a use of a parameter that the forward pass did not announce: the forward pass was re-run by "
+                "something else than torch's activation checkpointing."
             )
         self.open[parameter].append(term)
         return self.close(parameter) if len(self.open[parameter]) >= self.uses[parameter] else None
@@ -85,46 +91,41 @@ class _Pass:
         return term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
 
 
-class _Claim:
-    """A module and the trainable parameters that it answers for."""
-
-    def __init__(self, path: str, module: nn.Module, parameters: list[tuple[str, nn.Parameter]]):
-        self.path, self.module, self.parameters = path, module, parameters
-        self.rule = find_rule(module)
-        # Only where the layer's own backward does not need its output may an in-place activation overwrite it.
-        self.allows_in_place = self.rule in DOES_NOT_SAVE_OUTPUT
-
-
 class _Use:
     """One call of a claimed module in one forward pass: what its tap knows."""
 
-    def __init__(self, clipper: PerExampleClipper, claim: _Claim, args: tuple, kwargs: dict, output: Any):
+    def __init__(self, clipper: PerExampleClipper, claim: Claim, args: tuple, kwargs: dict, output: Any):
         self.clipper, self.claim, self.forward_pass = clipper, claim, clipper._pass
         leaves, self.input_spec = _flatten((args, kwargs))
         self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         self.constants = [None if is_tensor else x for x, is_tensor in zip(leaves, self.is_tensor, strict=True)]
         self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.output_leaves, self.output_spec = _flatten(output)
-        self.outputs = [self._with_batch(x) for x in self.output_leaves if _differentiable(x)]
+        self.outputs = [x for x in self.output_leaves if _differentiable(x)]
         if not self.outputs:
             raise ValueError(
-                f"'{claim.path}' ({type(claim.module).__name__}) returns no tensor that a gradient could come from, but "
-                f"{type(output).__name__}. {ways_out(claim.path, claim.module)}"
+                f"{claim} returns no tensor that a gradient could come from, but {type(output).__name__}. "
+                + ways_out(claim.path, claim.module)
             )
+        layouts = claim.layouts_of(self.inputs, self.outputs)
+        self.input_layouts, self.output_layouts = layouts[: len(self.inputs)], layouts[len(self.inputs) :]
+        self.outputs = [self._with_batch(x, layout) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
         device = self.outputs[0].device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self.random_state = None
+        if claim.rule is None and not same_state(claim.random_state, random_state(self.outputs[0].device)):
+            self.random_state = claim.random_state
 
-    def _with_batch(self, x: torch.Tensor) -> torch.Tensor:
+    def _with_batch(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
         batch = self.forward_pass.batch_size
-        if x.dim() and len(x) == batch:
+        if x.dim() and (len(x) == batch or (layout is Layout.FLAT and len(x) % batch == 0)):
             return x
-        if x.dim() and len(x) == 1:
+        if x.dim() and len(x) == 1 and layout is Layout.BATCH:
             return x.expand(batch, *x.shape[1:])
         raise ValueError(
-            f"'{self.claim.path}' ({type(self.claim.module).__name__}) returns a tensor of shape {tuple(x.shape)}, whose first dimension "
-            f"is neither the batch ({batch}) nor 1, so gradients per example cannot be told apart. "
-            + ways_out(self.claim.path, self.claim.module)
+            f"{self.claim} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
+            "gradients per example cannot be told apart. " + ways_out(self.claim.path, self.claim.module)
         )
 
     def tapped_output(self) -> Any:
@@ -132,8 +133,8 @@ class _Use:
         if self.claim.rule is None:
             saved += [x.detach() for x in self.outputs]  # the fallback compares what it recomputes
         forward_pass = self.forward_pass
-        if any(x.dtype in (torch.bfloat16, torch.float16) for x in self.outputs):
-            forward_pass.low_precision = next(x.dtype for x in self.outputs if x.dtype in (torch.bfloat16, torch.float16))
+        if any(x.dtype in HALF for x in self.outputs):
+            forward_pass.low_precision = next(x.dtype for x in self.outputs if x.dtype in HALF)
         probe = forward_pass.probe
         outputs = _Tap.apply(self, probe, len(self.outputs), *self.outputs, *saved)
         tapped = iter(outputs if isinstance(outputs, tuple) else (outputs,))
@@ -149,20 +150,41 @@ class _Use:
     def _flatten_output(self, output: Any) -> list[torch.Tensor]:
         return [x for x in _flatten(output)[0] if _differentiable(x)]
 
+    def _by_example(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """(B, ...), from however the examples lie in ``x``; what is the same for all stays as it is."""
+        if layout is not Layout.FLAT or not x.dim():
+            return x
+        batch = self.forward_pass.batch_size
+        return x.reshape(batch, len(x) // batch, *x.shape[1:])
+
     def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[nn.Parameter, Term]:
         claim, batch = self.claim, self.forward_pass.batch_size
+        inputs = [self._by_example(x, layout) for x, layout in zip(saved, self.input_layouts, strict=False)]
+        grads = [self._by_example(g, layout) for g, layout in zip(grads, self.output_layouts, strict=True)]
         if claim.rule is None:
-            inputs, outputs = saved[: len(saved) - len(grads)], saved[len(saved) - len(grads) :]
-            call = (self._rebuild, self._flatten_output)
             device, dtype, enabled = self.autocast
+            call = Call(
+                self._rebuild,
+                self._flatten_output,
+                inputs,
+                batched=[
+                    layout is Layout.FLAT or (layout is Layout.BATCH and x.dim() > 0 and len(x) == batch)
+                    for x, layout in zip(inputs, self.input_layouts, strict=True)
+                ],
+                flat=[layout is Layout.FLAT for layout in self.input_layouts],
+                outputs=[self._by_example(x, layout) for x, layout in zip(saved[len(inputs) :], self.output_layouts, strict=True)],
+                backprops=grads,
+                random_state=self.random_state,
+                tolerance=3e-2 if enabled or any(x.dtype in HALF for x in saved) else 1e-4,
+            )
             with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
-                return vmapped_gradients(claim.module, claim.parameters, call, inputs, outputs, grads, claim.path)
-        activations = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in saved]
+                return per_example_gradients(claim.path, claim.module, claim.names, call)
+        activations = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
         found = claim.rule(claim.module, activations, grads[0] if len(grads) == 1 else grads)
         given = {id(p): term for p, term in found.items()}
-        if missing := [name for name, p in claim.parameters if id(p) not in given]:
-            raise ValueError(f"the rule of '{claim.path}' ({type(claim.module).__name__}) gives no gradient for its trainable {missing}.")
-        return {p: as_term(given[id(p)]) for _, p in claim.parameters}
+        if missing := [name for p, name in claim.names.items() if id(p) not in given]:
+            raise ValueError(f"the rule of {claim} gives no gradient for its trainable {missing}.")
+        return {p: as_term(given[id(p)]) for p in claim.names}
 
     def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure."""
@@ -261,15 +283,24 @@ class PerExampleClipper:
                     f"parameter '{name}' is {p.dtype}: clipped sums and noise need trainable parameters in float32. Load the model "
                     "with dtype=torch.float32 (frozen parameters may stay as they are) and use bf16 autocast for speed."
                 )
-        half = [p.dtype for p in self.model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+        half = [p.dtype for p in self.model.parameters() if p.dtype in HALF]
         self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
         self._signature = self._trainable()
-        self.claims = self._claim_parameters()
+        self.claims = claim_parameters(self.model)
+        self._hook()
+        if not self.self_check:
+            announce(self.claims)
+
+    def _hook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
         self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)]
         for claim in self.claims:
             # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
             hook = partial(self._after_module, claim)
             self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
+            if claim.rule is None:
+                self._handles.append(claim.module.register_forward_pre_hook(partial(self._before_fallback, claim)))
         self._handles.append(self.model.register_forward_hook(self._after_model, always_call=True))
 
     def detach(self) -> None:
@@ -290,28 +321,6 @@ class PerExampleClipper:
 
     def _trainable(self) -> list[int]:
         return [id(p) for p in self.model.parameters() if p.requires_grad]
-
-    def _claim_parameters(self) -> list[_Claim]:
-        """Every module with a rule claims its trainable parameters; a module without one claims what no rule answers for."""
-        owners = []
-        for path, module in self.model.named_modules():
-            own = [(n, p) for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-            if own:
-                owners.append(_Claim(path, module, own))
-        ruled = {id(p) for claim in owners if claim.rule for _, p in claim.parameters}
-        claims = []
-        for claim in owners:
-            if claim.rule is None:
-                claim.parameters = [(n, p) for n, p in claim.parameters if id(p) not in ruled]
-                if not claim.parameters:
-                    continue
-                logger.warning(
-                    "'%s' (%s) has no rule for per-example gradients; it is re-run one example at a time (exact, slower).",
-                    claim.path,
-                    type(claim.module).__name__,
-                )
-            claims.append(claim)
-        return claims
 
     # ---- forward ----
 
@@ -342,7 +351,11 @@ class PerExampleClipper:
     def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._tapping = False
 
-    def _after_module(self, claim: _Claim, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    def _before_fallback(self, claim: Claim, module: nn.Module, args: tuple) -> None:
+        if not self._paused:
+            claim.random_state = random_state(next(iter(claim.names)).device)
+
+    def _after_module(self, claim: Claim, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         forward_pass = self._pass
         if self._paused or not (self._tapping or (forward_pass is not None and forward_pass.in_backward)):
             if torch.is_grad_enabled() and not self._paused:
@@ -352,9 +365,10 @@ class PerExampleClipper:
                 )
             return None
         if not forward_pass.in_backward:  # a call made while backward runs is activation checkpointing recomputing one already counted
-            for _, p in claim.parameters:
+            for p in claim.names:
                 forward_pass.uses[p] += 1
         if not torch.is_grad_enabled():
+            forward_pass.reentrant = True
             return None
         return _Use(self, claim, args, kwargs, output).tapped_output()
 
@@ -416,13 +430,17 @@ class PerExampleClipper:
         else:
             forward_pass.restart(measure=False)
             coef_b = coef_b * (1.0 - self._second_pass_slack(forward_pass, losses))
-            torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=self.parameters)
+            only = None if forward_pass.reentrant else self.parameters
+            torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
         return norms_b
 
     def _measure(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor:
         """(B,) squared norms, by one backward pass that computes no weight gradient."""
         probes = [forward_pass.probe, *forward_pass.earlier_probes]
-        norm_sq_b = torch.autograd.grad(losses.sum(), probes, retain_graph=retain_graph, allow_unused=True)[0]
+        if forward_pass.reentrant:
+            norm_sq_b = self._gradient_of_probe(forward_pass, losses, retain_graph=retain_graph)
+        else:
+            norm_sq_b = torch.autograd.grad(losses.sum(), probes, retain_graph=retain_graph, allow_unused=True)[0]
         if norm_sq_b is None:
             raise ValueError(
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "
@@ -432,6 +450,19 @@ class PerExampleClipper:
             for parameter in list(forward_pass.open):  # announced uses that the losses do not depend on
                 norm_sq_b = norm_sq_b + forward_pass.close(parameter).to(norm_sq_b.device)
         return norm_sq_b
+
+    def _gradient_of_probe(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor | None:
+        """What autograd.grad would give, where reentrant checkpointing allows only a backward that fills every ``grad``."""
+        before = [p.grad for p in self.parameters]
+        try:
+            for p in self.parameters:
+                p.grad = None
+            losses.sum().backward(retain_graph=retain_graph)
+            norm_sq_b, forward_pass.probe.grad = forward_pass.probe.grad, None
+            return norm_sq_b
+        finally:
+            for p, grad in zip(self.parameters, before, strict=True):
+                p.grad = grad  # what backward left there is not clipped
 
     def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None) -> None:
         memo = term_algebra.Memo()

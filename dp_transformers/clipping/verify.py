@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_with_path
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
+
+from .claims import UnclaimedParameterError, announce, give_up, settle
+from .rules.fallback import UnsupportedModuleError
 
 if TYPE_CHECKING:
     from .clipper import PerExampleClipper
@@ -104,10 +107,11 @@ def run_checks(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     with _undisturbed(clipper):
+        _perturb(clipper.parameters)  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
+        with _evaluating(clipper.model):
+            _settle_and_run(clipper, losses_of, args, kwargs, batch)
         worst_locality = _check_locality_as_trained(clipper, losses_of, args, kwargs, batch)
         clipper.model.eval()
-        _perturb(clipper.parameters)  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
-        canary(clipper, lambda: losses_of(*args, **kwargs))
         norms_b = _clip(clipper, losses_of, args, kwargs)[0]
         if not bool(torch.isfinite(norms_b).all()):
             raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
@@ -184,48 +188,60 @@ def _perturb(parameters: list[nn.Parameter]) -> None:
     with torch.no_grad():
         for p in parameters:
             p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
+    torch.clear_autocast_cache()  # it holds casts of the weights as they were
 
 
-def canary(clipper: PerExampleClipper, losses: Callable[[], torch.Tensor]) -> None:
-    """Raise unless every use of every trainable parameter goes through the module that claims it."""
-    handles = []
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+def _settle_and_run(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> None:
+    """Settle, and let the parents answer for modules that turn out not to be re-runnable."""
+    while True:
+        _settle(clipper, losses_of, args, kwargs, batch)
+        try:
+            _clip(clipper, losses_of, args, kwargs)
+            break
+        except UnsupportedModuleError as error:
+            try:
+                give_up(clipper.model, clipper.claims, error.module)
+            except UnclaimedParameterError:
+                raise error from None
+    announce(clipper.claims)
 
-    def hide(claim, module, args):
-        for name, p in claim.parameters:
-            swapped.append((module, name, p))
-            module._parameters[name] = p.detach()
 
-    def show(module, args, output):
-        while swapped and swapped[-1][0] is module:
-            owner, name, p = swapped.pop()
-            owner._parameters[name] = p
+def _settle(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> None:
+    """Let claims settle on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
+    taken = {n for x in tree_leaves((args, kwargs)) if _batched(x, batch) for n in x.shape[1:]}
+    sizes = [n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken][:2]
+    inputs = {size: _recycled(args, kwargs, batch, size, ragged=size == sizes[1]) for size in sizes}
+
+    def plain(size: int) -> torch.Tensor:
+        with clipper._suspended():
+            return losses_of(*inputs[size][0], **inputs[size][1])
+
+    def tapped() -> None:
+        clipper._hook()
+        losses_of(*inputs[sizes[0]][0], **inputs[sizes[0]][1])
 
     try:
-        for claim in clipper.claims:
-            handles.append(claim.module.register_forward_pre_hook(lambda m, a, claim=claim: hide(claim, m, a)))
-            handles.append(claim.module.register_forward_hook(show, always_call=True))
-        total = losses().sum()
+        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes))
+    except UnclaimedParameterError as error:
+        raise SelfCheckError(str(error)) from None
     finally:
-        while swapped:
-            owner, name, p = swapped.pop()
-            owner._parameters[name] = p
-        for handle in handles:
-            handle.remove()
-    if not total.requires_grad:
-        raise SelfCheckError("the losses do not depend on any trainable parameter.")
-    leaks = torch.autograd.grad(total, clipper.parameters, allow_unused=True)
-    clipper._pass = None
-    leaked = {id(p) for p, g in zip(clipper.parameters, leaks, strict=True) if g is not None}
-    if leaked:
-        path, owner, name = next(
-            (path, m, name) for path, m in clipper.model.named_modules() for name, p in m.named_parameters(recurse=False) if id(p) in leaked
-        )
-        raise SelfCheckError(
-            f"parameter '{path + '.' if path else ''}{name}' of {type(owner).__name__} is used outside the forward of the module that owns "
-            "it, so its per-example gradient cannot be bounded. Ways out: freeze it (requires_grad_(False)), train LoRA adapters "
-            "on plain linear layers instead, or register a rule for the module that uses it with dp_transformers.register_grad_sampler."
-        )
+        clipper._pass = None
+        clipper._hook()
+
+
+def _recycled(args: tuple, kwargs: dict, batch: int, size: int, *, ragged: bool) -> tuple[tuple, dict]:
+    """``size`` examples made of the given ones; ``ragged`` ends the first one's masks a position earlier, so that a model which drops
+    padding before it computes is seen to do so."""
+
+    def make(path: tuple, x: Any) -> Any:
+        if not _batched(x, batch):
+            return x
+        x = x[torch.arange(size, device=x.device) % batch]
+        if ragged and x.dim() > 1 and "mask" in str(getattr(path[-1], "key", "")):
+            x[0, ..., -1] = 0
+        return x
+
+    return tree_map_with_path(make, (args, kwargs))
 
 
 # ---- the passes that are compared ----
@@ -269,7 +285,7 @@ def _random_output_loss(model: nn.Module) -> LossFunction:
 
     def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
         output = model(*args, **kwargs)
-        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and x.requires_grad and x.dim()]
+        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim()]
         losses = []
         for x in tensors:
             generator = torch.Generator().manual_seed(x[0].numel())
@@ -328,6 +344,17 @@ def _batched(x: Any, batch: int) -> bool:
 
 
 @contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes.items():
+            m.training = training
+
+
+@contextlib.contextmanager
 def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
     grads = [p.grad for p in clipper.parameters]
     values = [p.detach().clone() for p in clipper.parameters]
@@ -345,6 +372,7 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
                 p.copy_(value)
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
+        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

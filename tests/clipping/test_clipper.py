@@ -199,20 +199,29 @@ def test_dropout_is_the_same_for_norm_and_sum(mode):
     assert abs(length([p.grad for p in trainable(model)]) - 1e-3) <= 1e-8
 
 
-@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
-def test_activation_checkpointing_gives_the_same(mode):
-    model = build("llama")
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_activation_checkpointing_gives_the_same(mode, reentrant, lora):
+    model = build("llama", lora=lora)
     losses_of, batch = losses_function(model), batch_for("llama", SHORT)
     with PerExampleClipper(model, 0.3, mode=mode, self_check=False) as clipper:
         norms = clipper.backward(losses_of(batch))
         grads = [p.grad.clone() for p in trainable(model)]
         model.zero_grad()
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        base = model.get_base_model() if lora else model
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+        base.enable_input_require_grads()
+        for p in trainable(model):  # what was there is added to, in every mode
+            p.grad = torch.ones_like(p)
         again = clipper.backward(losses_of(batch))
         torch.testing.assert_close(again, norms, rtol=1e-6, atol=0)
-        assert distance([p.grad for p in trainable(model)], grads) <= 1e-6 * length(grads)
-    assert PerExampleClipper(build("llama"), 1.0).mode.name == "book_keeping"
+        assert distance([p.grad - 1 for p in trainable(model)], grads) <= 1e-5 * length(grads)
+    with PerExampleClipper(model, 0.3, mode=mode) as clipper:  # the self-check passes too
+        model(**{k: v for k, v in batch.items() if k != "labels"})
+    assert clipper.checked
     assert PerExampleClipper(model, 1.0, self_check=False).mode.name == "ghost"
+    assert PerExampleClipper(build("llama"), 1.0).mode.name == "book_keeping"
 
 
 @pytest.mark.parametrize(("tokens", "width", "out"), [(512, 64, 64), (64, 256, 256)])

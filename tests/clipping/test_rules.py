@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from oracle import assert_exact
+from oracle import assert_exact, clipped_sum, distance, length
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
-from dp_transformers import PerExampleClipper, register_grad_sampler
+from dp_transformers import PerExampleClipper, check_model, register_grad_sampler
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.rules import _RULES, find_rule
 from dp_transformers.clipping.rules.fallback import UnsupportedModuleError
@@ -195,6 +195,11 @@ class Refused:
         def forward(self, x):
             return x * self.w if x.sum().item() > 0 else -x * self.w
 
+    class State(Random):
+        def forward(self, x):
+            self.calls = getattr(self, "calls", 0) + 1
+            return x * self.w * self.calls
+
     class Mixing(Random):
         def forward(self, x):
             return (x - x.mean(0)) * self.w
@@ -208,19 +213,58 @@ class Refused:
             return self.linear(x.flatten(0, 1)).view_as(x)
 
 
-@pytest.mark.parametrize("kind", ["Random", "Control", "Mixing"])
+@pytest.mark.parametrize("kind", ["State", "Mixing", "Control"])
 def test_what_the_fallback_refuses(kind):
     model = nn.Sequential(nn.Linear(5, 5), getattr(Refused, kind)())
     clipper = PerExampleClipper(model, 1.0, self_check=False)
+    x = torch.randn(4, 3, 5)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(5)), model[0].bias.zero_()
+        x[0], x[1] = -5, 9  # the batch decides otherwise than its first example
     with pytest.raises(UnsupportedModuleError, match=rf"'1' \({kind}\).*Ways out: freeze.*register_grad_sampler"):
-        clipper.backward(weigh(model, torch.randn(4, 3, 5)))
+        clipper.backward(weigh(model, x))
 
 
-def test_flattened_batch_is_refused():
-    model = Refused.Flat()
-    clipper = PerExampleClipper(model, 1.0, self_check=False)
-    with pytest.raises(ValueError, match=r"'linear' \(Linear\).*neither the batch \(4\) nor 1"):
-        clipper.backward(weigh(model, torch.randn(4, 3, 5)))
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_fallback_sees_the_random_numbers_that_were_drawn(mode):
+    """Dropout inside the owning module: the same mask in forward, norms and sum, and the generator goes on as without a clipper."""
+    model, x = nn.Sequential(nn.Linear(5, 5), Refused.Random()), torch.randn(4, 3, 5)
+    torch.manual_seed(3)
+    losses = weigh(model, x)
+    after = torch.get_rng_state()
+    gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    norms, total = clipped_sum(gradients, 0.5)
+    torch.manual_seed(3)
+    with PerExampleClipper(model, 0.5, mode=mode, self_check=False) as clipper:
+        got = clipper.backward(weigh(model, x))
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.testing.assert_close(got.double(), torch.tensor(norms).double(), rtol=1e-5, atol=0)
+    assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+
+
+class Branches(nn.Module):
+    """Runs under no vmap, and treats its examples independently."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return torch.stack([row * self.w if row.sum().item() > 0 else row.flip(0) * self.w**2 for row in x])
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_what_vmap_cannot_run_is_run_one_by_one(mode):
+    check(nn.Sequential(nn.Linear(5, 5), Branches()), torch.randn(4, 3, 5), mode)
+
+
+def test_flattened_batch_is_refused_unless_it_has_settled():
+    model, x = Refused.Flat(), torch.randn(4, 3, 5)
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper, pytest.raises(ValueError, match=r"'linear' .*neither the batch \(4\)"):
+        clipper.backward(weigh(model, x))
+    for mode in ALL_MODES:
+        report = check_model(model, {"x": x}, mode=mode)
+        assert max(report.norm_error, report.sum_error) <= 1e-5
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)

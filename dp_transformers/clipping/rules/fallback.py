@@ -1,24 +1,40 @@
-"""Any other module that owns trainable parameters: re-run it under vmap, one vector-Jacobian product per example.
+"""Any other module that answers for trainable parameters: re-run it on what it was given, and ask for one gradient per example.
 
-Right for whatever treats its examples independently, and slow: it runs the module's forward and backward once more. The
-re-computed output is compared with the recorded one, so that a module with randomness, with hidden state, or with tensors whose
-first dimension is not what it seems is refused instead of trained wrongly.
+Slow, and right for whatever treats its examples independently. There are three ways:
+
+* **vmap**: the vector-Jacobian product of one example, vectorised over the batch.
+* **one by one**: the same in a loop, for what vmap cannot run (data-dependent control flow, in-place writes, sorted tokens).
+* **masked**, for modules that use random numbers (dropout): re-run on the whole batch with the random numbers it had, and differentiated
+  once for each example with the others' output gradients set to zero.
+
+The re-computed output is compared with the recorded one, so that a module with hidden state, or (in the first two) one that mixes its
+examples, is refused instead of trained wrongly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..terms import Dense, Term
 
+logger = logging.getLogger(__name__)
+
 _EXAMPLES_AT_ONCE = 16
 
 
 class UnsupportedModuleError(ValueError):
-    """A module whose per-example gradients cannot be had; the message names it and the ways out."""
+    """A ``module`` whose per-example gradients cannot be had; the message names it and the ways out."""
+
+    def __init__(self, message: str, module: nn.Module):
+        super().__init__(message)
+        self.module = module
 
 
 def ways_out(path: str, module: nn.Module) -> str:
@@ -28,63 +44,184 @@ def ways_out(path: str, module: nn.Module) -> str:
     )
 
 
-def vmapped_gradients(
-    module: nn.Module,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    call: tuple,
-    tensors: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    backprops: Sequence[torch.Tensor],
-    path: str,
-) -> dict[nn.Parameter, Term]:
-    """Terms of ``parameters`` for one recorded call.
+@dataclass
+class Call:
+    """One recorded call of a module, with the gradients of its outputs.
 
-    Args:
-        call: ``rebuild(tensors) -> (args, kwargs)``, ``flatten(output) -> list of tensors``.
-        tensors, outputs, backprops: the recorded inputs, outputs and output gradients, each ``(B, ...)`` or ``(1, ...)`` or unbatched.
+    ``inputs`` are its tensors; ``batched[i]`` says whether ``inputs[i]`` has the examples in its first dimension. ``flat[i]`` says that
+    input i lies there as positions of all examples one after the other; it is then given as (B, positions, ...).
+    ``outputs`` and ``backprops`` are ``(B, ...)`` or, flat, ``(B, positions, ...)``; an output may be ``(1, ...)``, the same for all.
     """
-    rebuild, flatten = call
-    batch = len(backprops[0])
-    in_dims = tuple(0 if t.dim() and len(t) == batch else None for t in tensors)
-    values = {name: p.detach() for name, p in parameters}
 
-    def one_example(gradients, *inputs):
-        batched = [x.unsqueeze(0) if dim == 0 else x for x, dim in zip(inputs, in_dims, strict=True)]
-        args, kwargs = rebuild(batched)
+    rebuild: Callable[[Sequence[torch.Tensor]], tuple[tuple, dict]]
+    flatten: Callable[[Any], list[torch.Tensor]]
+    inputs: Sequence[torch.Tensor]
+    batched: Sequence[bool]
+    flat: Sequence[bool]
+    outputs: Sequence[torch.Tensor]
+    backprops: Sequence[torch.Tensor]
+    random_state: Any  # as at the start of the call; None where the call used no random numbers
+    tolerance: float  # by how much a re-computed output may differ, relative to its size
 
-        def run(params):
-            return tuple(flatten(torch.func.functional_call(module, params, args, kwargs, tie_weights=False)))
+
+def per_example_gradients(path: str, module: nn.Module, parameters: dict[nn.Parameter, str], call: Call) -> dict[nn.Parameter, Term]:
+    """Dense terms of ``parameters`` (names relative to ``module``) for one recorded call.
+
+    Raises:
+        UnsupportedModuleError: re-running it fails, or gives other outputs than the call gave.
+    """
+    reasons = []
+    for way in (_masked,) if call.random_state is not None else (_vmapped, _one_by_one):
+        try:
+            with without_fused_attention():
+                gradients = way(module, parameters, call)
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            continue
+        if way is not _vmapped:
+            _say_once(type(module), reasons[0] if reasons else "it uses random numbers")
+        return {p: Dense(gradients[name]) for p, name in parameters.items()}
+    raise UnsupportedModuleError(
+        f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at a time failed "
+        f"({'; then '.join(reasons)}). If it fills a cache, call the model with use_cache=False. {ways_out(path, module)}",
+        module,
+    )
+
+
+def _of_one_example(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
+    """The arguments of the call for one example, whose ``inputs`` have no batch dimension."""
+    kinds = zip(inputs, call.batched, call.flat, strict=True)
+    return call.rebuild([x.unsqueeze(0) if batched and not flat else x for x, batched, flat in kinds])
+
+
+def _vmapped(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call) -> dict[str, torch.Tensor]:
+    values = {name: p.detach() for p, name in parameters.items()}
+
+    def one_example(gradients, inputs):
+        args, kwargs = _of_one_example(call, inputs)
+
+        def run(values):
+            return tuple(call.flatten(torch.func.functional_call(module, values, args, kwargs)))
 
         out, vjp = torch.func.vjp(run, values)
-        shaped = tuple(g.reshape(o.shape) for g, o in zip(gradients, out, strict=True))
-        return vjp(shaped)[0], out
+        return vjp(_as_outputs(gradients, out))[0], out
 
-    try:
+    in_dims = ((0,) * len(call.backprops), [0 if batched else None for batched in call.batched])
+    with torch.enable_grad():
+        over_examples = torch.func.vmap(one_example, in_dims, randomness="error", chunk_size=_EXAMPLES_AT_ONCE)
+        gradients, recomputed = over_examples(tuple(call.backprops), [x.detach() for x in call.inputs])
+    for before, after in zip(call.outputs, recomputed, strict=True):
+        _require_same(before, after.reshape(len(after), *before.shape[1:]), call.tolerance)
+    return gradients
+
+
+def _one_by_one(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call) -> dict[str, torch.Tensor]:
+    values, batch = {name: p.detach().requires_grad_() for p, name in parameters.items()}, len(call.backprops[0])
+    gradients = {name: p.new_zeros(batch, *p.shape) for p, name in parameters.items()}
+    for i in range(batch):
         with torch.enable_grad():
-            grads, recomputed = torch.func.vmap(
-                one_example, in_dims=((0,) * len(backprops), *in_dims), randomness="error", chunk_size=_EXAMPLES_AT_ONCE
-            )(tuple(backprops), *[t.detach() for t in tensors])
-    except Exception as error:
-        raise UnsupportedModuleError(
-            f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at a time "
-            f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). {ways_out(path, module)}"
-        ) from error
-    for before, after in zip(outputs, recomputed, strict=True):
-        after = after.flatten(0, 1)
-        before = before.expand(after.shape) if before.shape[1:] == after.shape[1:] and len(before) == 1 else before
-        tolerance = 1e-4 if before.dtype == torch.float32 else 3e-2
-        if before.shape != after.shape or not _close(before.float(), after.float(), tolerance):
-            raise UnsupportedModuleError(
-                f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at a "
-                f"time does not give the output it gave: it uses randomness, state, or mixes examples. {ways_out(path, module)}"
-            )
-    return {p: Dense(grads[name]) for name, p in parameters}
+            rows = [x.detach()[i] if batched else x.detach() for x, batched in zip(call.inputs, call.batched, strict=True)]
+            args, kwargs = _of_one_example(call, rows)
+            out = tuple(call.flatten(torch.func.functional_call(module, values, args, kwargs)))
+        for before, after in zip(call.outputs, out, strict=True):
+            _require_same(before[i], after.detach().reshape(before.shape[1:]), call.tolerance)
+        backprops = _as_outputs([g[i] for g in call.backprops], out)
+        live = [(x, g) for x, g in zip(out, backprops, strict=True) if x.requires_grad]
+        if live:
+            _differentiate(*zip(*live, strict=True), values, gradients, i)
+    return gradients
 
 
-def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Equal up to ``tolerance`` of the size of ``a``, over the entries that are finite."""
-    finite = torch.isfinite(a)
-    if not torch.equal(finite, torch.isfinite(b)):
-        return False
-    a, b = a[finite], b[finite]
-    return bool((a - b).norm() <= tolerance * a.norm())
+def _as_outputs(gradients: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(g.reshape(x.shape).to(x.dtype) for g, x in zip(gradients, outputs, strict=True))
+
+
+def _differentiate(outputs, backprops, values: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], i: int) -> None:
+    """Write example i's gradients of ``values`` into ``gradients``."""
+    found = torch.autograd.grad(outputs, list(values.values()), backprops, retain_graph=True, allow_unused=True)
+    for name, g in zip(values, found, strict=True):
+        if g is not None:
+            gradients[name][i] = g
+
+
+def _masked(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call) -> dict[str, torch.Tensor]:
+    values = {name: p.detach().requires_grad_() for p, name in parameters.items()}
+    inputs = [x.detach().flatten(0, 1) if flat else x.detach() for x, flat in zip(call.inputs, call.flat, strict=True)]
+    with torch.enable_grad(), replayed(call.random_state):
+        args, kwargs = call.rebuild(inputs)
+        recomputed = call.flatten(torch.func.functional_call(module, values, args, kwargs))
+        shaped = []
+        for before, after in zip(call.outputs, recomputed, strict=True):
+            after = after.expand(len(before), *after.shape[1:]) if len(after) == 1 else after
+            shaped.append(after.reshape(before.shape))
+            _require_same(before, shaped[-1], call.tolerance)
+    live = [(x, g.to(x.dtype)) for x, g in zip(shaped, call.backprops, strict=True) if x.requires_grad]
+    batch = len(call.backprops[0])
+    gradients = {name: p.new_zeros(batch, *p.shape) for p, name in parameters.items()}
+    for i in range(batch if live else 0):
+        masked = [torch.zeros_like(g) for _, g in live]
+        for mask, (_, g) in zip(masked, live, strict=True):
+            mask[i] = g[i]
+        _differentiate([x for x, _ in live], masked, values, gradients, i)
+    return gradients
+
+
+def _require_same(before: torch.Tensor, after: torch.Tensor, tolerance: float) -> None:
+    """The recomputed output is the recorded one, up to ``tolerance`` of its size, over the entries that are finite."""
+    same = before.shape == after.shape
+    if same:
+        a, b = before.float(), after.float()
+        finite = torch.isfinite(a)
+        same = torch.equal(finite, torch.isfinite(b)) and bool((a[finite] - b[finite]).norm() <= tolerance * a[finite].norm())
+    if not same:
+        raise RuntimeError("it does not give the output it gave: it has hidden state, or mixes examples")
+
+
+@contextmanager
+def without_fused_attention():
+    """nn.MultiheadAttention has an inference path that is another computation, and knows no autocast on the CPU."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+# ---- random numbers ----
+
+
+def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The states of torch's generators that a module on ``device`` draws from."""
+    states = (torch.get_rng_state(),)
+    return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
+
+
+def same_state(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@contextmanager
+def replayed(state: tuple[torch.Tensor, ...] | None):
+    """Inside, random numbers are those that followed ``state``; afterwards the generators go on as if nothing had been."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if len(state) > 1 else []):
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1])
+        yield
+
+
+_SAID: set[type] = set()
+
+
+def _say_once(cls: type, reason: str) -> None:
+    if cls not in _SAID:
+        _SAID.add(cls)
+        logger.warning(
+            "%s cannot be re-run by vmap (%s) and is differentiated once for each example of a physical batch: exact, and slow.",
+            cls.__name__,
+            reason,
+        )

@@ -1,0 +1,301 @@
+"""Who answers for which parameter: claims, and how they settle.
+
+A *claim* is a module together with the trainable parameters it answers for: whoever calls the module leaves behind what is needed
+for their per-example gradients. At first every module claims the parameters it owns directly. That is not enough where
+
+* the module's forward is bypassed (a weight read by a functional call, a ``ParameterDict``, a parametrisation), or
+* its output has no batch (a table of relative positions, tokens of all examples sorted by expert), or
+* giving each example its copy of a batch-less output does not fit what the model does with it.
+
+:func:`settle` finds out by running the model on two batches of different size, and lets the *parent* module answer, and its
+parent, until every use of every parameter is seen by a module whose outputs have a batch. A claim taken over by a parent goes
+through the fallback (:mod:`.rules.fallback`): exact, slower, and said so once.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .rules import DOES_NOT_SAVE_OUTPUT, find_rule
+from .rules.fallback import ways_out, without_fused_attention
+
+logger = logging.getLogger(__name__)
+
+
+class UnclaimedParameterError(ValueError):
+    """A trainable parameter is used where no module that could answer for it sees the use."""
+
+
+class Layout(enum.Enum):
+    """Where a tensor that enters or leaves a module has its examples."""
+
+    BATCH = "one entry of the first dimension for each example, or one for all"
+    FLAT = "the positions of all examples in the first dimension, example by example"
+    NONE = "nowhere: it is the same for all examples"
+
+
+class Claim:
+    """A module and the trainable parameters it answers for, by their names relative to it."""
+
+    def __init__(self, paths: Sequence[str], module: nn.Module, names: dict[nn.Parameter, str], *, taken_over: bool = False):
+        self.paths, self.module, self.names, self.taken_over = list(paths), module, names, taken_over
+        self.rule = None if taken_over else find_rule(module)
+        # Only where the layer's own backward does not need its output may an in-place activation overwrite it.
+        self.allows_in_place = self.rule in DOES_NOT_SAVE_OUTPUT
+        self.layouts: dict[tuple[int, int], list[Layout]] = {}
+        self.gave_single = False
+        self.random_state: Any = None  # before the call that runs now, for the fallback
+
+    @property
+    def path(self) -> str:
+        return self.paths[0]
+
+    def __str__(self) -> str:
+        return f"'{self.path}' ({type(self.module).__name__})"
+
+    def layouts_of(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Layout]:
+        """As :func:`settle` saw them for a call of this kind, inputs first; what it did not see is taken to have a batch."""
+        return self.layouts.get((len(inputs), len(outputs))) or [Layout.BATCH] * (len(inputs) + len(outputs))
+
+
+def claim_parameters(model: nn.Module) -> list[Claim]:
+    """Every module claims what it owns; a module without a rule only what no rule answers for."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    claims = []
+    for module, its_paths in paths.items():
+        names = {p: name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if names and not _is_container(module):
+            claims.append(Claim(its_paths, module, names))
+    ruled = {p for claim in claims if claim.rule for p in claim.names}
+    for claim in claims:
+        if claim.rule is None:
+            claim.names = {p: name for p, name in claim.names.items() if p not in ruled}
+    claims = [claim for claim in claims if claim.names]
+    for module, its_paths in paths.items():
+        if _is_container(module):
+            for p in module.parameters(recurse=False):
+                if p.requires_grad:
+                    _hand_up(model, claims, p, its_paths)
+    return claims
+
+
+def announce(claims: Iterable[Claim]) -> None:
+    """Warn once for each class of module that goes through the fallback."""
+    slow: dict[type, list[Claim]] = {}
+    for claim in claims:
+        if claim.rule is None:
+            slow.setdefault(type(claim.module), []).append(claim)
+    for cls, its_claims in slow.items():
+        names = sorted({name for claim in its_claims for name in claim.names.values()})
+        logger.warning(
+            "%d %s (first: '%s') re-run one example at a time for the gradients of %s, which no rule covers: exact, slower.",
+            len(its_claims),
+            cls.__name__,
+            its_claims[0].path,
+            ", ".join(names[:4]) + (", ..." if len(names) > 4 else ""),
+        )
+
+
+def _is_container(module: nn.Module) -> bool:
+    """ParameterDict, ModuleList and their like are never called."""
+    return type(module).forward is nn.Module.forward
+
+
+def _parent(model: nn.Module, path: str) -> str | None:
+    while path:
+        path = path.rpartition(".")[0]
+        if not _is_container(model.get_submodule(path)):
+            return path
+    return None
+
+
+def _hand_up(model: nn.Module, claims: list[Claim], parameter: nn.Parameter, paths: Sequence[str]) -> None:
+    """Let the next modules above ``paths`` that are called answer for ``parameter``, and nobody below them."""
+    above = {_parent(model, path) for path in paths}
+    if None in above:
+        name, owner = next(
+            (f"{path}.{name}".lstrip("."), module)
+            for path, module in model.named_modules()
+            for name, p in module.named_parameters(recurse=False)
+            if p is parameter
+        )
+        raise UnclaimedParameterError(
+            f"parameter '{name}' of {type(owner).__name__} is used where no module sees it whose output has a batch, so its per-example "
+            f"gradient cannot be bounded. {ways_out(name.rpartition('.')[0], owner)}"
+        )
+    outermost = {path for path in above if not any(_is_inside(path, other) for other in above if other != path)}
+    for claim in claims:
+        if parameter in claim.names and all(any(_is_inside(path, top) for top in outermost) for path in claim.paths):
+            del claim.names[parameter]
+    for module in {model.get_submodule(path): None for path in outermost}:
+        claim = next((c for c in claims if c.module is module and c.taken_over), None)
+        if claim is None:
+            claim = Claim([path for path in outermost if model.get_submodule(path) is module], module, {}, taken_over=True)
+            claims.append(claim)
+        claim.names[parameter] = next(name for name, p in module.named_parameters(remove_duplicate=False) if p is parameter)
+    claims[:] = [claim for claim in claims if claim.names]
+
+
+def _is_inside(path: str, top: str) -> bool:
+    return path == top or not top or path.startswith(top + ".")
+
+
+def give_up(model: nn.Module, claims: list[Claim], module: nn.Module) -> None:
+    """Let the parents of ``module``, which cannot be re-run, answer instead of it, in place.
+
+    Raises:
+        UnclaimedParameterError: there is none.
+    """
+    for claim in [claim for claim in claims if claim.module is module and claim.rule is None]:
+        for p in list(claim.names):
+            _hand_up(model, claims, p, claim.paths)
+
+
+# ---- settling ----
+
+
+@contextmanager
+def hidden_parameters(claims: Iterable[Claim]) -> Iterator[None]:
+    """While a claimed module runs, it sees detached copies of the parameters it answers for."""
+    handles: list[Any] = []
+    swapped: list[tuple[Claim, list[tuple[nn.Module, str, nn.Parameter]]]] = []
+
+    def hide(claim: Claim) -> None:
+        places = []
+        for p in claim.names:
+            detached = p.detach()
+            for owner in claim.module.modules():
+                for name in [name for name, q in owner._parameters.items() if q is p]:
+                    places.append((owner, name, p))
+                    owner._parameters[name] = detached
+        swapped.append((claim, places))
+
+    def show(claim: Claim) -> None:
+        while swapped and swapped[-1][0] is claim:
+            for owner, name, p in swapped.pop()[1]:
+                owner._parameters[name] = p
+
+    try:
+        for claim in claims:
+            handles.append(claim.module.register_forward_pre_hook(lambda m, a, claim=claim: hide(claim)))
+            # the hooks of one module run in the order opposite to that of hiding
+            handles.append(claim.module.register_forward_hook(lambda m, a, o, claim=claim: show(claim), always_call=True, prepend=True))
+        yield
+    finally:
+        while swapped:
+            for owner, name, p in swapped.pop()[1]:
+                owner._parameters[name] = p
+        for handle in handles:
+            handle.remove()
+
+
+def escaping(claims: Sequence[Claim], parameters: Sequence[nn.Parameter], losses: Callable[[], torch.Tensor]) -> list[nn.Parameter]:
+    """The parameters that still get a gradient when every claimed module sees detached copies: used where nobody answers for them.
+
+    Raises:
+        ValueError: the losses depend on no trainable parameter at all.
+    """
+    with hidden_parameters(claims), torch.enable_grad():
+        # a leaf of its own keeps the graph alive where nothing escapes
+        total = losses().sum() + torch.zeros((), requires_grad=True, device=parameters[0].device)
+        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    return [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
+
+
+def _sizes(structure: Any, *, floating: bool) -> list[int]:
+    found = [x for x in tree_leaves(structure) if isinstance(x, torch.Tensor) and (x.is_floating_point() or not floating)]
+    return [x.shape[0] if x.dim() else 0 for x in found]
+
+
+def _observe(claims: Sequence[Claim], run: Callable[[], Any]) -> dict[Claim, list[tuple[list[int], list[int]]]]:
+    seen: dict[Claim, list[tuple[list[int], list[int]]]] = {claim: [] for claim in claims}
+    with ExitStack() as stack:
+        for claim in claims:
+
+            def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, claim: Claim = claim) -> None:
+                seen[claim].append((_sizes((args, kwargs), floating=False), _sizes(output, floating=True)))
+
+            stack.callback(claim.module.register_forward_hook(note, with_kwargs=True).remove)
+        run()
+    return seen
+
+
+def _layout(size: int, other: int, batch: int, other_batch: int) -> Layout:
+    if (size, other) in ((batch, other_batch), (1, 1), (batch, 1), (1, other_batch)):
+        return Layout.BATCH
+    if size * other_batch == other * batch and size > 1 and size % batch == 0:
+        return Layout.FLAT
+    return Layout.NONE
+
+
+def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]]) -> list[Claim]:
+    """Set the layouts of every claim from two runs; the claims whose outputs cannot be told apart by example."""
+    (batch, first), (other_batch, second) = runs
+    lost = []
+    for claim in claims:
+        claim.layouts, claim.gave_single = {}, False
+        calls, other_calls = first[claim], second[claim]
+        if len(calls) != len(other_calls):
+            lost.append(claim)
+            continue
+        for (ins, outs), (other_ins, other_outs) in zip(calls, other_calls, strict=True):
+            if (len(ins), len(outs)) != (len(other_ins), len(other_outs)) or not outs:
+                lost.append(claim)
+                break
+            layouts = [_layout(*sizes, batch, other_batch) for sizes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)]
+            known = claim.layouts.setdefault((len(ins), len(outs)), layouts)
+            if Layout.NONE in layouts[len(ins) :] or known != layouts:
+                lost.append(claim)
+                break
+            claim.gave_single |= 1 in outs
+    return lost
+
+
+def settle(
+    model: nn.Module,
+    claims: list[Claim],
+    parameters: Sequence[nn.Parameter],
+    losses_of: Callable[[int], torch.Tensor],
+    tapped: Callable[[], Any],
+    batch_sizes: tuple[int, int],
+) -> None:
+    """Hand parameters up, in place, until every use is seen by a module whose outputs have a batch, and learn the layouts.
+
+    Args:
+        losses_of: ``f(size) -> (size,)`` losses of a batch of that many examples, without taps.
+        tapped: One forward pass with taps; raises where a copy for each example does not fit.
+        batch_sizes: Two sizes that no other dimension has.
+
+    Raises:
+        UnclaimedParameterError: a parameter is used where not even the model itself sees it.
+    """
+    while True:
+        if wayward := escaping(claims, parameters, lambda: losses_of(batch_sizes[0])):
+            for p in wayward:
+                _hand_up(model, claims, p, [path for c in claims if p in c.names for path in c.paths])
+            continue
+        with torch.no_grad(), without_fused_attention():
+            runs = [(size, _observe(claims, lambda size=size: losses_of(size))) for size in batch_sizes]
+        lost = _learn_layouts(claims, runs)
+        if not lost and any(claim.gave_single for claim in claims):
+            try:
+                tapped()
+            except Exception:
+                lost = [claim for claim in claims if claim.gave_single]
+                if not lost:
+                    raise
+        if not lost:
+            return
+        for claim in lost:
+            for p in list(claim.names):
+                _hand_up(model, claims, p, claim.paths)
