@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .rules import DOES_NOT_SAVE_OUTPUT, find_rule
-from .rules.fallback import ways_out, without_fused_attention
+from .rules.fallback import substituted, ways_out, without_fused_attention
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Layout(enum.Enum):
     """Where a tensor that enters or leaves a module has its examples."""
 
     BATCH = "one entry of the first dimension for each example, or one for all"
-    FLAT = "the positions of all examples in the first dimension, example by example"
+    FLAT = "all positions of all examples in the first dimension, example by example"
     NONE = "nowhere: it is the same for all examples"
 
 
@@ -168,22 +168,16 @@ def give_up(model: nn.Module, claims: list[Claim], module: nn.Module) -> None:
 def hidden_parameters(claims: Iterable[Claim]) -> Iterator[None]:
     """While a claimed module runs, it sees detached copies of the parameters it answers for."""
     handles: list[Any] = []
-    swapped: list[tuple[Claim, list[tuple[nn.Module, str, nn.Parameter]]]] = []
+    open_: list[tuple[Claim, ExitStack]] = []
 
     def hide(claim: Claim) -> None:
-        places = []
-        for p in claim.names:
-            detached = p.detach()
-            for owner in claim.module.modules():
-                for name in [name for name, q in owner._parameters.items() if q is p]:
-                    places.append((owner, name, p))
-                    owner._parameters[name] = detached
-        swapped.append((claim, places))
+        stack = ExitStack()
+        stack.enter_context(substituted(claim.module, {p: p.detach() for p in claim.names}))
+        open_.append((claim, stack))
 
     def show(claim: Claim) -> None:
-        while swapped and swapped[-1][0] is claim:
-            for owner, name, p in swapped.pop()[1]:
-                owner._parameters[name] = p
+        while open_ and open_[-1][0] is claim:
+            open_.pop()[1].close()
 
     try:
         for claim in claims:
@@ -192,9 +186,8 @@ def hidden_parameters(claims: Iterable[Claim]) -> Iterator[None]:
             handles.append(claim.module.register_forward_hook(lambda m, a, o, claim=claim: show(claim), always_call=True, prepend=True))
         yield
     finally:
-        while swapped:
-            for owner, name, p in swapped.pop()[1]:
-                owner._parameters[name] = p
+        while open_:
+            open_.pop()[1].close()
         for handle in handles:
             handle.remove()
 
@@ -230,15 +223,25 @@ def _observe(claims: Sequence[Claim], run: Callable[[], Any]) -> dict[Claim, lis
     return seen
 
 
-def _layout(size: int, other: int, batch: int, other_batch: int) -> Layout:
+def positions_of(structure: Any, batch: int) -> set[int]:
+    """How many positions an example of this input may have: lengths of its dimensions, and of leading ones together."""
+    found = set()
+    for x in tree_leaves(structure):
+        if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == batch:
+            found |= {*x.shape[1:], *(x.shape[1:k].numel() for k in range(3, x.dim() + 1))}
+    return found - {1}
+
+
+def _layout(size: int, other: int, batch: int, other_batch: int, positions: set[int]) -> Layout:
     if (size, other) in ((batch, other_batch), (1, 1), (batch, 1), (1, other_batch)):
         return Layout.BATCH
-    if size * other_batch == other * batch and size > 1 and size % batch == 0:
+    # All positions of every example and nothing else: a number that merely divides by the batch could be tokens sorted by expert.
+    if size * other_batch == other * batch and size % batch == 0 and size // batch in positions:
         return Layout.FLAT
     return Layout.NONE
 
 
-def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]]) -> list[Claim]:
+def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], positions: set[int]) -> list[Claim]:
     """Set the layouts of every claim from two runs; the claims whose outputs cannot be told apart by example."""
     (batch, first), (other_batch, second) = runs
     lost = []
@@ -252,7 +255,9 @@ def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]]) ->
             if (len(ins), len(outs)) != (len(other_ins), len(other_outs)) or not outs:
                 lost.append(claim)
                 break
-            layouts = [_layout(*sizes, batch, other_batch) for sizes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)]
+            layouts = [
+                _layout(*sizes, batch, other_batch, positions) for sizes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)
+            ]
             known = claim.layouts.setdefault((len(ins), len(outs)), layouts)
             if Layout.NONE in layouts[len(ins) :] or known != layouts:
                 lost.append(claim)
@@ -268,6 +273,7 @@ def settle(
     losses_of: Callable[[int], torch.Tensor],
     tapped: Callable[[], Any],
     batch_sizes: tuple[int, int],
+    positions: set[int],
 ) -> None:
     """Hand parameters up, in place, until every use is seen by a module whose outputs have a batch, and learn the layouts.
 
@@ -275,6 +281,7 @@ def settle(
         losses_of: ``f(size) -> (size,)`` losses of a batch of that many examples, without taps.
         tapped: One forward pass with taps; raises where a copy for each example does not fit.
         batch_sizes: Two sizes that no other dimension has.
+        positions: How many positions an example may have (:func:`positions_of`).
 
     Raises:
         UnclaimedParameterError: a parameter is used where not even the model itself sees it.
@@ -286,7 +293,7 @@ def settle(
             continue
         with torch.no_grad(), without_fused_attention():
             runs = [(size, _observe(claims, lambda size=size: losses_of(size))) for size in batch_sizes]
-        lost = _learn_layouts(claims, runs)
+        lost = _learn_layouts(claims, runs, positions)
         if not lost and any(claim.gave_single for claim in claims):
             try:
                 tapped()

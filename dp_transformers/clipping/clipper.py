@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import terms as term_algebra
-from .claims import Claim, Layout, announce, claim_parameters
+from .claims import Claim, Layout, announce, claim_parameters, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .rules import as_term
 from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
@@ -62,6 +62,7 @@ class _Pass:
         self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
         self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
         self.in_backward = False
+        self.positions: set[int] = set()  # how many an example may have
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.low_precision = torch.float32
         self.restart(measure=False)
@@ -119,7 +120,7 @@ class _Use:
     def _with_batch(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
         batch = self.forward_pass.batch_size
-        if x.dim() and (len(x) == batch or (layout is Layout.FLAT and len(x) % batch == 0)):
+        if x.dim() and (len(x) == batch or (layout is Layout.FLAT and self._holds_all_positions(x))):
             return x
         if x.dim() and len(x) == 1 and layout is Layout.BATCH:
             return x.expand(batch, *x.shape[1:])
@@ -127,6 +128,10 @@ class _Use:
             f"{self.claim} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
             "gradients per example cannot be told apart. " + ways_out(self.claim.path, self.claim.module)
         )
+
+    def _holds_all_positions(self, x: torch.Tensor) -> bool:
+        positions, rest = divmod(len(x), self.forward_pass.batch_size)
+        return rest == 0 and positions in self.forward_pass.positions
 
     def tapped_output(self) -> Any:
         saved = [x.detach() for x in self.inputs]
@@ -258,7 +263,7 @@ class PerExampleClipper:
         self.model = model
         self.max_grad_norm = float(max_grad_norm)
         self.mode = choose_mode(mode, model)
-        self.self_check, self.checked = self_check, not self_check
+        self.self_check = self_check
         self._handles: list[Any] = []
         self._pass: _Pass | None = None
         self._tapping = False
@@ -287,6 +292,7 @@ class PerExampleClipper:
         self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
         self._signature = self._trainable()
         self.claims = claim_parameters(self.model)
+        self.checked = not self.self_check  # they settle in the check, so it must run again
         self._hook()
         if not self.self_check:
             announce(self.claims)
@@ -331,7 +337,6 @@ class PerExampleClipper:
             logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
             self.detach()
             self.attach()
-            self.checked = not self.self_check
         if not self.checked:
             from .verify import self_check
 
@@ -342,6 +347,7 @@ class PerExampleClipper:
             self._pass = self._new_pass(batch_size)
             if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
                 self._pass.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
+        self._pass.positions |= positions_of((args, kwargs), batch_size)
         self._tapping = True
 
     def _new_pass(self, batch_size: int) -> _Pass:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
 
-from .claims import UnclaimedParameterError, announce, give_up, settle
+from .claims import UnclaimedParameterError, announce, give_up, positions_of, settle
 from .rules.fallback import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -84,8 +84,9 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     clipper.checked = True  # the passes below must not check themselves
     try:
         with _forked_rng(clipper.parameters[0].device):
-            args, kwargs = synthetic_inputs(clipper.model, args, kwargs)
-            report = run_checks(clipper, args, kwargs, loss_function)
+            given = (args, kwargs)
+            args, kwargs = synthetic_inputs(clipper.model, *given)
+            report = run_checks(clipper, args, kwargs, loss_function, lambda rows: synthetic_inputs(clipper.model, *given, rows))
     except BaseException:
         clipper.checked = False
         raise
@@ -97,8 +98,17 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     return report
 
 
-def run_checks(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
-    """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left as they were."""
+def run_checks(
+    clipper: PerExampleClipper,
+    args: tuple,
+    kwargs: dict,
+    loss_function: LossFunction | None = None,
+    others: Callable[[int], tuple[tuple, dict]] | None = None,
+) -> CheckReport:
+    """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left as they were.
+
+    ``others(rows)`` gives other inputs like these for claims to settle on; default: these examples again.
+    """
     start = time.perf_counter()
     from .clipper import _batch_size
 
@@ -109,7 +119,7 @@ def run_checks(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     with _undisturbed(clipper):
         _perturb(clipper.parameters)  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         with _evaluating(clipper.model):
-            _settle_and_run(clipper, losses_of, args, kwargs, batch)
+            _settle_and_run(clipper, losses_of, args, kwargs, batch, others or (lambda rows: _recycled(args, kwargs, batch, rows)))
         worst_locality = _check_locality_as_trained(clipper, losses_of, args, kwargs, batch)
         clipper.model.eval()
         norms_b = _clip(clipper, losses_of, args, kwargs)[0]
@@ -191,10 +201,12 @@ def _perturb(parameters: list[nn.Parameter]) -> None:
     torch.clear_autocast_cache()  # it holds casts of the weights as they were
 
 
-def _settle_and_run(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> None:
+def _settle_and_run(
+    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+) -> None:
     """Settle, and let the parents answer for modules that turn out not to be re-runnable."""
     while True:
-        _settle(clipper, losses_of, args, kwargs, batch)
+        _settle(clipper, losses_of, args, kwargs, batch, others)
         try:
             _clip(clipper, losses_of, args, kwargs)
             break
@@ -206,11 +218,13 @@ def _settle_and_run(clipper: PerExampleClipper, losses_of: LossFunction, args: t
     announce(clipper.claims)
 
 
-def _settle(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> None:
+def _settle(
+    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+) -> None:
     """Let claims settle on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
     taken = {n for x in tree_leaves((args, kwargs)) if _batched(x, batch) for n in x.shape[1:]}
     sizes = [n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken][:2]
-    inputs = {size: _recycled(args, kwargs, batch, size, ragged=size == sizes[1]) for size in sizes}
+    inputs = {sizes[0]: others(sizes[0]), sizes[1]: _ragged(*others(sizes[1]), sizes[1])}
 
     def plain(size: int) -> torch.Tensor:
         with clipper._suspended():
@@ -221,7 +235,7 @@ def _settle(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kw
         losses_of(*inputs[sizes[0]][0], **inputs[sizes[0]][1])
 
     try:
-        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes))
+        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes), positions_of((args, kwargs), batch))
     except UnclaimedParameterError as error:
         raise SelfCheckError(str(error)) from None
     finally:
@@ -229,16 +243,19 @@ def _settle(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kw
         clipper._hook()
 
 
-def _recycled(args: tuple, kwargs: dict, batch: int, size: int, *, ragged: bool) -> tuple[tuple, dict]:
-    """``size`` examples made of the given ones; ``ragged`` ends the first one's masks a position earlier, so that a model which drops
-    padding before it computes is seen to do so."""
+def _recycled(args: tuple, kwargs: dict, batch: int, size: int) -> tuple[tuple, dict]:
+    """``size`` examples made of the given ones."""
+    return tree_map(lambda x: x[torch.arange(size, device=x.device) % batch] if _batched(x, batch) else x, (args, kwargs))
+
+
+def _ragged(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
+    """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen to do so."""
 
     def make(path: tuple, x: Any) -> Any:
-        if not _batched(x, batch):
+        if not _batched(x, batch) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):
             return x
-        x = x[torch.arange(size, device=x.device) % batch]
-        if ragged and x.dim() > 1 and "mask" in str(getattr(path[-1], "key", "")):
-            x[0, ..., -1] = 0
+        x = x.clone()
+        x[0, ..., -1] = 0
         return x
 
     return tree_map_with_path(make, (args, kwargs))
@@ -299,13 +316,13 @@ def _random_output_loss(model: nn.Module) -> LossFunction:
 # ---- synthetic input ----
 
 
-def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Random input with the shapes, dtypes and masks of the given one, three (five, seven) examples."""
+def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | None = None) -> tuple[tuple, dict]:
+    """Random input with the shapes, dtypes and masks of the given one, ``rows`` examples (default: three, five or seven)."""
     from .clipper import _batch_size
 
     batch = _batch_size(model, args, kwargs)
     sizes = {n for x in tree_flatten((args, kwargs))[0] if _batched(x, batch) for n in x.shape[1:]}
-    rows = next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
+    rows = rows or next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None) or min(tables, default=2)

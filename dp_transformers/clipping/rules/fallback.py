@@ -14,7 +14,7 @@ examples, is refused instead of trained wrongly.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +101,8 @@ def _vmapped(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call)
         args, kwargs = _of_one_example(call, inputs)
 
         def run(values):
-            return tuple(call.flatten(torch.func.functional_call(module, values, args, kwargs)))
+            with substituted(module, _pairs(parameters, values)):
+                return tuple(call.flatten(module(*args, **kwargs)))
 
         out, vjp = torch.func.vjp(run, values)
         return vjp(_as_outputs(gradients, out))[0], out
@@ -122,7 +123,8 @@ def _one_by_one(module: nn.Module, parameters: dict[nn.Parameter, str], call: Ca
         with torch.enable_grad():
             rows = [x.detach()[i] if batched else x.detach() for x, batched in zip(call.inputs, call.batched, strict=True)]
             args, kwargs = _of_one_example(call, rows)
-            out = tuple(call.flatten(torch.func.functional_call(module, values, args, kwargs)))
+            with substituted(module, _pairs(parameters, values)):
+                out = tuple(call.flatten(module(*args, **kwargs)))
         for before, after in zip(call.outputs, out, strict=True):
             _require_same(before[i], after.detach().reshape(before.shape[1:]), call.tolerance)
         backprops = _as_outputs([g[i] for g in call.backprops], out)
@@ -130,6 +132,26 @@ def _one_by_one(module: nn.Module, parameters: dict[nn.Parameter, str], call: Ca
         if live:
             _differentiate(*zip(*live, strict=True), values, gradients, i)
     return gradients
+
+
+def _pairs(parameters: dict[nn.Parameter, str], values: dict[str, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+    return {p: values[name] for p, name in parameters.items()}
+
+
+@contextmanager
+def substituted(module: nn.Module, values: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+    """Inside, ``module`` and what it contains see ``values`` wherever they hold those parameters, under whatever name.
+
+    (torch.func.functional_call does not put a parameter back whose module is held under two names.)
+    """
+    slots = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p in values]
+    try:
+        for owner, name, p in slots:
+            owner._parameters[name] = values[p]
+        yield
+    finally:
+        for owner, name, p in slots:
+            owner._parameters[name] = p
 
 
 def _as_outputs(gradients: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -149,7 +171,8 @@ def _masked(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call) 
     inputs = [x.detach().flatten(0, 1) if flat else x.detach() for x, flat in zip(call.inputs, call.flat, strict=True)]
     with torch.enable_grad(), replayed(call.random_state):
         args, kwargs = call.rebuild(inputs)
-        recomputed = call.flatten(torch.func.functional_call(module, values, args, kwargs))
+        with substituted(module, _pairs(parameters, values)):
+            recomputed = call.flatten(module(*args, **kwargs))
         shaped = []
         for before, after in zip(call.outputs, recomputed, strict=True):
             after = after.expand(len(before), *after.shape[1:]) if len(after) == 1 else after
@@ -178,7 +201,7 @@ def _require_same(before: torch.Tensor, after: torch.Tensor, tolerance: float) -
 
 
 @contextmanager
-def without_fused_attention():
+def without_fused_attention() -> Iterator[None]:
     """nn.MultiheadAttention has an inference path that is another computation, and knows no autocast on the CPU."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -202,7 +225,7 @@ def same_state(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool
 
 
 @contextmanager
-def replayed(state: tuple[torch.Tensor, ...] | None):
+def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
     """Inside, random numbers are those that followed ``state``; afterwards the generators go on as if nothing had been."""
     if state is None:
         yield

@@ -1,0 +1,150 @@
+"""Claims settle: whatever a module's calls look like, each parameter ends with somebody who sees all of its uses, or is refused."""
+
+import pytest
+import torch
+from oracle import assert_exact
+from torch import nn
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.clipping.claims import Layout
+from dp_transformers.clipping.modes import MODES
+
+ALL_MODES = sorted(MODES)
+
+
+def weigh(model, batch):
+    out = model(**batch)
+    weight = torch.randn(out[0].numel(), generator=torch.Generator().manual_seed(3))
+    return torch.tanh(out).flatten(1) @ weight
+
+
+def settled(clipper, name):
+    return next(claim.path for claim in clipper.claims for p in claim.names if p is dict(clipper.model.named_parameters())[name])
+
+
+class Packs(nn.Module):
+    """Drops the padding before it computes: the rows of one example are found by the mask alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, attention_mask):
+        kept = attention_mask.bool()
+        return torch.zeros_like(x).masked_scatter(kept[..., None], torch.tanh(self.linear(x[kept])))
+
+
+class Attends(nn.Module):
+    """nn.MultiheadAttention reads out_proj.weight past the module that owns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+class Transposed(nn.Module):
+    """Positions first, as recurrent networks like it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Repeats(nn.Module):
+    """What the embedding returns without a batch is repeated by the model, so no copy may be given to each example before."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompt, self.linear = nn.Embedding(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        prompt = self.prompt(torch.arange(2).unsqueeze(0)).repeat(len(x), 1, 1)
+        return self.linear(torch.cat([prompt, x], 1))
+
+
+class Shares(nn.Module):
+    """A parameter of a container, used by two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = nn.ParameterDict({"w": nn.Parameter(torch.randn(4))})
+        self.one, self.two = Uses(self.bank), Uses(self.bank)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+class Uses(nn.Module):
+    def __init__(self, bank):
+        super().__init__()
+        self.bank, self.scale = bank, nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.bank["w"] + self.scale
+
+
+class Routes(nn.Module):
+    """Tokens of all examples, sorted by expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        chosen = flat[:, :3].argmax(1)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            out[chosen == e] = expert(flat[chosen == e])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize(
+    ("build", "name", "answers"),
+    [
+        (Attends, "attention.out_proj.weight", "attention"),
+        (Transposed, "linear.weight", ""),
+        (Repeats, "prompt.weight", ""),
+        (Shares, "bank.w", ""),
+        (Routes, "experts.0.weight", ""),
+    ],
+)
+def test_who_answers_and_that_it_is_exact(build, name, answers, mode):
+    model = build()
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        for _ in range(2):
+            assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 5, 4)})
+        assert settled(clipper, name) == answers
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_packed_rows_are_not_taken_for_flattened_ones(mode):
+    """The first batch has no padding, so that its packed rows look like flattened ones; the second one's divide by the batch, too."""
+    model = Packs()
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        for lengths in ([6, 6, 6, 6], [6, 2, 3, 1]):
+            mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+            assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 6, 4), "attention_mask": mask})
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_clipper_that_is_attached_again_settles_again(mode):
+    model = Attends()
+    clipper = PerExampleClipper(model, 1.0, mode=mode)
+    for _ in range(2):
+        with clipper:
+            assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 5, 4)})
+
+
+def test_layouts():
+    model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 2), nn.Unflatten(0, (-1, 5)))
+    with PerExampleClipper(model, 1.0) as clipper:
+        model(torch.randn(4, 5, 4))
+        assert [list(claim.layouts.values()) for claim in clipper.claims] == [[[Layout.FLAT, Layout.FLAT]]]
