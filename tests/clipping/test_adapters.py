@@ -131,3 +131,37 @@ def test_a_start_computed_from_data_is_warned_of(caplog):
 def test_table_is_current(model_table, request):
     if not request.config.getoption("--write-tables"):
         assert not model_table.stale(), "docs/models.md is not current: run again with --write-tables"
+
+
+class Int8Linear(nn.Linear):
+    """A stand-in for a quantised base layer: eight-bit weights, made whole in every forward pass."""
+
+    def __init__(self, whole: nn.Linear):
+        super().__init__(whole.in_features, whole.out_features, bias=False, device="meta")
+        scale = whole.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((whole.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.scale.to(x.dtype)).T
+
+
+def test_lora_on_a_quantised_base():
+    model, batch = build("Llama"), batch_for("Llama")
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Int8Linear(getattr(layer.self_attn, name)))
+    model = peft.get_peft_model(model, lora(target_modules=["q_proj", "v_proj"])())
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    assert model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.dtype == torch.int8
+    for mode in sorted(MODES):
+        norm_error, sum_error, _ = errors(model, mode, batch, losses_function(model))
+        assert max(norm_error, sum_error) <= 1e-5, mode
+
+
+def test_x_lora_is_refused_by_name():
+    with pytest.raises(ValueError, match="XLORA.*router"):
+        validate_adapters(types.SimpleNamespace(peft_config={"default": types.SimpleNamespace(peft_type=peft.PeftType.XLORA)}))
