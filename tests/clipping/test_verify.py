@@ -32,6 +32,15 @@ class MixesBatch(nn.Module):
         return torch.tanh(self.linear(x) - 0.1 * self.linear(x).mean(0))
 
 
+class DropsBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x.mean(0))) * x
+
+
 class BatchNormalised(nn.Module):
     def __init__(self):
         super().__init__()
@@ -66,6 +75,12 @@ def test_parameter_that_escapes():
 def test_examples_that_influence_each_other(model, mode):
     with pytest.raises(SelfCheckError, match="another example"):
         check_model(model(), {"x": torch.randn(6, 5)}, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_a_layer_that_drops_the_batch(mode):
+    with pytest.raises(ValueError, match="mixes examples"):
+        check_model(DropsBatch(), {"x": torch.randn(6, 5)}, mode=mode)
 
 
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost", "fast_gradient", "per_sample"])
