@@ -14,7 +14,6 @@ through the fallback (:mod:`.rules.fallback`): exact, slower, and said so once.
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .rules import DOES_NOT_SAVE_OUTPUT, find_rule
+from .layout import BATCH_FIRST, SHARED, Layout, learn_layout
+from .rules import DOES_NOT_SAVE_OUTPUT, WHOLE_CALL, find_rule
 from .rules.fallback import substituted, ways_out, without_fused_attention
 
 logger = logging.getLogger(__name__)
@@ -34,20 +34,13 @@ class UnclaimedParameterError(ValueError):
     """A trainable parameter is used where no module that could answer for it sees the use."""
 
 
-class Layout(enum.Enum):
-    """Where a tensor that enters or leaves a module has its examples."""
-
-    BATCH = "one entry of the first dimension for each example, or one for all"
-    FLAT = "all positions of all examples in the first dimension, example by example"
-    NONE = "nowhere: it is the same for all examples"
-
-
 class Claim:
     """A module and the trainable parameters it answers for, by their names relative to it."""
 
     def __init__(self, paths: Sequence[str], module: nn.Module, names: dict[nn.Parameter, str], *, taken_over: bool = False):
         self.paths, self.module, self.names, self.taken_over = list(paths), module, names, taken_over
-        self.rule = None if taken_over else find_rule(module)
+        found = find_rule(module)
+        self.rule = None if taken_over and found not in WHOLE_CALL else found
         # Only where the layer's own backward does not need its output may an in-place activation overwrite it.
         self.allows_in_place = self.rule in DOES_NOT_SAVE_OUTPUT
         self.layouts: dict[tuple[int, int], list[Layout]] = {}
@@ -58,12 +51,17 @@ class Claim:
     def path(self) -> str:
         return self.paths[0]
 
+    @property
+    def may_be_rerun(self) -> bool:
+        """Whether its gradients come from running the module again, or parts of it: what it gave and its random numbers are kept."""
+        return self.rule is None or self.rule in WHOLE_CALL
+
     def __str__(self) -> str:
         return f"'{self.path}' ({type(self.module).__name__})"
 
     def layouts_of(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Layout]:
         """As :func:`settle` saw them for a call of this kind, inputs first; what it did not see is taken to have a batch."""
-        return self.layouts.get((len(inputs), len(outputs))) or [Layout.BATCH] * (len(inputs) + len(outputs))
+        return self.layouts.get((len(inputs), len(outputs))) or [BATCH_FIRST] * (len(inputs) + len(outputs))
 
 
 def claim_parameters(model: nn.Module) -> list[Claim]:
@@ -72,9 +70,11 @@ def claim_parameters(model: nn.Module) -> list[Claim]:
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     claims = []
+    below_whole_calls = {child for m in paths if find_rule(m) in WHOLE_CALL for child in m.modules() if child is not m}
     for module, its_paths in paths.items():
-        names = {p: name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if names and not _is_container(module):
+        recurse = find_rule(module) in WHOLE_CALL
+        names = {p: name for name, p in module.named_parameters(recurse=recurse) if p.requires_grad}
+        if names and not _is_container(module) and module not in below_whole_calls:
             claims.append(Claim(its_paths, module, names))
     ruled = {p for claim in claims if claim.rule for p in claim.names}
     for claim in claims:
@@ -156,7 +156,7 @@ def give_up(model: nn.Module, claims: list[Claim], module: nn.Module) -> None:
     Raises:
         UnclaimedParameterError: there is none.
     """
-    for claim in [claim for claim in claims if claim.module is module and claim.rule is None]:
+    for claim in [claim for claim in claims if claim.module is module and claim.may_be_rerun]:
         for p in list(claim.names):
             _hand_up(model, claims, p, claim.paths)
 
@@ -205,40 +205,21 @@ def escaping(claims: Sequence[Claim], parameters: Sequence[nn.Parameter], losses
     return [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
 
 
-def _sizes(structure: Any, *, floating: bool) -> list[int]:
-    found = [x for x in tree_leaves(structure) if isinstance(x, torch.Tensor) and (x.is_floating_point() or not floating)]
-    return [x.shape[0] if x.dim() else 0 for x in found]
+def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:
+    return [x.shape for x in tree_leaves(structure) if isinstance(x, torch.Tensor) and (x.is_floating_point() or not floating)]
 
 
-def _observe(claims: Sequence[Claim], run: Callable[[], Any]) -> dict[Claim, list[tuple[list[int], list[int]]]]:
-    seen: dict[Claim, list[tuple[list[int], list[int]]]] = {claim: [] for claim in claims}
+def _observe(claims: Sequence[Claim], run: Callable[[], Any]) -> dict[Claim, list[tuple[list[torch.Size], list[torch.Size]]]]:
+    seen: dict[Claim, list[tuple[list[torch.Size], list[torch.Size]]]] = {claim: [] for claim in claims}
     with ExitStack() as stack:
         for claim in claims:
 
             def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, claim: Claim = claim) -> None:
-                seen[claim].append((_sizes((args, kwargs), floating=False), _sizes(output, floating=True)))
+                seen[claim].append((_shapes((args, kwargs), floating=False), _shapes(output, floating=True)))
 
             stack.callback(claim.module.register_forward_hook(note, with_kwargs=True).remove)
         run()
     return seen
-
-
-def positions_of(structure: Any, batch: int) -> set[int]:
-    """How many positions an example of this input may have: lengths of its dimensions, and of leading ones together."""
-    found = set()
-    for x in tree_leaves(structure):
-        if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == batch:
-            found |= {*x.shape[1:], *(x.shape[1:k].numel() for k in range(3, x.dim() + 1))}
-    return found - {1}
-
-
-def _layout(size: int, other: int, batch: int, other_batch: int, positions: set[int]) -> Layout:
-    if (size, other) in ((batch, other_batch), (1, 1), (batch, 1), (1, other_batch)):
-        return Layout.BATCH
-    # All positions of every example and nothing else: a number that merely divides by the batch could be tokens sorted by expert.
-    if size * other_batch == other * batch and size % batch == 0 and size // batch in positions:
-        return Layout.FLAT
-    return Layout.NONE
 
 
 def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], positions: set[int]) -> list[Claim]:
@@ -247,6 +228,8 @@ def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], po
     lost = []
     for claim in claims:
         claim.layouts, claim.gave_single = {}, False
+        if claim.rule in WHOLE_CALL:
+            continue  # it knows where its examples are
         calls, other_calls = first[claim], second[claim]
         if len(calls) != len(other_calls):
             lost.append(claim)
@@ -256,13 +239,14 @@ def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], po
                 lost.append(claim)
                 break
             layouts = [
-                _layout(*sizes, batch, other_batch, positions) for sizes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)
+                learn_layout(*shapes, batch, other_batch, positions)
+                for shapes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)
             ]
             known = claim.layouts.setdefault((len(ins), len(outs)), layouts)
-            if Layout.NONE in layouts[len(ins) :] or known != layouts:
+            if SHARED in layouts[len(ins) :] or known != layouts:
                 lost.append(claim)
                 break
-            claim.gave_single |= 1 in outs
+            claim.gave_single |= any(x[:1] == (1,) for x in outs)
     return lost
 
 

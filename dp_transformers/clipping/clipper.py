@@ -11,6 +11,7 @@ gradient. Nothing is wrapped or re-classed, native kernels stay, no activation i
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import terms as term_algebra
-from .claims import Claim, Layout, announce, claim_parameters, positions_of
+from .claims import Claim, announce, claim_parameters
+from .layout import BATCH_FIRST, Layout, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
-from .rules import as_term
+from .rules import WHOLE_CALL, ModuleCall, as_term
 from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
 from .terms import Term
 
@@ -110,19 +112,20 @@ class _Use:
             )
         layouts = claim.layouts_of(self.inputs, self.outputs)
         self.input_layouts, self.output_layouts = layouts[: len(self.inputs)], layouts[len(self.inputs) :]
-        self.outputs = [self._with_batch(x, layout) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
+        if claim.rule not in WHOLE_CALL:
+            self.outputs = [self._with_batch(x, layout) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
         device = self.outputs[0].device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.random_state = None
-        if claim.rule is None and not same_state(claim.random_state, random_state(self.outputs[0].device)):
+        if claim.may_be_rerun and not same_state(claim.random_state, random_state(self.outputs[0].device)):
             self.random_state = claim.random_state
 
     def _with_batch(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
         batch = self.forward_pass.batch_size
-        if x.dim() and (len(x) == batch or (layout is Layout.FLAT and self._holds_all_positions(x))):
+        if layout.holds_examples(x, batch) and (not layout.flat or self._holds_all_positions(x)):
             return x
-        if x.dim() and len(x) == 1 and layout is Layout.BATCH:
+        if x.dim() and len(x) == 1 and layout == BATCH_FIRST:
             return x.expand(batch, *x.shape[1:])
         raise ValueError(
             f"{self.claim} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
@@ -135,8 +138,8 @@ class _Use:
 
     def tapped_output(self) -> Any:
         saved = [x.detach() for x in self.inputs]
-        if self.claim.rule is None:
-            saved += [x.detach() for x in self.outputs]  # the fallback compares what it recomputes
+        if self.claim.may_be_rerun:
+            saved += [x.detach() for x in self.outputs]  # to compare what is recomputed with, or to compute from
         forward_pass = self.forward_pass
         if any(x.dtype in HALF for x in self.outputs):
             forward_pass.low_precision = next(x.dtype for x in self.outputs if x.dtype in HALF)
@@ -155,41 +158,51 @@ class _Use:
     def _flatten_output(self, output: Any) -> list[torch.Tensor]:
         return [x for x in _flatten(output)[0] if _differentiable(x)]
 
-    def _by_example(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """(B, ...), from however the examples lie in ``x``; what is the same for all stays as it is."""
-        if layout is not Layout.FLAT or not x.dim():
-            return x
-        batch = self.forward_pass.batch_size
-        return x.reshape(batch, len(x) // batch, *x.shape[1:])
-
     def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[nn.Parameter, Term]:
-        claim, batch = self.claim, self.forward_pass.batch_size
-        inputs = [self._by_example(x, layout) for x, layout in zip(saved, self.input_layouts, strict=False)]
-        grads = [self._by_example(g, layout) for g, layout in zip(grads, self.output_layouts, strict=True)]
+        claim = self.claim
         if claim.rule is None:
-            device, dtype, enabled = self.autocast
-            call = Call(
-                self._rebuild,
-                self._flatten_output,
-                inputs,
-                batched=[
-                    layout is Layout.FLAT or (layout is Layout.BATCH and x.dim() > 0 and len(x) == batch)
-                    for x, layout in zip(inputs, self.input_layouts, strict=True)
-                ],
-                flat=[layout is Layout.FLAT for layout in self.input_layouts],
-                outputs=[self._by_example(x, layout) for x, layout in zip(saved[len(inputs) :], self.output_layouts, strict=True)],
-                backprops=grads,
-                random_state=self.random_state,
-                tolerance=3e-2 if enabled or any(x.dtype in HALF for x in saved) else 1e-4,
-            )
-            with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
-                return per_example_gradients(claim.path, claim.module, claim.names, call)
-        activations = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
-        found = claim.rule(claim.module, activations, grads[0] if len(grads) == 1 else grads)
+            return self._rerun(saved, grads)
+        if claim.rule in WHOLE_CALL:
+            found = claim.rule(self._whole_call(saved, grads))
+        else:
+            found = claim.rule(claim.module, *self._by_example(saved, grads))
         given = {id(p): term for p, term in found.items()}
         if missing := [name for p, name in claim.names.items() if id(p) not in given]:
             raise ValueError(f"the rule of {claim} gives no gradient for its trainable {missing}.")
         return {p: as_term(given[id(p)]) for p in claim.names}
+
+    def _by_example(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        batch = self.forward_pass.batch_size
+        inputs = [layout.batch_first(x, batch) for x, layout in zip(saved, self.input_layouts, strict=True)]
+        inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
+        grads = [layout.batch_first(g, batch) for g, layout in zip(grads, self.output_layouts, strict=True)]
+        return inputs, grads[0] if len(grads) == 1 else grads
+
+    def _whole_call(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> ModuleCall:
+        module, num_inputs = self.claim.module, len(self.input_layouts)
+        args, kwargs = self._rebuild(saved[:num_inputs])
+        arguments = inspect.signature(module.forward).bind(*args, **kwargs)
+        arguments.apply_defaults()
+        return ModuleCall(module, arguments.arguments, saved[num_inputs:], grads, self.forward_pass.batch_size, self.random_state)
+
+    def _rerun(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[nn.Parameter, Term]:
+        claim, batch, num_inputs = self.claim, self.forward_pass.batch_size, len(self.input_layouts)
+        inputs, outputs = saved[:num_inputs], saved[num_inputs:]
+        device, dtype, enabled = self.autocast
+        call = Call(
+            self._rebuild,
+            self._flatten_output,
+            [layout.batch_first(x, batch) for x, layout in zip(inputs, self.input_layouts, strict=True)],
+            batched=[layout.holds_examples(x, batch) for x, layout in zip(inputs, self.input_layouts, strict=True)],
+            layouts=self.input_layouts,
+            outputs=[layout.batch_first(x, batch) for x, layout in zip(outputs, self.output_layouts, strict=True)],
+            output_layouts=self.output_layouts,
+            backprops=[layout.batch_first(g, batch) for g, layout in zip(grads, self.output_layouts, strict=True)],
+            random_state=self.random_state,
+            tolerance=3e-2 if enabled or any(x.dtype in HALF for x in saved) else 1e-4,
+        )
+        with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
+            return per_example_gradients(claim.path, claim.module, claim.names, call)
 
     def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure."""
@@ -305,7 +318,7 @@ class PerExampleClipper:
             # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
             hook = partial(self._after_module, claim)
             self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
-            if claim.rule is None:
+            if claim.may_be_rerun:
                 self._handles.append(claim.module.register_forward_pre_hook(partial(self._before_fallback, claim)))
         self._handles.append(self.model.register_forward_hook(self._after_model, always_call=True))
 

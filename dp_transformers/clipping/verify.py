@@ -23,7 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
 
-from .claims import UnclaimedParameterError, announce, give_up, positions_of, settle
+from .claims import UnclaimedParameterError, announce, give_up, settle
+from .layout import positions_of
 from .rules.fallback import UnsupportedModuleError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from oracle import assert_exact
 from torch import nn
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping.claims import Layout
+from dp_transformers.clipping.layout import FLAT
 from dp_transformers.clipping.modes import MODES
 
 ALL_MODES = sorted(MODES)
@@ -54,6 +54,25 @@ class Transposed(nn.Module):
 
     def forward(self, x):
         return self.linear(x.transpose(0, 1)).transpose(0, 1)
+
+
+class TransposedOwn(nn.Module):
+    """The same, and what it calls has no rule: a gate of the whole sequence, with or without random numbers."""
+
+    class Gate(nn.Module):
+        def __init__(self, dropout):
+            super().__init__()
+            self.w, self.dropout = nn.Parameter(torch.randn(4)), nn.Dropout(dropout)
+
+        def forward(self, x_tbd):
+            return self.dropout(x_tbd * torch.sigmoid(self.w * x_tbd.mean(0)))
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.gate = self.Gate(dropout)
+
+    def forward(self, x):
+        return self.gate(x.transpose(0, 1)).transpose(0, 1)
 
 
 class Repeats(nn.Module):
@@ -110,7 +129,8 @@ class Routes(nn.Module):
     ("build", "name", "answers"),
     [
         (Attends, "attention.out_proj.weight", "attention"),
-        (Transposed, "linear.weight", ""),
+        (Transposed, "linear.weight", "linear"),
+        (TransposedOwn, "gate.w", "gate"),
         (Repeats, "prompt.weight", ""),
         (Shares, "bank.w", ""),
         (Routes, "experts.0.weight", ""),
@@ -147,4 +167,16 @@ def test_layouts():
     model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 2), nn.Unflatten(0, (-1, 5)))
     with PerExampleClipper(model, 1.0) as clipper:
         model(torch.randn(4, 5, 4))
-        assert [list(claim.layouts.values()) for claim in clipper.claims] == [[[Layout.FLAT, Layout.FLAT]]]
+        assert [list(claim.layouts.values()) for claim in clipper.claims] == [[[FLAT, FLAT]]]
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_random_numbers_are_replayed_where_positions_come_first(mode):
+    model, x = TransposedOwn(dropout=0.5), torch.randn(4, 5, 4)
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(weigh(model, {"x": x}).sum(), model.gate.w)[0]
+    with PerExampleClipper(model, 1e6, mode=mode) as clipper:  # nothing is clipped, so the sum is the ordinary gradient
+        weigh(model, {"x": x})
+        torch.manual_seed(1)
+        clipper.backward(weigh(model, {"x": x}))
+    torch.testing.assert_close(model.gate.w.grad, expected)

@@ -4,6 +4,9 @@ A rule is a function ``rule(module, activations, backprops) -> {parameter: term}
 owns directly. ``activations`` are the tensors the module was called with, ``backprops`` is the gradient of the summed losses with
 respect to its output, ``(B, ...)``. A plain tensor ``(B, *p.shape)`` stands for :class:`~dp_transformers.clipping.terms.Dense`.
 
+A *whole-call* rule, ``rule(call) -> {parameter: term}``, is for modules with several inputs or outputs, or with the batch elsewhere than
+first: it gets a :class:`ModuleCall`, everything as the module was given it, and answers for all parameters below the module too.
+
 Rules are found by *what runs*, the ``forward`` of the module's class, never by name: a subclass with a forward of its own is
 somebody else, a subclass without one (or a class swapped in by FSDP2) is not.
 """
@@ -11,6 +14,8 @@ somebody else, a subclass without one (or a class swapped in by FSDP2) is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +24,26 @@ from ..terms import Dense, Term
 
 Rule = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, Term | torch.Tensor]]
 
+
+@dataclass
+class ModuleCall:
+    """One call of ``module`` on a batch of ``batch`` examples, every tensor detached and as it was given.
+
+    ``arguments`` by the names of the parameters of its ``forward``; ``outputs`` are the floating-point tensors of what it returned, in
+    order, ``backprops`` the gradients of the summed losses with respect to them. ``random_state`` is that of torch's generators at the
+    start of the call where the call used them, else None.
+    """
+
+    module: nn.Module
+    arguments: Mapping[str, Any]
+    outputs: Sequence[torch.Tensor]
+    backprops: Sequence[torch.Tensor]
+    batch: int
+    random_state: Any
+
+
 _RULES: dict[Callable, Rule] = {}
+WHOLE_CALL: set[Callable | None] = set()
 DOES_NOT_SAVE_OUTPUT: set[Rule | None] = set()  # rules of torch's layers, whose backward reads their input only
 _RECOGNISERS: list[Callable[[nn.Module], Rule | None]] = []
 
@@ -29,6 +53,16 @@ def rule(*module_classes: type[nn.Module]) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         DOES_NOT_SAVE_OUTPUT.add(function)
+        return register_grad_sampler(*module_classes)(function)
+
+    return register
+
+
+def whole_call_rule(*module_classes: type[nn.Module]) -> Callable[[Callable], Callable]:
+    """Register a whole-call rule."""
+
+    def register(function: Callable[[ModuleCall], Mapping[nn.Parameter, Term]]) -> Callable:
+        WHOLE_CALL.add(function)
         return register_grad_sampler(*module_classes)(function)
 
     return register

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout import Layout
 from ..terms import Dense, Term
 
 logger = logging.getLogger(__name__)
@@ -48,17 +49,18 @@ def ways_out(path: str, module: nn.Module) -> str:
 class Call:
     """One recorded call of a module, with the gradients of its outputs.
 
-    ``inputs`` are its tensors; ``batched[i]`` says whether ``inputs[i]`` has the examples in its first dimension. ``flat[i]`` says that
-    input i lies there as positions of all examples one after the other; it is then given as (B, positions, ...).
-    ``outputs`` and ``backprops`` are ``(B, ...)`` or, flat, ``(B, positions, ...)``; an output may be ``(1, ...)``, the same for all.
+    ``inputs`` are its tensors; those with ``batched[i]`` are given as ``(B, ...)`` or, flat, ``(B, positions, ...)``, whatever their layout
+    is (``layouts``); the others are the same for all examples. ``outputs`` and ``backprops`` are given likewise; an output may be
+    ``(1, ...)``, the same for all.
     """
 
     rebuild: Callable[[Sequence[torch.Tensor]], tuple[tuple, dict]]
     flatten: Callable[[Any], list[torch.Tensor]]
     inputs: Sequence[torch.Tensor]
     batched: Sequence[bool]
-    flat: Sequence[bool]
+    layouts: Sequence[Layout]
     outputs: Sequence[torch.Tensor]
+    output_layouts: Sequence[Layout]
     backprops: Sequence[torch.Tensor]
     random_state: Any  # as at the start of the call; None where the call used no random numbers
     tolerance: float  # by how much a re-computed output may differ, relative to its size
@@ -90,8 +92,8 @@ def per_example_gradients(path: str, module: nn.Module, parameters: dict[nn.Para
 
 def _of_one_example(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
     """The arguments of the call for one example, whose ``inputs`` have no batch dimension."""
-    kinds = zip(inputs, call.batched, call.flat, strict=True)
-    return call.rebuild([x.unsqueeze(0) if batched and not flat else x for x, batched, flat in kinds])
+    kinds = zip(inputs, call.batched, call.layouts, strict=True)
+    return call.rebuild([x.unsqueeze(layout.batch_dim) if batched and not layout.flat else x for x, batched, layout in kinds])
 
 
 def _vmapped(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call) -> dict[str, torch.Tensor]:
@@ -144,14 +146,26 @@ def substituted(module: nn.Module, values: dict[nn.Parameter, torch.Tensor]) -> 
 
     (torch.func.functional_call does not put a parameter back whose module is held under two names.)
     """
-    slots = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p in values]
+    slots = [
+        (slot, key, p)
+        for owner in module.modules()
+        for slot, items in ((owner._parameters, owner._parameters.items()), _flat_weights(owner))
+        for key, p in items
+        if p in values
+    ]
     try:
-        for owner, name, p in slots:
-            owner._parameters[name] = values[p]
+        for slot, key, p in slots:
+            slot[key] = values[p]
         yield
     finally:
-        for owner, name, p in slots:
-            owner._parameters[name] = p
+        for slot, key, p in slots:
+            slot[key] = p
+
+
+def _flat_weights(module: nn.Module) -> tuple[list, Iterator]:
+    """Recurrent layers of torch read their weights from a list of their own."""
+    weights = module._flat_weights if isinstance(module, nn.RNNBase) else []
+    return weights, enumerate(weights)
 
 
 def _as_outputs(gradients: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -168,15 +182,16 @@ def _differentiate(outputs, backprops, values: dict[str, torch.Tensor], gradient
 
 def _masked(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call) -> dict[str, torch.Tensor]:
     values = {name: p.detach().requires_grad_() for p, name in parameters.items()}
-    inputs = [x.detach().flatten(0, 1) if flat else x.detach() for x, flat in zip(call.inputs, call.flat, strict=True)]
+    kinds = zip(call.inputs, call.batched, call.layouts, strict=True)
+    inputs = [layout.restored(x.detach()) if batched else x.detach() for x, batched, layout in kinds]
     with torch.enable_grad(), replayed(call.random_state):
         args, kwargs = call.rebuild(inputs)
         with substituted(module, _pairs(parameters, values)):
             recomputed = call.flatten(module(*args, **kwargs))
         shaped = []
-        for before, after in zip(call.outputs, recomputed, strict=True):
-            after = after.expand(len(before), *after.shape[1:]) if len(after) == 1 else after
-            shaped.append(after.reshape(before.shape))
+        for before, after, layout in zip(call.outputs, recomputed, call.output_layouts, strict=True):
+            after = layout.batch_first(after, len(before))
+            shaped.append(after.expand(before.shape) if len(after) == 1 else after.reshape(before.shape))
             _require_same(before, shaped[-1], call.tolerance)
     live = [(x, g.to(x.dtype)) for x, g in zip(shaped, call.backprops, strict=True) if x.requires_grad]
     batch = len(call.backprops[0])

@@ -1,0 +1,65 @@
+"""Where a tensor that enters or leaves a module has its examples, learned from its shapes for two batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``batch_dim`` has one entry for each example, or a single one for all. In a ``flat`` tensor the first dimension holds all
+    positions of all examples, example by example. Neither: the tensor is the same for all examples."""
+
+    batch_dim: int | None = None
+    flat: bool = False
+
+    def holds_examples(self, x: torch.Tensor, batch: int) -> bool:
+        """Whether ``x`` has something of its own for each of ``batch`` examples."""
+        if self.flat:
+            return True
+        return self.batch_dim is not None and x.dim() > self.batch_dim and x.shape[self.batch_dim] == batch
+
+    def batch_first(self, x: torch.Tensor, batch: int) -> torch.Tensor:
+        """(B, ...), flat tensors as (B, positions, ...); what is the same for all examples stays as it is."""
+        if self.flat:
+            return x.reshape(batch, len(x) // batch, *x.shape[1:])
+        return x.movedim(self.batch_dim, 0) if self.batch_dim and self.holds_examples(x, batch) else x
+
+    def restored(self, x: torch.Tensor) -> torch.Tensor:
+        """The opposite of :meth:`batch_first`, for a tensor that holds examples."""
+        if self.flat:
+            return x.flatten(0, 1)
+        return x.movedim(0, self.batch_dim) if self.batch_dim else x
+
+
+BATCH_FIRST, FLAT, SHARED = Layout(0), Layout(flat=True), Layout()
+
+
+def positions_of(structure: Any, batch: int) -> set[int]:
+    """How many positions an example of this input may have: lengths of its dimensions, and of leading ones together."""
+    found = set()
+    for x in tree_leaves(structure):
+        if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == batch:
+            found |= {*x.shape[1:], *(x.shape[1:k].numel() for k in range(3, x.dim() + 1))}
+    return found - {1}
+
+
+def learn_layout(shape: Sequence[int], other: Sequence[int], batch: int, other_batch: int, positions: set[int]) -> Layout:
+    """The layout of a tensor of ``shape`` in a run on ``batch`` examples, and of ``other`` shape in one on ``other_batch``."""
+    if len(shape) != len(other) or not shape:
+        return SHARED
+    pairs = list(zip(shape, other, strict=True))
+    if (batch, other_batch) in pairs:
+        return Layout(pairs.index((batch, other_batch)))
+    size, other_size = pairs[0]
+    if (size, other_size) in ((1, 1), (batch, 1), (1, other_batch)):
+        return BATCH_FIRST
+    # All positions of every example and nothing else: a number that merely divides by the batch could be tokens sorted by expert.
+    if size * other_batch == other_size * batch and size % batch == 0 and size // batch in positions:
+        return FLAT
+    return SHARED
