@@ -11,6 +11,7 @@ _WHERE = {
     "DPTrainer": "trainer",
     "DPTrainingArguments": "training_args",
     "PerExampleClipper": "clipping",
+    "PrivacyEngine": "privacy_engine",
     "PrivacySpent": "trainer",
     "calibrate_noise_multiplier": "accounting",
     "check_model": "clipping",
@@ -21,6 +22,7 @@ __all__ = [
     "DPTrainer",
     "DPTrainingArguments",
     "PerExampleClipper",
+    "PrivacyEngine",
     "PrivacySpent",
     "calibrate_noise_multiplier",
     "check_model",
@@ -31,6 +33,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .accounting import calibrate_noise_multiplier, compute_epsilon
     from .clipping import PerExampleClipper, check_model, register_grad_sampler
+    from .privacy_engine import PrivacyEngine
     from .trainer import DPTrainer, PrivacySpent
     from .training_args import DPTrainingArguments
 

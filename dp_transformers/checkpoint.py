@@ -33,7 +33,7 @@ class PrivacyState:
     expected_batch_size: int
     noise_multiplier: float
     max_grad_norm: float
-    delta: float
+    delta: float | None
     target_epsilon: float | None
     sampling: str
 

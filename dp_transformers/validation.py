@@ -67,7 +67,7 @@ def validate_model(model: nn.Module) -> None:
             )
 
 
-def validate_training_data(dataset: Any, *, target_delta: float, expected_batch_size: int) -> None:
+def validate_training_data(dataset: Any, *, target_delta: float | None, expected_batch_size: int) -> None:
     """Raise ValueError for data that cannot be drawn from by Poisson sampling, or that δ and batch size do not fit."""
     if dataset is None:
         return
@@ -79,7 +79,7 @@ def validate_training_data(dataset: Any, *, target_delta: float, expected_batch_
     n = len(dataset)
     if n == 0:
         raise ValueError("train_dataset is empty.")
-    if target_delta >= 1 / n:
+    if target_delta is not None and target_delta >= 1 / n:
         raise ValueError(
             f"target_delta={target_delta:g} is not smaller than 1/N = {1 / n:.3g} for N = {n} training examples: at that delta, publishing one "
             "example outright would count as private. Choose it well below, for example 1e-6."

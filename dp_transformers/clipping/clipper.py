@@ -6,6 +6,10 @@ module's output; with the module's input a, its rule gives the terms of the para
 (:mod:`~dp_transformers.clipping.terms`), and their squared norms are handed to autograd *as the gradient of the probe*. Autograd
 adds them up, so ``torch.autograd.grad(losses.sum(), probe)`` is the whole norm pass, and native layers are never asked for a weight
 gradient. Nothing is wrapped or re-classed, native kernels stay, no activation is saved twice.
+
+In a loop that calls ``loss.backward()`` itself (:meth:`PerExampleClipper.follow`) it is that call's backward pass which fills the probe.
+Claimed parameters then ask for no gradient while their modules run, so autograd computes no unclipped weight gradient at all, and the
+clipped sum lies in ``p.grad`` when ``backward`` returns.
 """
 
 from __future__ import annotations
@@ -14,9 +18,9 @@ import contextlib
 import inspect
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
-from .layout import BATCH_FIRST, Layout, positions_of
+from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .rules import WHOLE_CALL, ModuleCall, as_term
 from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
@@ -33,6 +37,16 @@ from .terms import Term
 logger = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
+
+
+class Follower(Protocol):
+    """Who follows a clipper from batch to batch (:meth:`PerExampleClipper.follow`)."""
+
+    def before_sum(self, batch_size: int) -> torch.Tensor | None:
+        """The weights of a batch that goes backward; ``grad`` must hold what the clipped sum is to be added to. May raise."""
+
+    def after_sum(self) -> None:
+        """The clipped sum has been added to ``grad``."""
 
 
 class _Tap(torch.autograd.Function):
@@ -67,6 +81,7 @@ class _Pass:
         self.positions: set[int] = set()  # how many an example may have
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.low_precision = torch.float32
+        self.followed = False  # by a loss.backward() of somebody else
         self.restart(measure=False)
 
     def restart(self, *, measure: bool, instantiate: bool = False, keep: bool = False) -> None:
@@ -209,9 +224,12 @@ class _Use:
         forward_pass = self.forward_pass
         if forward_pass is not self.clipper._pass:
             raise ValueError(
-                f"the losses also depend on an earlier forward pass (of {forward_pass.batch_size} examples), whose gradients would not be "
-                "clipped. Compute them from forward passes of one batch size, and call backward once for each batch."
+                f"the losses also depend on an earlier forward pass (of {forward_pass.batch_size} examples), or backward ran over it before, so "
+                "their gradients would not be clipped together. Compute losses from forward passes of one batch size, and call backward once."
             )
+        if forward_pass.followed and not forward_pass.in_backward:
+            forward_pass.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.clipper._finish, forward_pass))
         if not forward_pass.measure:
             return None
         total_b = torch.zeros_like(forward_pass.probe)
@@ -257,6 +275,7 @@ class PerExampleClipper:
             :mod:`dp_transformers.clipping.verify`. The losses themselves are yours and come later: compute them from the model's
             outputs alone. A loss that uses a parameter directly (weight decay, say) is not clipped in the two-pass modes; check such
             losses with ``check_model(model, batch, loss_function=...)``.
+        batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the second.
 
     Raises:
         ValueError: nothing to train, unknown mode, or a bound that is not a positive number.
@@ -268,7 +287,7 @@ class PerExampleClipper:
         norms = clipper.backward(losses)                             # p.grad += sum of clipped gradients; norms (B,)
     """
 
-    def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True):
+    def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True, batch_first: bool = True):
         if not (isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < float("inf")):
             raise ValueError(
                 f"max_grad_norm must be a positive finite number, the bound on each example's gradient; got {max_grad_norm!r}."
@@ -277,10 +296,14 @@ class PerExampleClipper:
         self.max_grad_norm = float(max_grad_norm)
         self.mode = choose_mode(mode, model)
         self.self_check = self_check
+        self.batch_first = batch_first
         self._handles: list[Any] = []
         self._pass: _Pass | None = None
         self._tapping = False
         self._paused = False
+        self._follower: Follower | None = None
+        self._loss_reduction: str | None = None  # of the losses that others call backward on
+        self._hidden: set[nn.Parameter] = set()  # ask for no gradient while the module that uses them runs
         self.attach()
         logger.info("clipping mode %s (asked for: %s), C = %g", self.mode.name, mode, self.max_grad_norm)
 
@@ -320,6 +343,10 @@ class PerExampleClipper:
             self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
             if claim.may_be_rerun:
                 self._handles.append(claim.module.register_forward_pre_hook(partial(self._before_fallback, claim)))
+            if self._loss_reduction is not None:
+                self._handles.append(claim.module.register_forward_pre_hook(partial(self._hide, claim)))
+        if self._loss_reduction is not None:
+            self._handles += [p.register_post_accumulate_grad_hook(self._refuse_native_gradient) for p in self.parameters]
         self._handles.append(self.model.register_forward_hook(self._after_model, always_call=True))
 
     def detach(self) -> None:
@@ -330,6 +357,20 @@ class PerExampleClipper:
         for p in self.parameters:
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
+
+    def follow(self, follower: Follower, loss_reduction: str | None) -> None:
+        """Ask ``follower`` before every clipped sum for the examples' weights, and tell it afterwards.
+
+        With a ``loss_reduction`` ("mean" or "sum") the clipped sum is formed by an ordinary ``loss.backward()``, where ``loss`` is that
+        reduction of the examples' losses over the batch. Only modes that keep what the sum is formed from can do that.
+        """
+        if loss_reduction is not None and not self.mode.keep:
+            raise ValueError(
+                f"clipping mode '{self.mode.name}' goes back over the losses a second time, so it needs them one for each example: hand over "
+                "the criterion, call backward(losses) of the clipper yourself, or use clipping_mode='book_keeping'."
+            )
+        self._follower, self._loss_reduction = follower, loss_reduction
+        self._hook()
 
     def __enter__(self) -> PerExampleClipper:
         self.attach()
@@ -344,9 +385,19 @@ class PerExampleClipper:
     # ---- forward ----
 
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not torch.is_grad_enabled() or self._paused or (self._pass is not None and self._pass.in_backward):
+        if not torch.is_grad_enabled() or self._paused:
             return
+        if self._pass is not None and self._pass.in_backward:
+            if _in_backward():
+                return
+            self._pass = None  # that backward raised before its end
+        self._show()
         if self._trainable() != self._signature:  # something was frozen or unfrozen since
+            if self._follower is not None:
+                raise ValueError(
+                    "the set of trainable parameters changed since make_private. Freeze, unfreeze, replace and add layers before it, and "
+                    "build the optimizer from what is then trainable."
+                )
             logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
             self.detach()
             self.attach()
@@ -354,21 +405,41 @@ class PerExampleClipper:
             from .verify import self_check
 
             self_check(self, args, kwargs)
-        batch_size = _batch_size(self.model, args, kwargs)
+        batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         if self._pass is None or self._pass.batch_size != batch_size:
             unused = self._pass
             self._pass = self._new_pass(batch_size)
             if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
                 self._pass.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
-        self._pass.positions |= positions_of((args, kwargs), batch_size)
+        if self.batch_first:
+            self._pass.positions |= positions_of((args, kwargs), batch_size)
         self._tapping = True
 
     def _new_pass(self, batch_size: int) -> _Pass:
         device = self.parameters[0].device
-        return _Pass(batch_size, torch.zeros(batch_size, device=device, dtype=torch.float32, requires_grad=True))
+        forward_pass = _Pass(batch_size, torch.zeros(batch_size, device=device, dtype=torch.float32, requires_grad=True))
+        if self._loss_reduction is not None:
+            forward_pass.restart(measure=True, instantiate=self.mode.instantiate, keep=True)
+            forward_pass.followed = True
+        return forward_pass
 
     def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._tapping = False
+        self._show()
+
+    def _hide(self, claim: Claim, module: nn.Module, args: tuple) -> None:
+        if self._paused or not torch.is_grad_enabled() or self._pass is None or not (self._tapping or self._pass.in_backward):
+            return
+        for p in claim.names:
+            p.requires_grad_(False)
+            self._hidden.add(p)
+
+    def _show(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        if not self._hidden:
+            return
+        for p in list(self._hidden) if parameters is None else parameters:
+            p.requires_grad_(True)
+            self._hidden.discard(p)
 
     def _before_fallback(self, claim: Claim, module: nn.Module, args: tuple) -> None:
         if not self._paused:
@@ -376,6 +447,7 @@ class PerExampleClipper:
 
     def _after_module(self, claim: Claim, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         forward_pass = self._pass
+        self._show(claim.names)
         if self._paused or not (self._tapping or (forward_pass is not None and forward_pass.in_backward)):
             if torch.is_grad_enabled() and not self._paused:
                 raise ValueError(
@@ -387,6 +459,11 @@ class PerExampleClipper:
             for p in claim.names:
                 forward_pass.uses[p] += 1
         if not torch.is_grad_enabled():
+            if self._loss_reduction is not None:
+                raise ValueError(
+                    f"'{claim.path}' runs under reentrant activation checkpointing, which loss.backward() cannot be followed through: use "
+                    "use_reentrant=False."
+                )
             forward_pass.reentrant = True
             return None
         return _Use(self, claim, args, kwargs, output).tapped_output()
@@ -418,31 +495,61 @@ class PerExampleClipper:
         """
         forward_pass = self._checked_pass(losses)
         weights_b = _checked_weights(weights, losses)
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+        own_hooks = int(self._loss_reduction is not None)
+        if any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own_hooks for p in self.parameters):
             raise ValueError(
                 "a trainable parameter has a gradient hook, which could change or use gradients that are not private yet: remove it."
             )
-        forward_pass.in_backward = True
+        forward_pass.in_backward, forward_pass.followed = True, False
         try:
+            weights_b = self._begin_sum(forward_pass, weights_b)
             with torch.autocast(losses.device.type, enabled=False):  # if called inside an autocast region
-                return self._backward(forward_pass, losses, weights_b)
+                norms_b = self._backward(forward_pass, losses, weights_b)
         finally:
             self._pass = None  # used up, whatever happened
+        self._end_sum()
+        return norms_b
+
+    def _begin_sum(self, forward_pass: _Pass, weights_b: torch.Tensor) -> torch.Tensor:
+        if self._follower is None:
+            return weights_b
+        given = self._follower.before_sum(forward_pass.batch_size)
+        return weights_b if given is None else weights_b * given.to(weights_b)
+
+    def _end_sum(self) -> None:
+        if self._follower is not None:
+            self._follower.after_sum()
+
+    def _finish(self, forward_pass: _Pass) -> None:
+        """The end of somebody else's ``loss.backward()``."""
+        try:
+            if forward_pass is not self._pass:
+                raise ValueError("the model ran again while backward was going on.")
+            scale = forward_pass.batch_size if self._loss_reduction == "mean" else 1
+            norm_sq_b, device = forward_pass.probe.grad, forward_pass.probe.device
+            weights_b = self._begin_sum(forward_pass, torch.ones(forward_pass.batch_size, device=device))
+            with torch.autocast(device.type, enabled=False), torch.no_grad():
+                self._sum_kept(forward_pass, self._close_open(forward_pass, norm_sq_b), weights_b, scale)
+        finally:
+            self._pass = None
+        self._end_sum()
+
+    def _refuse_native_gradient(self, parameter: nn.Parameter) -> None:
+        parameter.grad = None  # it is not clipped
+        name = next((name for name, p in self.model.named_parameters() if p is parameter), "?")
+        raise ValueError(
+            f"parameter '{name}' got a gradient past its module, which cannot be clipped: the loss uses the parameter directly (a weight "
+            "penalty: use the optimizer's weight_decay), or the forward pass ran outside the model given to make_private."
+        )
 
     def _backward(self, forward_pass: _Pass, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
         mode = self.mode
         forward_pass.restart(measure=True, instantiate=mode.instantiate, keep=mode.keep)
         norm_sq_b = self._measure(forward_pass, losses, retain_graph=not mode.keep)
-        norms_b = norm_sq_b.sqrt()
-        bad_b = ~torch.isfinite(norms_b)
-        if mode.name == "per_sample":
-            for p, terms in forward_pass.kept.items():
-                p.grad_sample = terms[0].grad
-        coef_b = torch.where(bad_b, 0.0, weights_b * (self.max_grad_norm / norms_b).clamp(max=1.0))
-        any_bad = bool(bad_b.any())
         if mode.keep:
-            self._add_kept(forward_pass, coef_b, bad_b if any_bad else None)
-        elif any_bad:  # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
+            return self._sum_kept(forward_pass, norm_sq_b, weights_b)
+        norms_b, coef_b, bad_b = self._coefficients(norm_sq_b, weights_b)
+        if bool(bad_b.any()):  # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
             forward_pass.restart(measure=True, keep=True)
             self._measure(forward_pass, losses, retain_graph=False)
             self._add_kept(forward_pass, coef_b, bad_b)
@@ -451,6 +558,21 @@ class PerExampleClipper:
             coef_b = coef_b * (1.0 - self._second_pass_slack(forward_pass, losses))
             only = None if forward_pass.reentrant else self.parameters
             torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
+        return norms_b
+
+    def _coefficients(self, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+        """(B,) each: the norms, what each example's gradient is multiplied with, and which examples are not finite."""
+        norms_b = norm_sq_b.sqrt() * scale
+        bad_b = ~torch.isfinite(norms_b)
+        return norms_b, torch.where(bad_b, 0.0, weights_b * (self.max_grad_norm / norms_b).clamp(max=1.0)), bad_b
+
+    def _sum_kept(self, forward_pass: _Pass, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Clip and add up what was kept, which is each example's gradient divided by ``scale``; (B,) the norms."""
+        norms_b, coef_b, bad_b = self._coefficients(norm_sq_b, weights_b, scale)
+        if self.mode.name == "per_sample":
+            for p, terms in forward_pass.kept.items():
+                p.grad_sample = terms[0].grad * scale if scale != 1 else terms[0].grad
+        self._add_kept(forward_pass, coef_b * scale, bad_b if bool(bad_b.any()) else None)
         return norms_b
 
     def _measure(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor:
@@ -465,8 +587,12 @@ class PerExampleClipper:
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "
                 "or through a submodule instead of the model given to PerExampleClipper."
             )
+        return self._close_open(forward_pass, norm_sq_b)
+
+    def _close_open(self, forward_pass: _Pass, norm_sq_b: torch.Tensor) -> torch.Tensor:
+        """``norm_sq_b`` and the squared norms of parameters with announced uses that the losses do not depend on."""
         with _exact_arithmetic(norm_sq_b.device):
-            for parameter in list(forward_pass.open):  # announced uses that the losses do not depend on
+            for parameter in list(forward_pass.open):
                 norm_sq_b = norm_sq_b + forward_pass.close(parameter).to(norm_sq_b.device)
         return norm_sq_b
 
@@ -520,6 +646,10 @@ class PerExampleClipper:
         return self._pass
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 def _differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
@@ -544,15 +674,3 @@ def _checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torc
     if not bool(((weights >= 0) & (weights <= 1)).all()):
         raise ValueError("weights must lie in [0, 1]: a larger one would let an example contribute more than max_grad_norm.")
     return weights
-
-
-def _batch_size(model: nn.Module, args: tuple, kwargs: dict) -> int:
-    main = kwargs.get(getattr(model, "main_input_name", ""))
-    tensors = (
-        [main]
-        if isinstance(main, torch.Tensor)
-        else [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and x.dim()]
-    )
-    if not tensors:
-        raise ValueError("the model was called without a tensor, so the batch size is unknown: pass inputs with the batch in dimension 0.")
-    return len(tensors[0])

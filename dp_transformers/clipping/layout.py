@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 
@@ -63,3 +64,14 @@ def learn_layout(shape: Sequence[int], other: Sequence[int], batch: int, other_b
     if size * other_batch == other_size * batch and size % batch == 0 and size // batch in positions:
         return FLAT
     return SHARED
+
+
+def batch_size_of(model: nn.Module, args: tuple, kwargs: dict, batch_first: bool = True) -> int:
+    """How many examples the model is called with, by its main input or the first tensor it is given."""
+    main = kwargs.get(getattr(model, "main_input_name", ""))
+    tensors = (
+        [main] if isinstance(main, torch.Tensor) else [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
+    )
+    if not tensors:
+        raise ValueError("the model was called without a tensor, so the batch size is unknown: pass inputs with the batch in dimension 0.")
+    return tensors[0].shape[0 if batch_first or tensors[0].dim() == 1 else 1]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
 
 from .claims import UnclaimedParameterError, announce, give_up, settle
-from .layout import positions_of
+from .layout import batch_size_of, positions_of
 from .rules.fallback import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -86,6 +86,9 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     try:
         with _forked_rng(clipper.parameters[0].device):
             given = (args, kwargs)
+            if not clipper.batch_first:
+                given = _second_dimension_first(*given)
+                loss_function = _batch_second(loss_function or _random_output_loss(clipper.model, batch_first=False))
             args, kwargs = synthetic_inputs(clipper.model, *given)
             report = run_checks(clipper, args, kwargs, loss_function, lambda rows: synthetic_inputs(clipper.model, *given, rows))
     except BaseException:
@@ -111,10 +114,8 @@ def run_checks(
     ``others(rows)`` gives other inputs like these for claims to settle on; default: these examples again.
     """
     start = time.perf_counter()
-    from .clipper import _batch_size
-
     losses_of = loss_function or _random_output_loss(clipper.model)
-    batch = _batch_size(clipper.model, args, kwargs)
+    batch = batch_size_of(clipper.model, args, kwargs)
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     with _undisturbed(clipper):
@@ -236,7 +237,9 @@ def _settle(
         losses_of(*inputs[sizes[0]][0], **inputs[sizes[0]][1])
 
     try:
-        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes), positions_of((args, kwargs), batch))
+        # positions are not looked for where they come before the examples: flattened rows would not lie example by example
+        positions = positions_of((args, kwargs), batch) if clipper.batch_first else set()
+        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes), positions)
     except UnclaimedParameterError as error:
         raise SelfCheckError(str(error)) from None
     finally:
@@ -298,12 +301,29 @@ def _distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
     return _length([x - y for x, y in zip(a, b, strict=True)])
 
 
-def _random_output_loss(model: nn.Module) -> LossFunction:
+def _second_dimension_first(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return tree_map(lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x, (args, kwargs))
+
+
+def _batch_second(losses_of: LossFunction) -> LossFunction:
+    """``losses_of`` for inputs whose batch comes first, given one for those where it comes second."""
+
+    def swapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = _second_dimension_first(args, kwargs)
+        return losses_of(*args, **kwargs)
+
+    return swapped
+
+
+def _random_output_loss(model: nn.Module, *, batch_first: bool = True) -> LossFunction:
     """A loss for models whose own is not known: a fixed random weight for every number an example puts out."""
 
     def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
         output = model(*args, **kwargs)
         tensors = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim()]
+        if not batch_first:
+            batch = batch_size_of(model, args, kwargs, batch_first=False)
+            tensors = [x.transpose(0, 1) if x.dim() > 1 and (len(x) != batch or x.dim() > 2) else x for x in tensors]
         losses = []
         for x in tensors:
             generator = torch.Generator().manual_seed(x[0].numel())
@@ -319,9 +339,7 @@ def _random_output_loss(model: nn.Module) -> LossFunction:
 
 def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | None = None) -> tuple[tuple, dict]:
     """Random input with the shapes, dtypes and masks of the given one, ``rows`` examples (default: three, five or seven)."""
-    from .clipper import _batch_size
-
-    batch = _batch_size(model, args, kwargs)
+    batch = batch_size_of(model, args, kwargs)
     sizes = {n for x in tree_flatten((args, kwargs))[0] if _batched(x, batch) for n in x.shape[1:]}
     rows = rows or next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
@@ -377,11 +395,12 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
     grads = [p.grad for p in clipper.parameters]
     values = [p.detach().clone() for p in clipper.parameters]
     bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
+    follower, clipper._follower = clipper._follower, None
     try:
         with torch.enable_grad():
             yield
     finally:
-        clipper.max_grad_norm, clipper._pass = bound, None
+        clipper.max_grad_norm, clipper._pass, clipper._follower = bound, None, follower
         for m, training in modes.items():
             m.training = training
         for p, grad, value in zip(clipper.parameters, grads, values, strict=True):

@@ -1,0 +1,620 @@
+"""PrivacyEngine in plain loops: the same steps as one example at a time, whatever the loop; and misuse is loud."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import clipped_sum, distance, length, per_example_gradients, trainable
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_transformers import PrivacyEngine, compute_epsilon
+from dp_transformers.checkpoint import PrivacyStateError
+
+CLASSES, WIDTH, LENGTH, N = 3, 5, 4, 40
+
+
+class Net(nn.Module):
+    """Ids to class scores, with an embedding, a shared layer and, if asked for, checkpointing or the batch second."""
+
+    def __init__(self, checkpointed=False, batch_first=True):
+        super().__init__()
+        self.embed, self.mix, self.norm, self.head = (
+            nn.Embedding(9, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, CLASSES),
+        )
+        self.checkpointed, self.batch_first = checkpointed, batch_first
+
+    def block(self, x):
+        return torch.relu(self.mix(torch.tanh(self.mix(x))))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return self.head(self.norm(x)).mean(1 if self.batch_first else 0)
+
+
+def make_data():
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randint(0, 9, (N, LENGTH), generator=generator), torch.randint(0, CLASSES, (N,), generator=generator))
+
+
+def make(model=None, *, seed=1, batch_size=10, optimizer=None, engine=None, collate_fn=None, **options):
+    torch.manual_seed(3)
+    model = model or Net()
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 0.3, **options}
+    loader = DataLoader(make_data(), batch_size=batch_size, shuffle=True, collate_fn=collate_fn)
+    if engine is None:
+        with pytest.warns(UserWarning, match="dp_seed"):
+            engine = PrivacyEngine(dp_seed=seed)
+    return engine, *engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
+
+
+class OneAtATime:
+    """The same training by one example at a time: what each step's gradient must be."""
+
+    def __init__(self, model, make_optimizer, bound, expected):
+        self.model, self.bound, self.expected = copy.deepcopy(model), bound, expected
+        self.optimizer = make_optimizer(trainable(self.model))
+
+    def step(self, x, y):
+        total = [torch.zeros_like(p) for p in trainable(self.model)]
+        if len(x):
+            gradients = per_example_gradients(
+                self.model, lambda b: F.cross_entropy(self.model(b["x"]), b["y"], reduction="none"), {"x": x, "y": y}
+            )
+            total = clipped_sum(gradients, self.bound)[1]
+        for p, g in zip(trainable(self.model), total, strict=True):
+            p.grad = (g / self.expected).to(p.dtype)
+        self.optimizer.step()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05, eps=1e-3)  # a smaller one would make steps of the rounding errors of zeros
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize("physical", [None, 3])
+@pytest.mark.parametrize("mode", ["auto", "per_sample"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_loop_takes_the_steps_of_one_example_at_a_time(make_optimizer, physical, mode, reduction, checkpointed):
+    model = Net(checkpointed)
+    oracle = OneAtATime(model, make_optimizer, 0.3, 10)
+    start = copy.deepcopy(model)
+    options = {"loss_reduction": reduction, "max_physical_batch_size": physical, "clipping_mode": mode}
+    _, model, optimizer, loader = make(model, optimizer=make_optimizer(model.parameters()), **options)
+    rows = []
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+            given = loader._run.given
+            rows += [(x, y)] if given.weight else []
+            if given.last_of_draw:
+                assert physical is None or all(len(x) <= physical for x, _ in rows)
+                oracle.step(*(torch.cat([row[k] for row in rows] or [torch.empty(0)]) for k in (0, 1)))
+                rows = []
+    moved = distance(trainable(oracle.model), trainable(start))
+    assert moved > 0.1
+    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * moved
+
+
+@pytest.mark.parametrize("mode", ["ghost", "fast_gradient", "book_keeping", "per_sample"])
+@pytest.mark.parametrize("how", ["criterion", "clipper"])
+def test_losses_handed_over_per_example(mode, how):
+    model = Net()
+    oracle, start = OneAtATime(model, sgd, 0.3, 10), copy.deepcopy(model)
+    handed = {"criterion": nn.CrossEntropyLoss()} if how == "criterion" else {"loss_reduction": "none"}
+    engine, model, optimizer, *criterion, loader = make(model, optimizer=sgd(model.parameters()), clipping_mode=mode, **handed)
+    for x, y in loader:
+        optimizer.zero_grad()
+        if how == "criterion":
+            loss = criterion[0](model(x), y)
+            assert torch.isclose(loss, F.cross_entropy(model(x), y))
+            loss.backward()
+        else:
+            engine.clipper.backward(F.cross_entropy(model(x), y, reduction="none"))
+        optimizer.step()
+        oracle.step(x, y)
+    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(trainable(oracle.model), trainable(start))
+
+
+def test_batch_in_the_second_dimension():
+    model = Net(batch_first=False)
+    oracle, start = OneAtATime(Net(), sgd, 0.3, 10), None
+    oracle.model.load_state_dict(model.state_dict())
+    start = copy.deepcopy(oracle.model)
+
+    def positions_first(examples):
+        return torch.stack([x for x, _ in examples], 1), torch.stack([y for _, y in examples])
+
+    _, model, optimizer, loader = make(model, optimizer=sgd(model.parameters()), batch_first=False, collate_fn=positions_first)
+    for x, y in loader:
+        assert x.shape == (LENGTH, len(y))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        oracle.step(x.T, y)
+    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(trainable(oracle.model), trainable(start))
+
+
+def losses_of(model):
+    return lambda b: F.cross_entropy(model(b["x"]), b["y"], reduction="none")
+
+
+def test_gradients_can_be_seen_at_every_stage():
+    model = Net()
+    reference = copy.deepcopy(model)
+    _, model, optimizer, loader = make(model, clipping_mode="per_sample", noise_multiplier=1.0)
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    gradients = per_example_gradients(reference, losses_of(reference), {"x": x, "y": y})
+    for k, p in enumerate(model.parameters()):
+        torch.testing.assert_close(p.grad_sample, torch.stack([g[k] for g in gradients]))
+    total = clipped_sum(gradients, 0.3)[1]
+    clipped = [p.grad.clone() for p in model.parameters()]
+    assert distance(clipped, total) <= 1e-5 * length(total)
+    optimizer.step()
+    noise = torch.cat([(p.grad * 10 - g).flatten() for p, g in zip(model.parameters(), clipped, strict=True)])
+    assert 0.8 < noise.std() / 0.3 < 1.25  # 112 parameters
+    assert len(noise.unique()) > 0.95 * len(noise)
+
+
+def test_removing_an_example_moves_the_sum_by_at_most_the_bound():
+    for reduction in ("mean", "sum"):
+        sums = []
+        for rows in (slice(0, 6), slice(1, 6)):
+            _, model, _, loader = make(loss_reduction=reduction)
+            x, y = torch.arange(24).view(6, 4) % 9, torch.arange(6) % CLASSES
+            next(iter(loader))
+            loader._run.given.rows = len(x[rows])
+            with torch.no_grad():
+                model.head.weight *= 50
+            F.cross_entropy(model(x[rows]), y[rows], reduction=reduction).backward()
+            sums.append([p.grad for p in model.parameters()])
+        assert 0.99 * 0.3 <= distance(*sums) <= 0.3 * (1 + 1e-5)
+
+
+def test_empty_draws_are_steps_of_noise():
+    engine, model, optimizer, loader = make(batch_size=1, noise_multiplier=1.0)
+    empty = 0
+    for x, y in loader:
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if loader._run.given.weight == 0:
+            empty += 1
+            assert length([p.grad for p in model.parameters()]) == 0
+        optimizer.step()
+        assert distance(list(model.parameters()), before) > 0
+    assert empty > 5
+    assert engine.accountant.steps == len(loader) == N
+
+
+def test_epsilon_is_that_of_the_steps_taken():
+    engine, model, optimizer, loader = make(noise_multiplier=1.3, max_physical_batch_size=4)
+    assert engine.get_epsilon(1e-3) == 0
+    steps = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        steps += loader._run.given.last_of_draw
+    assert steps == loader.steps_per_epoch == 4
+    assert engine.get_epsilon(1e-3) == compute_epsilon(noise_multiplier=1.3, sample_rate=0.25, steps=4, delta=1e-3)
+    with pytest.raises(TypeError, match="steps_per_epoch"):
+        len(loader)
+
+
+def test_target_epsilon_is_kept():
+    model = Net()
+    loader = DataLoader(make_data(), batch_size=10)
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=sgd(model.parameters()),
+        data_loader=loader,
+        target_epsilon=3.0,
+        target_delta=1e-3,
+        epochs=2,
+        max_grad_norm=1.0,
+    )
+    for _ in range(2):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
+    before = [p.detach().clone() for p in model.parameters()]
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="budget is spent"):
+        optimizer.step()
+    assert distance(list(model.parameters()), before) == 0
+    assert engine.get_epsilon(1e-3) <= 3.0
+
+
+def test_loader_keeps_what_the_old_one_was_told():
+    def collate(examples):
+        return {"x": torch.stack([x for x, _ in examples]), "y": torch.stack([y for _, y in examples])}
+
+    *_, loader = make(collate_fn=collate)
+    for batch in loader:
+        assert set(batch) == {"x", "y"}
+    old = DataLoader(make_data(), batch_size=10, num_workers=2)
+    with pytest.warns(UserWarning, match="dp_seed"):
+        engine = PrivacyEngine(dp_seed=1)
+    model = Net()
+    model, _optimizer, loader = engine.make_private(
+        module=model, optimizer=sgd(model.parameters()), data_loader=old, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    sizes = {len(x) for x, _ in [*loader, *loader]}
+    assert len(sizes) > 1, "draws of random size"
+
+
+# ---- misuse ----
+
+
+def one_batch(**options):
+    engine, model, optimizer, loader = make(**options)
+    x, y = next(iter(loader))
+    return engine, model, optimizer, loader, x, y
+
+
+def test_step_twice():
+    _, model, optimizer, _, x, y = one_batch()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="one backward, one step"):
+        optimizer.step()
+
+
+def test_step_without_backward():
+    _, _, optimizer, _, _, _ = one_batch()
+    with pytest.raises(ValueError, match="one backward, one step"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_backward_twice_on_a_batch(mode):
+    _, model, _, *criterion, loader = make(clipping_mode=mode, **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}))
+    criterion = criterion[0] if criterion else F.cross_entropy
+    x, y = next(iter(loader))
+    criterion(model(x), y).backward()
+    with pytest.raises(ValueError, match="second time"):
+        criterion(model(x), y).backward()
+
+
+def test_backward_twice_over_one_graph():
+    _, model, _, _, x, y = one_batch()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(ValueError, match="backward ran over it before"):
+        loss.backward()
+
+
+def test_data_of_another_loader():
+    _, model, _, loader = make()
+    x, y = make_data().tensors
+    with pytest.raises(ValueError, match="did not come from the loader"):
+        F.cross_entropy(model(x[:4]), y[:4]).backward()
+    next(iter(loader))
+    with pytest.raises(ValueError, match="another loader"):
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_gradients_accumulated_over_draws():
+    _, model, _, loader = make()
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    x, y = next(batches)
+    with pytest.raises(ValueError, match="Every draw is one step"):
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_a_loop_left_in_the_middle_of_a_draw_goes_on():
+    _, model, optimizer, loader = make(max_physical_batch_size=2)
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    reference = copy_of(model)
+    total = clipped_sum(per_example_gradients(reference, losses_of(reference), {"x": x, "y": y}), 0.3)[1]
+    assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+
+
+def copy_of(model):
+    """The same weights, without hooks."""
+    twin = Net()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+@pytest.mark.parametrize("change", ["clip", "zero", "replace"])
+def test_gradients_changed_before_the_step(change):
+    _, model, optimizer, _, x, y = one_batch()
+    F.cross_entropy(model(x), y).backward()
+    if change == "clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif change == "zero":
+        optimizer.zero_grad()
+    else:
+        model.head.weight.grad = torch.zeros_like(model.head.weight)
+    with pytest.raises(ValueError, match="gradient"):
+        optimizer.step()
+
+
+def test_a_penalty_on_the_weights_is_refused():
+    _, model, _, _, x, y = one_batch()
+    with pytest.raises(ValueError, match=r"'head.weight' got a gradient past its module.*weight_decay"):
+        (F.cross_entropy(model(x), y) + model.head.weight.square().sum()).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_failed_backward_leaves_a_usable_model():
+    _, model, optimizer, _, x, y = one_batch()
+    out = model(x)
+    out.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        F.cross_entropy(out, y).backward()
+    with pytest.raises(ValueError, match="one backward, one step"):
+        optimizer.step()
+    reference = copy_of(model)
+    F.cross_entropy(model(x), y).backward()
+    total = clipped_sum(per_example_gradients(reference, losses_of(reference), {"x": x, "y": y}), 0.3)[1]
+    assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+
+
+def test_failed_forward_leaves_parameters_trainable():
+    _, model, _, _, x, _ = one_batch()
+    with pytest.raises(IndexError):
+        model(x + 100)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_optimizer_must_hold_what_is_trained():
+    model = Net()
+    with pytest.raises(ValueError, match=r"misses 2 trainable parameters \(head.weight, head.bias\)"):
+        make(model, optimizer=sgd([p for name, p in model.named_parameters() if "head" not in name]))
+    with pytest.raises(ValueError, match="not the model's"):
+        make(model, optimizer=sgd([*model.parameters(), nn.Parameter(torch.zeros(3))]))
+    with pytest.raises(ValueError, match="LBFGS"):
+        make(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+def test_model_changed_afterwards():
+    _, model, optimizer, _loader, x, y = one_batch()
+    model.embed.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="changed since make_private"):
+        model(x)
+    model.embed.weight.requires_grad_(True)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ValueError, match="not the model's"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"poisson_sampling": False}, "Poisson"),
+        ({"loss_reduction": "average"}, "'mean', 'sum' or 'none'"),
+        ({"clipping_mode": "ghost"}, "hand over the criterion"),
+        ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "both must be 'mean'"),
+        ({"max_physical_batch_size": 0}, "positive"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"batch_size": N + 1}, "exceeds"),
+    ],
+)
+def test_arguments_that_are_refused_leave_the_model_as_it_was(options, message):
+    model = Net()
+    with pytest.raises(ValueError, match=message):
+        make(model, **options)
+    assert not model._forward_hooks and not model.head._forward_hooks
+    make(model)
+
+
+def test_other_refusals():
+    model = Net()
+    optimizer = sgd(model.parameters())
+    engine = PrivacyEngine()
+    common = {"module": model, "optimizer": optimizer, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    with pytest.raises(ValueError, match="make_private"):
+        engine.detach()
+    with pytest.raises(ValueError, match="DataLoader"):
+        engine.make_private(**common, data_loader=[1, 2])
+    with pytest.raises(ValueError, match="batch_size"):
+        engine.make_private(**common, data_loader=DataLoader(make_data(), batch_sampler=[[0, 1]]))
+    weighted = torch.utils.data.WeightedRandomSampler([1.0] * N, N)
+    with pytest.raises(ValueError, match="WeightedRandomSampler"):
+        engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4, sampler=weighted))
+    with pytest.raises(ValueError, match="bare module"):
+        engine.make_private(**{**common, "module": nn.DataParallel(model)}, data_loader=DataLoader(make_data(), batch_size=4))
+    with pytest.raises(ValueError, match=r"model.train\(\)"):
+        engine.make_private(**{**common, "module": copy.deepcopy(model).eval()}, data_loader=DataLoader(make_data(), batch_size=4))
+    engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
+    with pytest.raises(ValueError, match="already used"):
+        engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
+    engine.detach()
+    assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def test_check_loss_knows_a_plain_mean():
+    engine, *_ = make()
+    outputs, targets = torch.randn(5, CLASSES), torch.tensor([0, 1, 2, -100, 1])
+    engine.check_loss(F.cross_entropy, outputs[:3], targets[:3])
+    with pytest.raises(ValueError, match="row"):
+        engine.check_loss(F.cross_entropy, outputs, targets)
+    with pytest.raises(ValueError, match="row"):
+        engine.check_loss(lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])), outputs[:3], targets[:3])
+
+
+# ---- other loops ----
+
+
+def test_closure():
+    plain = []
+    for closure in (False, True):
+        _, model, optimizer, loader = make(noise_multiplier=0.7)
+        for x, y in loader:
+
+            def compute(x=x, y=y, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            if closure:
+                assert optimizer.step(compute).item() > 0
+            else:
+                compute()
+                optimizer.step()
+        plain.append(list(model.parameters()))
+    assert distance(*plain) == 0
+
+
+def test_evaluation_between_steps_and_schedulers():
+    _, model, optimizer, loader = make(noise_multiplier=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for x, y in loader:
+        model.eval()
+        with torch.no_grad():
+            model(make_data().tensors[0])
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5**4
+    assert type(model) is Net
+    copy.deepcopy(model.state_dict())
+
+
+def test_accelerate_loop():
+    from accelerate import Accelerator
+
+    trained = []
+    for accelerated in (False, True):
+        engine, model, optimizer, loader = make(noise_multiplier=0.5)
+        if accelerated:
+            accelerator = Accelerator(cpu=True)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss) if accelerated else loss.backward()
+            optimizer.step()
+        assert engine.accountant.steps == 4
+        trained.append(list(model.parameters()))
+    assert distance(*trained) == 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # lightning's own
+def test_lightning_module():
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.net = Net()
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, _):
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+        def train_dataloader(self):
+            return self.loader
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            loader = DataLoader(make_data(), batch_size=10)
+            with pytest.warns(UserWarning, match="dp_seed"):
+                self.engine = PrivacyEngine(dp_seed=1)
+            _, optimizer, self.loader = self.engine.make_private(
+                module=self, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=0.3
+            )
+            return optimizer
+
+    module = Module()
+    start = copy.deepcopy(module.net)
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.fit(module)
+    assert module.engine.accountant.steps == 8
+    _, model, optimizer, loader = make()
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert distance(list(module.net.parameters()), list(model.parameters())) <= 1e-5 * distance(
+        list(start.parameters()), list(model.parameters())
+    )
+
+
+# ---- checkpoints ----
+
+
+def train(model, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("with_ledger", [False, True])
+def test_resume_counts_what_was_spent(tmp_path, with_ledger):
+    def start():
+        return make(optimizer=None, noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path if with_ledger else None))
+
+    engine, model, optimizer, loader = start()
+    train(model, optimizer, loader)
+    engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer, checkpoint_dict={"epoch": 1})
+    train(model, optimizer, loader)  # after the checkpoint: only the ledger knows
+    at_save = [p.detach().clone() for p in model.parameters()]
+
+    engine, model, optimizer, loader = start()
+    assert engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer) == {"epoch": 1}
+    assert distance(list(model.parameters()), at_save) > 0
+    executed = 8 if with_ledger else 4
+    assert engine.get_epsilon(1e-3) == compute_epsilon(noise_multiplier=1.0, sample_rate=0.25, steps=executed, delta=1e-3)
+    train(model, optimizer, loader)
+    assert engine.accountant.steps == executed + 4
+    assert not (tmp_path / "c.pt.tmp").exists()
+
+
+def test_resume_refuses_another_mechanism(tmp_path):
+    engine, model, optimizer, _ = make(noise_multiplier=1.0)
+    engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+    for change in ({"noise_multiplier": 2.0}, {"max_grad_norm": 2.0}, {"batch_size": 5}):
+        engine, model, optimizer, _ = make(**{"noise_multiplier": 1.0, **change})
+        with pytest.raises(PrivacyStateError, match="trained with"):
+            engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+    torch.save({"module": model.state_dict()}, tmp_path / "bare.pt")
+    with pytest.raises(PrivacyStateError, match="says nothing"):
+        engine.load_checkpoint(tmp_path / "bare.pt", module=model)
+
+
+def test_no_noise_is_said(caplog):
+    engine, model, optimizer, loader = make()
+    assert "NOTHING IS PRIVATE" in caplog.text
+    train(model, optimizer, loader)
+    assert engine.get_epsilon(1e-3) == math.inf
