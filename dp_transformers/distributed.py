@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,14 @@ def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
             for t, summed in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 t.copy_(summed.view_as(t))
             bucket = []
+
+
+def broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    """Replace every tensor by rank 0's, in place."""
+    if world_size() == 1:
+        return
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=0)
 
 
 def shared_secret(dp_seed: int | None = None) -> int:

@@ -100,10 +100,11 @@ class PrivacyEngine:
         """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by a loader of Poisson draws.
 
         Args:
-            module: The model. It is hooked, not wrapped: use the object you have.
+            module: The model whose ``forward`` your loop calls. It is hooked, not wrapped: use the object you have. In several processes
+                all start from rank 0's weights.
             optimizer: Any torch optimizer (LBFGS excepted) of exactly the trainable parameters of ``module``.
-            data_loader: A DataLoader of a map-style data set. Its batch size becomes the expected batch size and
-                batch size / N the sample rate; collate_fn, workers and pinning are kept.
+            data_loader: A DataLoader of a map-style data set. Its batch size becomes the expected batch size (of all processes together)
+                and batch size / N the sample rate; collate_fn, workers and pinning are kept.
             noise_multiplier: σ; the noise on the summed gradients has standard deviation σ · max_grad_norm.
             max_grad_norm: The bound C on each example's gradient norm.
             criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per example, which the
@@ -181,6 +182,7 @@ class PrivacyEngine:
         _check_loader(data_loader)
         _check_optimizer(optimizer, module)
         validate_training_data(data_loader.dataset, target_delta=delta, expected_batch_size=data_loader.batch_size)
+        distributed.broadcast([*module.parameters(), *module.buffers()])
         loader = PoissonLoader(data_loader, distributed.shared_secret(self._dp_seed), max_physical_batch_size)
         clipper = PerExampleClipper(module, max_grad_norm, mode=clipping_mode, self_check=self_check, batch_first=batch_first)
         try:
@@ -543,6 +545,8 @@ class _Run:
 def _check_module(module: nn.Module) -> None:
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"hand over the bare module, not {type(module).__name__}: the engine sums gradients over ranks itself.")
+    if sharded := [name for name, p in module.named_parameters() if hasattr(p, "placements")]:
+        raise ValueError(f"'{sharded[0]}' is sharded over processes, which PrivacyEngine does not support: use DPTrainer with FSDP2.")
     if not module.training:
         raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
     validate_model(module)

@@ -487,6 +487,20 @@ def test_closure():
     assert distance(*plain) == 0
 
 
+def test_autocast():
+    model = Net()
+    reference = copy.deepcopy(model)
+    _, model, _, loader = make(model)
+    x, y = next(iter(loader))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+        gradients = per_example_gradients(reference, losses_of(reference), {"x": x, "y": y})
+    loss.backward()
+    total = clipped_sum(gradients, 0.3)[1]
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+    assert distance([p.grad for p in model.parameters()], total) <= 2e-2 * length(total)
+
+
 def test_evaluation_between_steps_and_schedulers():
     _, model, optimizer, loader = make(noise_multiplier=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
