@@ -17,6 +17,7 @@ _WHERE = {
     "check_model": "clipping",
     "compute_epsilon": "accounting",
     "register_grad_sampler": "clipping",
+    "register_norm_sampler": "clipping",
 }
 __all__ = [
     "DPTrainer",
@@ -28,11 +29,12 @@ __all__ = [
     "check_model",
     "compute_epsilon",
     "register_grad_sampler",
+    "register_norm_sampler",
 ]
 
 if TYPE_CHECKING:
     from .accounting import calibrate_noise_multiplier, compute_epsilon
-    from .clipping import PerExampleClipper, check_model, register_grad_sampler
+    from .clipping import PerExampleClipper, check_model, register_grad_sampler, register_norm_sampler
     from .privacy_engine import PrivacyEngine
     from .trainer import DPTrainer, PrivacySpent
     from .training_args import DPTrainingArguments

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .layout import BATCH_FIRST, SHARED, Layout, learn_layout
-from .rules import DOES_NOT_SAVE_OUTPUT, WHOLE_CALL, find_rule
+from .rules import DOES_NOT_SAVE_OUTPUT, WHOLE_CALL, find_norm_sampler, find_rule
 from .rules.fallback import substituted, ways_out, without_fused_attention
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Claim:
         self.paths, self.module, self.names, self.taken_over = list(paths), module, names, taken_over
         found = find_rule(module)
         self.rule = None if taken_over and found not in WHOLE_CALL else found
+        self.norm_sampler = None if taken_over else find_norm_sampler(module)
         # Only where the layer's own backward does not need its output may an in-place activation overwrite it.
         self.allows_in_place = self.rule in DOES_NOT_SAVE_OUTPUT
         self.layouts: dict[tuple[int, int], list[Layout]] = {}

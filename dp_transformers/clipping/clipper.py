@@ -32,7 +32,7 @@ from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .rules import WHOLE_CALL, ModuleCall, as_term
 from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
-from .terms import Term
+from .terms import Norm, Term
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,10 @@ class _Pass:
         self.open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}
         self.memo = term_algebra.Memo()
+
+    def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether no gradient is needed: nothing is kept, and the norm of each one's only use is the norm of its gradient."""
+        return not (self.keep or self.instantiate) and all(self.uses[p] == 1 for p in parameters)
 
     def add(self, parameter: nn.Parameter, term: Term) -> torch.Tensor | None:
         """Note one use; at the last one the forward pass announced, (B,) the squared norm of all together."""
@@ -175,9 +179,12 @@ class _Use:
 
     def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[nn.Parameter, Term]:
         claim = self.claim
-        if claim.rule is None:
+        if claim.norm_sampler is not None and self.forward_pass.wants_only_norms_of(claim.names):
+            norms = claim.norm_sampler(claim.module, *self._by_example(saved, grads))
+            found = {p: Norm(norm_b) for p, norm_b in norms.items()}
+        elif claim.rule is None:
             return self._rerun(saved, grads)
-        if claim.rule in WHOLE_CALL:
+        elif claim.rule in WHOLE_CALL:
             found = claim.rule(self._whole_call(saved, grads))
         else:
             found = claim.rule(claim.module, *self._by_example(saved, grads))
@@ -188,7 +195,7 @@ class _Use:
 
     def _by_example(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         batch = self.forward_pass.batch_size
-        inputs = [layout.batch_first(x, batch) for x, layout in zip(saved, self.input_layouts, strict=True)]
+        inputs = [layout.batch_first(x, batch) for x, layout in zip(saved[: len(self.input_layouts)], self.input_layouts, strict=True)]
         inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
         grads = [layout.batch_first(g, batch) for g, layout in zip(grads, self.output_layouts, strict=True)]
         return inputs, grads[0] if len(grads) == 1 else grads

@@ -11,6 +11,7 @@ term      factors                         per-example gradient
 Outer     left_btp, right_btd             sum_t left[b, t, :] ⊗ right[b, t, :]     (p, d)
 Rows      ids_bt, grad_btd, num_rows      row v: sum of grad[b, t] over t with ids[b, t] == v   (v, d)
 Dense     grad_b...                       itself
+Norm      norm_b                          not known
 ========  ==============================  ======================================================
 
 The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that sum
@@ -84,6 +85,20 @@ class Dense:
 
     def clean(self, bad_b: torch.Tensor) -> Dense:
         return Dense(_clean_rows(self.grad, bad_b))
+
+
+@dataclass
+class Norm:
+    """A norm without the gradient it is of, ``(B,)``: the only use of its parameter, in a pass that keeps nothing."""
+
+    norm_b: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.norm_b.dim() != 1:
+            raise ValueError(f"a norm sampler gives one norm for each example, (B,); got a tensor of shape {tuple(self.norm_b.shape)}.")
+
+    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+        return self.norm_b.float().square()
 
 
 @dataclass
@@ -173,7 +188,7 @@ class Rows:
         return Rows(self.ids, _clean_rows(self.grad, bad_b), self.num_rows)
 
 
-Term = Dense | Outer | Rows
+Term = Dense | Norm | Outer | Rows
 
 
 def _gram(x_btd: torch.Tensor) -> torch.Tensor:

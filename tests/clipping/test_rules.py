@@ -9,12 +9,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
-from dp_transformers import PerExampleClipper, check_model, register_grad_sampler
+from dp_transformers import PerExampleClipper, check_model, register_grad_sampler, register_norm_sampler
 from dp_transformers.clipping.modes import MODES
-from dp_transformers.clipping.rules import _RULES, find_rule
+from dp_transformers.clipping.rules import _NORM_SAMPLERS, _RULES, find_norm_sampler, find_rule
 from dp_transformers.clipping.rules.fallback import UnsupportedModuleError
 from dp_transformers.clipping.rules.linear import linear
 from dp_transformers.clipping.rules.norm import _weight_only_rms_norm
+from dp_transformers.clipping.verify import SelfCheckError
 
 ALL_MODES = sorted(MODES)
 
@@ -303,3 +304,114 @@ def test_a_rule_that_forgets_a_parameter_is_named(mode):
             clipper.backward(weigh(model, torch.randn(4, 3, 5)))
     finally:
         _RULES.pop(Forgetful.forward)
+
+
+# ---- norm samplers ----
+
+
+class Affine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return x * self.w + self.b
+
+
+@pytest.fixture
+def asked():
+    """Affine with both samplers, which note their names here when they are called."""
+    called = []
+
+    def gradients(layer, activations, backprops):
+        called.append("gradients")
+        return {layer.w: (activations[0] * backprops).sum(1), layer.b: backprops.sum(1)}
+
+    def norms(layer, activations, backprops):
+        called.append("norms")
+        return {layer.w: (activations[0] * backprops).sum(1).norm(dim=1), layer.b: backprops.sum(1).norm(dim=1)}
+
+    register_grad_sampler(Affine)(gradients)
+    register_norm_sampler(Affine)(lambda *_: {})
+    register_norm_sampler(Affine)(norms)  # the last registration wins
+    yield called
+    _RULES.pop(Affine.forward, None)
+    _NORM_SAMPLERS.pop(Affine.forward)
+
+
+def asked_in_one_pass(asked, model, mode):
+    clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
+    asked.clear()
+    clipper.backward(weigh(model, torch.randn(4, 3, 5)))
+    clipper.detach()
+    return asked
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("has_grad_sampler", [True, False])
+def test_norm_sampler(asked, mode, has_grad_sampler):
+    model = nn.Sequential(nn.Linear(5, 5), Affine(), nn.Tanh(), Affine())
+    if not has_grad_sampler:
+        _RULES.pop(Affine.forward)
+    check(model, torch.randn(4, 3, 5), mode)
+    expected = ["norms"] if mode == "ghost" else ["gradients"] if has_grad_sampler else []
+    assert asked_in_one_pass(asked, model, mode) == expected * 2
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("has_grad_sampler", [True, False])
+@pytest.mark.parametrize("kind", ["reused", "tied"])
+def test_norms_are_not_asked_for_where_a_parameter_is_used_twice(asked, kind, mode, has_grad_sampler):
+    one, other = Affine(), Affine()
+    other.b = one.b
+    model = nn.Sequential(nn.Linear(5, 5), one, nn.Tanh(), one if kind == "reused" else other)
+    if not has_grad_sampler:
+        _RULES.pop(Affine.forward)
+    check(model, torch.randn(4, 3, 5), mode)
+    assert asked_in_one_pass(asked, model, mode) == (["gradients"] * 2 if has_grad_sampler else [])
+
+
+@pytest.mark.parametrize("has_grad_sampler", [True, False])
+def test_norm_sampler_and_an_example_that_is_not_finite(asked, has_grad_sampler):
+    model, x = nn.Sequential(nn.Linear(5, 5), Affine()), torch.randn(4, 3, 5)
+    if not has_grad_sampler:
+        _RULES.pop(Affine.forward)
+    x[1, 0, 0] = float("inf")
+    good = [0, 2, 3]
+    with PerExampleClipper(model, 0.5, mode="ghost", self_check=False) as clipper:
+        norms = clipper.backward(weigh(model, x))
+        total = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected = clipper.backward(weigh(model, x[good]))
+    assert not norms[1].isfinite()
+    torch.testing.assert_close(norms[good], expected, rtol=1e-6, atol=0)
+    assert distance(total, [p.grad for p in model.parameters()]) <= 1e-6 * length(total)
+
+
+def test_norm_samplers_that_are_wrong(asked):
+    model, x = nn.Sequential(nn.Linear(5, 5), Affine()), torch.randn(4, 3, 5)
+    right = _NORM_SAMPLERS[Affine.forward]
+    register_norm_sampler(Affine)(lambda *a: {p: n.square() for p, n in right(*a).items()})
+    with pytest.raises(SelfCheckError, match="not exact"):
+        check(model, x, "ghost")
+    register_norm_sampler(Affine)(lambda layer, *a: {layer.w: right(layer, *a)[layer.w]})
+    with PerExampleClipper(model, 1.0, mode="ghost", self_check=False) as clipper, pytest.raises(ValueError, match=r"trainable \['b'\]"):
+        clipper.backward(weigh(model, x))
+    register_norm_sampler(Affine)(lambda *a: {p: n[:, None] for p, n in right(*a).items()})
+    with PerExampleClipper(model, 1.0, mode="ghost", self_check=False) as clipper, pytest.raises(ValueError, match=r"\(B,\).*\(4, 1\)"):
+        clipper.backward(weigh(model, x))
+
+
+def test_norm_sampler_is_found_by_what_runs(asked):
+    class Other(Affine):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Same(Affine):
+        pass
+
+    assert find_norm_sampler(Same()) is find_norm_sampler(Affine()) is not None
+    assert find_norm_sampler(Other()) is None
+    replaced = Affine()
+    replaced.forward = lambda x: x
+    assert find_norm_sampler(replaced) is None

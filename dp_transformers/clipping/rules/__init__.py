@@ -24,6 +24,8 @@ from ..terms import Dense, Term
 
 Rule = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, Term | torch.Tensor]]
 
+NormSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, torch.Tensor]]
+
 
 @dataclass
 class ModuleCall:
@@ -43,6 +45,7 @@ class ModuleCall:
 
 
 _RULES: dict[Callable, Rule] = {}
+_NORM_SAMPLERS: dict[Callable, NormSampler] = {}
 WHOLE_CALL: set[Callable | None] = set()
 DOES_NOT_SAVE_OUTPUT: set[Rule | None] = set()  # rules of torch's layers, whose backward reads their input only
 _RECOGNISERS: list[Callable[[nn.Module], Rule | None]] = []
@@ -88,6 +91,30 @@ def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[Rule], 
         return function
 
     return register
+
+
+def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSampler], NormSampler]:
+    """Give your own layer a way to its gradients' norms that needs no gradients. The last registration wins.
+
+    The decorated function is called as one for :func:`register_grad_sampler`, and returns ``{parameter: tensor of shape (B,)}``, the L2
+    norm (not its square) of every example's gradient, for every trainable parameter that ``layer`` owns directly.
+
+    Mode "ghost" measures with it. Where gradients themselves are needed they come from the layer's grad sampler, or without one from
+    re-running the layer: in the modes that keep or instantiate them, for parameters used more than once in a forward pass (the norm
+    of a sum does not follow from norms), and for a batch with a gradient that is not finite.
+    """
+
+    def register(function: NormSampler) -> NormSampler:
+        for cls in module_classes:
+            _NORM_SAMPLERS[cls.forward] = function
+        return function
+
+    return register
+
+
+def find_norm_sampler(module: nn.Module) -> NormSampler | None:
+    """What was registered for this module's class, if its forward is still the class's."""
+    return None if "forward" in vars(module) else _NORM_SAMPLERS.get(type(module).forward)
 
 
 def find_rule(module: nn.Module) -> Rule | None:
