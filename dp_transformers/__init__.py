@@ -10,11 +10,13 @@ __version__ = "0.1.0"
 _WHERE = {
     "DPTrainer": "trainer",
     "DPTrainingArguments": "training_args",
+    "ModuleValidator": "validation",
     "PerExampleClipper": "clipping",
     "PrivacyEngine": "privacy_engine",
     "PrivacySpent": "trainer",
     "calibrate_noise_multiplier": "accounting",
     "check_model": "clipping",
+    "check_per_sample_gradients_are_correct": "clipping",
     "compute_epsilon": "accounting",
     "register_grad_sampler": "clipping",
     "register_norm_sampler": "clipping",
@@ -22,11 +24,13 @@ _WHERE = {
 __all__ = [
     "DPTrainer",
     "DPTrainingArguments",
+    "ModuleValidator",
     "PerExampleClipper",
     "PrivacyEngine",
     "PrivacySpent",
     "calibrate_noise_multiplier",
     "check_model",
+    "check_per_sample_gradients_are_correct",
     "compute_epsilon",
     "register_grad_sampler",
     "register_norm_sampler",
@@ -34,10 +38,17 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .accounting import calibrate_noise_multiplier, compute_epsilon
-    from .clipping import PerExampleClipper, check_model, register_grad_sampler, register_norm_sampler
+    from .clipping import (
+        PerExampleClipper,
+        check_model,
+        check_per_sample_gradients_are_correct,
+        register_grad_sampler,
+        register_norm_sampler,
+    )
     from .privacy_engine import PrivacyEngine
     from .trainer import DPTrainer, PrivacySpent
     from .training_args import DPTrainingArguments
+    from .validation import ModuleValidator
 
 
 def __getattr__(name: str) -> Any:

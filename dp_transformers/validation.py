@@ -1,13 +1,23 @@
-"""Checks of models and data before anything is trained, and the errors they raise."""
+"""Checks of models and data before anything is trained, what of it can be repaired, and the errors they raise."""
 
 from __future__ import annotations
 
+import copy
 import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import IterableDataset
+
+from .clipping.verify import ExampleMixing, find_example_mixing
 
 logger = logging.getLogger(__name__)
 
@@ -18,22 +28,198 @@ _REFUSED_ADAPTERS = {
 }
 _DATA_DEPENDENT_STARTS = ("eva", "corda", "lora_ga")
 
+# Modules of other libraries that mix the examples of a batch, by the name of their class (or of one it derives from).
+_MIXES_EXAMPLES = {
+    "NllbMoeTop2Router": "an expert takes a limited number of tokens of the whole batch, so one example can push out another's",
+}
 
-def validate_adapters(model: nn.Module) -> None:
-    """Raise ValueError, by name, for peft adapters that cannot be trained privately; warn of those initialised from data."""
+
+@dataclass(frozen=True)
+class Problem:
+    """Something about a model that keeps it from being trained privately; ``str()`` says what, where, and the way out.
+
+    Attributes:
+        path: Of the module within the model, the first one where it is held under several; "" is the model itself.
+        message: What is wrong, where, and what to do.
+        fix: What :meth:`ModuleValidator.fix` does about it; None where it is yours to repair.
+    """
+
+    path: str
+    message: str
+    fix: str | None = None
+    _module: nn.Module | None = field(default=None, repr=False, compare=False)
+    _repair: Callable[[Any], nn.Module] | None = field(default=None, repr=False, compare=False)  # of the module, to what takes its place
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class ModuleValidator:
+    """What a model must not contain to be trained privately, and repairs.
+
+    Example::
+
+        for problem in ModuleValidator.validate(model):
+            print(problem)                     # '1.0' is a BatchNorm1d: ...
+        model = ModuleValidator.fix(model)     # before the optimizer is built: some parameters may be held by other modules now
+    """
+
+    @staticmethod
+    def validate(model: nn.Module, strict: bool = False) -> list[Problem]:
+        """Every problem of the model, none if it can be trained privately as far as its modules tell.
+
+        What modules do with the batch in a ``forward`` of their own is not seen here, but by :meth:`find_mixing` and by the self-check
+        before the first step.
+
+        Raises:
+            ValueError: there is one, and ``strict`` is set; it names them all.
+        """
+        _warn_of_starts_from_data(model)
+        problems = list(_problems(model))
+        if problems and strict:
+            message = "\n".join(map(str, problems))
+            if len(problems) > 1:
+                message = f"the model has {len(problems)} problems:\n{message}"
+            if any(problem.fix for problem in problems):
+                message += "\nModuleValidator.fix(model) gives a copy with such modules replaced."
+            raise ValueError(message)
+        return problems
+
+    @staticmethod
+    def is_valid(model: nn.Module) -> bool:
+        return not ModuleValidator.validate(model)
+
+    @staticmethod
+    def fix(model: nn.Module) -> nn.Module:
+        """A copy of the model with every problem repaired that has a ``fix``; each repair is logged as a warning.
+
+        It computes something else than the model did, so weights that were trained with what is replaced want some (private) training
+        again. Parameters keep their values, dtype, device and ``requires_grad``, modules their training mode. Build the optimizer
+        from the copy's parameters. :meth:`validate` tells beforehand what will be done, and afterwards what is left.
+        """
+        model = copy.deepcopy(model)
+        for problem in list(_problems(model)):
+            if problem._repair is not None:
+                model = _replace(model, problem._module, problem._repair(problem._module))
+                logger.warning("%s: %s", f"'{problem.path}'" if problem.path else "the model", problem.fix)
+        return model
+
+    @staticmethod
+    def find_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
+        """Which examples of a batch influence each other's outputs, and in which module; None if none does.
+
+        See :func:`~dp_transformers.clipping.verify.find_example_mixing`. It tells something of the examples: give it public ones.
+        """
+        return find_example_mixing(model, batch)
+
+
+def validate_model(model: nn.Module) -> None:
+    """Raise one ValueError that names everything which keeps ``model`` from being trained privately."""
+    ModuleValidator.validate(model, strict=True)
+
+
+def _problems(model: nn.Module) -> Iterator[Problem]:
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    seen: set[int] = set()
+    for module, its_paths in paths.items():
+        for name, config in getattr(module, "peft_config", {}).items():
+            if id(config) not in seen and (why := _why_not_adapter(config)):
+                yield Problem(its_paths[0], f"adapter '{name}' is {why}.")
+            seen.add(id(config))
+        held = " and ".join(f"'{path}'" for path in its_paths)
+        where = f"{held if its_paths != [''] else 'the model'} is a {type(module).__name__}"
+        for find in (_batch_statistics, _embedding_options, _alien):
+            for what, fix, repair in find(module):
+                yield Problem(its_paths[0], f"{where}{what}", fix, module, repair)
+    yield from _parameter_problems(model)
+
+
+# What follows gives, for a module: the rest of the sentence "'path' is a Class...", what fix() does, and how.
+Finding = tuple[str, str | None, Callable[[Any], nn.Module] | None]
+
+
+def _batch_statistics(module: nn.Module) -> Iterator[Finding]:
+    name = type(module).__name__
+    if isinstance(module, _BatchNorm):
+        what = ": it normalises every example with statistics of the whole batch, so no example has a gradient of its own. Replace it by "
+        groups = _num_groups(module)
+        fix = f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None
+        yield f"{what}GroupNorm or LayerNorm.", fix, _group_norm if groups else None
+    elif getattr(module, "track_running_stats", False) is True or (
+        getattr(module, "running_var", None) is not None and hasattr(module, "momentum")  # frozen batch norms have no momentum
+    ):
+        what = " with running statistics, which keep private data without noise. Build it with track_running_stats=False."
+        known = isinstance(module, _InstanceNorm)
+        yield what, f"{name}: track_running_stats=True -> False" if known else None, _forget_statistics if known else None
+    for cls in type(module).__mro__:
+        if cls.__name__ in _MIXES_EXAMPLES:
+            yield f": {_MIXES_EXAMPLES[cls.__name__]}. Freezing it does not help; use another architecture.", None, None
+
+
+def _embedding_options(module: nn.Module) -> Iterator[Finding]:
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    reasons = {}
+    if module.max_norm is not None:
+        reasons["max_norm"] = "it rewrites the rows of the tokens it sees, trainable or not, without noise"
+    if module.scale_grad_by_freq and module.weight.requires_grad:
+        reasons["scale_grad_by_freq"] = "it scales one example's gradient by what the others contain"
+    if module.sparse and module.weight.requires_grad:
+        reasons["sparse"] = "the noised gradient is dense"
+    for option, why in reasons.items():
+        fix = f"{type(module).__name__}: {option}={getattr(module, option)} -> {_OFF[option]}"
+        yield f" with {option}: {why}. Build it without {option}.", fix, partial(_switch_off, option=option)
+
+
+def _alien(module: nn.Module) -> Iterator[Finding]:
+    if hasattr(module, "_orig_mod"):
+        yield " compiled by torch.compile; pass the module itself, compiled modules are not supported yet.", None, None
+    if isinstance(module, torch.jit.ScriptModule):
+        yield " compiled by torch.jit, whose layers cannot be seen; pass the module itself.", None, None
+    if isinstance(module, nn.DataParallel):
+        yield ": its replicas cannot be clipped together. Pass the module itself, and start one process for each device.", None, None
+    quantization = sys.modules.get("torch.ao.quantization")  # an observer in the model has imported it
+    if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
+        yield ": it keeps the range of private activations without noise. Take it out.", None, None
+
+
+def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        yield Problem("", "the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
+    kinds = {
+        "without a shape yet: run the model once on public data of the right shape": lambda p: isinstance(p, UninitializedParameter),
+        "not in float32, which clipped sums and noise need: load the model with dtype=torch.float32 (what is frozen may stay as it is) and use "
+        "bf16 autocast for speed": lambda p: p.dtype not in (torch.float32, torch.float64),
+        "with a gradient hook, which could change or use gradients that are not private yet: remove it": lambda p: bool(
+            p._backward_hooks or p._post_accumulate_grad_hooks
+        ),
+    }
+    for what, is_so in kinds.items():
+        if names := [name for name, p in trainable.items() if is_so(p)]:
+            others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+            dtype = trainable[names[0]].dtype
+            yield Problem(names[0].rpartition(".")[0], f"'{names[0]}'{others} is a trainable parameter ({dtype}) {what}.")
+
+
+def _why_not_adapter(config: Any) -> str | None:
+    kind = str(getattr(config, "peft_type", "")).rpartition(".")[-1]
+    why = _REFUSED_ADAPTERS.get(kind)
+    if getattr(config, "velora_config", None) is not None or getattr(config, "use_velora", False):
+        kind, why = "VeLoRA", "it keeps averages of private activations and approximates gradients; use LoRA"
+    if getattr(config, "target_parameters", None):
+        kind, why = (
+            f"{kind} with target_parameters",
+            "the adapter is folded into the parameters of the experts, where no per-example gradient can be had; use target_modules, or "
+            "train the experts themselves",
+        )
+    return f"{kind}, which cannot be trained privately: {why}" if why else None
+
+
+def _warn_of_starts_from_data(model: nn.Module) -> None:
     for name, config in getattr(model, "peft_config", {}).items():
-        kind = str(getattr(config, "peft_type", "")).rpartition(".")[-1]
-        why = _REFUSED_ADAPTERS.get(kind)
-        if getattr(config, "velora_config", None) is not None or getattr(config, "use_velora", False):
-            kind, why = "VeLoRA", "it keeps averages of private activations and approximates gradients; use LoRA"
-        if getattr(config, "target_parameters", None):
-            kind, why = (
-                f"{kind} with target_parameters",
-                "the adapter is folded into the parameters of the experts, where no per-example gradient can be had; use target_modules, or "
-                "train the experts themselves",
-            )
-        if why:
-            raise ValueError(f"adapter '{name}' is {kind}, which cannot be trained privately: {why}.")
         start = getattr(config, "init_lora_weights", None)
         if start in _DATA_DEPENDENT_STARTS:
             logger.warning(
@@ -44,27 +230,53 @@ def validate_adapters(model: nn.Module) -> None:
             )
 
 
-def validate_model(model: nn.Module) -> None:
-    """Raise ValueError for modules through which one example changes another's gradient, or leaves traces without noise."""
-    validate_adapters(model)
-    if hasattr(model, "_orig_mod"):
-        raise ValueError("the model is compiled (torch.compile); pass the model itself, compiled models are not supported yet.")
-    for path, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(
-                f"'{path}' is a {type(module).__name__} with max_norm: it rewrites the rows of the tokens it sees, trainable or not, without "
-                "noise. Build it without max_norm."
-            )
-        if getattr(module, "track_running_stats", False) and not isinstance(module, _BatchNorm):
-            raise ValueError(
-                f"'{path}' is a {type(module).__name__} with running statistics, which keep private data without noise. Build it with "
-                "track_running_stats=False."
-            )
-        if isinstance(module, _BatchNorm):
-            raise ValueError(
-                f"'{path}' is a {type(module).__name__}: it normalises every example with statistics of the whole batch, so no example has a "
-                "gradient of its own. Replace it by GroupNorm or LayerNorm."
-            )
+# ---- repairs ----
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """Put ``new`` wherever ``model`` holds ``old``; the model, which may be ``new`` itself."""
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new
+    return new if model is old else model
+
+
+def _num_groups(batch_norm: _BatchNorm) -> int | None:
+    """Of the GroupNorm that replaces it; None where that would lose more than the batch.
+
+    The largest divisor of the channels, up to 32, that leaves at least 4 channels to a group; 16 where there may be no positions beside the
+    channels, since normalising a few numbers leaves little more than their signs. (32 groups and 16 channels to a group were the best
+    in Wu and He 2018, arXiv 1803.08494, table 3.)
+    """
+    plain = type(batch_norm).forward in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)  # a subclass may do more than normalise
+    hooked = batch_norm._forward_hooks or batch_norm._forward_pre_hooks or hasattr(batch_norm, "parametrizations")
+    has_positions, channels = isinstance(batch_norm, (nn.BatchNorm2d, nn.BatchNorm3d)), batch_norm.num_features
+    if not plain or hooked or channels < (1 if has_positions else 2):
+        return None
+    at_least = 4 if has_positions else 16
+    return next((groups for groups in range(32, 1, -1) if channels % groups == 0 and channels // groups >= at_least), 1)
+
+
+def _group_norm(batch_norm: _BatchNorm) -> nn.GroupNorm:
+    group_norm = nn.GroupNorm(_num_groups(batch_norm), batch_norm.num_features, eps=batch_norm.eps, affine=False)
+    group_norm.affine = batch_norm.affine
+    group_norm.weight, group_norm.bias = batch_norm.weight, batch_norm.bias  # the very parameters: what is tied stays tied
+    return group_norm.train(batch_norm.training)
+
+
+def _forget_statistics(norm: _InstanceNorm) -> nn.Module:
+    norm.track_running_stats = False
+    norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+    return norm
+
+
+_OFF = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+
+
+def _switch_off(embedding: nn.Embedding | nn.EmbeddingBag, option: str) -> nn.Module:
+    setattr(embedding, option, _OFF[option])
+    return embedding
 
 
 def validate_training_data(dataset: Any, *, target_delta: float | None, expected_batch_size: int) -> None:

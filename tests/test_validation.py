@@ -1,11 +1,14 @@
 """Checks of models and data before training."""
 
+import re
+
 import pytest
 import torch
 from datasets import Dataset
 from models import build
 from torch import nn
 
+from dp_transformers import ModuleValidator, check_per_sample_gradients_are_correct
 from dp_transformers.validation import longest_input, validate_lengths, validate_model
 
 
@@ -25,6 +28,169 @@ def test_modules_that_keep_private_data_without_noise_are_named():
         validate_model(nn.Sequential(nn.Linear(3, 2), nn.InstanceNorm1d(2, track_running_stats=True)))
     with pytest.raises(ValueError, match="compiled"):
         validate_model(torch.compile(nn.Linear(3, 2)))
+
+
+class NllbMoeTop2Router(nn.Linear):
+    """A stand-in with the name of the one in transformers."""
+
+
+class Shifted(nn.Module):
+    def forward(self, w):
+        return w + 1
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """As detection models have it: statistics that never change."""
+
+    def __init__(self):
+        super().__init__()
+        self.running_mean, self.running_var = nn.Buffer(torch.zeros(2)), nn.Buffer(torch.ones(2))
+
+
+class OwnBatchNorm(FrozenBatchNorm2d):
+    momentum = 0.1
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, output: output + 1)
+    return module
+
+
+def parametrized(module):
+    nn.utils.parametrize.register_parametrization(module, "weight", Shifted())
+    return module
+
+
+def with_gradient_hook():
+    layer = nn.Linear(3, 2)
+    layer.weight.register_hook(lambda g: g)
+    return layer
+
+
+def observer():
+    from torch.ao.quantization import MinMaxObserver
+
+    return MinMaxObserver()
+
+
+PROBLEMS = {  # module -> what is said of it, what is done about it
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(64), "whole batch", "BatchNorm2d -> GroupNorm(16, 64)"),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(12), "whole batch", "BatchNorm3d -> GroupNorm(3, 12)"),
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(64), "whole batch", "BatchNorm1d -> GroupNorm(4, 64)"),
+    "few channels": (lambda: nn.BatchNorm2d(7), "whole batch", "BatchNorm2d -> GroupNorm(1, 7)"),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(64), "whole batch", "SyncBatchNorm -> GroupNorm(4, 64)"),
+    "one channel": (lambda: nn.BatchNorm1d(1), "whole batch", None),
+    "subclass": (lambda: NormAndActivation(8), "NormAndActivation: it normalises", None),
+    "parametrized": (lambda: parametrized(nn.BatchNorm2d(8)), "whole batch", None),
+    "hooked": (lambda: hooked(nn.BatchNorm2d(8)), "whole batch", None),
+    "InstanceNorm": (lambda: nn.InstanceNorm1d(2, track_running_stats=True), "without noise", "InstanceNorm1d: track_running_stats=True -> False"),
+    "own statistics": (OwnBatchNorm, "running statistics", None),
+    "max_norm": (lambda: nn.EmbeddingBag(5, 3, max_norm=2.0), "EmbeddingBag with max_norm", "EmbeddingBag: max_norm=2.0 -> None"),
+    "sparse": (lambda: nn.Embedding(5, 3, sparse=True), "with sparse: the noised", "Embedding: sparse=True -> False"),
+    "by frequency": (
+        lambda: nn.Embedding(5, 3, scale_grad_by_freq=True), "what the others contain", "Embedding: scale_grad_by_freq=True -> False",
+    ),
+    "router": (lambda: NllbMoeTop2Router(3, 2), "can push out another's", None),
+    "DataParallel": (lambda: nn.DataParallel(nn.Linear(3, 2)), "cannot be clipped together", None),
+    "observer": (observer, "range of private activations", None),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own, on importing its quantization
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_problem_is_named_and_repaired_where_it_can_be(name, caplog):
+    make, said, fix = PROBLEMS[name]
+    model = nn.Sequential(nn.Linear(3, 2), nn.ModuleDict({"a": make()}))
+    (problem,) = ModuleValidator.validate(model)
+    assert problem.path == "1.a"
+    assert problem.fix == fix
+    assert str(problem).startswith("'1.a' is a ")
+    assert said in str(problem)
+    assert not ModuleValidator.is_valid(model)
+    before = type(model[1]["a"])
+    fixed = ModuleValidator.fix(model)
+    assert type(model[1]["a"]) is before  # a copy was repaired
+    assert len(ModuleValidator.validate(model)) == 1
+    assert ModuleValidator.is_valid(fixed) == (fix is not None)
+    assert caplog.messages == ([f"'1.a': {fix}"] if fix else [])
+
+
+def test_what_is_no_problem():
+    frozen = nn.Embedding(5, 3, sparse=True, scale_grad_by_freq=True).requires_grad_(False)
+    model = nn.Sequential(
+        nn.InstanceNorm2d(3, affine=True), FrozenBatchNorm2d(), frozen, nn.GroupNorm(2, 4), nn.Linear(3, 2).bfloat16().requires_grad_(False)
+    )
+    assert ModuleValidator.validate(model) == []
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_problems_of_parameters():
+    bf16 = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).bfloat16()
+    frozen = nn.Sequential(nn.Linear(3, 2)).requires_grad_(False)
+    found = [
+        *ModuleValidator.validate(bf16),
+        *ModuleValidator.validate(frozen),
+        *ModuleValidator.validate(nn.Sequential(nn.LazyLinear(2))),
+        *ModuleValidator.validate(with_gradient_hook()),
+        *ModuleValidator.validate(nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False))),
+    ]
+    said = [
+        r"'0.weight' \(and 3 others\).*bfloat16.*dtype=torch.float32",
+        "no trainable parameter",
+        r"'0.weight'.*without a shape",
+        "hook",
+        "whole batch",
+    ]
+    assert [re.search(words, str(problem)) is not None for words, problem in zip(said, found, strict=True)] == [True] * 5
+    assert [problem.path for problem in found] == ["0", "", "0", "", "1"]
+
+
+def test_strict_names_all_at_once():
+    model = nn.Sequential(nn.BatchNorm1d(64), nn.Embedding(5, 3, max_norm=1.0)).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"3 problems:\n'0' is a BatchNorm1d[^\n]*\n'1' is a Embedding[^\n]*\nthe model has no") as error:
+        ModuleValidator.validate(model, strict=True)
+    assert "ModuleValidator.fix" in str(error.value)
+
+
+def test_fix_keeps_everything_else():
+    norm = nn.BatchNorm2d(8, eps=1e-3).double().eval()
+    nn.init.normal_(norm.weight)
+    norm.bias.requires_grad_(False)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), norm, nn.ModuleList([norm, nn.BatchNorm2d(8, affine=False)]))
+    model.register_parameter("scale", norm.weight)
+    fixed = ModuleValidator.fix(model)
+    one, other = fixed[1], fixed[2][1]
+    assert fixed[2][0] is one  # shared under two paths, replaced once
+    assert (type(one), one.num_groups, one.num_channels, one.eps, one.training) == (nn.GroupNorm, 2, 8, 1e-3, False)
+    assert torch.equal(one.weight, norm.weight) and one.weight is not norm.weight and one.weight is fixed.scale
+    assert (one.weight.dtype, one.weight.requires_grad, one.bias.requires_grad) == (torch.float64, True, False)
+    assert (other.weight, other.affine, other.training) == (None, False, True)
+    assert [p.path for p in ModuleValidator.validate(model)] == ["1", "2.1"]
+    assert "'1' and '2.0' is a BatchNorm2d" in str(ModuleValidator.validate(model)[0])
+    x = torch.randn(4, 8, 5, 5, dtype=torch.float64)
+    expected = nn.functional.group_norm(x, 2, norm.weight, norm.bias, 1e-3)
+    torch.testing.assert_close(one(x), expected)
+
+
+def test_fix_of_the_model_itself():
+    fixed = ModuleValidator.fix(nn.BatchNorm1d(32, dtype=torch.float64))
+    assert (type(fixed), fixed.num_groups, fixed.weight.dtype) == (nn.GroupNorm, 2, torch.float64)
+    assert fixed(torch.randn(3, 32, dtype=torch.float64)).std() > 0.5  # rows without positions are not normalised away
+
+
+def test_a_fixed_model_can_be_trained():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.InstanceNorm2d(8, affine=True, track_running_stats=True))
+    x = torch.randn(4, 3, 6, 6)
+    assert not check_per_sample_gradients_are_correct(x, model, modes=["ghost"])
+    fixed = ModuleValidator.fix(model)
+    assert check_per_sample_gradients_are_correct(x, fixed, modes=["ghost"])
+    assert ModuleValidator.find_mixing(model, x).module == "'1' (BatchNorm2d)"
+    assert ModuleValidator.find_mixing(fixed, x) is None
 
 
 def test_longest_input():

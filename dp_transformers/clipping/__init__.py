@@ -2,6 +2,6 @@
 
 from .clipper import PerExampleClipper
 from .rules import register_grad_sampler, register_norm_sampler
-from .verify import check_model
+from .verify import check_model, check_per_sample_gradients_are_correct
 
-__all__ = ["PerExampleClipper", "check_model", "register_grad_sampler", "register_norm_sampler"]
+__all__ = ["PerExampleClipper", "check_model", "check_per_sample_gradients_are_correct", "register_grad_sampler", "register_norm_sampler"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_wi
 
 from .claims import UnclaimedParameterError, announce, give_up, settle
 from .layout import batch_size_of, positions_of
+from .modes import MODES
 from .rules.fallback import UnsupportedModuleError
 
 if TYPE_CHECKING:
@@ -42,12 +43,16 @@ class SelfCheckError(ValueError):
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Worst relative errors of one check: per-example norm, clipped sum (all parameters together), and locality."""
+    """Worst relative errors of one check: per-example norm, clipped sum (all parameters together), locality, and per-example gradient.
+
+    The last is measured where there are such gradients, in mode "per_sample", and 0 elsewhere.
+    """
 
     norm_error: float
     sum_error: float
     locality_error: float
     seconds: float
+    gradient_error: float = 0.0
 
 
 LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> (B,) losses
@@ -78,6 +83,54 @@ def check_model(
 
     with PerExampleClipper(model, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
         return run_checks(clipper, (), batch, loss_function)
+
+
+def check_per_sample_gradients_are_correct(
+    inputs: Any,
+    module: nn.Module,
+    *,
+    modes: Sequence[str] = tuple(MODES),
+    tolerance: float = 1e-5,
+    loss_function: LossFunction | None = None,
+) -> bool:
+    """Whether per-example gradients, norms and clipped sums of ``module`` equal one example at a time, in every mode.
+
+    For your own layers and rules; :func:`check_model` raises instead and returns the figures. They are logged here, the reason of a
+    refusal as a warning.
+
+    Args:
+        inputs: The module's input: a tensor, a tuple of positional or a dict of keyword arguments, the batch first, at least two examples.
+        module: What to check, not attached to a clipper; left as it is.
+        modes: The clipping modes to check.
+        tolerance: Largest relative error accepted: of each example's norm and gradient, and of the clipped sum, over all parameters together.
+        loss_function: As of :func:`check_model`.
+
+    Returns:
+        False if an error is larger, examples influence each other, or a parameter is out of reach.
+
+    Raises:
+        ValueError: fewer than two examples, or nothing to train.
+    """
+    from .clipper import PerExampleClipper
+
+    args, kwargs = _arguments(inputs)
+    for mode in modes:
+        try:
+            with PerExampleClipper(module, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
+                report = run_checks(clipper, args, kwargs, loss_function)
+        except (SelfCheckError, UnsupportedModuleError) as error:
+            logger.warning("mode %s: %s", mode, error)
+            return False
+        figures = (report.gradient_error, report.norm_error, report.sum_error)
+        right = max(figures) <= tolerance
+        logger.log(
+            logging.INFO if right else logging.WARNING,
+            "mode %s: worst relative error of per-example gradients %.1e, norms %.1e, of the clipped sum %.1e (allowed: %.0e)",
+            mode, *figures, tolerance,
+        )  # fmt: skip
+        if not right:
+            return False
+    return True
 
 
 def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
@@ -129,17 +182,19 @@ def run_checks(
             raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
         clipper.max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
         norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
+        samples = [getattr(p, "grad_sample", None) for p in clipper.parameters]
         tolerance = TOLERANCE[low_precision]
         locality_error = max(worst_locality, _locality_error(clipper, losses_of, args, kwargs, batch, norms_b))
         _require_locality(locality_error, tolerance)
-        single_b, reference = _one_at_a_time(clipper, losses_of, args, kwargs, batch)
+        single_b, reference, gradient_error = _one_at_a_time(clipper, losses_of, args, kwargs, batch, samples)
         norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
         sum_error = float(_distance(total, reference) / _length(reference).clamp(min=1e-12))
-    report = CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start)
-    if not max(norm_error, sum_error) <= tolerance:
+    report = CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
+    if not max(norm_error, sum_error, gradient_error) <= tolerance:
         raise SelfCheckError(
             f"clipping is not exact for {type(clipper.model).__name__} in mode '{clipper.mode.name}': relative error of per-example norms "
-            f"{norm_error:.1e}, of the clipped sum {sum_error:.1e} (allowed {tolerance:.0e}) against one example at a time. "
+            f"{norm_error:.1e}, of the clipped sum {sum_error:.1e}, of per-example gradients {gradient_error:.1e} (allowed {tolerance:.0e}) "
+            "against one example at a time. "
             "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or report the model."
         )
     return report
@@ -149,21 +204,16 @@ def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFuncti
     """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may change."""
     watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
     before = {name: (id(t), t._version) for name, t in watched.items()}
-    kept = {name: t.clone() for name, t in clipper.model.named_buffers()}
 
     def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
         torch.manual_seed(0)
         return losses_of(*args, **kwargs)
 
-    with _forked_rng(clipper.parameters[0].device):
+    with _forked_rng(clipper.parameters[0].device), _kept_buffers(clipper.model):
         norms_b, _, low_precision = _clip(clipper, replayed, args, kwargs)
         error = _locality_error(clipper, replayed, args, kwargs, batch, norms_b)
-    watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
-    changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
-    with torch.no_grad():
-        for name, t in clipper.model.named_buffers():
-            if name in changed and name in kept and kept[name].shape == t.shape:
-                t.copy_(kept[name])
+        watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
+        changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
     if changed:
         raise SelfCheckError(
             f"'{changed[0]}' changes in the forward pass although it is not trained: it would keep private data without noise. Switch that "
@@ -179,7 +229,7 @@ def _locality_error(
     """How much (relative) the other examples' norms move when the last one is replaced, by either of two others."""
     worst = 0.0
     for source in range(min(2, batch - 1)):
-        moved_args, moved_kwargs = _replace_last_example(args, kwargs, batch, source)
+        moved_args, moved_kwargs = _replace_example(args, kwargs, batch, batch - 1, source)
         moved_b = _clip(clipper, losses_of, moved_args, moved_kwargs)[0]
         same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
         change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
@@ -265,6 +315,128 @@ def _ragged(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
     return tree_map_with_path(make, (args, kwargs))
 
 
+# ---- examples that influence each other ----
+
+
+@dataclass(frozen=True)
+class ExampleMixing:
+    """Examples of a batch that influence each other's outputs.
+
+    Attributes:
+        pairs: (i, j): the output of example i depends on the input of example j.
+        module: Path and class of the first module to finish whose output shows it; None where only gradients do.
+    """
+
+    pairs: list[tuple[int, int]]
+    module: str | None
+
+    def __str__(self) -> str:
+        first, others = self.pairs[0], f" (and {len(self.pairs) - 1} other pairs)" if len(self.pairs) > 1 else ""
+        where = f", first in {self.module}" if self.module else ""
+        return f"the output of example {first[0]} depends on the input of example {first[1]}{others}{where}"
+
+
+def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
+    """Find examples that influence each other in one forward pass of ``model``, in the training mode it is in.
+
+    Seen are any gradient of output i with respect to input j (with respect to the embeddings' outputs for integers), and any change of
+    output i, larger than rounding, when example j is replaced by its neighbour, which also shows what no gradient does: limited places,
+    sorting, rounding. Costs one backward and one forward pass for each example. Parameters, their gradients, buffers and random state
+    stay as they are.
+
+    Args:
+        model: Called with the batch; every floating-point tensor it returns has the examples in its first dimension, as have its inputs.
+        batch: Public examples, at least two, all different: keyword arguments in a dict, positional ones in a tuple, or one tensor.
+            A batch size that no other dimension has, or modules may be named that work on positions first.
+
+    Returns:
+        The pairs and the module; None if there is no such pair.
+
+    Raises:
+        ValueError: fewer than two examples, or outputs that are not finite or have another first dimension.
+    """
+
+    args, kwargs = _arguments(batch)
+    size = batch_size_of(model, args, kwargs)
+    if size < 2:
+        raise ValueError("examples that influence each other cannot be seen in a batch of one: give at least two.")
+    pairs = _pairs_by_gradient(model, args, kwargs, size)
+    outputs = _projected_outputs(model, args, kwargs, size)
+    modules: dict[int, str] = {}
+    for j in range(size):
+        moved = _projected_outputs(model, *_replace_example(args, kwargs, size, j, (j + 1) % size), size)
+        for number, ((where, out_b), (_, moved_b)) in enumerate(zip(outputs, moved, strict=False)):
+            differs_b = ~torch.isclose(out_b, moved_b, rtol=1e-4, atol=1e-5 * float(out_b.abs().max()))
+            differs_b[j] = False
+            if differs_b.any():
+                modules[number] = where
+                if number == len(outputs) - 1:  # the model itself
+                    pairs |= {(i, j) for i in differs_b.nonzero().flatten().tolist()}
+    return ExampleMixing(sorted(pairs), modules[min(modules)] if modules else None) if pairs else None
+
+
+def _arguments(batch: Any) -> tuple[tuple, dict]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+@contextlib.contextmanager
+def _forward_on_trial(model: nn.Module) -> Iterator[None]:
+    """Random numbers as in every such pass, and no trace of it afterwards."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with _forked_rng(device), _kept_buffers(model):
+        torch.manual_seed(0)
+        yield
+
+
+def _pairs_by_gradient(model: nn.Module, args: tuple, kwargs: dict, size: int) -> set[tuple[int, int]]:
+    inputs: list[torch.Tensor] = []
+
+    def watched(x: Any) -> Any:
+        if _batched(x, size) and x.is_floating_point():
+            inputs.append(x.detach().clone().requires_grad_())
+            return inputs[-1] * 1  # a leaf must not be written to
+        return x
+
+    with contextlib.ExitStack() as stack, torch.enable_grad():
+        stack.enter_context(_forward_on_trial(model))
+        for module in model.modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                stack.callback(module.register_forward_hook(lambda module, args, output: watched(output)).remove)
+        args, kwargs = tree_map(watched, (args, kwargs))
+        outputs = _floating(model(*args, **kwargs))
+        if not outputs or not all(_batched(x, size) and bool(torch.isfinite(x).all()) for x in outputs):
+            raise ValueError(
+                f"the model returns floating-point tensors of shapes {[tuple(x.shape) for x in outputs]} for {size} examples, and their rows must "
+                "be the examples' own and finite. (A loss of the whole batch depends on all of them: leave the labels out.)"
+            )
+        out_b, pairs = _projected(outputs), set()
+        for i in range(size if inputs and out_b.requires_grad else 0):
+            found = torch.autograd.grad(out_b[i], inputs, retain_graph=True, allow_unused=True)
+            for g in found:
+                if g is not None:
+                    pairs |= {(i, j) for j in g.flatten(1).ne(0).any(1).nonzero().flatten().tolist() if j != i}
+    return pairs
+
+
+def _projected_outputs(model: nn.Module, args: tuple, kwargs: dict, size: int) -> list[tuple[str, torch.Tensor]]:
+    """Module and (B,) projection of its output, in the order in which the modules end; the model itself is the last."""
+    found: list[tuple[str, torch.Tensor]] = []
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        stack.enter_context(_forward_on_trial(model))
+        for path, module in model.named_modules():
+
+            def note(module: nn.Module, args: tuple, output: Any, path: str = path) -> None:
+                tensors = [x for x in _floating(output) if _batched(x, size)]
+                if tensors:
+                    found.append((f"'{path}' ({type(module).__name__})" if path else type(module).__name__, _projected(tensors)))
+
+            stack.callback(module.register_forward_hook(note).remove)
+        model(*args, **kwargs)
+    return found
+
+
 # ---- the passes that are compared ----
 
 
@@ -278,8 +450,9 @@ def _clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwar
     return norms_b, [torch.zeros_like(p) if p.grad is None else p.grad for p in clipper.parameters], low_precision
 
 
-def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int):
-    norms, total = [], [torch.zeros_like(p) for p in clipper.parameters]
+def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list):
+    """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for each parameter."""
+    norms, total, worst = [], [torch.zeros_like(p) for p in clipper.parameters], 0.0
     with clipper._suspended():
         for i in range(batch):
             one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if _batched(x, batch) else x, (args, kwargs))
@@ -290,7 +463,10 @@ def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tu
                 if g is not None:
                     running.add_(g, alpha=float((clipper.max_grad_norm / norm).clamp(max=1.0)))
             norms.append(norm)
-    return torch.stack(norms), total
+            given = [(s[i], torch.zeros_like(s[i]) if g is None else g) for s, g in zip(samples, grads, strict=True) if s is not None]
+            if given:
+                worst = max(worst, float(_distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)))
+    return torch.stack(norms), total, worst
 
 
 def _length(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -319,19 +495,27 @@ def _random_output_loss(model: nn.Module, *, batch_first: bool = True) -> LossFu
     """A loss for models whose own is not known: a fixed random weight for every number an example puts out."""
 
     def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
-        output = model(*args, **kwargs)
-        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim()]
+        tensors = [x for x in _floating(model(*args, **kwargs)) if x.dim()]
         if not batch_first:
             batch = batch_size_of(model, args, kwargs, batch_first=False)
             tensors = [x.transpose(0, 1) if x.dim() > 1 and (len(x) != batch or x.dim() > 2) else x for x in tensors]
-        losses = []
-        for x in tensors:
-            generator = torch.Generator().manual_seed(x[0].numel())
-            weight = torch.randn(x[0].numel(), generator=generator).to(x.device) / max(1, x[0].numel()) ** 0.5
-            losses.append(x.flatten(1).float() @ weight if x.dim() > 1 else x.float() * weight)
-        return torch.stack(losses).sum(0)
+        return _projected(tensors)
 
     return losses_of
+
+
+def _floating(structure: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(structure) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def _projected(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """(B,), a fixed random linear function of each row of the tensors."""
+    losses = []
+    for x in tensors:
+        generator = torch.Generator().manual_seed(x[0].numel())
+        weight = torch.randn(x[0].numel(), generator=generator).to(x.device) / max(1, x[0].numel()) ** 0.5
+        losses.append(x.flatten(1).float() @ weight if x.dim() > 1 else x.float() * weight)
+    return torch.stack(losses).sum(0)
 
 
 # ---- synthetic input ----
@@ -366,11 +550,11 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     return tree_map_with_path(make, (args, kwargs))
 
 
-def _replace_last_example(args: tuple, kwargs: dict, batch: int, source: int) -> tuple[tuple, dict]:
-    """The last example becomes a copy of another, so that its content is valid whatever it is."""
+def _replace_example(args: tuple, kwargs: dict, batch: int, row: int, source: int) -> tuple[tuple, dict]:
+    """Example ``row`` becomes a copy of another, so that its content is valid whatever it is."""
 
     def change(x: Any) -> Any:
-        return torch.cat([x[:-1], x[source : source + 1]]) if _batched(x, batch) else x
+        return torch.cat([x[:row], x[source : source + 1], x[row + 1 :]]) if _batched(x, batch) else x
 
     return tree_map(change, (args, kwargs))
 
@@ -410,6 +594,19 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards every buffer has the content it had. (Batch normalisation writes to its own without telling autograd.)"""
+    kept = {name: t.clone() for name, t in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, t in model.named_buffers():
+                if name in kept and kept[name].shape == t.shape:
+                    t.copy_(kept[name])
 
 
 @contextlib.contextmanager

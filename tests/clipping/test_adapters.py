@@ -11,7 +11,7 @@ from torch import nn
 from zoo import batch_for, build, losses_function
 
 from dp_transformers.clipping.modes import MODES
-from dp_transformers.validation import validate_adapters, validate_model
+from dp_transformers.validation import validate_model
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}
@@ -124,7 +124,9 @@ def test_adapter_is_refused_by_name(adapter, model_table):
 
 
 def test_a_start_computed_from_data_is_warned_of(caplog):
-    validate_adapters(types.SimpleNamespace(peft_config={"default": peft.LoraConfig(init_lora_weights="eva", eva_config=peft.EvaConfig())}))
+    model = nn.Linear(3, 2)
+    model.peft_config = {"default": peft.LoraConfig(init_lora_weights="eva", eva_config=peft.EvaConfig())}
+    validate_model(model)
     assert "computed from data" in caplog.text
 
 
@@ -163,5 +165,7 @@ def test_lora_on_a_quantised_base():
 
 
 def test_x_lora_is_refused_by_name():
+    model = nn.Linear(3, 2)
+    model.peft_config = {"default": types.SimpleNamespace(peft_type=peft.PeftType.XLORA)}
     with pytest.raises(ValueError, match="XLORA.*router"):
-        validate_adapters(types.SimpleNamespace(peft_config={"default": types.SimpleNamespace(peft_type=peft.PeftType.XLORA)}))
+        validate_model(model)

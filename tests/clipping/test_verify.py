@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from models import SHORT, batch_for, build, losses_function
 from torch import nn
 
-from dp_transformers import PerExampleClipper, check_model
+from dp_transformers import PerExampleClipper, check_model, check_per_sample_gradients_are_correct
 from dp_transformers.clipping import rules
-from dp_transformers.clipping.terms import Outer
-from dp_transformers.clipping.verify import SelfCheckError, synthetic_inputs
+from dp_transformers.clipping.terms import Dense, Outer
+from dp_transformers.clipping.verify import SelfCheckError, find_example_mixing, synthetic_inputs
 
 
 class Bypass(nn.Module):
@@ -230,3 +230,169 @@ def test_frozen_state_that_moves_is_refused_and_put_back(module):
     with pytest.raises(SelfCheckError, match=r"'part\..*changes in the forward pass"):
         PerExampleClipper(model, 1.0).model(x)
     assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
+
+
+# ---- examples that influence each other ----
+
+
+class Attends(nn.Module):
+    """Attention whose first dimension is positions, given a batch there, as happens."""
+
+    def __init__(self, swap: bool):
+        super().__init__()
+        self.embed, self.attention, self.swap = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2), swap
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x.transpose(0, 1) if self.swap else x
+        y = self.attention(x, x, x, need_weights=False)[0]
+        return {"logits": y.transpose(0, 1) if self.swap else y}
+
+
+class Centred(nn.Module):
+    def forward(self, x, strength=1.0):
+        return x - strength * x.mean(0)
+
+
+class Tenth(nn.Module):
+    """Example 1 reads example 0, by so little that rounding hides it."""
+
+    def forward(self, x):
+        return x + 1e-9 * torch.cat([x[:1] * 0, x[:1], x[:1] * 0 + x[2:] * 0])
+
+
+class Limited(nn.Module):
+    """The largest row gets through: no gradient of one with respect to another."""
+
+    def forward(self, x):
+        return x * (x.detach().sum(1).argsort(stable=True).argsort() == len(x) - 1)[:, None]
+
+
+def every_pair(n):
+    return [(i, j) for i in range(n) for j in range(n) if i != j]
+
+
+def ids(n=4, t=3):
+    return torch.stack([torch.randperm(9)[:t] for _ in range(n)])
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "module"),
+    [
+        (nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5)), nn.Linear(5, 2)), torch.randn(4, 5), "'1.0' (BatchNorm1d)"),
+        (nn.Sequential(nn.Linear(5, 5), nn.ReLU(inplace=True), Centred()), torch.randn(4, 5), "'2' (Centred)"),
+        (nn.Sequential(Centred(), nn.Linear(5, 2)), torch.randn(4, 5), "'0' (Centred)"),
+        (Centred(), torch.randn(4, 5), "Centred"),
+        (Attends(swap=False), ids(), "'attention' (MultiheadAttention)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_mixing_is_found_where_it_happens(model, x, module):
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    mixing = find_example_mixing(model, x)
+    assert mixing.pairs == every_pair(4)
+    assert mixing.module == module
+    assert str(mixing) == f"the output of example 0 depends on the input of example 1 (and 11 other pairs), first in {module}"
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_which_examples_mix():
+    x = torch.randn(4, 5)
+    weak = find_example_mixing(Tenth(), x)  # seen by gradients alone
+    assert (weak.pairs, weak.module) == ([(1, 0)], None)
+    x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    limited = find_example_mixing(nn.Sequential(nn.Identity(), Limited()), x)  # seen by replacing alone
+    assert (limited.pairs, limited.module) == ([(2, 3)], "'1' (Limited)")
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.LayerNorm(5)), torch.randn(4, 5)),
+        (nn.BatchNorm1d(5).eval(), torch.randn(4, 5)),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5)), (torch.randn(4, 5),)),
+        (Attends(swap=True), {"ids": ids()}),
+        (nn.GRU(5, 3, batch_first=True, dropout=0.5, num_layers=2), torch.randn(4, 6, 5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_models_that_do_not_mix(model, batch):
+    if isinstance(model, nn.GRU):
+        model = First(model)
+    assert find_example_mixing(model, batch) is None
+
+
+class First(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)[0]
+
+
+@pytest.mark.parametrize("name", ["bert", "llama-tied"])
+def test_transformers_do_not_mix_unless_their_loss_does(name):
+    model, batch = build(name, dropout=0.1), batch_for(name, SHORT)
+    assert find_example_mixing(model, {k: v for k, v in batch.items() if k != "labels"}) is None
+    with pytest.raises(ValueError, match="leave the labels out"):
+        find_example_mixing(model, batch)
+
+
+def test_what_find_example_mixing_refuses():
+    with pytest.raises(ValueError, match="at least two"):
+        find_example_mixing(nn.Linear(5, 2), torch.randn(1, 5))
+    with pytest.raises(ValueError, match=r"\[\(5,\)\] for 4 examples"):
+        find_example_mixing(Mean(), torch.randn(4, 5))
+    with pytest.raises(ValueError, match="finite"):
+        find_example_mixing(nn.Linear(5, 2), torch.full((4, 5), float("nan")))
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(0)
+
+
+# ---- the check for your own layers ----
+
+
+def test_per_sample_gradients_are_correct(caplog):
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    with caplog.at_level("INFO"):
+        assert check_per_sample_gradients_are_correct(torch.randn(4, 3, 5), model)
+    for mode in ("book_keeping", "ghost", "fast_gradient", "per_sample"):
+        assert f"mode {mode}: worst relative error of per-example gradients" in caplog.text
+    assert not model._forward_hooks
+    assert check_per_sample_gradients_are_correct({"ids": ids()}, Attends(swap=True))
+    bilinear, inputs = nn.Bilinear(5, 4, 2), (torch.randn(3, 5), torch.randn(3, 4))
+    assert check_per_sample_gradients_are_correct(inputs, bilinear, loss_function=lambda a, b: bilinear(a, b).tanh().sum(1))
+
+
+def test_per_sample_gradients_that_are_not_correct(monkeypatch, caplog):
+    x, model = torch.randn(4, 3, 5), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    right = rules._RULES[nn.Linear.forward]
+
+    def rows_in_another_order(module, activations, backprops):
+        """The norms of all parameters together stay; each example's gradient does not."""
+        found = right(module, activations, backprops)
+        return {p: Dense(t.instance().grad.flip(1)) for p, t in found.items()}
+
+    monkeypatch.setitem(rules._RULES, nn.Linear.forward, rows_in_another_order)
+    assert not check_per_sample_gradients_are_correct(x, model, modes=["per_sample"])
+    monkeypatch.setitem(
+        rules._RULES, nn.Linear.forward, lambda m, a, g: {p: Dense(t.instance().grad * 1.0001) for p, t in right(m, a, g).items()}
+    )
+    for mode in ("book_keeping", "ghost", "fast_gradient", "per_sample"):
+        assert not check_per_sample_gradients_are_correct(x, model, modes=[mode])
+        assert check_per_sample_gradients_are_correct(x, model, modes=[mode], tolerance=1e-2)
+    assert "allowed: 1e-05" in caplog.text
+    monkeypatch.undo()
+    assert not check_per_sample_gradients_are_correct(torch.randn(4, 5), MixesBatch())
+    assert "mixes examples" in caplog.text
+    with pytest.raises(ValueError, match="at least two"):
+        check_per_sample_gradients_are_correct(x[:1], model)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        check_per_sample_gradients_are_correct(x, nn.Linear(5, 2).requires_grad_(False))
