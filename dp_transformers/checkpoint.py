@@ -2,22 +2,37 @@
 
 The **ledger** (``privacy_ledger.jsonl`` in the output directory, beside the checkpoints) is append-only. Its line for a step is on
 disk before the step's noisy gradient exists, so that whatever anybody can have seen is counted, also when training is resumed from an
-older checkpoint. The **privacy state** (``privacy_state.json`` inside a checkpoint) says which run the weights belong to and with which
-mechanism they were trained; no secret is in it.
+older checkpoint. One process writes it at a time. The **privacy state** (``privacy_state.json`` inside a checkpoint) says which run the
+weights belong to and with which mechanism they were trained; no secret is in it. It is written last and lists the other files of the
+checkpoint with their sizes: a checkpoint without it, or without one of them, is half-written (or half-deleted) and is never loaded.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import logging
 import os
+import re
 import secrets
-from collections.abc import Mapping
+import shutil
+import weakref
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 LEDGER_NAME = "privacy_ledger.jsonl"
 STATE_NAME = "privacy_state.json"
+
+logger = logging.getLogger(__name__)
 
 
 class PrivacyStateError(ValueError):
@@ -46,30 +61,50 @@ class PrivacyState:
         return secrets.token_hex(8)
 
     def save(self, folder: str | os.PathLike, ledger_steps: int) -> None:
-        """Write it into a checkpoint, with the number of steps that the ledger held for this run."""
-        path = Path(folder) / STATE_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
+        """Declare a checkpoint complete: flush its files to disk, then write this state with the steps that the ledger held for this run."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [path for path in folder.rglob("*") if path.name != STATE_NAME]
+        for path in paths:
+            _fsync(path)
+        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
+        temporary = folder / f".{STATE_NAME}"
         with open(temporary, "w") as file:
-            json.dump({**asdict(self), "ledger_steps": ledger_steps}, file, indent=2)
+            json.dump({**asdict(self), "ledger_steps": ledger_steps, "files": sizes}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, folder / STATE_NAME)
+        _fsync(folder)
+        _fsync(folder.parent)
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> tuple[PrivacyState, int]:
-        """The state in a checkpoint, and the number of steps the ledger must at least hold."""
+        """The state in a checkpoint, and the number of steps the ledger must at least hold.
+
+        Raises:
+            PrivacyStateError: the checkpoint is not complete.
+        """
         path = Path(folder) / STATE_NAME
         try:
             content = json.loads(path.read_text())
-            return cls(**{f.name: content[f.name] for f in fields(cls)}), int(content["ledger_steps"])
+            loaded = cls(**{f.name: content[f.name] for f in fields(cls)}), int(content["ledger_steps"])
+            sizes = dict(content["files"])
         except FileNotFoundError:
             raise PrivacyStateError(
-                f"'{path}' is missing, so what this checkpoint has already spent is not known. Resume from a checkpoint that DPTrainer "
-                "wrote, or start a new run (resume_from_checkpoint=None)."
+                f"'{path}' is missing: the checkpoint was not written to its end, or not by DPTrainer, so what it has already spent is not "
+                "known. Resume from another checkpoint, or start a new run (resume_from_checkpoint=None)."
             ) from None
         except (KeyError, TypeError, ValueError) as error:
             raise PrivacyStateError(f"'{path}' cannot be read ({error}). Resume from another checkpoint.") from error
+        for name, size in sizes.items():
+            file = path.parent / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found} bytes"
+                raise PrivacyStateError(
+                    f"'{file}' {state}, it was saved with {size}: the checkpoint is not complete. Resume from another checkpoint."
+                )
+        return loaded
 
     def require(self, wanted: Mapping[str, Any]) -> None:
         """Raise PrivacyStateError unless every given value is the saved one."""
@@ -82,50 +117,162 @@ class PrivacyState:
                 )
 
 
+def find_checkpoint(output_dir: str | os.PathLike) -> str:
+    """The newest complete checkpoint; incomplete ones above it are named in a warning.
+
+    Raises:
+        PrivacyStateError: there is none.
+    """
+    faults = []
+    for folder in sorted(_checkpoints(output_dir), key=_number, reverse=True):
+        try:
+            PrivacyState.load(folder)
+        except PrivacyStateError as error:
+            faults.append(str(error))
+            continue
+        if faults:
+            logger.warning("resuming from '%s'; newer checkpoints are not complete: %s", folder, " ".join(faults))
+        return str(folder)
+    raise PrivacyStateError(
+        f"there is no complete checkpoint in '{output_dir}' to resume from. "
+        + (" ".join(faults) or "Start a new run (resume_from_checkpoint=None).")
+    )
+
+
+def rotate(output_dir: str | os.PathLike, limit: int, keep: Collection[str]) -> None:
+    """Delete checkpoints until `limit` are left, incomplete ones first, then the oldest; never those whose names are in `keep`."""
+    folders = sorted(_checkpoints(output_dir), key=lambda folder: (_is_complete(folder), folder.stat().st_mtime_ns, _number(folder)))
+    for folder in [f for f in folders if f.name not in keep][: max(0, len(folders) - limit)]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+    return [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+
+
+def _number(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2])
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        return bool(PrivacyState.load(checkpoint))
+    except PrivacyStateError:
+        return False
+
+
+def _fsync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    if os.name == "nt":  # only what is open for writing can be flushed there
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot flush folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
 class Ledger:
-    """Append-only record of every noised step, flushed to disk line by line."""
+    """Append-only record of every noised step, flushed to disk line by line. Reading is free; to write, `open` it and `close` it."""
 
     def __init__(self, output_dir: str | os.PathLike):
         self.path = Path(output_dir) / LEDGER_NAME
+        self._file: io.FileIO | None = None
 
     def steps(self, run_id: str) -> int:
-        """How many steps of this run were executed, a torn last line included. 0 without a file."""
-        if not self.path.exists():
-            return 0
-        count = 0
-        for line in self.path.read_text().splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:  # the process died while writing it: the step may have happened
-                count += 1
-                continue
-            count += entry.get("run") == run_id and "step" in entry
-        return count
+        """How many steps of this run were executed. 0 without a file."""
+        counts = self._counts()
+        return counts[run_id] + counts[None]
 
     def other_steps(self, run_id: str) -> int:
         """How many steps of other runs the same file holds."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return sum('"step"' in line for line in lines) - self.steps(run_id)
+        return self._counts().total() - self.steps(run_id)
+
+    def _counts(self) -> Counter[str | None]:
+        """Steps of each run. A torn line may have been a step, of the run that wrote the line before; of any if there is none (None)."""
+        counts: Counter[str | None] = Counter()
+        writer = None
+        with open(self.path, "rb") if self.path.exists() else io.BytesIO() as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                    writer, is_step = entry["run"], "step" in entry
+                except (ValueError, TypeError, KeyError):
+                    is_step = True
+                counts[writer] += is_step
+        return counts
+
+    def open(self) -> None:
+        """Become the one writer, until `close` or until this process ends, however it ends.
+
+        Raises:
+            PrivacyStateError: another process, or another trainer in this one, is writing.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = io.FileIO(self.path, "a+")
+        try:
+            _lock(file, self.path)
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.write(b"\n")  # a torn line stays, and stays alone
+            _fsync(self.path.parent)
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+        _OPEN.add(self)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def begin(self, state: PrivacyState) -> None:
         """Record that this run starts or goes on."""
         self._append({"run": state.run_id, "event": "begin", **{k: v for k, v in asdict(state).items() if k != "run_id"}})
 
     def add_step(self, run_id: str, step: int) -> None:
-        """Record one step, before its result exists. Returns when the line is on disk."""
+        """Record one step, before its result exists. Returns when the line is on disk.
+
+        Raises:
+            OSError: it could not be written (the disk is full, say); the step must not be taken.
+        """
         self._append({"run": run_id, "step": step})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab") as file:
-            line = json.dumps(entry).encode() + b"\n"
-            if file.tell() and not self._ends_with_newline():
-                line = b"\n" + line  # a torn line stays, and stays alone
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        assert self._file is not None, "the ledger is not open"
+        line = json.dumps(entry).encode() + b"\n"
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "a line of the ledger was cut short, so its step is not taken", str(self.path))
+        os.fsync(self._file.fileno())
 
-    def _ends_with_newline(self) -> bool:
-        with open(self.path, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
+
+_OPEN: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+def _close_after_fork() -> None:
+    """A lock lives as long as any copy of its descriptor: a DataLoader worker must not keep that of a trainer which was killed."""
+    for ledger in _OPEN:
+        ledger.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_after_fork)
+
+
+def _lock(file: io.FileIO, path: Path) -> None:
+    try:
+        if fcntl is None:
+            raise OSError("no flock on this system")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise PrivacyStateError(
+            f"another training is writing '{path}'. Two at once would not count each other's steps: wait until it ends, or choose another "
+            "output_dir."
+        ) from None
+    except OSError as error:  # some network file systems
+        logger.warning("'%s' cannot be locked (%s): make sure that no other process trains in this output_dir.", path, error)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 _BUCKET_NUMEL = 25 * 2**20
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -46,9 +48,19 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 def shared_secret(dp_seed: int | None = None) -> int:
     """128 bits that every rank knows and nobody else: drawn by rank 0 from the operating system, broadcast once."""
-    if dp_seed is not None:
-        return dp_seed
-    box = [secrets.randbits(128)]
+    return on_rank_zero(lambda: secrets.randbits(128)) if dp_seed is None else dp_seed
+
+
+def on_rank_zero(function: Callable[[], T]) -> T:
+    """What `function` returns when rank 0 calls it, on every rank. What it raises there is raised on every rank."""
+    box: list = [None, None]
+    if rank() == 0:
+        try:
+            box[0] = function()
+        except Exception as error:
+            box[1] = error
     if world_size() > 1:
         dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
     return box[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint, seed_worker
+from transformers.trainer_utils import TrainOutput, seed_worker
 
 from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
-from .checkpoint import Ledger, PrivacyState, PrivacyStateError
+from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
 from .clipping.verify import self_check
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
@@ -210,10 +211,11 @@ class DPTrainer(Trainer):
         """Train, or go on from a checkpoint. See [`~transformers.Trainer.train`].
 
         On resume the draws and the noise are fresh, and every step ever executed in this run counts towards ε, also those after the
-        checkpoint.
+        checkpoint. `resume_from_checkpoint=True` takes the newest checkpoint that was written to its end.
 
         Raises:
-            PrivacyStateError: the checkpoint's privacy state or the ledger is missing, or disagrees with the arguments.
+            PrivacyStateError: the checkpoint is not complete, its privacy state or the ledger is missing or disagrees with the arguments,
+                or another process trains in the same output_dir.
             ValueError: the privacy budget is spent.
         """
         if trial is not None:
@@ -222,33 +224,39 @@ class DPTrainer(Trainer):
             )
         if self.train_dataset is None:
             raise ValueError("DPTrainer: training requires a train_dataset.")
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(f"there is no checkpoint in {self.args.output_dir!r} to resume from.")
-        if resume_from_checkpoint:
-            self._restore(resume_from_checkpoint)
-        self._noise = GaussianNoise(dp_seed=self.args.dp_seed, secure=self.args.secure_rng)
-        self._steps_left = self._affordable_steps()
-        self._last_draw = -1
-        if distributed.rank() == 0:
-            if earlier := self._ledger.other_steps(self._state.run_id):
-                logger.warning(
-                    "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. If this model starts "
-                    "from theirs, or several models trained on the same data are released, what they spent adds up.",
-                    self._ledger.path, earlier,
-                )  # fmt: skip
-            self._ledger.begin(self._state)
-        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        distributed.on_rank_zero(self._ledger.open)
+        try:
+            if resume_from_checkpoint:
+                resume_from_checkpoint = self._restore(resume_from_checkpoint)
+            else:
+                self._take_over(distributed.on_rank_zero(lambda: self._state), self._steps_spent)
+            self._noise = GaussianNoise(dp_seed=self.args.dp_seed, secure=self.args.secure_rng)
+            self._steps_left = self._affordable_steps()
+            self._last_draw = -1
+            distributed.on_rank_zero(self._begin)
+            output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            self._ledger.close()
         if self.args.log_train_loss:
             return output
         metrics = {k: v for k, v in output.metrics.items() if k != "train_loss"}  # it was never computed: see log_train_loss
         return output._replace(training_loss=math.nan, metrics=metrics)
 
-    def _restore(self, checkpoint: str) -> None:
-        """Take over the run that a checkpoint belongs to, with everything the ledger says it has spent."""
-        state, steps_at_save = PrivacyState.load(checkpoint)
+    def _begin(self) -> None:
+        if earlier := self._ledger.other_steps(self._state.run_id):
+            logger.warning(
+                "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. If this model starts "
+                "from theirs, or several models trained on the same data are released, what they spent adds up.",
+                self._ledger.path, earlier,
+            )  # fmt: skip
+        self._ledger.begin(self._state)
+
+    def _restore(self, checkpoint: str | bool) -> str:
+        """Go on with the run that a checkpoint belongs to (True: the newest complete one), and return its folder."""
         args = self.args
+        if checkpoint is True:
+            checkpoint = distributed.on_rank_zero(lambda: find_checkpoint(args.output_dir))
+        state, steps_at_save = PrivacyState.load(checkpoint)
         wanted = {
             "num_examples": len(self.train_dataset),
             "max_grad_norm": args.max_grad_norm,
@@ -266,16 +274,23 @@ class DPTrainer(Trainer):
                 f"checkpoint '{checkpoint}' does not lie in output_dir '{args.output_dir}'. The ledger of executed steps lies beside the checkpoints "
                 "and must go on: set output_dir to the folder that holds the checkpoint."
             )
-        executed = self._ledger.steps(state.run_id)
-        if executed < steps_at_save:
+        if distributed.on_rank_zero(lambda: state) != state:
+            raise PrivacyStateError(f"'{checkpoint}' is of another run on this machine than on that of rank 0. Copy it from there.")
+        self._take_over(state, steps_at_save)
+        args.expected_batch_size = state.expected_batch_size
+        return checkpoint
+
+    def _take_over(self, state: PrivacyState, at_least: int) -> None:
+        """Start from everything that the ledger says this run has spent."""
+        executed = distributed.on_rank_zero(lambda: self._ledger.steps(state.run_id))
+        if executed < at_least:
             raise PrivacyStateError(
-                f"the ledger '{self._ledger.path}' holds {executed} steps of this run, but the checkpoint was saved after {steps_at_save}: lines "
+                f"the ledger '{self._ledger.path}' holds {executed} steps of this run, which has executed {at_least} at least: lines "
                 "are missing, so what was spent is not known. Restore the file, or start a new run (resume_from_checkpoint=None)."
             )
         self._state = state
-        args.expected_batch_size = state.expected_batch_size
         self._steps_spent = 0
-        self._accountant = PrivacyAccountant(args.accountant)
+        self._accountant = PrivacyAccountant(self.args.accountant)
         self._count_steps(executed)
 
     def _count_steps(self, steps: int) -> None:
@@ -449,10 +464,30 @@ class DPTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save:  # first, because saving may push and rotate
-            folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-            self._state.save(folder, self._steps_spent)
-        super()._save_checkpoint(model, trial)
+        """A checkpoint is complete when every rank has written its part, and only then may it push older ones out."""
+        args, name = self.args, f"checkpoint-{self.state.global_step}"
+        folder = os.path.join(args.output_dir, name)
+        if args.should_save and os.path.exists(folder):
+            shutil.rmtree(folder)  # half-written before a kill, or left by an earlier run: nothing of it may mix with the new one
+        self.accelerator.wait_for_everyone()
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        self._complete(folder)
+        if args.should_save and limit is not None and limit > 0:
+            rotate(args.output_dir, limit, keep={name, os.path.basename(self.state.best_model_checkpoint or name)})
+
+    def _complete(self, checkpoint: str) -> None:
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self._state.save(checkpoint, self._steps_spent)
+        self.accelerator.wait_for_everyone()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._complete(checkpoint_folder)
+        super()._push_from_checkpoint(checkpoint_folder)
 
 
 def _is_datasets(dataset: Any) -> bool:

@@ -1,16 +1,41 @@
 """Ledger and privacy state on disk."""
 
+import contextlib
+import errno
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError
+from dp_transformers import checkpoint
+from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 
 
 def state(**changes):
     values = {"run_id": "a1", "num_examples": 100, "expected_batch_size": 10, "noise_multiplier": 1.5, "max_grad_norm": 0.5,
               "delta": 1e-5, "target_epsilon": 3.0, "sampling": "poisson"}  # fmt: skip
     return PrivacyState(**{**values, **changes})
+
+
+@contextlib.contextmanager
+def writing(folder):
+    ledger = Ledger(folder)
+    ledger.open()
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def saved(folder, **changes):
+    (folder / "shards").mkdir(parents=True)
+    (folder / "model.bin").write_bytes(b"weights")
+    (folder / "shards" / "0").write_bytes(b"")
+    state(**changes).save(folder, ledger_steps=3)
 
 
 def test_round_trip(tmp_path):
@@ -39,26 +64,181 @@ def test_require_names_what_disagrees():
         state().require({"max_grad_norm": 0.7})
 
 
+@pytest.mark.parametrize("damage", ["cut", "longer", "removed", "nested removed", "no state"])
+def test_a_checkpoint_that_is_not_whole_is_not_loaded(tmp_path, damage):
+    folder = tmp_path / "checkpoint-3"
+    saved(folder)
+    assert PrivacyState.load(folder) == (state(), 3)
+    if damage in ("cut", "longer"):
+        (folder / "model.bin").write_bytes(b"weight" if damage == "cut" else b"weights!")
+    else:
+        (folder / {"removed": "model.bin", "nested removed": "shards/0", "no state": STATE_NAME}[damage]).unlink()
+    named = {"no state": STATE_NAME, "nested removed": "shards.0"}.get(damage, "model.bin")
+    with pytest.raises(PrivacyStateError, match=f"{named}.*Resume from another checkpoint"):
+        PrivacyState.load(folder)
+
+
+def test_the_state_is_written_last_and_after_everything_is_on_disk(tmp_path, monkeypatch):
+    folder, synced = tmp_path / "checkpoint-3", []
+    real_sync, real_replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda d: (synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{d}"))), real_sync(d)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (synced.append("replace"), real_replace(a, b)))
+    saved(folder)
+    before, after = synced[: synced.index("replace")], synced[synced.index("replace") + 1 :]
+    assert sorted(before) == sorted(["model.bin", "shards", "0", f".{STATE_NAME}"])
+    assert after == ["checkpoint-3", tmp_path.name]
+
+
+def test_the_newest_complete_checkpoint_is_found_with_a_warning(tmp_path, caplog):
+    with pytest.raises(PrivacyStateError, match="no complete checkpoint.*start a new run|Start a new run"):
+        find_checkpoint(tmp_path)
+    for number in (2, 9, 10, 11):
+        saved(tmp_path / f"checkpoint-{number}")
+    saved(tmp_path / "checkpoint-best")
+    (tmp_path / "checkpoint-12").write_text("a file")
+    assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-11")
+    assert caplog.text == ""
+    (tmp_path / "checkpoint-11" / STATE_NAME).unlink()
+    (tmp_path / "checkpoint-10" / "model.bin").write_bytes(b"w")
+    assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+    assert "checkpoint-11/privacy_state.json' is missing" in caplog.text and "checkpoint-10/model.bin' has 1 bytes" in caplog.text
+    for number in (2, 9):
+        (tmp_path / f"checkpoint-{number}" / STATE_NAME).write_text("{}")
+    with pytest.raises(PrivacyStateError, match="no complete checkpoint.*checkpoint-11.*checkpoint-2"):
+        find_checkpoint(tmp_path)
+
+
+def test_rotation_takes_incomplete_and_old_ones_first_and_spares_what_is_kept(tmp_path):
+    for age, number in enumerate((8, 2, 4, 6)):  # 8 is the oldest: left by an earlier run
+        saved(tmp_path / f"checkpoint-{number}")
+        os.utime(tmp_path / f"checkpoint-{number}", (age, age))
+    (tmp_path / "checkpoint-10").mkdir()  # half-written, the newest
+    left = lambda: sorted(p.name for p in tmp_path.iterdir())  # noqa: E731
+    rotate(tmp_path, 4, keep={"checkpoint-6"})
+    assert left() == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    rotate(tmp_path, 3, keep={"checkpoint-6"})
+    assert left() == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    rotate(tmp_path, 1, keep={"checkpoint-6", "checkpoint-2"})
+    assert left() == ["checkpoint-2", "checkpoint-6"]
+    rotate(tmp_path, 1, keep={"checkpoint-6"})
+    assert left() == ["checkpoint-6"]
+
+
+# ---- the ledger ----
+
+
 def test_ledger_counts_every_line_of_its_run(tmp_path):
-    ledger = Ledger(tmp_path / "new")
-    assert ledger.steps("a1") == 0
-    ledger.begin(state())
-    for step in (1, 2, 3, 2, 3):  # two steps were done again after a resume: they happened
-        ledger.add_step("a1", step)
-    ledger.begin(state(run_id="b2"))
-    ledger.add_step("b2", 1)
+    assert Ledger(tmp_path / "new").steps("a1") == 0
+    with writing(tmp_path / "new") as ledger:
+        ledger.begin(state())
+        for step in (1, 2, 3, 2, 3):  # two steps were done again after a resume: they happened
+            ledger.add_step("a1", step)
+        ledger.begin(state(run_id="b2"))
+        ledger.add_step("b2", 1)
     assert ledger.steps("a1") == 5
     assert ledger.steps("b2") == 1
     assert ledger.other_steps("b2") == 5
     assert len((tmp_path / "new" / LEDGER_NAME).read_text().splitlines()) == 8
 
 
-def test_torn_line_counts_and_stays_alone(tmp_path):
-    ledger = Ledger(tmp_path)
-    ledger.add_step("a1", 1)
-    with open(ledger.path, "a") as file:
-        file.write('{"run": "a1", "st')
-    assert ledger.steps("a1") == 2
-    ledger.add_step("a1", 2)
-    assert ledger.steps("a1") == 3
-    assert json.loads(ledger.path.read_text().splitlines()[-1]) == {"run": "a1", "step": 2}
+@pytest.mark.parametrize("torn", [b'{"run": "a1", "st', b'{"run": "a1"', b"\0\0\0\0", b"\xff\n"])
+def test_torn_line_counts_and_stays_alone(tmp_path, torn):
+    """It was written by whoever wrote the line before, for there is one writer at a time."""
+    with writing(tmp_path) as ledger:
+        ledger.add_step("b2", 1)
+        ledger.add_step("a1", 1)
+    with open(ledger.path, "ab") as file:
+        file.write(torn)
+    assert (ledger.steps("a1"), ledger.steps("b2"), ledger.steps("c3")) == (2, 1, 0)
+    with writing(tmp_path) as ledger:
+        ledger.add_step("a1", 2)
+    assert (ledger.steps("a1"), ledger.steps("b2"), ledger.other_steps("a1")) == (3, 1, 1)
+    assert json.loads(ledger.path.read_bytes().splitlines()[-1]) == {"run": "a1", "step": 2}
+
+
+def test_a_torn_line_with_nothing_before_it_counts_for_every_run(tmp_path):
+    (tmp_path / LEDGER_NAME).write_text('{"ru')
+    assert Ledger(tmp_path).steps("a1") == Ledger(tmp_path).steps("b2") == 1
+
+
+class Failing(io.FileIO):
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Short(io.FileIO):
+    def write(self, data):
+        return super().write(bytes(data)[:7])
+
+
+def broken_fsync(descriptor):
+    raise OSError(errno.EIO, "I/O error")
+
+
+@pytest.mark.parametrize("fault", [Failing, Short, broken_fsync])
+def test_a_line_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, fault):
+    with writing(tmp_path) as ledger:
+        ledger.add_step("a1", 1)
+    if fault is not broken_fsync:
+        monkeypatch.setattr(checkpoint.io, "FileIO", fault)
+    with writing(tmp_path) as ledger:
+        if fault is broken_fsync:
+            monkeypatch.setattr(os, "fsync", broken_fsync)
+        with pytest.raises(OSError, match="No space|cut short|I/O error"):
+            ledger.add_step("a1", 2)
+    monkeypatch.undo()
+    assert ledger.steps("a1") == {Failing: 1, Short: 2, broken_fsync: 2}[fault]  # what may be on disk counts
+    with writing(tmp_path) as ledger:
+        ledger.add_step("a1", 2)
+    assert ledger.steps("a1") == {Failing: 2, Short: 3, broken_fsync: 3}[fault]
+
+
+HOLDER = """
+import os, sys, time
+from dp_transformers.checkpoint import Ledger
+ledger = Ledger(sys.argv[1])
+ledger.open()
+if os.fork() == 0:  # as a DataLoader worker: outlives its parent for a while
+    time.sleep(60)
+    os._exit(0)
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_writer_at_a_time_and_a_killed_one_does_not_block(tmp_path):
+    with writing(tmp_path) as ledger, pytest.raises(PrivacyStateError, match="another training is writing.*choose another output_dir"):
+        Ledger(tmp_path).open()
+    with writing(tmp_path):
+        pass
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ}
+    )
+    try:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(PrivacyStateError, match="another training"):
+            ledger.open()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with writing(tmp_path) as ledger:  # though its child still lives
+            ledger.add_step("a1", 1)
+        os.killpg(holder.pid, 0)  # it does
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.stdout.close()
+        holder.wait()
+
+
+@pytest.mark.parametrize("why", ["no flock", "refused by the file system"])
+def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog, why):
+    if why == "no flock":
+        monkeypatch.setattr(checkpoint, "fcntl", None)
+    else:
+
+        def unsupported(*args):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(checkpoint.fcntl, "flock", unsupported)
+    with writing(tmp_path) as ledger:
+        ledger.add_step("a1", 1)
+    assert "cannot be locked" in caplog.text and ledger.steps("a1") == 1
