@@ -1,0 +1,351 @@
+"""Killed with SIGKILL anywhere and resumed: the ledger covers all noise ever drawn, no noise comes twice, no half-written checkpoint is loaded.
+
+`python -m pytest tests/test_resume.py` kills a few dozen times; `KILLS=200 python -m pytest tests/test_resume.py` at that many random places.
+
+A life is one output_dir: training that is killed and resumed, killed and resumed, until it is left to end. Each attempt is a fork of one
+process that has paid for the imports (this file as a script). It keeps a journal, flushed line by line, of what really happened: the hash
+of each noise vector, of what went into each checkpoint and of what came out, each epsilon reported.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerState
+
+from dp_transformers import DPTrainer, DPTrainingArguments, checkpoint, compute_epsilon
+from dp_transformers.checkpoint import Ledger, PrivacyState, PrivacyStateError
+from dp_transformers.noise import GaussianNoise
+
+TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
+DONE, SPENT = 0, 3  # exit codes
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.hidden(x).relu())
+
+
+def rows():
+    return [{"x": [i / 40, 1.0, -i / 40], "labels": i % 2} for i in range(40)]
+
+
+def collate(examples):
+    return {"x": torch.tensor([e["x"] for e in examples]), "labels": torch.tensor([e["labels"] for e in examples])}
+
+
+def per_example_loss(logits, labels):
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def arguments(folder, **changes):
+    values = {"output_dir": str(folder), "target_epsilon": TARGET, "target_delta": DELTA, "accountant": ACCOUNTANT, "expected_batch_size": 8,
+              "per_device_train_batch_size": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1,
+              "logging_steps": 1, "learning_rate": 0.1, "use_cpu": True, "disable_tqdm": True, "self_check": False,
+              "remove_unused_columns": False}  # fmt: skip
+    return DPTrainingArguments(**{**values, **changes})
+
+
+def build(cls, folder, callbacks=(), data=None, **changes):
+    return cls(Classifier(), arguments(folder, **changes), collate, data or rows(), callbacks=list(callbacks), per_example_loss_func=per_example_loss)  # fmt: skip
+
+
+# ---- one attempt, in a process of its own ----
+
+
+class Attempt:
+    """Trains, notes what happens, and kills itself when it comes for the n-th time to the named point."""
+
+    def __init__(self, folder, point=None, occurrence=1):
+        self.folder, self.point, self.left = Path(folder), point, occurrence
+        self.journal = open(self.folder / "journal", "ab", buffering=0)  # noqa: SIM115
+        self.draw = None
+
+    def note(self, **entry):
+        self.journal.write(json.dumps(entry).encode() + b"\n")
+        os.fsync(self.journal.fileno())
+
+    def reached(self, point):
+        if point is None or point != self.point:
+            return False
+        self.left -= 1
+        return self.left == 0
+
+    def at(self, point):
+        if self.reached(point):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, owner, name, before=None, after=None, cut=None):
+        """Kill before or after a call, or after half of what it should do."""
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def call(*args, **kwargs):
+            self.at(before)
+            if cut and self.reached(cut[0]):
+                cut[1](real, *args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*args, **kwargs)
+            self.at(after)
+            return result
+
+        setattr(owner, name, call)
+
+    def instrument(self):
+        def half_a_line(real, ledger, entry):
+            ledger._file.write(json.dumps(entry).encode()[:9])
+
+        def half_a_file(real, *args, **kwargs):
+            real(*args, **kwargs)
+            path = next(a for a in (*args, *kwargs.values()) if isinstance(a, (str, os.PathLike)))
+            os.truncate(path, os.path.getsize(path) // 2)
+
+        def half_a_folder(real, path, *args, **kwargs):
+            for file in sorted(Path(path).iterdir())[::2]:
+                file.unlink()
+
+        self.around(Ledger, "open", after="ledger locked")
+        self.around(Ledger, "begin", before="before begin", after="after begin")
+        self.around(Ledger, "_append", cut=("in a ledger line", half_a_line))
+        self.around(Ledger, "add_step", before="before the ledger line", after="between ledger line and noise")
+        for owner, name in ((safetensors.torch, "save_file"), (torch, "save"), (TrainerState, "save_to_json")):
+            self.around(owner, name, before="between checkpoint files", cut=("in a checkpoint file", half_a_file))
+        self.around(PrivacyState, "save", before="before the privacy state")
+        self.around(os, "replace", before="before the privacy state is in place", after="after the privacy state")
+        self.around(checkpoint.shutil, "rmtree", before="before rotation", cut=("in rotation", half_a_folder), after="after rotation")
+        draw_noise = GaussianNoise._standard_normal
+
+        def noted(noise, like):
+            values = draw_noise(noise, like)
+            self.note(noise=hashlib.sha256(values.numpy().tobytes()).hexdigest(), run=self.trainer._state.run_id, draw=self.draw)
+            self.at("between noise and optimizer")
+            return values
+
+        GaussianNoise._standard_normal = noted
+
+    def run(self):
+        self.instrument()
+        attempt = self
+
+        class Noted(DPTrainer):
+            def _privatise_gradients(self):
+                attempt.draw = f"{os.getpid()} {self.state.global_step}"
+                super()._privatise_gradients()
+
+            def _save_checkpoint(self, *args):
+                attempt.note(saving=self.state.global_step, run=self._state.run_id, digest=attempt.digest())
+                super()._save_checkpoint(*args)
+                attempt.note(saved=self.state.global_step, run=self._state.run_id)
+
+        class Points(TrainerCallback):
+            def on_train_begin(self, args, state, control, **kwargs):
+                attempt.note(begun=state.global_step, digest=attempt.digest(), **attempt.spent())
+                attempt.at("training begins")
+
+            def on_optimizer_step(self, args, state, control, **kwargs):
+                attempt.at("after the optimizer")
+
+            def on_log(self, args, state, control, logs, **kwargs):
+                attempt.note(logged=logs["epsilon"], **attempt.spent())
+                attempt.at("after a log line")
+
+        self.trainer = build(Noted, self.folder, [Points()])
+        try:
+            self.trainer.train(resume_from_checkpoint=True)
+        except PrivacyStateError as error:
+            assert "no complete checkpoint" in str(error)
+            self.trainer.train()
+        except ValueError as error:
+            assert "budget is spent" in str(error)
+            self.note(refused=True, **self.spent())
+            return SPENT
+        self.note(done=self.trainer.state.global_step, **self.spent())
+        return DONE
+
+    def spent(self):
+        spent = self.trainer.privacy_spent()
+        return {"run": self.trainer._state.run_id, "steps": spent.steps, "epsilon": spent.epsilon, "sigma": spent.noise_multiplier}
+
+    def digest(self):
+        """Of everything that a checkpoint must bring back: weights, optimizer, schedule."""
+        trainer = self.trainer
+        moments = [t for s in trainer.optimizer.state_dict()["state"].values() for t in s.values()]
+        tensors = [*trainer.model.state_dict().values(), *moments]
+        content = b"".join(t.detach().numpy().tobytes() for t in tensors) + str(trainer.lr_scheduler.state_dict()["last_epoch"]).encode()
+        return hashlib.sha256(content).hexdigest()
+
+
+def serve():
+    """For each line {"folder", "point", "occurrence", "delay"}: fork an attempt, kill it after `delay` seconds, answer {"status", "seconds"}."""
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(sys.stderr):
+        build(DPTrainer, json.loads(sys.stdin.readline())["folder"]).train()  # what the first training imports and caches
+    print(json.dumps({}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        start = time.perf_counter()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                sys.stdout = sys.stderr
+                code = Attempt(job["folder"], job["point"], job["occurrence"]).run()
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        if job["delay"] is not None:
+            time.sleep(job["delay"])
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps({"status": status, "seconds": time.perf_counter() - start}), flush=True)
+
+
+# ---- lives, and what must be true of them ----
+
+
+@pytest.fixture(scope="module")
+def attempt(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    with open(log, "w") as errors:
+        server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+
+    def ask(folder, point=None, occurrence=1, delay=None):
+        Path(folder).mkdir(exist_ok=True)
+        server.stdin.write(json.dumps({"folder": str(folder), "point": point, "occurrence": occurrence, "delay": delay}) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        assert answer, log.read_text()[-3000:]
+        answer = json.loads(answer)
+        assert answer.get("status") in (None, DONE, SPENT, -signal.SIGKILL), log.read_text()[-3000:]
+        return answer
+
+    ask(log.parent / "warm")
+    yield ask
+    server.stdin.close()
+    server.wait()
+    server.stdout.close()
+
+
+def check(folder):
+    """Everything this file promises, from the journal and the ledger of a life. Returns the noise hashes."""
+    ledger, draws, seen, saving, saved = Ledger(folder), {}, [], {}, {}
+    for line in (folder / "journal").read_text().splitlines():
+        entry = json.loads(line)
+        run = entry["run"]
+        if "noise" in entry:
+            seen.append(entry["noise"])
+            draws.setdefault(run, set()).add(entry["draw"])
+        if "saving" in entry:
+            saving[run, entry["saving"]] = entry["digest"]
+        if "saved" in entry:
+            saved[run] = entry["saved"]
+        if entry.get("begun"):
+            assert entry["begun"] >= saved.get(run, 0), "lost more than the steps since the last checkpoint"
+            assert entry["digest"] == saving[run, entry["begun"]], "what was loaded is not what was saved"
+        elif "begun" in entry:
+            assert not saved, "started anew although there was a checkpoint"
+        if "epsilon" in entry:
+            assert entry["steps"] >= len(draws.get(run, ())), "epsilon leaves out steps whose noise was drawn"
+            assert entry["epsilon"] == pytest.approx(epsilon(entry["sigma"], entry["steps"]), rel=1e-9)
+            assert entry["epsilon"] == entry.get("logged", entry["epsilon"])
+            assert entry["epsilon"] <= TARGET
+            last = entry
+    for run, drawn in draws.items():
+        assert len(drawn) <= ledger.steps(run) <= STEPS
+    assert len(set(seen)) == len(seen), "noise was used twice"
+    if "done" in last or "refused" in last:
+        assert last["steps"] == ledger.steps(last["run"])
+        assert last.get("done") == STEPS or epsilon(last["sigma"], last["steps"] + 1) > TARGET or last["steps"] == STEPS
+    return seen
+
+
+@functools.lru_cache
+def epsilon(sigma, steps):
+    return compute_epsilon(noise_multiplier=sigma, sample_rate=8 / 40, steps=steps, delta=DELTA, accountant=ACCOUNTANT)
+
+
+def live(attempt, folder, kills):
+    """Number of attempts that were really killed, seconds of the last one, and the noise hashes."""
+    killed = 0
+    for kill in kills:
+        status = attempt(folder, **kill)["status"]
+        killed += status == -signal.SIGKILL
+        if (folder / "journal").read_text():
+            check(folder)
+        if status != -signal.SIGKILL:
+            break
+    end = attempt(folder)
+    assert end["status"] in (DONE, SPENT)
+    return killed, end["seconds"], check(folder)
+
+
+# Checkpoints are at 3, 6, ..., of six files; there is one step in the ledger and three noise vectors... in the order of a step
+NASTY = {
+    "ledger locked": 1,
+    "before begin": 1,
+    "after begin": 1,
+    "training begins": 1,
+    "before the ledger line": 2,
+    "in a ledger line": 3,
+    "between ledger line and noise": 3,
+    "between noise and optimizer": 7,
+    "after the optimizer": 2,
+    "after a log line": 3,
+    "between checkpoint files": 9,
+    "in a checkpoint file": 8,
+    "before the privacy state": 1,
+    "before the privacy state is in place": 2,
+    "after the privacy state": 1,
+    "before rotation": 1,
+    "in rotation": 1,
+    "after rotation": 1,
+}
+
+
+@pytest.mark.parametrize("point", NASTY)
+def test_killed_at_each_nasty_point(tmp_path, attempt, point):
+    """In the first attempt, and twice when it was resumed."""
+    killed, _, _ = live(attempt, tmp_path / "life", [{"point": point, "occurrence": n} for n in (NASTY[point], 1, NASTY[point])])
+    assert killed >= 2
+
+
+def test_killed_at_random(tmp_path, attempt):
+    """At random times, and for the n-th time at random points."""
+    kills, duration, noise, chance = 0, attempt(tmp_path / "first")["seconds"], [], random.Random(4)
+    life = 0
+    while kills < int(os.environ.get("KILLS", "6")):
+        points = [
+            {"delay": chance.uniform(0, duration)}
+            if chance.random() < 0.5
+            else {"point": chance.choice(list(NASTY)), "occurrence": chance.randint(1, 12)}
+            for _ in range(4)
+        ]
+        life += 1
+        killed, _, seen = live(attempt, tmp_path / str(life), points)
+        kills += killed
+        noise += seen
+    assert len(set(noise)) == len(noise)
+
+
+if __name__ == "__main__":
+    serve()
