@@ -397,10 +397,11 @@ class DPTrainer(Trainer):
         grads = [p.grad for p in parameters]
         if distributed.rank() == 0:
             self._ledger.add_step(state.run_id, self.state.global_step + 1)
+        self._count_steps(1)  # at once: an interrupt from here on leaves it on the ledger
+        if distributed.rank() == 0:
             self._noise.add_(grads, std=state.noise_multiplier * clipper.max_grad_norm)
         distributed.sum_over_ranks(grads)
         torch._foreach_div_(grads, state.expected_batch_size)
-        self._count_steps(1)
         self._steps_left -= 1
         if self._steps_left <= 0 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning("the next step would exceed target_epsilon=%g: training stops here.", state.target_epsilon)

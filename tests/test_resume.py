@@ -1,6 +1,6 @@
 """Killed with SIGKILL anywhere and resumed: the ledger covers all noise ever drawn, no noise comes twice, no half-written checkpoint is loaded.
 
-`python -m pytest tests/test_resume.py` kills a few dozen times; `KILLS=200 python -m pytest tests/test_resume.py` at that many random places.
+`python -m pytest tests/test_resume.py` kills some thirty times; `KILLS=200 python -m pytest -s tests/test_resume.py` at that many random places.
 
 A life is one output_dir: training that is killed and resumed, killed and resumed, until it is left to end. Each attempt is a fork of one
 process that has paid for the imports (this file as a script). It keeps a journal, flushed line by line, of what really happened: the hash
@@ -9,6 +9,7 @@ of each noise vector, of what went into each checkpoint and of what came out, ea
 
 import contextlib
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -131,7 +131,7 @@ class Attempt:
             self.around(owner, name, before="between checkpoint files", cut=("in a checkpoint file", half_a_file))
         self.around(PrivacyState, "save", before="before the privacy state")
         self.around(os, "replace", before="before the privacy state is in place", after="after the privacy state")
-        self.around(checkpoint.shutil, "rmtree", before="before rotation", cut=("in rotation", half_a_folder), after="after rotation")
+        self.around(checkpoint.shutil, "rmtree", before="before a deletion", cut=("in a deletion", half_a_folder), after="after a deletion")
         draw_noise = GaussianNoise._standard_normal
 
         def noted(noise, like):
@@ -172,10 +172,12 @@ class Attempt:
         try:
             self.trainer.train(resume_from_checkpoint=True)
         except PrivacyStateError as error:
-            assert "no complete checkpoint" in str(error)
+            if "no complete checkpoint" not in str(error):
+                raise
             self.trainer.train()
         except ValueError as error:
-            assert "budget is spent" in str(error)
+            if "budget is spent" not in str(error):
+                raise
             self.note(refused=True, **self.spent())
             return SPENT
         self.note(done=self.trainer.state.global_step, **self.spent())
@@ -199,6 +201,7 @@ def serve():
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(sys.stderr):
         build(DPTrainer, json.loads(sys.stdin.readline())["folder"]).train()  # what the first training imports and caches
+    gc.freeze()  # Trainer collects garbage in every training: no need to walk through all modules
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
@@ -227,7 +230,9 @@ def attempt(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as errors:
-        server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+        server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+        )
 
     def ask(folder, point=None, occurrence=1, delay=None):
         Path(folder).mkdir(exist_ok=True)
@@ -248,8 +253,9 @@ def attempt(tmp_path_factory):
 
 def check(folder):
     """Everything this file promises, from the journal and the ledger of a life. Returns the noise hashes."""
-    ledger, draws, seen, saving, saved = Ledger(folder), {}, [], {}, {}
-    for line in (folder / "journal").read_text().splitlines():
+    ledger, draws, seen, saving, saved, last = Ledger(folder), {}, [], {}, {}, {}
+    journal = folder / "journal"
+    for line in journal.read_text().splitlines() if journal.exists() else []:
         entry = json.loads(line)
         run = entry["run"]
         if "noise" in entry:
@@ -285,66 +291,47 @@ def epsilon(sigma, steps):
 
 
 def live(attempt, folder, kills):
-    """Number of attempts that were really killed, seconds of the last one, and the noise hashes."""
+    """Number of attempts that were really killed, and the noise hashes."""
     killed = 0
     for kill in kills:
         status = attempt(folder, **kill)["status"]
         killed += status == -signal.SIGKILL
-        if (folder / "journal").read_text():
-            check(folder)
+        check(folder)
         if status != -signal.SIGKILL:
             break
-    end = attempt(folder)
-    assert end["status"] in (DONE, SPENT)
-    return killed, end["seconds"], check(folder)
+    assert attempt(folder)["status"] in (DONE, SPENT)
+    return killed, check(folder)
 
 
-# Checkpoints are at 3, 6, ..., of six files; there is one step in the ledger and three noise vectors... in the order of a step
-NASTY = {
-    "ledger locked": 1,
-    "before begin": 1,
-    "after begin": 1,
-    "training begins": 1,
-    "before the ledger line": 2,
-    "in a ledger line": 3,
-    "between ledger line and noise": 3,
-    "between noise and optimizer": 7,
-    "after the optimizer": 2,
-    "after a log line": 3,
-    "between checkpoint files": 9,
-    "in a checkpoint file": 8,
-    "before the privacy state": 1,
-    "before the privacy state is in place": 2,
-    "after the privacy state": 1,
-    "before rotation": 1,
-    "in rotation": 1,
-    "after rotation": 1,
-}
+# There is a checkpoint of six files every third step, and the one before is then deleted, as is a half-written one before it is written
+# again; the ledger has a line for each start and one for each of at most sixteen steps; a step draws four noise vectors.
+NASTY_LIVES = [
+    [("between ledger line and noise", 4), ("ledger locked", 1), ("before begin", 1), ("after begin", 1), ("training begins", 1)],
+    [("in a checkpoint file", 2), ("between noise and optimizer", 14), ("in a ledger line", 2), ("between checkpoint files", 4)],
+    [("before the privacy state", 1), ("in a checkpoint file", 8), ("in a ledger line", 1), ("in a deletion", 1), ("in a deletion", 2)],
+    [("before the privacy state is in place", 2), ("after the privacy state", 1), ("in a checkpoint file", 6), ("before a deletion", 1)],
+    [("after the optimizer", 5), ("after a log line", 3), ("before the ledger line", 2), ("after a deletion", 2)],
+    [("in a checkpoint file", 1), ("in a checkpoint file", 9), ("in a checkpoint file", 4), ("in a checkpoint file", 5)],
+]
+POINTS = sorted({point for kills in NASTY_LIVES for point, _ in kills})
 
 
-@pytest.mark.parametrize("point", NASTY)
-def test_killed_at_each_nasty_point(tmp_path, attempt, point):
-    """In the first attempt, and twice when it was resumed."""
-    killed, _, _ = live(attempt, tmp_path / "life", [{"point": point, "occurrence": n} for n in (NASTY[point], 1, NASTY[point])])
-    assert killed >= 2
+@pytest.mark.parametrize("kills", NASTY_LIVES, ids=lambda kills: kills[0][0])
+def test_killed_at_the_nasty_points(tmp_path, attempt, kills):
+    killed, _ = live(attempt, tmp_path / "life", [{"point": point, "occurrence": n} for point, n in kills])
+    assert killed == len(kills)
 
 
 def test_killed_at_random(tmp_path, attempt):
     """At random times, and for the n-th time at random points."""
-    kills, duration, noise, chance = 0, attempt(tmp_path / "first")["seconds"], [], random.Random(4)
-    life = 0
-    while kills < int(os.environ.get("KILLS", "6")):
-        points = [
-            {"delay": chance.uniform(0, duration)}
-            if chance.random() < 0.5
-            else {"point": chance.choice(list(NASTY)), "occurrence": chance.randint(1, 12)}
-            for _ in range(4)
-        ]
-        life += 1
-        killed, _, seen = live(attempt, tmp_path / str(life), points)
-        kills += killed
-        noise += seen
+    duration, chance = attempt(tmp_path / "whole")["seconds"], random.Random(4)
+    kills, lives, noise = 0, 0, []
+    while kills < int(os.environ.get("KILLS", "8")):
+        plan = [{"delay": chance.uniform(0, duration)}, {"point": chance.choice(POINTS), "occurrence": chance.randint(1, 12)}] * 2
+        killed, seen = live(attempt, tmp_path / str(lives), chance.sample(plan, len(plan)))
+        kills, lives, noise = kills + killed, lives + 1, noise + seen
     assert len(set(noise)) == len(noise)
+    print(f"{kills} kills in {lives} lives, {len(noise)} noise vectors")
 
 
 if __name__ == "__main__":
