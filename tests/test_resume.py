@@ -8,6 +8,7 @@ of each noise vector, of what went into each checkpoint and of what came out, ea
 """
 
 import contextlib
+import errno
 import functools
 import gc
 import hashlib
@@ -19,16 +20,17 @@ import subprocess
 import sys
 import time
 import traceback
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 
-from dp_transformers import DPTrainer, DPTrainingArguments, checkpoint, compute_epsilon
-from dp_transformers.checkpoint import Ledger, PrivacyState, PrivacyStateError
+from dp_transformers import DPTrainer, DPTrainingArguments, checkpoint, compute_epsilon, distributed
+from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError
 from dp_transformers.noise import GaussianNoise
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
@@ -225,13 +227,16 @@ def serve():
 # ---- lives, and what must be true of them ----
 
 
+def environment():
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
 @pytest.fixture(scope="module")
 def attempt(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as errors:
         server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()
         )
 
     def ask(folder, point=None, occurrence=1, delay=None):
@@ -334,5 +339,245 @@ def test_killed_at_random(tmp_path, attempt):
     print(f"{kills} kills in {lives} lives, {len(noise)} noise vectors")
 
 
+# ---- what may change on resume, and what may not ----
+
+
+@pytest.fixture
+def trained(tmp_path):
+    build(DPTrainer, tmp_path, max_steps=6).train()
+    return tmp_path
+
+
+def lines(folder):
+    return Ledger(folder).path.read_text().count('"step"')
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_epsilon": 7.0}, "target_epsilon=6.0, now it is 7.0"),
+        ({"target_epsilon": None, "noise_multiplier": 1.0}, "target_epsilon=6.0, now it is None"),
+        ({"target_delta": 2e-3}, "delta=0.001, now it is 0.002"),
+        ({"max_grad_norm": 2.0}, "max_grad_norm=1.0, now it is 2.0"),
+        ({"expected_batch_size": 9}, "expected_batch_size=8, now it is 9"),
+        ({"data": rows()[:-1]}, "num_examples=40, now it is 39"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_another_mechanism_is_refused(trained, changes, message):
+    before = (trained / LEDGER_NAME).read_bytes()
+    with pytest.raises(PrivacyStateError, match=message):
+        build(DPTrainer, trained, **changes).train(resume_from_checkpoint=True)
+    assert (trained / LEDGER_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("sampling", "shuffle"), ("noise_multiplier", 9.0), ("run_id", "another")])
+def test_what_the_checkpoint_says_wins_or_is_refused(trained, name, value):
+    """Another sampling is refused, a sigma from the checkpoint is what is used and counted, an unknown run has no ledger."""
+    path = trained / "checkpoint-6" / STATE_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    trainer = build(DPTrainer, trained, max_steps=8)
+    if name == "noise_multiplier":
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.privacy_spent().epsilon == pytest.approx(epsilon(9.0, 8), rel=1e-9)
+    else:
+        with pytest.raises(PrivacyStateError, match={"sampling": "now it is 'poisson'", "run_id": "holds 0 steps"}[name]):
+            trainer.train(resume_from_checkpoint=True)
+
+
+def test_accountant_and_physical_batch_size_may_change(trained):
+    """Both accountants bound the same run from above: epsilon is that of all its steps, by the one asked for."""
+    trainer = build(DPTrainer, trained, max_steps=8, accountant="pld", per_device_train_batch_size=3)
+    trainer.train(resume_from_checkpoint=True)
+    spent = trainer.privacy_spent()
+    exact = compute_epsilon(noise_multiplier=spent.noise_multiplier, sample_rate=0.2, steps=8, delta=DELTA, accountant="pld")
+    assert (spent.steps, spent.accountant, spent.epsilon) == (8, "pld", pytest.approx(exact, rel=1e-9))
+
+
+def test_an_incomplete_checkpoint_is_refused_by_name_and_passed_over_otherwise(tmp_path, caplog):
+    build(DPTrainer, tmp_path, max_steps=6, save_total_limit=2).train()
+    os.truncate(tmp_path / "checkpoint-6" / "optimizer.pt", 100)
+    with pytest.raises(PrivacyStateError, match=r"optimizer.pt' has 100 bytes.*Resume from another checkpoint"):
+        build(DPTrainer, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert lines(tmp_path) == 6
+    trainer = build(DPTrainer, tmp_path, max_steps=7)
+    trainer.train(resume_from_checkpoint=True)
+    assert "resuming from" in caplog.text and "newer checkpoints are not complete" in caplog.text
+    assert trainer.privacy_spent().steps == lines(tmp_path)
+    (tmp_path / "checkpoint-3" / STATE_NAME).unlink(missing_ok=True)
+
+
+def test_rotation_keeps_the_limit_and_the_argument(tmp_path):
+    trainer = build(DPTrainer, tmp_path, save_total_limit=2)
+    trainer.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-15", "checkpoint-16"]
+    assert trainer.args.save_total_limit == 2
+
+
+def test_what_is_pushed_is_complete(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(PrivacyState.load(folder)[1]))
+    monkeypatch.setattr(Trainer, "_finish_current_push", lambda self: None)
+    trainer = build(DPTrainer, tmp_path, max_steps=6)
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert pushed == [3, 6]
+
+
+# ---- one writer ----
+
+
+def test_two_trainings_in_one_output_dir_are_refused(tmp_path):
+    holder, trainer = Ledger(tmp_path), build(DPTrainer, tmp_path)
+    start = [p.detach().clone() for p in trainer.model.parameters()]
+    holder.open()
+    try:
+        with pytest.raises(PrivacyStateError, match="another training is writing"):
+            trainer.train()
+    finally:
+        holder.close()
+    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), start, strict=True))
+    trainer.train()  # the lock is free again
+    build(DPTrainer, tmp_path).train()
+
+
+def test_a_second_training_counts_what_another_process_added(tmp_path):
+    free = {"target_epsilon": None, "noise_multiplier": 1.0, "max_steps": 3}
+    first = build(DPTrainer, tmp_path, **free)
+    first.train()
+    build(DPTrainer, tmp_path, **{**free, "max_steps": 5}).train(resume_from_checkpoint=True)
+    first.train()
+    assert first.privacy_spent().steps == 3 + 2 + 3 == lines(tmp_path)
+    Ledger(tmp_path).path.unlink()
+    with pytest.raises(PrivacyStateError, match="holds 0 steps.*executed 8 at least"):
+        first.train()
+
+
+def ranks(folder):
+    """What each of two ranks does, on a resume of one rank's training."""
+    options = {"target_epsilon": None, "noise_multiplier": 1.0, "max_steps": 6}
+    trainer = build(DPTrainer, folder, **options)
+    if distributed.rank() == 1:
+
+        def unseen(*args):
+            raise AssertionError("only rank 0 reads and writes the ledger")
+
+        Ledger.open = Ledger.steps = Ledger.begin = Ledger.add_step = unseen
+        save_rng = Trainer._save_rng_state
+        Trainer._save_rng_state = lambda *args: (time.sleep(0.5), save_rng(*args))  # a slow disk
+    trainer.train(resume_from_checkpoint=True)
+    result = {"world": distributed.world_size(), "steps": trainer.privacy_spent().steps}
+    fresh = build(DPTrainer, folder, **options)
+    holder = Ledger(folder)
+    if distributed.rank() == 0:
+        holder.open()
+    try:
+        fresh.train()
+    except PrivacyStateError as error:
+        result["refused"] = str(error)
+    holder.close()
+    (Path(folder) / f"rank{distributed.rank()}.json").write_text(json.dumps(result))
+
+
+def test_on_another_number_of_ranks_with_one_writer(tmp_path):
+    free = {"target_epsilon": None, "noise_multiplier": 1.0}
+    build(DPTrainer, tmp_path, **free, max_steps=3).train()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert (seen["world"], seen["steps"]) == (2, 6)
+        assert "another training is writing" in seen["refused"]
+    files = json.loads((tmp_path / "checkpoint-6" / STATE_NAME).read_text())["files"]
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)  # complete means: every rank has written its part
+    trainer = build(DPTrainer, tmp_path, **free, max_steps=8)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.privacy_spent().steps == 8 == lines(tmp_path)
+
+
+# ---- full disks, dead workers, long runs ----
+
+
+@pytest.mark.parametrize("fault", ["write", "fsync"])
+def test_a_step_that_cannot_be_recorded_is_not_taken(tmp_path, monkeypatch, fault):
+    drawn, draw = [], GaussianNoise.add_
+    monkeypatch.setattr(GaussianNoise, "add_", lambda noise, grads, std: (drawn.append(std), draw(noise, grads, std)))
+    trainer = build(DPTrainer, tmp_path, save_strategy="no")
+    weights = lambda: [p.detach().clone() for p in trainer.model.parameters()]  # noqa: E731
+
+    class FullDisk(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                self.weights = weights()
+                monkeypatch.setattr(*{"fsync": (os, "fsync"), "write": (trainer._ledger._file, "write")}[fault], full)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    disk = FullDisk()
+    trainer.add_callback(disk)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    monkeypatch.undo()
+    assert len(drawn) == trainer.privacy_spent().steps == trainer.state.global_step == 2
+    assert all(torch.equal(p, q) for p, q in zip(weights(), disk.weights, strict=True))
+    assert lines(tmp_path) == {"write": 2, "fsync": 3}[fault]
+
+
+class Deadly(torch.utils.data.Dataset):
+    def __init__(self, how):
+        self.rows, self.how = rows(), how
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        if i == 7 and torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL) if self.how == "killed" else os._exit(self.how)
+        return self.rows[i]
+
+
+@pytest.mark.parametrize("how", ["killed", 1, 0])
+def test_a_dead_worker_is_an_error_and_no_hang(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # how often a quiet worker is looked after
+    trainer = build(DPTrainer, tmp_path, data=Deadly(how), dataloader_num_workers=1, expected_batch_size=20)
+
+    def hangs(*args):
+        raise AssertionError("training hangs")
+
+    previous = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(60)
+    try:
+        with pytest.raises(RuntimeError, match="DataLoader worker"):
+            trainer.train()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    assert trainer.privacy_spent().steps == lines(tmp_path) < STEPS
+
+
+def test_memory_does_not_grow_with_steps(tmp_path):
+    class Watch(TrainerCallback):
+        seen = ()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step % 100 == 0:
+                gc.collect()
+                tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+                self.seen = (*self.seen, (tensors, tracemalloc.get_traced_memory()[0]))
+
+    watch = Watch()
+    options = {"max_steps": 300, "save_strategy": "no", "logging_strategy": "no", "target_epsilon": None, "noise_multiplier": 1.0}
+    tracemalloc.start()
+    try:
+        build(DPTrainer, tmp_path, [watch], **options).train()
+    finally:
+        tracemalloc.stop()
+    (tensors, early), (same, _), (_, late) = watch.seen
+    assert tensors == same == watch.seen[2][0]
+    assert late - early < 200 * 50, "bytes that Python objects grew by in 200 steps"
+
+
 if __name__ == "__main__":
-    serve()
+    ranks(sys.argv[1]) if len(sys.argv) > 1 else serve()
