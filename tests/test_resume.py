@@ -577,7 +577,8 @@ def test_memory_does_not_grow_with_steps(tmp_path):
                 self.seen = (*self.seen, (tensors, tracemalloc.get_traced_memory()[0]))
 
     watch = Watch()
-    options = {"max_steps": 180, "save_strategy": "no", "logging_strategy": "no", "target_epsilon": None, "noise_multiplier": 1.0}
+    whole = {"expected_batch_size": 40, "per_device_train_batch_size": 40}  # q = 1: every draw is as large
+    options = {**whole, "max_steps": 180, "save_strategy": "no", "logging_strategy": "no", "target_epsilon": None, "noise_multiplier": 1.0}
     tracemalloc.start()
     try:
         build(DPTrainer, tmp_path, [watch], **options).train()
