@@ -46,7 +46,7 @@ class PrivacyEngine:
     Args:
         accountant: "pld" or "rdp", see :mod:`dp_transformers.accounting`.
         secure_rng: Noise from a cryptographic generator (extra ``secure``).
-        ledger_dir: Folder for an append-only record of every step, written before the step's noise exists. With it, a training resumed
+        ledger_dir: Folder for an append-only record of every step, written before the step's noise exists, by one process at a time. With it, a training resumed
             from a checkpoint also accounts for the steps taken after that checkpoint; without it they are forgotten.
         dp_seed: Fixed seed of draws and noise, for tests: the run is then not private, and says so.
 
@@ -262,7 +262,7 @@ class PrivacyEngine:
         return content
 
     def detach(self) -> None:
-        """Take every hook off the model and the optimizer, which are then ordinary ones again. What was spent stays counted."""
+        """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger. ε stays counted."""
         self._made_private().detach()
 
     def _made_private(self) -> _Run:
@@ -379,6 +379,7 @@ class _Run:
         self.engine, self.clipper, self.optimizer, self.loader = engine, clipper, optimizer, loader
         self.criterion, self.delta = criterion, delta
         self.steps, self.steps_left = 0, math.inf
+        self._handles: list[Any] = []
         self.given: _Given | None = None
         self.draw = -1  # that the sums below belong to
         self.draw_is_complete = False  # and waits for its step
@@ -401,21 +402,29 @@ class _Run:
                 target_epsilon=target_epsilon,
                 sampling="poisson",
             )
+            if self.engine._ledger is not None:
+                distributed.on_rank_zero(self.engine._ledger.open)
         except ValueError:
-            self.clipper.detach()
+            self.detach()
             self.engine._run = None
             raise
         if noise_multiplier == 0:
             logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")
         self.steps_left = steps
         self._handles = [self.optimizer.register_step_pre_hook(self.before_step), self.optimizer.register_step_post_hook(self.after_step)]
-        if self.engine._ledger is not None and distributed.rank() == 0:
-            self.engine._ledger.begin(self.state)
+        self._begin_ledger()
         parts = (self.clipper.model, self.optimizer, self.criterion, self.loader)
         return tuple(part for part in parts if part is not None)
 
+    def _begin_ledger(self) -> None:
+        ledger = self.engine._ledger
+        if ledger is not None:
+            distributed.on_rank_zero(lambda: ledger.begin(self.state))
+
     def detach(self) -> None:
         self.clipper.detach()
+        if self.engine._ledger is not None:
+            self.engine._ledger.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -425,7 +434,7 @@ class _Run:
         state = PrivacyState(**{f.name: saved[f.name] for f in fields(PrivacyState)})
         state.require({name: value for name, value in asdict(self.state).items() if name != "run_id"})
         ledger = self.engine._ledger
-        executed = steps if ledger is None else ledger.steps(state.run_id)
+        executed = steps if ledger is None else distributed.on_rank_zero(lambda: ledger.steps(state.run_id))
         if executed < steps:
             raise PrivacyStateError(
                 f"the ledger '{ledger.path}' holds {executed} steps of this run, but the checkpoint was saved after {steps}: lines are missing, so "
@@ -433,8 +442,7 @@ class _Run:
             )
         self.state = state
         self._count(executed)
-        if ledger is not None and distributed.rank() == 0:
-            ledger.begin(state)
+        self._begin_ledger()
 
     def _count(self, steps: int) -> None:
         self.steps += steps

@@ -604,6 +604,7 @@ def test_resume_counts_what_was_spent(tmp_path, with_ledger):
     engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer, checkpoint_dict={"epoch": 1})
     train(model, optimizer, loader)  # after the checkpoint: only the ledger knows
     at_save = [p.detach().clone() for p in model.parameters()]
+    engine.detach()
 
     engine, model, optimizer, loader = start()
     assert engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer) == {"epoch": 1}
