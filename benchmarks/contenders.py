@@ -1,0 +1,123 @@
+"""Who is compared: plain training, this library in its modes, Opacus. Each returns two phases: clipped gradient, and noise and step.
+
+All step with SGD, which costs least: a dearer optimizer would only hide what privacy adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.noise import GaussianNoise
+
+from .harness import Contender, Phase
+
+MODES = ("auto", "book_keeping", "ghost")
+MAX_GRAD_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 1e-6
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every contender does once per turn: ``losses(model)`` gives the (B,) losses of a batch of ``size`` for a model of ``build()``."""
+
+    build: Callable[[], nn.Module]
+    losses: Callable[[nn.Module], torch.Tensor]
+    size: int
+    device: torch.device = torch.device("cpu")
+    bf16: bool = False
+
+    def start(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+
+    def forward(self, model: nn.Module) -> torch.Tensor:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            return self.losses(model)
+
+
+def plain(task: Task) -> Sequence[Phase]:
+    model = task.build().to(task.device)
+    optimizer = task.start(model)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        task.forward(model).mean().backward()
+
+    return backward, optimizer.step
+
+
+def ours(task: Task, mode: str) -> Sequence[Phase]:
+    model = task.build().to(task.device)
+    optimizer = task.start(model)
+    clipper = PerExampleClipper(model, MAX_GRAD_NORM, mode=mode)
+    noise = GaussianNoise()
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        clipper.backward(task.forward(model))
+
+    def step() -> None:
+        gradients = [p.grad for p in clipper.parameters if p.grad is not None]
+        noise.add_(gradients, std=NOISE_MULTIPLIER * clipper.max_grad_norm)
+        torch._foreach_div_(gradients, task.size)
+        optimizer.step()
+
+    return backward, step
+
+
+def opacus(task: Task, mode: str) -> Sequence[Phase]:
+    """Opacus' own modules and optimizers, its hooks or its ghost clipping (two passes)."""
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+    model = task.build().to(task.device)
+    options = {"noise_multiplier": NOISE_MULTIPLIER, "max_grad_norm": MAX_GRAD_NORM, "expected_batch_size": task.size}
+    if mode == "hooks":
+        wrapped = GradSampleModule(model)
+        optimizer = DPOptimizer(task.start(wrapped), **options)
+    else:
+        wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM, use_ghost_clipping=True)
+        optimizer = DPOptimizerFastGradientClipping(task.start(wrapped), **options)
+
+    def backward() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        losses = task.forward(wrapped)
+        if mode == "hooks":
+            losses.mean().backward()
+            optimizer.clip_and_accumulate()
+        else:
+            DPTensorFastGradientClipping(wrapped, optimizer, losses).backward()
+            optimizer.accumulate()
+
+    def step() -> None:
+        optimizer.add_noise()
+        optimizer.scale_grad()
+        optimizer.original_optimizer.step()
+
+    return backward, step
+
+
+def for_opacus(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """``build`` with the layers that Opacus cannot do replaced by its own: recurrent ones and multi-head attention."""
+
+    def fixed() -> nn.Module:
+        from opacus.validators import ModuleValidator
+
+        return ModuleValidator.fix(build())
+
+    return fixed
+
+
+def field(task: Task, *, peers: bool, modes: Sequence[str] = MODES) -> dict[str, Contender]:
+    """Plain training first, the others measured against it."""
+    contenders: dict[str, Contender] = {"plain": partial(plain, task)}
+    contenders |= {mode: partial(ours, task, mode) for mode in modes}
+    if peers:
+        fixed = replace(task, build=for_opacus(task.build))
+        contenders |= {f"opacus {mode}": partial(opacus, fixed, mode) for mode in ("ghost", "hooks")}
+    return contenders
