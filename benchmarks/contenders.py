@@ -28,7 +28,7 @@ class Task:
     build: Callable[[], nn.Module]
     losses: Callable[[nn.Module], torch.Tensor]
     size: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     bf16: bool = False
 
     def start(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -106,9 +106,13 @@ def for_opacus(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """``build`` with the layers that Opacus cannot do replaced by its own: recurrent ones and multi-head attention."""
 
     def fixed() -> nn.Module:
+        from opacus.layers import DPRNN
         from opacus.validators import ModuleValidator
 
-        return ModuleValidator.fix(build())
+        model = build()
+        if isinstance(model, nn.RNN):  # the only one that its validator leaves alone
+            return DPRNN(model.input_size, model.hidden_size, batch_first=model.batch_first)
+        return ModuleValidator.fix(model)
 
     return fixed
 

@@ -2,7 +2,8 @@
 
 A *contender* is a function that builds what it needs and returns the *phases* of one step, callables that are timed one by one. In
 every repeat each contender has one turn, so a slow minute of the machine slows all of them; medians and quartiles are over the
-repeats, and ratios are taken inside a repeat: time of the first contender / time of this one, so 1.00 is as fast as the first.
+repeats, and ratios are taken inside a repeat: time of the first contender / time of this one, so 1.00 is as fast as the first (the
+``factor`` is its inverse).
 Times are process times where one CPU thread works, wall times otherwise. What a contender cannot do is a result too, its `failed`.
 
 A result is a flat row ``{case..., "contender": name, figures...}``; ``x_low`` and ``x_high`` are the quartiles of ``x``.
@@ -189,6 +190,7 @@ def summarise(first: str, times: Mapping[str, Sequence[float]], walls: Mapping[s
         figures[name] = spread("ms", [1e3 * s for s in seconds]) | {"wall_ms": 1e3 * statistics.median(walls[name])}
         if first in times:
             figures[name] |= spread("ratio", [a / b for a, b in zip(times[first], seconds, strict=True)])
+            figures[name]["factor"] = 1 / figures[name]["ratio"]
     return figures
 
 
