@@ -86,7 +86,7 @@ class Benchmark:
             print("\n" + ", ".join(f"{k} {v}" for k, v in case.items()))
             self.case = case
         self.rows.append({**case, "contender": contender, **figures})
-        print(f"  {contender:<16}" + "  ".join(f"{k} {v}" for k, v in readable(figures).items()), flush=True)
+        print(f"  {contender:<24}" + "  ".join(f"{k} {v}" for k, v in readable(figures).items()), flush=True)
         if self.args.json:  # every time, so that a run that is cut off leaves what it has
             document = {"benchmark": self.name, "machine": self.machine, "settings": self.settings, "rows": self.rows}
             self.args.json.write_text(json.dumps(document, indent=1) + "\n")

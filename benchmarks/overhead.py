@@ -1,0 +1,115 @@
+"""What privacy adds to a step besides clipping: noise, sampling, accounting, the ledger; and what it costs once: self-check, import.
+
+    python -m benchmarks.overhead --quick
+    python -m benchmarks.overhead --json overhead.json
+
+`share` is of a plain step of --examples-per-step examples; for what happens once it is in steps. The ledger waits for the disk, which
+only the wall clock sees: `wall_share` is beside it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.accounting import PrivacyAccountant
+from dp_transformers.checkpoint import Ledger, PrivacyState
+from dp_transformers.noise import GaussianNoise
+from dp_transformers.sampling import PoissonSampler
+
+from .contenders import Task, plain
+from .harness import WARM_UP, Benchmark, parser, spread
+from .models import Shape, build_transformer, transformer_losses
+
+NUM_EXAMPLES, LOGGING_STEPS, DELTA = 100_000, 10, 1e-6
+IMPORTS = {
+    "import dp_transformers": ("import transformers", "import dp_transformers"),
+    "import DPTrainer": (
+        "from transformers import Trainer, TrainingArguments",
+        "from dp_transformers import DPTrainer, DPTrainingArguments",
+    ),
+}
+
+
+def import_seconds(before: str, statement: str) -> float:
+    """Process time of ``statement`` in a fresh interpreter that has run ``before``."""
+    code = f"import time\n{before}\nt = time.process_time()\n{statement}\nprint(time.process_time() - t)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]).stdout)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    p = parser(__doc__, repeats=9)
+    p.add_argument("--model", choices=["bert", "llama", "bert-lora", "llama-lora"], default="bert")
+    p.add_argument("--width", type=int, default=512)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--tokens", type=int, default=128)
+    p.add_argument("--physical", type=int, default=16, help="examples that are processed at once")
+    p.add_argument("--examples-per-step", type=int, default=256)
+    args = p.parse_args(argv)
+    if args.quick:
+        args.tokens, args.physical = 32, 16
+    benchmark = Benchmark("overhead", args)
+    shape = Shape(width=args.width, layers=args.layers, tokens=args.tokens, size=args.physical)
+    losses = transformer_losses(args.model, shape, benchmark.device)
+    task = Task(lambda: build_transformer(args.model, shape), losses, shape.size, benchmark.device)
+
+    def median(phases: Sequence[Callable[[], object]], weights: Sequence[float]) -> tuple[float, float]:
+        """Seconds of the weighed phases, by the benchmark's clock and by the wall clock."""
+        turns = [benchmark.turn(phases) for _ in range(benchmark.repeats + WARM_UP)][WARM_UP:]
+        weighed = [[sum(s * w for s, w in zip(clock, weights, strict=True)) for clock in turn] for turn in turns]
+        return tuple(spread("s", [turn[k] for turn in weighed])["s"] for k in (0, 1))
+
+    step, wall_step = median(plain(task), (args.examples_per_step / shape.size, 1))
+    case = {"model": args.model, "width": args.width, "tokens": args.tokens, "examples": args.examples_per_step}
+    benchmark.add(case, "plain step", {"ms": 1e3 * step, "wall_ms": 1e3 * wall_step})
+
+    model = task.build().to(benchmark.device)
+    gradients = [torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
+    noise, accountant = GaussianNoise(), PrivacyAccountant()
+    sampler = PoissonSampler(NUM_EXAMPLES, args.examples_per_step / NUM_EXAMPLES, NUM_EXAMPLES // args.examples_per_step, secret=0)
+    clipper = PerExampleClipper(model, 1.0)
+
+    def count() -> None:
+        accountant.step(noise_multiplier=1.0, sample_rate=sampler.sample_rate)
+
+    def check() -> None:
+        clipper.checked = False  # a new one would do it again
+        task.losses(model)
+
+    def forward() -> None:
+        clipper.checked = True
+        task.losses(model)
+
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(folder)
+        state = PrivacyState(PrivacyState.new_run_id(), NUM_EXAMPLES, args.examples_per_step, 1.0, 1.0, DELTA, None, "poisson")
+        ledger.begin(state)
+        added = {
+            "noise": median([lambda: noise.add_(gradients, std=1.0)], (1,)),
+            "sampling": median([sampler.draw], (1,)),
+            "accounting": median([count], (1,)),
+            "epsilon in the log": median([count, lambda: accountant.epsilon(DELTA)], (0, 1 / LOGGING_STEPS)),
+            "ledger": median([lambda: ledger.add_step(state.run_id, 1)], (1,)),
+        }
+    for name, (seconds, wall) in added.items():
+        benchmark.add(case, name, {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step})
+    seconds, wall = (sum(pair[k] for pair in added.values()) for k in (0, 1))
+    benchmark.add(case, "together", {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step})
+
+    once = {**case, "part": "once"}
+    seconds, wall = median([check, forward], (1, -1))
+    benchmark.add(once, "self-check", {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step})
+    for name, statements in IMPORTS.items():
+        figures = spread("ms", [1e3 * import_seconds(*statements) for _ in range(benchmark.repeats)])
+        benchmark.add(once, name, figures | {"share": figures["ms"] / 1e3 / step})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Write the tables of benchmarks/RESULTS.md from the JSON files of the other benchmarks.
+
+python -m benchmarks.report results/*.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from .harness import Row, readable
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """One Markdown table, a line for every row and a column for every figure that any of them has."""
+    rows = [readable(row) for row in rows]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, ["---"] * len(columns), *([row.get(column, "") for column in columns] for row in rows)]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+
+
+def section(document: dict) -> list[str]:
+    """Heading, machine and settings, and one table for every part."""
+    conditions = [", ".join(f"{k} {v}" for k, v in document[what].items()) for what in ("machine", "settings")]
+    lines = [f"## {document['benchmark']}", "", *(f"{line}." for line in conditions), ""]
+    for part in dict.fromkeys(row.get("part", "") for row in document["rows"]):
+        rows = [{k: v for k, v in row.items() if k != "part"} for row in document["rows"] if row.get("part", "") == part]
+        lines += [f"### {part}", ""] * bool(part) + [*table(rows), ""]
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("files", nargs="+", type=Path, help="JSON files")
+    p.add_argument("--output", type=Path, default=RESULTS)
+    args = p.parse_args(argv)
+    lines = [
+        "# Results",
+        "",
+        "As run, written by `python -m benchmarks.report`. A ratio is plain time / this time; brackets are quartiles.",
+        "",
+    ]
+    for path in args.files:
+        lines += section(json.loads(path.read_text()))
+    args.output.write_text("\n".join(lines).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()

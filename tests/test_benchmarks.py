@@ -1,0 +1,120 @@
+"""Every benchmark at its smallest size: that it runs, that nothing of ours fails, and that the harness measures what it says."""
+
+import json
+from importlib import import_module
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from benchmarks import harness, report, scaling
+from benchmarks.models import KINDS, NETWORKS, Shape, build_transformer, transformer_losses
+
+TINY = ["--width", "64", "--layers", "1", "--vocabulary", "50"]
+SMALLEST = {
+    "throughput": [*TINY, "--models", "bert", "llama-lora", "--lengths", "8", "--tokens-per-batch", "32", "--dtypes", "fp32", "bf16"],
+    "memory": [*TINY, "--models", "gpt2", "--lengths", "8", "--tokens-per-batch", "64"],
+    "trainer": [*TINY, "--tokens", "8", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "bert"],
+    "layers": ["--layers", "linear", "embedding", "layer norm", "--batch-sizes", "4", "--memory"],
+    "end_to_end": ["--networks", "mnist-cnn", "imdb-embedding", "--batch-sizes", "4"],
+    "precision": ["--random", "--steps", "2", "--tunings", "lora"],
+    "scaling": ["--base", "2", "8", "64", "1", "50", "2", "--dimensions", "batch", "rank"],
+    "overhead": ["--width", "64", "--layers", "1", "--tokens", "8", "--physical", "4"],
+}
+OURS = ("plain", "auto", "book_keeping", "ghost", "Trainer", "DPTrainer auto", "fp32", "mixed", "bf16 body")
+
+
+@pytest.fixture(autouse=True)
+def _undo_settings():
+    """Benchmarks set these for their process."""
+    verbosity, threads = transformers_logging.get_verbosity(), torch.get_num_threads()
+    yield
+    transformers_logging.set_verbosity(verbosity)
+    torch.set_num_threads(threads)
+
+
+def run(name, tmp_path, *options):
+    path = tmp_path / f"{name}.json"
+    common = ["--repeats", "2", "--allocator", "default", "--json", str(path)]
+    import_module(f"benchmarks.{name}").main([*common, *SMALLEST[name], *options])
+    return path, json.loads(path.read_text())["rows"]
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_every_benchmark_runs_and_reports(name, tmp_path):
+    path, rows = run(name, tmp_path, "--no-peers")
+    assert not [row for row in rows if row["contender"] in OURS and "failed" in row]
+    assert all(row["ratio"] == 1 for row in rows if row["contender"] in ("plain", "Trainer", "fp32") and "ratio" in row)
+    report.main([str(path), "--output", str(tmp_path / "RESULTS.md")])
+    lines = (tmp_path / "RESULTS.md").read_text().splitlines()
+    assert sum(line.startswith("| ") for line in lines) == len(rows) + 2 * len({row.get("part", "") for row in rows})
+
+
+def test_peers_that_are_installed_can_do_the_networks(tmp_path):
+    _, rows = run("end_to_end", tmp_path)
+    peers = [row for row in rows if row["contender"] in ("opacus hooks", "jax")]
+    assert len(peers) >= 4
+    assert not [row for row in peers if not row.get("failed", "ModuleNotFoundError").startswith("ModuleNotFoundError")]
+
+
+@pytest.fixture
+def benchmark():
+    return harness.Benchmark("test", harness.parser("test").parse_args(["--repeats", "3", "--allocator", "default"]))
+
+
+def test_ratio_is_first_over_this_and_parts_weigh_the_phases(benchmark):
+    now = [0.0]
+    benchmark.clock = lambda: now[0]
+
+    def takes(seconds):
+        return lambda: now.__setitem__(0, now[0] + seconds)
+
+    figures = benchmark.compare(
+        {}, {"a": lambda: (takes(1), takes(3)), "b": lambda: (takes(2), takes(4))}, {"second": (0, 1), "both": (2, 1)}
+    )
+    assert figures["b"]["ms"] == pytest.approx(8000) and figures["b"]["ratio"] == pytest.approx(5 / 8)
+    assert [row["ratio"] for row in benchmark.rows] == pytest.approx([1, 3 / 4, 1, 5 / 8])
+
+
+def test_a_contender_that_fails_is_a_result(benchmark):
+    def cannot():
+        raise RuntimeError("no\nsecond line")
+
+    figures = benchmark.compare({}, {"a": lambda: (lambda: None,), "builds not": cannot, "runs not": lambda: (cannot,)})
+    assert [figures[name].get("failed") for name in figures] == [None, "RuntimeError: no", "RuntimeError: no"]
+
+
+def test_peak_counts_what_is_held_and_what_is_freed_again(benchmark):
+    def contender():
+        held = torch.zeros(1000)
+
+        def phase():
+            torch.ones(3000) + torch.ones(3000)  # three at once
+            return held
+
+        return (phase,)
+
+    assert benchmark.peak_bytes(contender) == 4 * (1000 + 3 * 3000)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_have_the_parameter_counts_of_the_paper(name):
+    network = NETWORKS[name]
+    x, y = network.batch(3, torch.device("cpu"))
+    assert network()(x).shape == (3, network.classes) and y.shape == (3,)  # building asserts the count
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(f"{kind}-lora" for kind in KINDS)])
+def test_transformers_give_one_loss_for_each_example(kind):
+    shape = Shape(width=64, layers=1, vocabulary=50, tokens=9, size=3, rank=2)
+    model = build_transformer(kind, shape)
+    assert transformer_losses(kind, shape, torch.device("cpu"))(model).shape == (3,)
+    assert all(p.requires_grad == (not kind.endswith("-lora") or "lora_" in n) for n, p in model.named_parameters())
+
+
+def test_formulas_of_scaling():
+    shape = Shape(width=64, layers=1, vocabulary=50, tokens=8, size=2)
+    plain = scaling.operations(shape, "plain", lora=False)
+    weights = sum(p.numel() for n, p in build_transformer("llama", shape).named_parameters() if p.dim() == 2 and "embed" not in n)
+    assert plain == 2 * (6 * 8 * weights + 3 * 4 * 64 * 64)
+    assert scaling.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
