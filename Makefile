@@ -13,4 +13,8 @@ format:
 	ruff format .
 
 bench:
-	python -m benchmarks.throughput --quick
+	mkdir -p outputs/benchmarks
+	for name in throughput trainer memory layers end_to_end precision scaling overhead; do \
+		python -m benchmarks.$$name --quick --json outputs/benchmarks/$$name.json || exit 1; \
+	done
+	python -m benchmarks.report outputs/benchmarks/*.json --output outputs/benchmarks/RESULTS.md

@@ -72,7 +72,7 @@ def build_transformer(kind: str, shape: Shape) -> nn.Module:
     if kind.endswith("-lora"):
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=shape.rank, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=shape.rank, target_modules="all-linear", fan_in_fan_out=base == "gpt2"))
     return model.train()
 
 
