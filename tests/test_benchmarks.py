@@ -35,7 +35,7 @@ def _undo_settings():
 
 def run(name, tmp_path, *options):
     path = tmp_path / f"{name}.json"
-    common = ["--repeats", "2", "--allocator", "default", "--json", str(path)]
+    common = ["--repeats", "1", "--allocator", "default", "--json", str(path)]
     import_module(f"benchmarks.{name}").main([*common, *SMALLEST[name], *options])
     return path, json.loads(path.read_text())["rows"]
 
