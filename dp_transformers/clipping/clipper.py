@@ -248,23 +248,24 @@ class _Use:
         return total_b
 
 
-def _matmul_settings(device: torch.device) -> Any:
-    return torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+def _product_settings(device: torch.device) -> tuple[Any, Any]:
+    """Where torch keeps the precision of fp32 matrix products, and of convolutions."""
+    backends = torch.backends
+    return (backends.cuda.matmul, backends.cudnn.conv) if device.type == "cuda" else (backends.mkldnn.matmul, backends.mkldnn.conv)
 
 
 @contextlib.contextmanager
 def _exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Norms and sums in full fp32, without TF32 or bf16 products, whatever the rest of the program uses."""
-    settings = _matmul_settings(device)
-    before = settings.fp32_precision
-    if before != "ieee":
-        settings.fp32_precision = "ieee"
+    changed = [(setting, setting.fp32_precision) for setting in _product_settings(device) if setting.fp32_precision != "ieee"]
+    for setting, _ in changed:
+        setting.fp32_precision = "ieee"
     try:
         with torch.no_grad():
             yield
     finally:
-        if before != "ieee":
-            settings.fp32_precision = before
+        for setting, before in changed:
+            setting.fp32_precision = before
 
 
 class PerExampleClipper:
@@ -333,6 +334,7 @@ class PerExampleClipper:
                 )
         half = [p.dtype for p in self.model.parameters() if p.dtype in HALF]
         self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
+        self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self.model.modules())
         self._signature = self._trainable()
         self.claims = claim_parameters(self.model)
         self.checked = not self.self_check  # they settle in the check, so it must run again
@@ -408,11 +410,11 @@ class PerExampleClipper:
             logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
             self.detach()
             self.attach()
-        if not self.checked:
+        batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
+        if not self.checked and batch_size:  # an empty batch shows no shapes to check, and adds nothing
             from .verify import self_check
 
             self_check(self, args, kwargs)
-        batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         if self._pass is None or self._pass.batch_size != batch_size:
             unused = self._pass
             self._pass = self._new_pass(batch_size)
@@ -578,7 +580,8 @@ class PerExampleClipper:
         norms_b, coef_b, bad_b = self._coefficients(norm_sq_b, weights_b, scale)
         if self.mode.name == "per_sample":
             for p, terms in forward_pass.kept.items():
-                p.grad_sample = terms[0].grad * scale if scale != 1 else terms[0].grad
+                gradients = terms[0].grad.view(len(norms_b), *p.shape)
+                p.grad_sample = gradients if scale == 1 else gradients * scale
         self._add_kept(forward_pass, coef_b * scale, bad_b if bool(bad_b.any()) else None)
         return norms_b
 
@@ -632,8 +635,9 @@ class PerExampleClipper:
                 del terms
 
     def _second_pass_slack(self, forward_pass: _Pass, losses: torch.Tensor) -> float:
-        setting = _matmul_settings(losses.device).fp32_precision
-        precise = (torch.backends.fp32_precision if setting == "none" else setting) in ("ieee", "none")
+        matmul, conv = (setting.fp32_precision for setting in _product_settings(losses.device))
+        used = {matmul, conv} if self.convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
+        precise = {torch.backends.fp32_precision if setting == "none" else setting for setting in used} <= {"ieee", "none"}
         seen = (losses.dtype, forward_pass.low_precision, self.low_precision)
         return max(0.0 if precise else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in seen))
 

@@ -3,9 +3,9 @@
 A rule never returns a gradient of shape ``(B, *p.shape)`` unless that is the cheapest thing to have. It returns a *term*:
 factors from which the squared norm per example, the instantiated gradient, and the weighted sum over examples follow.
 
-Shape legend: b example, t and s positions, p rows and d columns of the parameter, v vocabulary.
+Shape legend: b example, t and s positions, p rows and d columns of the parameter, v vocabulary; n images of an example, c channels,
+k kernel.
 
-========  ==============================  ======================================================
 term      factors                         per-example gradient
 ========  ==============================  ======================================================
 Outer     left_btp, right_btd             sum_t left[b, t, :] ⊗ right[b, t, :]     (p, d)
@@ -13,6 +13,16 @@ Rows      ids_bt, grad_btd, num_rows      row v: sum of grad[b, t] over t with i
 Dense     grad_b...                       itself
 Norm      norm_b                          not known
 ========  ==============================  ======================================================
+=======
+=========  ==============================  ======================================================
+term       factors                         per-example gradient
+=========  ==============================  ======================================================
+Outer      left_btp, right_btd             sum_t left[b, t, :] ⊗ right[b, t, :]     (p, d)
+Rows       ids_bt, grad_btd, num_rows      row v: sum of grad[b, t] over t with ids[b, t] == v   (v, d)
+Convolved  image_bnc.., grad_bnp.., how    Outer of grad and the patches of image it came from   (p, c, k...)
+Dense      grad_b...                       itself
+Norm       norm_b                          not known
+=========  ==============================  ======================================================
 
 The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that sum
 (adding squared norms is wrong in both directions), which :func:`squared_norm` gives for any mixture.
@@ -27,6 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 # A ghost norm is a difference of large numbers. Adding this fraction of the largest value it could have had keeps it from
 # coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary data.
@@ -188,7 +199,89 @@ class Rows:
         return Rows(self.ids, _clean_rows(self.grad, bad_b), self.num_rows)
 
 
-Term = Dense | Norm | Outer | Rows
+@dataclass(frozen=True)
+class Convolution:
+    """How an image is convolved: the weight's shape (p, c / groups, k...), and per spatial dimension stride, padding with zeros, dilation."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def patches(self, image: torch.Tensor) -> torch.Tensor:
+        """(b, n, c, *positions, *k): a view of ``image`` (b, n, c, ...), or of a padded copy."""
+        if any(self.padding):
+            image = F.pad(image, [width for padding in reversed(self.padding) for width in (padding, padding)])
+        for dim, (k, stride, dilation) in enumerate(zip(self.shape[2:], self.stride, self.dilation, strict=True), start=3):
+            image = image.unfold(dim, dilation * (k - 1) + 1, stride)[..., ::dilation]
+        return image
+
+    def weight_gradient(self, image: torch.Tensor, grad: torch.Tensor, examples: int = 1) -> torch.Tensor:
+        """(examples · p, ...): the native gradient for ``image`` (n, examples · c, ...), where the examples are further groups."""
+        weight = grad.new_empty(()).expand(examples * self.shape[0], *self.shape[1:])  # only its shape matters
+        how = (self.stride, self.padding, self.dilation, False, [0] * len(self.stride), examples * self.groups)
+        return torch.ops.aten.convolution_backward(grad, image, weight, None, *how, (False, True, False))[1]
+
+
+@dataclass
+class Convolved:
+    """A convolution's weight, from ``image`` (b, n, c, ...) and ``grad`` (b, n, p, ...): Outer without its patches."""
+
+    image: torch.Tensor
+    grad: torch.Tensor
+    how: Convolution
+
+    def __post_init__(self) -> None:
+        assert self.image.shape[:2] == self.grad.shape[:2] and self.image.dim() == self.grad.dim() == len(self.how.shape) + 1
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """t positions, p rows and d columns, of one group."""
+        return self.grad.shape[1] * self.grad.shape[3:].numel(), self.how.shape[0] // self.how.groups, self.how.shape[1:].numel()
+
+    @property
+    def prefers_instance(self) -> bool:
+        t, p, d = self._sizes
+        return t * (p + d) >= p * d
+
+    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+        t, p, d = self._sizes
+        by_instance = instantiate or self.prefers_instance
+        numbers = p * d if by_instance else t * (p + d + 2 * t)
+        norm_sq_b = []
+        for rows in _chunks(len(self.grad), 4 * self.how.groups * numbers):
+            part = Convolved(self.image[rows], self.grad[rows], self.how)
+            norm_sq_b.append(part.instance().squared_norm() if by_instance else part._ghost_norm())
+        return torch.cat(norm_sq_b)
+
+    def _ghost_norm(self) -> torch.Tensor:
+        (t, p, d), groups, b = self._sizes, self.how.groups, len(self.grad)
+        dims = len(self.how.stride)
+        patches = self.how.patches(self.image.float()).unflatten(2, (groups, -1))  # b n groups c positions k
+        positions, kernel = range(4, 4 + dims), range(4 + dims, 4 + 2 * dims)
+        patches = patches.permute(0, 2, 3, *kernel, 1, *positions).reshape(b * groups, d, t)
+        grad = self.grad.float().unflatten(2, (groups, p)).movedim(1, 3).reshape(b * groups, p, t)
+        return _gram_product(_gram(grad.mT), _gram(patches.mT)).view(b, groups).sum(1)
+
+    def instance(self) -> Dense:
+        b = len(self.grad)
+        if b == 0:
+            return Dense(self.grad.new_zeros(0, *self.how.shape, dtype=torch.float32))
+        image, grad = (x.float().transpose(0, 1).flatten(1, 2) for x in (self.image, self.grad))
+        return Dense(self.how.weight_gradient(image, grad, examples=b).view(b, *self.how.shape))
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        smaller, larger = sorted((self.image, self.grad), key=torch.Tensor.numel)
+        scaled = smaller.float() * coef_b.view(-1, *[1] * (smaller.dim() - 1))
+        image, grad = (scaled, larger) if smaller is self.image else (larger, scaled)
+        return self.how.weight_gradient(image.flatten(0, 1).float(), grad.flatten(0, 1).float())
+
+    def clean(self, bad_b: torch.Tensor) -> Convolved:
+        return Convolved(_clean_rows(self.image, bad_b), _clean_rows(self.grad, bad_b), self.how)
+
+
+Term = Dense | Norm | Outer | Rows | Convolved
 
 
 def _gram(x_btd: torch.Tensor) -> torch.Tensor:
@@ -210,7 +303,10 @@ def _sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> to
 
 
 def merge(terms: Sequence[Term]) -> list[Term]:
-    """The same sum with at most one term of each kind: factors of equal kind concatenate along the positions."""
+    """The same sum with at most one term of each kind: factors of equal kind concatenate along the positions.
+
+    Convolutions do along the images, where these are alike; else their instances are added.
+    """
     if len(terms) == 1:
         return list(terms)
     merged: list[Term] = []
@@ -219,8 +315,16 @@ def merge(terms: Sequence[Term]) -> list[Term]:
     if rows := [t for t in terms if isinstance(t, Rows)]:
         ids, grad = torch.cat([t.ids for t in rows], 1), torch.cat([t.grad for t in rows], 1)
         merged.append(Rows(ids, grad, rows[0].num_rows))
-    if dense := [t for t in terms if isinstance(t, Dense)]:
-        merged.append(Dense(torch.stack([t.grad for t in dense]).sum(0)) if len(dense) > 1 else dense[0])
+    dense = [t for t in terms if isinstance(t, Dense)]
+    if convolved := [t for t in terms if isinstance(t, Convolved)]:
+        if len({(t.image.shape, t.how) for t in convolved}) == 1:
+            image, grad = torch.cat([t.image for t in convolved], 1), torch.cat([t.grad for t in convolved], 1)
+            merged.append(Convolved(image, grad, convolved[0].how))
+        else:
+            dense += [t.instance() for t in convolved]
+    if dense:
+        grads = [t.grad.view_as(dense[0].grad) for t in dense]  # an instance may be flat, as (b, p, d)
+        merged.append(Dense(torch.stack(grads).sum(0)) if len(dense) > 1 else dense[0])
     return merged
 
 
@@ -228,15 +332,15 @@ def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo
     """(B,) fp32: the squared norm per example of the sum of ``terms``, all uses of one parameter.
 
     An embedding tied to the head that reads it out is E + H with ‖E+H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩, and
-    ⟨E, H⟩ = sum_{t,s} left_H[t, id_s]·⟨right_H[t], grad_E[s]⟩ needs no (V, d) tensor. Mixtures with a Dense term are instantiated.
+    ⟨E, H⟩ = sum_{t,s} left_H[t, id_s]·⟨right_H[t], grad_E[s]⟩ needs no (V, d) tensor. Other mixtures are instantiated.
     """
     terms = merge(terms)
     if len(terms) == 1:
         return terms[0].squared_norm(instantiate=instantiate, memo=memo)
-    if instantiate or any(isinstance(t, Dense) for t in terms):
-        total = terms[0].instance().grad
+    if instantiate or [type(t) for t in terms] != [Outer, Rows]:
+        total = terms[0].instance().grad.flatten(1)
         for term in terms[1:]:
-            total = total + term.instance().grad
+            total = total + term.instance().grad.flatten(1)
         return Dense(total).squared_norm()
     outer, rows = terms
     cross_b, reach_b = [], []

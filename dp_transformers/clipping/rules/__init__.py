@@ -134,4 +134,13 @@ def as_term(value: Term | torch.Tensor) -> Term:
     return Dense(value) if isinstance(value, torch.Tensor) else value
 
 
-from . import embedding, linear, norm  # noqa: E402, F401  (they register themselves)
+def require_batch(module: nn.Module, x: torch.Tensor, dims: int) -> None:
+    """``x`` is (B, ..., channels, *spatial) with ``dims`` spatial dimensions, not the (channels, *spatial) that torch allows too."""
+    if x.dim() < dims + 2:
+        raise ValueError(
+            f"nn.{type(module).__name__} was called without a batch dimension (a tensor of shape {tuple(x.shape)}), so gradients per "
+            f"example cannot be told apart: call it with {dims + 2} dimensions, the batch first."
+        )
+
+
+from . import activation, conv, embedding, linear, norm  # noqa: E402, F401  (they register themselves)

@@ -1,4 +1,4 @@
-"""nn.Embedding."""
+"""nn.Embedding and nn.EmbeddingBag."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ..terms import Rows, Term
 from . import rule
 
 
-@rule(nn.Embedding)
-def embedding(module: nn.Embedding, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def _refuse_options(module: nn.Embedding | nn.EmbeddingBag) -> None:
     for option in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, option):
             why = {
@@ -20,11 +19,41 @@ def embedding(module: nn.Embedding, activations: Sequence[torch.Tensor], backpro
                 "sparse": "the noised gradient is dense",
                 "scale_grad_by_freq": "it scales one example's gradient by what the others contain",
             }[option]
-            raise ValueError(f"nn.Embedding({option}=...) cannot be trained privately: {why}. Build it without {option}.")
+            name = type(module).__name__
+            raise ValueError(f"nn.{name}({option}=...) cannot be trained privately: {why}. Build it without {option}.")
+
+
+@rule(nn.Embedding)
+def embedding(module: nn.Embedding, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    _refuse_options(module)
     if not module.weight.requires_grad:
         return {}
-    ids_bt = activations[0].reshape(len(backprops), -1)
-    grad_btd = backprops.reshape(*ids_bt.shape, -1)
+    ids_bt = activations[0].flatten(1) if activations[0].dim() > 1 else activations[0].unsqueeze(1)
+    grad_btd = backprops.reshape(*ids_bt.shape, module.embedding_dim)
     if module.padding_idx is not None:
         grad_btd = grad_btd.masked_fill((ids_bt == module.padding_idx).unsqueeze(-1), 0)
     return {module.weight: Rows(ids_bt, grad_btd, module.num_embeddings)}
+
+
+@rule(nn.EmbeddingBag)
+def embedding_bag(module: nn.EmbeddingBag, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    _refuse_options(module)
+    ids, *offsets = [x for x in activations if not x.is_floating_point()]  # (B, ..., n), and the output is (B, ..., d)
+    if offsets:
+        raise ValueError(
+            "nn.EmbeddingBag was called with offsets, where the ids of all examples lie in one row and no dimension is the batch. Give it "
+            "ids of shape (B, n); fill up shorter bags with an id that is the layer's padding_idx."
+        )
+    if not module.weight.requires_grad:
+        return {}
+    real = torch.ones_like(ids, dtype=torch.bool) if module.padding_idx is None else ids != module.padding_idx
+    if module.mode == "max":
+        values = module.weight[ids].masked_fill(~real.unsqueeze(-1), float("-inf"))
+        share = torch.zeros_like(values).scatter_(-2, values.argmax(-2, keepdim=True), 1.0)  # each column's row
+    elif module.mode == "mean":
+        share = (real / real.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+    else:
+        weights = [x for x in activations if x.is_floating_point()]
+        share = weights[0].unsqueeze(-1) if weights else torch.ones_like(ids, dtype=backprops.dtype).unsqueeze(-1)
+    grad = (backprops.unsqueeze(-2) * share).masked_fill(~real.unsqueeze(-1), 0)
+    return {module.weight: Rows(ids.flatten(1), grad.flatten(1, -2), module.num_embeddings)}

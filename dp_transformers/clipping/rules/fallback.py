@@ -72,6 +72,8 @@ def per_example_gradients(path: str, module: nn.Module, parameters: dict[nn.Para
     Raises:
         UnsupportedModuleError: re-running it fails, or gives other outputs than the call gave.
     """
+    if len(call.backprops[0]) == 0:
+        return {p: Dense(p.new_zeros(0, *p.shape)) for p in parameters}
     reasons = []
     for way in (_masked,) if call.random_state is not None else (_vmapped, _one_by_one):
         try:

@@ -1,16 +1,16 @@
-"""LayerNorm, nn.RMSNorm, and every module that computes an RMS norm (recognised by what it computes, not by its name)."""
+"""LayerNorm, GroupNorm, InstanceNorm, nn.RMSNorm, and every module that computes an RMS norm (recognised by what it computes, not by its name)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..terms import Dense, Term
-from . import Rule, recogniser, rule
+from . import Rule, recogniser, require_batch, rule
 
 
 def _sum_positions(x: torch.Tensor, keep_dims: int) -> torch.Tensor:
@@ -37,6 +37,52 @@ def rms_norm(module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops:
         return {}
     normalised = F.rms_norm(activations[0].to(backprops.dtype), module.normalized_shape, eps=module.eps)
     return {module.weight: Dense(_sum_positions(normalised.mul_(backprops), len(module.normalized_shape)))}
+
+
+def channel_dim(x: torch.Tensor, channels: int) -> int:
+    """1, or 2 where the positions of an example were the layer's batch. (Where both fit, the self-check sees what is wrong.)"""
+    return 1 if x.shape[1] == channels else 2
+
+
+def sum_per_channel(x: torch.Tensor, channel_dim: int) -> torch.Tensor:
+    """(B, C) from (B, ..., C, ...)."""
+    summed = [dim for dim in range(1, x.dim()) if dim != channel_dim]
+    return x.sum(summed, dtype=torch.float32) if summed else x.float()
+
+
+def _per_channel(
+    module: nn.Module, normalised: Callable[[], torch.Tensor], backprops: torch.Tensor, channel_dim: int
+) -> dict[nn.Parameter, Term]:
+    terms: dict[nn.Parameter, Term] = {}
+    if module.weight is not None and module.weight.requires_grad:
+        terms[module.weight] = Dense(sum_per_channel(normalised().view_as(backprops).mul_(backprops), channel_dim))
+    if module.bias is not None and module.bias.requires_grad:
+        terms[module.bias] = Dense(sum_per_channel(backprops, channel_dim))
+    return terms
+
+
+@rule(nn.GroupNorm)
+def group_norm(module: nn.GroupNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    dim = channel_dim(backprops, module.num_channels)
+
+    def normalised() -> torch.Tensor:
+        return F.group_norm(activations[0].float().flatten(0, dim - 1), module.num_groups, eps=module.eps)
+
+    return _per_channel(module, normalised, backprops, dim)
+
+
+@rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    dims = module._get_no_batch_dim() - 1
+    require_batch(module, activations[0], dims)
+
+    def normalised() -> torch.Tensor:
+        x = activations[0].float().flatten(0, -dims - 2)
+        if module.track_running_stats and not module.training:
+            return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=False, eps=module.eps)
+        return F.instance_norm(x, eps=module.eps)
+
+    return _per_channel(module, normalised, backprops, backprops.dim() - dims - 1)
 
 
 def _weight_only_rms_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:

@@ -1,0 +1,34 @@
+"""nn.PReLU and nn.Bilinear."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..terms import Dense, Outer, Term
+from . import rule
+from .norm import channel_dim, sum_per_channel
+
+
+@rule(nn.PReLU)
+def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    if not module.weight.requires_grad:
+        return {}
+    slope = activations[0].float().clamp(max=0).mul_(backprops)
+    if module.num_parameters == 1:
+        return {module.weight: Dense(slope.flatten(1).sum(1, keepdim=True) if slope.dim() > 1 else slope.unsqueeze(1))}
+    return {module.weight: Dense(sum_per_channel(slope, channel_dim(slope, module.num_parameters)))}
+
+
+@rule(nn.Bilinear)
+def bilinear(module: nn.Bilinear, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    terms: dict[nn.Parameter, Term] = {}
+    first, second, grad_btp = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in (*activations, backprops))
+    if module.weight.requires_grad:
+        products_btd = (first.float().unsqueeze(3) * second.float().unsqueeze(2)).flatten(2)
+        terms[module.weight] = Outer(grad_btp, products_btd)
+    if module.bias is not None and module.bias.requires_grad:
+        terms[module.bias] = Dense(grad_btp.sum(1, dtype=torch.float32))
+    return terms

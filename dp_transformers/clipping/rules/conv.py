@@ -1,0 +1,62 @@
+"""nn.Conv1d, nn.Conv2d and nn.Conv3d with every option. Transposed convolutions are left to the fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..terms import Convolution, Convolved, Dense, Outer, Term
+from . import DOES_NOT_SAVE_OUTPUT, Rule, recogniser, require_batch
+
+
+def convolution(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    terms: dict[nn.Parameter, Term] = {}
+    dims = len(module.kernel_size)
+    require_batch(module, activations[0], dims)
+    if module.weight.requires_grad:
+        image, how = _padded(module, _images(activations[0], dims))
+        terms[module.weight] = _weight_term(image, _images(backprops, dims), how)
+    if module.bias is not None and module.bias.requires_grad:
+        summed = [dim for dim in range(1, backprops.dim()) if dim != backprops.dim() - dims - 1]
+        terms[module.bias] = Dense(backprops.sum(summed, dtype=torch.float32))
+    return terms
+
+
+DOES_NOT_SAVE_OUTPUT.add(convolution)
+
+
+@recogniser
+def _native_convolution(module: nn.Module) -> Rule | None:
+    # forward is a call of _conv_forward, which a subclass may have replaced
+    runs = (type(module).forward, getattr(type(module), "_conv_forward", None))
+    return convolution if runs in {(cls.forward, cls._conv_forward) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)} else None
+
+
+def _images(x: torch.Tensor, dims: int) -> torch.Tensor:
+    """(b, n, c, *spatial) from (b, c, *spatial), or from (b, ..., c, *spatial) where the examples' frames were the layer's batch."""
+    return x.flatten(1, -dims - 2) if x.dim() > dims + 2 else x.unsqueeze(1)
+
+
+def _padded(module: nn.Module, image: torch.Tensor) -> tuple[torch.Tensor, Convolution]:
+    """The image as the native kernel sees it, and what that does with it."""
+    widths = module._reversed_padding_repeated_twice  # for F.pad: last dimension first, left and right
+    if module.padding_mode == "zeros" and widths[::2] == widths[1::2]:
+        padding = tuple(reversed(widths[::2]))
+    else:
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        image = F.pad(image.flatten(0, 1), widths, mode).unflatten(0, image.shape[:2])
+        padding = (0,) * len(module.stride)
+    return image, Convolution(module.weight.shape, module.stride, padding, module.dilation, module.groups)
+
+
+def _weight_term(image: torch.Tensor, grad: torch.Tensor, how: Convolution) -> Term:
+    kernel, dims = how.shape[2:], len(how.stride)
+    disjoint = how.stride == kernel and not any(how.padding) and all(k == 1 or d == 1 for k, d in zip(kernel, how.dilation, strict=True))
+    if not disjoint or how.groups > 1:
+        return Convolved(image, grad, how)
+    # Patches that do not overlap are as many numbers as the image, and the layer is a linear one of patches.
+    patches = how.patches(image).movedim(2, 2 + dims)
+    return Outer(grad.movedim(2, -1).flatten(1, -2), patches.flatten(2 + dims).flatten(1, -2))
