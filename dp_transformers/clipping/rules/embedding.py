@@ -46,14 +46,15 @@ def embedding_bag(module: nn.EmbeddingBag, activations: Sequence[torch.Tensor], 
         )
     if not module.weight.requires_grad:
         return {}
-    real = torch.ones_like(ids, dtype=torch.bool) if module.padding_idx is None else ids != module.padding_idx
-    if module.mode == "max":
-        values = module.weight[ids].masked_fill(~real.unsqueeze(-1), float("-inf"))
-        share = torch.zeros_like(values).scatter_(-2, values.argmax(-2, keepdim=True), 1.0)  # each column's row
+    grad = backprops.unsqueeze(-2).expand(*ids.shape, module.embedding_dim)
+    real = None if module.padding_idx is None else (ids != module.padding_idx).unsqueeze(-1)
+    if module.mode == "max":  # each column comes from one id
+        values = module.weight[ids] if real is None else module.weight[ids].masked_fill(~real, float("-inf"))
+        grad = torch.zeros_like(grad).scatter_(-2, values.argmax(-2, keepdim=True), backprops.unsqueeze(-2))
     elif module.mode == "mean":
-        share = (real / real.sum(-1, keepdim=True).clamp(min=1)).unsqueeze(-1)
-    else:
-        weights = [x for x in activations if x.is_floating_point()]
-        share = weights[0].unsqueeze(-1) if weights else torch.ones_like(ids, dtype=backprops.dtype).unsqueeze(-1)
-    grad = (backprops.unsqueeze(-2) * share).masked_fill(~real.unsqueeze(-1), 0)
+        grad = grad / (ids.shape[-1] if real is None else real.sum(-2, keepdim=True).clamp(min=1))
+    elif weights := [x for x in activations if x.is_floating_point()]:  # per_sample_weights
+        grad = grad * weights[0].unsqueeze(-1)
+    if real is not None:
+        grad = grad.masked_fill(~real, 0)
     return {module.weight: Rows(ids.flatten(1), grad.flatten(1, -2), module.num_embeddings)}
