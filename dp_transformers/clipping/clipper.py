@@ -55,7 +55,7 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, use: _Use, probe: torch.Tensor, num_outputs: int, *tensors: torch.Tensor):
         outputs, saved = tensors[:num_outputs], tensors[num_outputs:]
-        ctx.use, ctx.num_saved = use, len(saved)
+        ctx.use = use
         ctx.save_for_backward(*saved)
         if use.claim.allows_in_place:
             outputs = tuple(x.data for x in outputs)  # same memory, but not a view to autograd, which refuses in-place writes to those
@@ -66,7 +66,14 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
         grads = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
-        return None, ctx.use.measure(ctx.saved_tensors, grads), None, *grads, *[None] * ctx.num_saved
+        saved, needed = [x.detach() for x in ctx.saved_tensors], ctx.needs_input_grad[3 + len(grads) :]
+        input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
+        norm_sq_b = ctx.use.measure(saved, grads, input_gradients)
+        if any(g is None for g in input_gradients.values()):
+            input_gradients = {}
+        elif input_gradients:  # the rule went back through the module, so autograd need not
+            grads = [None] * len(grads)
+        return None, norm_sq_b, None, *grads, *map(input_gradients.get, saved)
 
 
 class _Pass:
@@ -156,7 +163,8 @@ class _Use:
         return rest == 0 and positions in self.forward_pass.positions
 
     def tapped_output(self) -> Any:
-        saved = [x.detach() for x in self.inputs]
+        # a whole-call rule may give the gradients of the inputs, so there the tap hangs on them too
+        saved = list(self.inputs) if self.claim.rule in WHOLE_CALL else [x.detach() for x in self.inputs]
         if self.claim.may_be_rerun:
             saved += [x.detach() for x in self.outputs]  # to compare what is recomputed with, or to compute from
         forward_pass = self.forward_pass
@@ -177,7 +185,7 @@ class _Use:
     def _flatten_output(self, output: Any) -> list[torch.Tensor]:
         return [x for x in _flatten(output)[0] if _differentiable(x)]
 
-    def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[nn.Parameter, Term]:
+    def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> dict[nn.Parameter, Term]:
         claim = self.claim
         if claim.norm_sampler is not None and self.forward_pass.wants_only_norms_of(claim.names):
             norms = claim.norm_sampler(claim.module, *self._by_example(saved, grads))
@@ -185,7 +193,7 @@ class _Use:
         elif claim.rule is None:
             return self._rerun(saved, grads)
         elif claim.rule in WHOLE_CALL:
-            found = claim.rule(self._whole_call(saved, grads))
+            found = claim.rule(self._whole_call(saved, grads, input_gradients))
         else:
             found = claim.rule(claim.module, *self._by_example(saved, grads))
         given = {id(p): term for p, term in found.items()}
@@ -200,12 +208,13 @@ class _Use:
         grads = [layout.batch_first(g, batch) for g, layout in zip(grads, self.output_layouts, strict=True)]
         return inputs, grads[0] if len(grads) == 1 else grads
 
-    def _whole_call(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> ModuleCall:
+    def _whole_call(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> ModuleCall:
         module, num_inputs = self.claim.module, len(self.input_layouts)
         args, kwargs = self._rebuild(saved[:num_inputs])
         arguments = inspect.signature(module.forward).bind(*args, **kwargs)
         arguments.apply_defaults()
-        return ModuleCall(module, arguments.arguments, saved[num_inputs:], grads, self.forward_pass.batch_size, self.random_state)
+        batch, path = self.forward_pass.batch_size, self.claim.path
+        return ModuleCall(module, arguments.arguments, saved[num_inputs:], grads, batch, self.random_state, path, input_gradients)
 
     def _rerun(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[nn.Parameter, Term]:
         claim, batch, num_inputs = self.claim, self.forward_pass.batch_size, len(self.input_layouts)
@@ -226,8 +235,11 @@ class _Use:
         with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
             return per_example_gradients(claim.path, claim.module, claim.names, call)
 
-    def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure."""
+    def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> torch.Tensor | None:
+        """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure.
+
+        ``input_gradients`` is for whole-call rules, see :class:`~dp_transformers.clipping.rules.ModuleCall`.
+        """
         forward_pass = self.forward_pass
         if forward_pass is not self.clipper._pass:
             raise ValueError(
@@ -241,7 +253,7 @@ class _Use:
             return None
         total_b = torch.zeros_like(forward_pass.probe)
         with _exact_arithmetic(total_b.device):
-            for parameter, term in self._terms(saved, grads).items():
+            for parameter, term in self._terms(saved, grads, input_gradients).items():
                 norm_sq_b = forward_pass.add(parameter, term)
                 if norm_sq_b is not None:
                     total_b += norm_sq_b.to(total_b.device)

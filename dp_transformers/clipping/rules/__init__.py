@@ -33,7 +33,9 @@ class ModuleCall:
 
     ``arguments`` by the names of the parameters of its ``forward``; ``outputs`` are the floating-point tensors of what it returned, in
     order, ``backprops`` the gradients of the summed losses with respect to them. ``random_state`` is that of torch's generators at the
-    start of the call where the call used them, else None.
+    start of the call where the call used them, else None. ``path`` is where the model has the module. ``input_gradients`` has a key
+    for each tensor among the arguments that needs a gradient: a rule that can have them cheaply sets them all, and the backward of the
+    module itself does not run where norms are measured.
     """
 
     module: nn.Module
@@ -42,6 +44,8 @@ class ModuleCall:
     backprops: Sequence[torch.Tensor]
     batch: int
     random_state: Any
+    path: str
+    input_gradients: dict[torch.Tensor, torch.Tensor | None]
 
 
 _RULES: dict[Callable, Rule] = {}
@@ -143,4 +147,4 @@ def require_batch(module: nn.Module, x: torch.Tensor, dims: int) -> None:
         )
 
 
-from . import activation, conv, embedding, linear, norm  # noqa: E402, F401  (they register themselves)
+from . import activation, conv, embedding, linear, norm, recurrent  # noqa: E402, F401  (they register themselves)

@@ -1,0 +1,376 @@
+"""nn.RNN, nn.LSTM, nn.GRU and their cells, without a Python loop through autograd.
+
+The forward pass is torch's own, fused. The rule knows h at every step, so it recomputes all gates in one matrix product, and from them
+what the gradient of each pre-activation is per unit of gradient of h (or of the LSTM's c). A recursion over the steps, one small matrix
+product each, turns that into dz, the gradients of the pre-activations. Then the weights are linear layers: W_ih in (x, dz) and W_hh in
+(h of the step before, dz). As dz gives the gradients of the inputs and initial states too, the module's own backward need not run.
+
+Shape legend: n rows, b sequences, d in, h hidden, p out (h, unless an LSTM projects), k pre-activations of all gates, l layers times
+directions. Rows are those of a PackedSequence: step by step the sequences that still run, the longest first; a padded batch is the case
+of equal lengths. Layers are walked from the last to the first, the outputs below the last recomputed by torch's own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import _VF, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..terms import Dense, Outer, Term, merge
+from . import ModuleCall, whole_call_rule
+from .fallback import UnsupportedModuleError, replayed, ways_out
+
+HALF = (torch.bfloat16, torch.float16)
+ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
+
+Weights = Mapping[str, torch.Tensor]  # by role
+
+
+class _Rows:
+    """Which row belongs to which step and sequence: ``sizes[t]`` sequences run at step t, the j-th one is example ``order[j]``."""
+
+    def __init__(self, batch_sizes: torch.Tensor, order: torch.Tensor | None = None):
+        self.batch_sizes, self.order = batch_sizes, order
+        self.sizes: list[int] = batch_sizes.tolist()
+        self.batch = self.sizes[0]
+        self.padded = order is None and self.sizes[-1] == self.batch
+
+    def walk(self, *, reverse: bool) -> range:
+        steps = range(len(self.sizes))
+        return steps[::-1] if reverse else steps
+
+    def _steps_and_sequences(self) -> tuple[torch.Tensor, torch.Tensor]:
+        start_t = torch.tensor([0, *accumulate(self.sizes)])
+        step_n = torch.arange(len(self.sizes)).repeat_interleave(self.batch_sizes)
+        return step_n, torch.arange(len(step_n)) - start_t[step_n]
+
+    def before(self, x_np: torch.Tensor, initial_bp: torch.Tensor, *, reverse: bool) -> torch.Tensor:
+        """(N, p): for every row its sequence's row of one step before (``reverse``: after), the initial one where there is none."""
+        if self.padded:
+            return torch.cat([x_np[self.batch :], initial_bp] if reverse else [initial_bp, x_np[: len(x_np) - self.batch]])
+        step_n, sequence_n = self._steps_and_sequences()
+        neighbour_n = step_n + (2 if reverse else 0)  # counted from a step before the first, which no sequence has
+        size_t, start_t = F.pad(self.batch_sizes, (1, 1)), torch.tensor([0, 0, *accumulate(self.sizes)])
+        index_n = torch.where(sequence_n < size_t[neighbour_n], self.batch + start_t[neighbour_n] + sequence_n, sequence_n)
+        return torch.cat([initial_bp, x_np])[index_n.to(x_np.device)]
+
+    def by_example(self, x_np: torch.Tensor) -> torch.Tensor:
+        """(B, T, p), zero where a sequence has ended."""
+        steps, width = len(self.sizes), x_np.shape[1]
+        if self.padded:
+            return x_np.view(steps, self.batch, width).transpose(0, 1)
+        step_n, sequence_n = (index_n.to(x_np.device) for index_n in self._steps_and_sequences())
+        example_n = sequence_n if self.order is None else self.order[sequence_n]
+        return x_np.new_zeros(self.batch, steps, width).index_put_((example_n, step_n), x_np)
+
+    def sorted(self, x_lbp: torch.Tensor) -> torch.Tensor:
+        return x_lbp if self.order is None else x_lbp.index_select(1, self.order)
+
+    def unsorted(self, x_lbp: torch.Tensor) -> torch.Tensor:
+        return x_lbp if self.order is None else torch.empty_like(x_lbp).index_copy_(1, self.order, x_lbp)
+
+
+# ---- one layer in one direction: __init__ recomputes the forward pass, `back` goes back over one step ----
+
+
+class _RNN:
+    """h = f(W_ih x + b_ih + W_hh h' + b_hh), h' being h of the step before."""
+
+    def __init__(self, w: Weights, x_nd: torch.Tensor, h_nh: torch.Tensor, rows: _Rows, activation: Callable):
+        self.output = activation(_affine(w, "ih", x_nd) + _affine(w, "hh", h_nh))
+        one_nh = torch.ones_like(self.output)
+        slope_nh = _d_tanh(one_nh, self.output) if activation is torch.tanh else one_nh * (self.output > 0)
+        self.dz_ih = self.dz_hh = slope_nh
+        self._w_hh, self._dz_t = w["hh"], slope_nh.split(rows.sizes)
+
+    def back(self, t: int, dh_bh: torch.Tensor) -> None:
+        """Turn the gradient of h at step ``t``, of the sequences that run then, into that of h', in place; leave dz in ``dz_ih, dz_hh``."""
+        torch.mm(self._dz_t[t].mul_(dh_bh), self._w_hh, out=dh_bh)
+
+
+class _GRU:
+    """h = n + z ∘ (h' - n); r, z, n = σ(x_r + h_r), σ(x_z + h_z), tanh(x_n + r ∘ h_n); x_* = W_ih x + b_ih, h_* = W_hh h' + b_hh."""
+
+    def __init__(self, w: Weights, x_nd: torch.Tensor, h_nh: torch.Tensor, rows: _Rows):
+        width = h_nh.shape[1]
+        x_r, x_z, x_n = _affine(w, "ih", x_nd).split(width, 1)
+        h_r, h_z, h_n = _affine(w, "hh", h_nh).split(width, 1)
+        r, z = (x_r + h_r).sigmoid_(), (x_z + h_z).sigmoid_()
+        n = torch.addcmul(x_n, r, h_n).tanh_()
+        self.output = torch.lerp(n, h_nh, z)
+        slope_n = _d_tanh(1 - z, n)
+        slopes = [slope_n, _d_sigmoid(slope_n * h_n, r), _d_sigmoid(h_nh - n, z), slope_n * r]  # of x_n, r, z and h_n
+        self._dz_nk = torch.cat(slopes, 1)
+        self._w_hh, self._z_t, self._dz_t, self._width = w["hh"], z.split(rows.sizes), self._dz_nk.split(rows.sizes), width
+
+    def back(self, t: int, dh_bh: torch.Tensor) -> None:
+        dz_bk = self._dz_t[t]
+        dz_bk.unflatten(1, (4, -1)).mul_(dh_bh.unsqueeze(1))
+        dh_bh.mul_(self._z_t[t]).addmm_(dz_bk[:, self._width :], self._w_hh)
+
+    @property
+    def dz_ih(self) -> torch.Tensor:
+        dz_n, dz_rz = self._dz_nk[:, : self._width], self._dz_nk[:, self._width : 3 * self._width]
+        return torch.cat([dz_rz, dz_n], 1)
+
+    @property
+    def dz_hh(self) -> torch.Tensor:
+        return self._dz_nk[:, self._width :]
+
+
+class _LSTM:
+    """c = f ∘ c' + i ∘ g, h = o ∘ tanh(c), times W_hr where it projects; i, f, o = σ, g = tanh of W_ih x + b_ih + W_hh h' + b_hh."""
+
+    def __init__(
+        self, w: Weights, x_nd: torch.Tensor, h_np: torch.Tensor, rows: _Rows, c0_bh: torch.Tensor, dc_bh: torch.Tensor, reverse: bool
+    ):
+        self.dc = dc_bh.clone()  # of c at the step that `back` comes to next
+        i, f, g, o = _affine(w, "ih", x_nd).add_(_affine(w, "hh", h_np)).chunk(4, 1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        self._f_t, c_nh = f.split(rows.sizes), i * g
+        c_t, last_bh = c_nh.split(rows.sizes), c0_bh.clone()
+        for t in rows.walk(reverse=reverse):
+            running_bh = last_bh[: rows.sizes[t]]
+            running_bh.copy_(c_t[t].addcmul_(self._f_t[t], running_bh))
+        tanh_c = c_nh.tanh()
+        self.hidden = o * tanh_c
+        self._projection = w.get("projection")
+        self.output = self.hidden if self._projection is None else F.linear(self.hidden, self._projection)
+        self._slope_c_t = torch.addcmul(o, self.hidden, tanh_c, value=-1).split(rows.sizes)  # of h in c
+        slopes = [_d_sigmoid(g, i), _d_sigmoid(rows.before(c_nh, c0_bh, reverse=reverse), f), _d_tanh(i, g), _d_sigmoid(tanh_c, o)]
+        self.dz_ih = self.dz_hh = torch.cat(slopes, 1)  # three in c, the last in h
+        self._w_hh, self._dz_t = w["hh"], self.dz_hh.split(rows.sizes)
+        self.d_output = torch.empty_like(self.output) if self._projection is not None else None
+        self._d_output_t = self.d_output.split(rows.sizes) if self._projection is not None else None
+
+    def back(self, t: int, dh_bp: torch.Tensor) -> None:
+        dz_bk, dc_bh, dh_bh = self._dz_t[t], self.dc[: len(dh_bp)], dh_bp
+        if self._projection is not None:
+            dh_bh = self._d_output_t[t].copy_(dh_bp) @ self._projection
+        dc_bh.addcmul_(dh_bh, self._slope_c_t[t])
+        dz_b4h = dz_bk.unflatten(1, (4, -1))
+        dz_b4h[:, :3].mul_(dc_bh.unsqueeze(1))
+        dz_b4h[:, 3].mul_(dh_bh)
+        dc_bh.mul_(self._f_t[t])
+        torch.mm(dz_bk, self._w_hh, out=dh_bp)
+
+
+def _affine(w: Weights, which: str, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w[which], w.get(f"bias_{which}"))
+
+
+def _d_sigmoid(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """g · σ' where σ = y."""
+    return torch.ops.aten.sigmoid_backward(g, y)
+
+
+def _d_tanh(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """g · tanh' where tanh = y."""
+    return torch.ops.aten.tanh_backward(g, y)
+
+
+_Direction = _RNN | _GRU | _LSTM
+
+
+def _go_back(direction: _Direction, d_output_np: torch.Tensor, d_final_bp: torch.Tensor, rows: _Rows, *, reverse: bool) -> torch.Tensor:
+    """Run the recursion over all steps; the gradient of the initial h."""
+    dh_bp, d_output_t = d_final_bp.clone(), d_output_np.split(rows.sizes)
+    for t in rows.walk(reverse=not reverse):
+        running_bp = dh_bp[: rows.sizes[t]].add_(d_output_t[t])
+        direction.back(t, running_bp)
+    return dh_bp
+
+
+# ---- all layers ----
+
+
+@dataclass
+class _Stack:
+    """What was called: ``layers[l][d]`` are the parameters of layer l in direction d, by role; states are h and, of an LSTM, c."""
+
+    mode: str
+    layers: list[list[Weights]]
+    dropout: float
+    rows: _Rows
+    x_nd: torch.Tensor
+    initial_lbp: list[torch.Tensor]
+    output_np: torch.Tensor
+    d_output_np: torch.Tensor
+    d_final_lbp: list[torch.Tensor]
+
+    def direction(self, k: int, w: Weights, x_nd: torch.Tensor, h_np: torch.Tensor, *, reverse: bool) -> _Direction:
+        if self.mode == "LSTM":
+            return _LSTM(w, x_nd, h_np, self.rows, self.initial_lbp[1][k], self.d_final_lbp[1][k], reverse)
+        if self.mode == "GRU":
+            return _GRU(w, x_nd, h_np, self.rows)
+        return _RNN(w, x_nd, h_np, self.rows, torch.tanh if self.mode == "RNN_TANH" else torch.relu)
+
+    def run_layer(self, layer: int, x_nd: torch.Tensor) -> torch.Tensor:
+        """The output rows of one layer, by the kernel that ran."""
+        kernel, directions = getattr(_VF, self.mode.lower()), self.layers[layer]
+        states = [x[layer * len(directions) : (layer + 1) * len(directions)].contiguous() for x in self.initial_lbp]
+        hx = states if self.mode == "LSTM" else states[0]
+        weights = [w[role].detach() for w in directions for role in ROLES if role in w]
+        options = (weights, "bias_ih" in directions[0], 1, 0.0, False, len(directions) == 2)
+        if self.rows.padded:
+            return kernel(x_nd.unflatten(0, (-1, self.rows.batch)), hx, *options, False)[0].flatten(0, 1)
+        return kernel(x_nd, self.rows.batch_sizes, hx, *options)[0]
+
+
+def _run_below(call: ModuleCall, stack: _Stack) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Every layer's input and output, and the dropout (as factors) between them."""
+    inputs, outputs, dropout = [stack.x_nd], [], []
+    below = range(len(stack.layers) - 1)
+    if below and 0 < stack.dropout < 1 and stack.x_nd.numel() and call.random_state is None:
+        raise _unsupported(call, "its dropout cannot be replayed on this device")
+    dtype = stack.output_np.dtype
+    with torch.autocast(stack.x_nd.device.type, dtype=dtype if dtype in HALF else None, enabled=dtype in HALF), replayed(call.random_state):
+        for layer in below:
+            outputs.append(stack.run_layer(layer, inputs[-1]))
+            dropout.append(F.dropout(torch.ones_like(outputs[-1]), stack.dropout))
+            inputs.append(outputs[-1] * dropout[-1])
+    return inputs, [*outputs, stack.output_np], dropout
+
+
+def _differentiate(call: ModuleCall, stack: _Stack, *, needs_input: bool):
+    """The terms, the gradient of the input rows (None unless needed), and of the initial states."""
+    rows, dtype = stack.rows, stack.d_output_np.dtype
+    inputs, outputs, dropout = _run_below(call, stack)
+    terms: dict[nn.Parameter, Term] = {}
+    d_output_np, d_initial_lbp = stack.d_output_np, [torch.empty_like(x) for x in stack.initial_lbp]
+    for layer in reversed(range(len(stack.layers))):
+        directions, x_nd, d_x = stack.layers[layer], inputs[layer].to(dtype), []
+        parts = zip(outputs[layer].to(dtype).chunk(len(directions), 1), d_output_np.chunk(len(directions), 1), strict=True)
+        for d, (output_np, d_part_np) in enumerate(parts):
+            k, reverse, parameters = layer * len(directions) + d, d == 1, directions[d]
+            w = {role: p.detach().to(dtype) for role, p in parameters.items()}
+            h_np = rows.before(output_np, stack.initial_lbp[0][k], reverse=reverse)
+            direction = stack.direction(k, w, x_nd, h_np, reverse=reverse)
+            _require_same(call, output_np, direction.output)
+            d_initial_lbp[0][k] = _go_back(direction, d_part_np, stack.d_final_lbp[0][k], rows, reverse=reverse)
+            if stack.mode == "LSTM":
+                d_initial_lbp[1][k] = direction.dc
+            _add_terms(terms, parameters, direction, x_nd, h_np, rows)
+            if layer or needs_input:
+                d_x.append(direction.dz_ih @ w["ih"])
+        if layer:
+            d_output_np = sum(d_x) * dropout[layer - 1]
+    return terms, sum(d_x) if d_x else None, d_initial_lbp
+
+
+def _add_terms(terms: dict[nn.Parameter, Term], parameters: Weights, direction: _Direction, x_nd, h_np, rows: _Rows) -> None:
+    dz_ih = rows.by_example(direction.dz_ih)
+    dz_hh = dz_ih if direction.dz_hh is direction.dz_ih else rows.by_example(direction.dz_hh)
+    for role, p in parameters.items():
+        if not p.requires_grad:
+            continue
+        if role == "ih":
+            term = Outer(dz_ih, rows.by_example(x_nd))
+        elif role == "hh":
+            term = Outer(dz_hh, rows.by_example(h_np))
+        elif role == "projection":
+            term = Outer(rows.by_example(direction.d_output), rows.by_example(direction.hidden))
+        else:
+            term = Dense((dz_ih if role == "bias_ih" else dz_hh).sum(1))
+        terms[p] = merge([terms[p], term])[0] if p in terms else term  # layers that share a parameter
+
+
+def _require_same(call: ModuleCall, recorded_np: torch.Tensor, recomputed_np: torch.Tensor) -> None:
+    """Each step, recomputed from the recorded one before, gives what was recorded, up to rounding, wherever that is finite."""
+    tolerance = 3e-2 if call.outputs[0].dtype in HALF else 1e-4
+    finite = torch.isfinite(recorded_np)
+    difference = torch.where(finite, recorded_np - recomputed_np, 0)
+    if not difference.norm() <= tolerance * torch.where(finite, recorded_np, 0).norm():
+        raise _unsupported(call, "it does not give again the output it gave")
+
+
+def _unsupported(call: ModuleCall, reason: str) -> UnsupportedModuleError:
+    where = f"the gradients per example of '{call.path}' ({type(call.module).__name__}) cannot be had from this call"
+    return UnsupportedModuleError(f"{where}: {reason}. {ways_out(call.path, call.module)}", call.module)
+
+
+# ---- the modules ----
+
+
+def _by_role(call: ModuleCall, weights: Sequence[torch.Tensor | None]) -> Weights:
+    roles = ROLES if len(weights) > 3 else ("ih", "hh", "projection")  # without biases
+    found = {role: p for role, p in zip(roles, weights, strict=False) if p is not None}
+    if not all(isinstance(p, nn.Parameter) for p in found.values()):
+        raise _unsupported(call, "its weights are computed from others")
+    return found
+
+
+def _give(call: ModuleCall, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    if tensor in call.input_gradients:
+        call.input_gradients[tensor] = gradient.to(tensor.dtype)
+
+
+@whole_call_rule(nn.RNN, nn.LSTM, nn.GRU)
+def recurrent(call: ModuleCall) -> dict[nn.Parameter, Term]:
+    module, x, hx = call.module, call.arguments["input"], call.arguments["hx"]
+    packed, batch_first = isinstance(x, PackedSequence), module.batch_first
+    data = x.data if packed else x
+    if not packed and x.dim() != 3:
+        raise _unsupported(call, "its input is one sequence without a batch")
+    if packed:
+        rows = _Rows(x.batch_sizes, x.sorted_indices)
+    else:
+        steps, batch = x.shape[:2][:: -1 if batch_first else 1]
+        rows = _Rows(torch.full((steps,), batch))
+    if rows.batch != call.batch:
+        raise _unsupported(call, f"it was called on {rows.batch} sequences in a batch of {call.batch} examples")
+
+    def as_rows(y: torch.Tensor) -> torch.Tensor:
+        return y if packed else (y.transpose(0, 1) if batch_first else y).flatten(0, 1)
+
+    per_layer = 2 if module.bidirectional else 1
+    weights = [_by_role(call, w) for w in module.all_weights]
+    layers = [weights[k : k + per_layer] for k in range(0, len(weights), per_layer)]
+    dtype = torch.promote_types(torch.float32, weights[0]["hh"].dtype)
+    states = [torch.zeros_like(y) for y in call.outputs[1:]] if hx is None else [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    stack = _Stack(
+        module.mode,
+        layers,
+        module.dropout if module.training else 0.0,
+        rows,
+        as_rows(data),
+        [rows.sorted(y).to(dtype) for y in states],
+        as_rows(call.outputs[0]),
+        as_rows(call.backprops[0]).to(dtype),
+        [rows.sorted(g).to(dtype) for g in call.backprops[1:]],
+    )
+    terms, d_rows, d_initial = _differentiate(call, stack, needs_input=data in call.input_gradients)
+    if d_rows is not None:
+        d_tbd = d_rows if packed else d_rows.unflatten(0, (-1, rows.batch))
+        _give(call, data, d_tbd.transpose(0, 1) if batch_first and not packed else d_tbd)
+    for state, gradient in zip(states, d_initial, strict=True):
+        _give(call, state, rows.unsorted(gradient))
+    return terms
+
+
+@whole_call_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+def recurrent_cell(call: ModuleCall) -> dict[nn.Parameter, Term]:
+    """One step of one layer."""
+    module, x, hx = call.module, call.arguments["input"], call.arguments["hx"]
+    if x.dim() != 2 or len(x) != call.batch:
+        raise _unsupported(call, f"its input has the shape {tuple(x.shape)} in a batch of {call.batch} examples")
+    mode = f"RNN_{module.nonlinearity.upper()}" if isinstance(module, nn.RNNCell) else type(module).__name__.removesuffix("Cell")
+    weights = _by_role(call, [module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh])
+    dtype = torch.promote_types(torch.float32, weights["hh"].dtype)
+    states = [torch.zeros_like(y) for y in call.outputs] if hx is None else [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    d_h, *d_c = (g.to(dtype) for g in call.backprops)
+    stack = _Stack(
+        mode, [[weights]], 0.0, _Rows(torch.tensor([len(x)])), x, [y.to(dtype)[None] for y in states], call.outputs[0], d_h,
+        [torch.zeros_like(d_h)[None], *(g[None] for g in d_c)],
+    )  # fmt: skip
+    terms, d_x, d_initial = _differentiate(call, stack, needs_input=x in call.input_gradients)
+    if d_x is not None:
+        _give(call, x, d_x)
+    for state, gradient in zip(states, d_initial, strict=True):
+        _give(call, state, gradient[0])
+    return terms
