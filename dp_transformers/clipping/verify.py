@@ -13,6 +13,7 @@ off, random state restored), so that private data decides nothing; :func:`check_
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -530,15 +531,19 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None) or min(tables, default=2)
     num_labels = max(2, getattr(config, "num_labels", None) or 2)
+    positional = list(inspect.signature(model.forward).parameters)
 
     def make(path: tuple, x: Any) -> Any:
         if not _batched(x, batch):
             return x
-        name = str(getattr(path[-1], "key", "")) if path else ""
+        if len(path) == 2 and path[0].idx == 0:
+            name = dict(enumerate(positional)).get(path[1].idx, "")
+        else:
+            name = str(getattr(path[-1], "key", ""))
         recycled = x[torch.arange(rows, device=x.device) % batch]
         if x.is_floating_point():
             return recycled if "mask" in name else torch.randn(recycled.shape, device=x.device).to(x.dtype)
-        if x.dtype == torch.bool or any(word in name for word in ("mask", "position", "token_type")):
+        if x.dtype == torch.bool or any(word in name for word in ("mask", "position", "token_type", "length")):
             return recycled
         if "label" in name:
             classes = num_labels if x.dim() == 1 else vocabulary

@@ -59,14 +59,17 @@ class _Rows:
         index_n = torch.where(sequence_n < size_t[neighbour_n], self.batch + start_t[neighbour_n] + sequence_n, sequence_n)
         return torch.cat([initial_bp, x_np])[index_n.to(x_np.device)]
 
+    def by_step(self, x_np: torch.Tensor) -> torch.Tensor:
+        """(T, B, p) of a padded batch."""
+        return x_np.view(len(self.sizes), self.batch, x_np.shape[1])
+
     def by_example(self, x_np: torch.Tensor) -> torch.Tensor:
         """(B, T, p), zero where a sequence has ended."""
-        steps, width = len(self.sizes), x_np.shape[1]
         if self.padded:
-            return x_np.view(steps, self.batch, width).transpose(0, 1)
+            return self.by_step(x_np).transpose(0, 1)
         step_n, sequence_n = (index_n.to(x_np.device) for index_n in self._steps_and_sequences())
         example_n = sequence_n if self.order is None else self.order[sequence_n]
-        return x_np.new_zeros(self.batch, steps, width).index_put_((example_n, step_n), x_np)
+        return x_np.new_zeros(self.batch, len(self.sizes), x_np.shape[1]).index_put_((example_n, step_n), x_np)
 
     def sorted(self, x_lbp: torch.Tensor) -> torch.Tensor:
         return x_lbp if self.order is None else x_lbp.index_select(1, self.order)
@@ -224,7 +227,7 @@ class _Stack:
         weights = [w[role].detach() for w in directions for role in ROLES if role in w]
         options = (weights, "bias_ih" in directions[0], 1, 0.0, False, len(directions) == 2)
         if self.rows.padded:
-            return kernel(x_nd.unflatten(0, (-1, self.rows.batch)), hx, *options, False)[0].flatten(0, 1)
+            return kernel(self.rows.by_step(x_nd), hx, *options, False)[0].flatten(0, 1)
         return kernel(x_nd, self.rows.batch_sizes, hx, *options)[0]
 
 
@@ -360,8 +363,7 @@ def recurrent(call: ModuleCall) -> dict[nn.Parameter, Term]:
     )
     terms, d_rows, d_initial = _differentiate(call, stack, needs_input=data in call.input_gradients)
     if d_rows is not None:
-        d_tbd = d_rows if packed else d_rows.unflatten(0, (-1, rows.batch))
-        _give(call, data, d_tbd.transpose(0, 1) if batch_first and not packed else d_tbd)
+        _give(call, data, d_rows if packed else rows.by_example(d_rows) if batch_first else rows.by_step(d_rows))
     for state, gradient in zip(states, d_initial, strict=True):
         _give(call, state, rows.unsorted(gradient))
     return terms
