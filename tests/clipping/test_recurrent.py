@@ -86,9 +86,9 @@ def losses_of(model):
     return losses
 
 
-def check(model, batch, mode, *, self_check=None):
-    """Against one example at a time; the self-check, the same for all modes up to that, runs in one of them."""
-    with PerExampleClipper(model, 1.0, mode=mode, self_check=mode == "book_keeping" if self_check is None else self_check) as clipper:
+def check(model, batch, mode, *, self_check=False):
+    """Against one example at a time. The self-check does the same for all modes, so one will do."""
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=self_check and mode == "book_keeping") as clipper:
         assert_exact(model, clipper, losses_of(model), batch)
         assert all(claim.rule for claim in clipper.claims), "a parent answers, not the rule"
 
@@ -114,7 +114,7 @@ def x_of(batch=4, steps=6):
 @every_layer
 def test_layers(kind, options, mode):
     model = Tagger(LAYERS[kind](**options)).eval()  # dropout has its own test
-    check(model, {"x": x_of()}, mode)
+    check(model, {"x": x_of()}, mode, self_check=True)
 
 
 @every_mode
@@ -142,15 +142,22 @@ def test_loss_that_reads_c_n_alone(mode):
 
 
 @every_mode
-@pytest.mark.parametrize("lengths", [[6, 4, 4, 1], [3, 6, 1, 5], [6, 6, 6, 6]], ids=str)
+@pytest.mark.parametrize("lengths", [[6, 4, 4, 1], [3, 6, 1, 5]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
 @every_layer
 def test_packed_sequences(kind, options, lengths, mode):
     """States end (and reverse ones start) at each sequence's own end; initial states are permuted as the sequences are."""
     batch = {"x": x_of(), "lengths": torch.tensor(lengths)}
-    check(Tagger(LAYERS[kind](**options), starts=True), batch, mode)
-    if lengths == sorted(lengths, reverse=True):  # the self-check's examples are not in that order
-        check(Tagger(LAYERS[kind](**options), starts=True, enforce_sorted=True), batch, mode, self_check=False)
+    check(Tagger(LAYERS[kind](**options), starts=True), batch, mode, self_check=lengths == [3, 6, 1, 5])
+    if lengths == sorted(lengths, reverse=True):
+        check(Tagger(LAYERS[kind](**options), starts=True, enforce_sorted=True), batch, mode)
+
+
+@every_mode
+@every_layer
+def test_packed_sequences_of_equal_lengths(kind, mode):
+    model = Tagger(LAYERS[kind](bidirectional=True), enforce_sorted=True)
+    check(model, {"x": x_of(), "lengths": torch.full((4,), 6)}, mode)
 
 
 @every_mode
@@ -224,7 +231,7 @@ def test_another_mask_is_noticed(monkeypatch):
             clipper.backward(losses)
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     kind=st.sampled_from(sorted(LAYERS)),
     mode=st.sampled_from(ALL_MODES),
@@ -241,7 +248,7 @@ def test_drawn_shapes(kind, mode, num_layers, bidirectional, batch, steps, hidde
     inputs = {"x": x_of(batch, steps)}
     if data.draw(st.booleans()):
         inputs["lengths"] = torch.tensor(data.draw(st.lists(st.integers(1, steps), min_size=batch, max_size=batch)))
-    check(model, inputs, mode, self_check=False)
+    check(model, inputs, mode)
 
 
 @every_mode
@@ -293,8 +300,8 @@ class Unrolled(nn.Module):
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("kind", CELLS)
 def test_cells(kind, starts, options, mode):
-    check(Unrolled(CELLS[kind](**options), starts), {"x": x_of(4, 3)}, mode)
-    check(Unrolled(CELLS[kind](**options), starts), {"x": x_of(1, 1)}, mode, self_check=False)
+    check(Unrolled(CELLS[kind](**options), starts), {"x": x_of(4, 3)}, mode, self_check=True)
+    check(Unrolled(CELLS[kind](**options), starts), {"x": x_of(1, 1)}, mode)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -397,10 +404,10 @@ def test_tied_layers():
 
 
 def test_the_modules_own_backward_does_not_run():
-    model = Tagger(nn.LSTM(IN, HIDDEN, batch_first=True))
+    """It would take a tanh_backward for every step; the rule takes one for all."""
+    steps, model = 50, Tagger(nn.RNN(IN, HIDDEN))
     with PerExampleClipper(model, 1.0, mode="book_keeping", self_check=False) as clipper:
-        losses = losses_of(model)({"x": x_of()})
+        losses = losses_of(model)({"x": x_of(steps=steps)})
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             clipper.backward(losses)
-    names = {event.key for event in profile.key_averages()}
-    assert not any("mkldnn_rnn_layer_backward" in name and name.startswith("aten") for name in names)
+    assert 0 < sum(event.count for event in profile.key_averages() if event.key == "aten::tanh_backward") < steps
