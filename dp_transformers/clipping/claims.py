@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .layout import BATCH_FIRST, SHARED, Layout, learn_layout
-from .rules import DOES_NOT_SAVE_OUTPUT, WHOLE_CALL, find_norm_sampler, find_rule
+from .rules import DOES_NOT_SAVE_OUTPUT, INSIDE, WHOLE_CALL, find_norm_sampler, find_rule
 from .rules.fallback import substituted, ways_out, without_fused_attention
 
 logger = logging.getLogger(__name__)
@@ -243,6 +243,13 @@ def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], po
                 learn_layout(*shapes, batch, other_batch, positions)
                 for shapes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)
             ]
+            if claim.rule in INSIDE:  # what is tapped there is batch first, if the module has a batch
+                if any(
+                    layout.batch_dim is None or x[layout.batch_dim] != batch for x, layout in zip(outs, layouts[len(ins) :], strict=True)
+                ):
+                    lost.append(claim)
+                    break
+                continue
             known = claim.layouts.setdefault((len(ins), len(outs)), layouts)
             if SHARED in layouts[len(ins) :] or known != layouts:
                 lost.append(claim)

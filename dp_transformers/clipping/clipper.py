@@ -30,7 +30,7 @@ from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
-from .rules import WHOLE_CALL, ModuleCall, as_term
+from .rules import INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
 from .terms import Norm, Term
 
@@ -319,6 +319,7 @@ class PerExampleClipper:
         self.batch_first = batch_first
         self._handles: list[Any] = []
         self._pass: _Pass | None = None
+        self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
         self._tapping = False
         self._paused = False
         self._follower: Follower | None = None
@@ -359,6 +360,8 @@ class PerExampleClipper:
             handle.remove()
         self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)]
         for claim in self.claims:
+            if claim.rule in INSIDE:
+                continue
             # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
             hook = partial(self._after_module, claim)
             self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
@@ -368,6 +371,12 @@ class PerExampleClipper:
                 self._handles.append(claim.module.register_forward_pre_hook(partial(self._hide, claim)))
         if self._loss_reduction is not None:
             self._handles += [p.register_post_accumulate_grad_hook(self._refuse_native_gradient) for p in self.parameters]
+        taps = {claim.module: partial(self._after_module, claim) for claim in self.claims if claim.rule in INSIDE}
+        for module in self.model.modules():
+            opening = find_opening(module)
+            if opening and any(p.requires_grad for p in module.parameters()):
+                self._handles.append(module.register_forward_pre_hook(partial(self._open, opening, taps.get(module))))
+                self._handles.append(module.register_forward_hook(self._close, always_call=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(self._after_model, always_call=True))
 
     def detach(self) -> None:
@@ -443,6 +452,15 @@ class PerExampleClipper:
             forward_pass.restart(measure=True, instantiate=self.mode.instantiate, keep=True)
             forward_pass.followed = True
         return forward_pass
+
+    def _open(self, opening: Opening, tap: Tap | None, module: nn.Module, args: tuple) -> None:
+        opened = opening(module, tap)
+        opened.__enter__()
+        self._opened.append((module, opened))
+
+    def _close(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._opened and self._opened[-1][0] is module:
+            self._opened.pop()[1].__exit__(None, None, None)
 
     def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._tapping = False

@@ -3,22 +3,16 @@
 A rule never returns a gradient of shape ``(B, *p.shape)`` unless that is the cheapest thing to have. It returns a *term*:
 factors from which the squared norm per example, the instantiated gradient, and the weighted sum over examples follow.
 
-Shape legend: b example, t and s positions, p rows and d columns of the parameter, v vocabulary; n images of an example, c channels,
-k kernel.
+Shape legend: b example, t and s positions, p rows and d columns of the parameter, v vocabulary, e experts; n images of an example,
+c channels, k kernel.
 
-term      factors                         per-example gradient
-========  ==============================  ======================================================
-Outer     left_btp, right_btd             sum_t left[b, t, :] ⊗ right[b, t, :]     (p, d)
-Rows      ids_bt, grad_btd, num_rows      row v: sum of grad[b, t] over t with ids[b, t] == v   (v, d)
-Dense     grad_b...                       itself
-Norm      norm_b                          not known
-========  ==============================  ======================================================
-=======
 =========  ==============================  ======================================================
 term       factors                         per-example gradient
 =========  ==============================  ======================================================
 Outer      left_btp, right_btd             sum_t left[b, t, :] ⊗ right[b, t, :]     (p, d)
+Stacked    one Outer for each block        the blocks' gradients, one below the other            (p, d)
 Rows       ids_bt, grad_btd, num_rows      row v: sum of grad[b, t] over t with ids[b, t] == v   (v, d)
+Routed     ids_bs, left_bsp, right_bsd     e: sum of left ⊗ right over s with ids[b, s] == e     (e, p, d)
 Convolved  image_bnc.., grad_bnp.., how    Outer of grad and the patches of image it came from   (p, c, k...)
 Dense      grad_b...                       itself
 Norm       norm_b                          not known
@@ -33,8 +27,10 @@ is cheaper is by floating-point operations: T²(d+p) against T·d·p.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +158,29 @@ class Outer:
 
 
 @dataclass
+class Stacked:
+    """A weight whose rows come in blocks, each with an input of its own: queries, keys and values projected by one parameter."""
+
+    blocks: Sequence[Outer]
+
+    @property
+    def prefers_instance(self) -> bool:
+        return all(block.prefers_instance for block in self.blocks)
+
+    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+        return torch.stack([block.squared_norm(instantiate=instantiate, memo=memo) for block in self.blocks]).sum(0)
+
+    def instance(self) -> Dense:
+        return Dense(torch.cat([block.instance().grad for block in self.blocks], 1))
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        return torch.cat([block.weighted_sum(coef_b, memo) for block in self.blocks])
+
+    def clean(self, bad_b: torch.Tensor) -> Stacked:
+        return Stacked([block.clean(bad_b) for block in self.blocks])
+
+
+@dataclass
 class Rows:
     """Gradients that are added to rows of the parameter: an embedding. Equals Outer with one-hot ``left``, never built."""
 
@@ -197,6 +216,62 @@ class Rows:
 
     def clean(self, bad_b: torch.Tensor) -> Rows:
         return Rows(self.ids, _clean_rows(self.grad, bad_b), self.num_rows)
+
+
+@dataclass
+class Routed:
+    """Weights of experts, (num_experts, p, d): every routed slot of an example adds an outer product to the expert it was sent to."""
+
+    ids: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        assert self.ids.shape == self.left.shape[:2] == self.right.shape[:2]
+
+    @property
+    def prefers_instance(self) -> bool:
+        s, p, d = *self.left.shape[1:], self.right.shape[2]
+        return s * (p + d) >= self.num_experts * p * d
+
+    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+        """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were sent to it.
+
+        They are taken together by size, powers of two, so that padding at most doubles them and uneven routing costs little more.
+        """
+        b = len(self.ids)
+        norm_sq_b = torch.zeros(b, device=self.left.device)
+        pair_of_slot = (self.ids + torch.arange(b, device=self.ids.device)[:, None] * self.num_experts).flatten()
+        pairs, order = pair_of_slot.sort()
+        pairs, sizes = pairs.unique_consecutive(return_counts=True)
+        first, width_of = sizes.cumsum(0) - sizes, torch.frexp((sizes - 1).float()).exponent  # ceil(log2(size))
+        for exponent in width_of.unique().tolist():
+            members = (width_of == exponent).nonzero().squeeze(1)
+            offset = torch.arange(2**exponent, device=order.device)
+            padding = (offset >= sizes[members, None]).unsqueeze(-1)
+            slots = order[(first[members, None] + offset).clamp(max=len(order) - 1)]
+            for rows in _chunks(len(members), 4 * len(offset) * (self.left.shape[2] + self.right.shape[2])):
+                left, right = (x.flatten(0, 1)[slots[rows]].masked_fill(padding[rows], 0) for x in (self.left, self.right))
+                norm_sq = Outer(left, right).squared_norm(instantiate=instantiate)
+                norm_sq_b.index_add_(0, pairs[members[rows]] // self.num_experts, norm_sq)
+        return norm_sq_b
+
+    def instance(self) -> Dense:
+        b, p, d = len(self.ids), self.left.shape[2], self.right.shape[2]
+        offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_experts
+        return Dense(_sum_by_id(self.ids + offset_b, self.left, self.right, b * self.num_experts).view(b, self.num_experts, p, d))
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        left, right = self.left.float(), self.right.float()
+        if left.shape[2] < right.shape[2]:
+            left = left * coef_b[:, None, None]
+        else:
+            right = right * coef_b[:, None, None]
+        return _sum_by_id(self.ids, left, right, self.num_experts)
+
+    def clean(self, bad_b: torch.Tensor) -> Routed:
+        return Routed(self.ids, _clean_rows(self.left, bad_b), _clean_rows(self.right, bad_b), self.num_experts)
 
 
 @dataclass(frozen=True)
@@ -281,7 +356,7 @@ class Convolved:
         return Convolved(_clean_rows(self.image, bad_b), _clean_rows(self.grad, bad_b), self.how)
 
 
-Term = Dense | Norm | Outer | Rows | Convolved
+Term = Dense | Norm | Outer | Stacked | Rows | Routed | Convolved
 
 
 def _gram(x_btd: torch.Tensor) -> torch.Tensor:
@@ -302,6 +377,35 @@ def _sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> to
     return torch.ops.aten.embedding_dense_backward(flat, ids_bt.reshape(-1), num_rows, -1, False)
 
 
+def _sum_by_id(ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """(num_ids, p, d): for each id the sum of left ⊗ right over the slots that have it, one product of matrices for each."""
+    ids, order = ids_bs.flatten().sort()
+    left, right = left_bsp.flatten(0, 1)[order].float(), right_bsd.flatten(0, 1)[order].float()
+    total = left.new_zeros(num_ids, left.shape[1], right.shape[1])
+    start = 0
+    for i, size in enumerate(torch.bincount(ids, minlength=num_ids).tolist()):
+        if size:
+            torch.mm(left[start : start + size].t(), right[start : start + size], out=total[i])
+        start += size
+    return total
+
+
+def _stacked(terms: Sequence[Outer | Stacked]) -> Outer | Stacked:
+    """The sum of several, in blocks as fine as theirs."""
+    blocks_of = [t.blocks if isinstance(t, Stacked) else [t] for t in terms]
+    ends = [list(accumulate(block.left.shape[2] for block in blocks)) for blocks in blocks_of]
+    cuts = sorted(set().union(*ends))
+    found = []
+    for start, end in pairwise([0, *cuts]):
+        parts = []
+        for blocks, block_ends in zip(blocks_of, ends, strict=True):
+            i = bisect_left(block_ends, end)
+            offset = block_ends[i] - blocks[i].left.shape[2]
+            parts.append(Outer(blocks[i].left[..., start - offset : end - offset], blocks[i].right))
+        found.append(Outer(torch.cat([x.left for x in parts], 1), torch.cat([x.right for x in parts], 1)))
+    return found[0] if len(found) == 1 else Stacked(found)
+
+
 def merge(terms: Sequence[Term]) -> list[Term]:
     """The same sum with at most one term of each kind: factors of equal kind concatenate along the positions.
 
@@ -310,11 +414,14 @@ def merge(terms: Sequence[Term]) -> list[Term]:
     if len(terms) == 1:
         return list(terms)
     merged: list[Term] = []
-    if outers := [t for t in terms if isinstance(t, Outer)]:
-        merged.append(Outer(torch.cat([t.left for t in outers], 1), torch.cat([t.right for t in outers], 1)))
+    if outers := [t for t in terms if isinstance(t, Outer | Stacked)]:
+        merged.append(_stacked(outers))
     if rows := [t for t in terms if isinstance(t, Rows)]:
         ids, grad = torch.cat([t.ids for t in rows], 1), torch.cat([t.grad for t in rows], 1)
         merged.append(Rows(ids, grad, rows[0].num_rows))
+    if routed := [t for t in terms if isinstance(t, Routed)]:
+        ids, left, right = (torch.cat(parts, 1) for parts in zip(*((t.ids, t.left, t.right) for t in routed), strict=True))
+        merged.append(Routed(ids, left, right, routed[0].num_experts))
     dense = [t for t in terms if isinstance(t, Dense)]
     if convolved := [t for t in terms if isinstance(t, Convolved)]:
         if len({(t.image.shape, t.how) for t in convolved}) == 1:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import assert_exact
 from torch import nn
 
@@ -34,15 +35,23 @@ class Packs(nn.Module):
         return torch.zeros_like(x).masked_scatter(kept[..., None], torch.tanh(self.linear(x[kept])))
 
 
-class Attends(nn.Module):
-    """nn.MultiheadAttention reads out_proj.weight past the module that owns it."""
+class ReadsPast(nn.Module):
+    """Reads a weight past the module that owns it."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return x + F.linear(torch.tanh(x), self.linear.weight, self.linear.bias)
 
     def __init__(self):
         super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 2)
+        self.block, self.head = self.Block(), nn.Linear(4, 2)
 
     def forward(self, x):
-        return self.head(self.attention(x, x, x, need_weights=False)[0])
+        return self.head(self.block(x))
 
 
 class Transposed(nn.Module):
@@ -128,7 +137,7 @@ class Routes(nn.Module):
 @pytest.mark.parametrize(
     ("build", "name", "answers"),
     [
-        (Attends, "attention.out_proj.weight", "attention"),
+        (ReadsPast, "block.linear.weight", "block"),
         (Transposed, "linear.weight", "linear"),
         (TransposedOwn, "gate.w", "gate"),
         (Repeats, "prompt.weight", ""),
@@ -156,7 +165,7 @@ def test_packed_rows_are_not_taken_for_flattened_ones(mode):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_clipper_that_is_attached_again_settles_again(mode):
-    model = Attends()
+    model = ReadsPast()
     clipper = PerExampleClipper(model, 1.0, mode=mode)
     for _ in range(2):
         with clipper:

@@ -7,6 +7,9 @@ respect to its output, ``(B, ...)``. A plain tensor ``(B, *p.shape)`` stands for
 A *whole-call* rule, ``rule(call) -> {parameter: term}``, is for modules with several inputs or outputs, or with the batch elsewhere than
 first: it gets a :class:`ModuleCall`, everything as the module was given it, and answers for all parameters below the module too.
 
+An *inside* rule is for modules whose forward reads the weights of its parts: they are opened while they run, tapped where the rule can
+use what passes, and a rule like any other gets what was tapped there.
+
 Rules are found by *what runs*, the ``forward`` of the module's class, never by name: a subclass with a forward of its own is
 somebody else, a subclass without one (or a class swapped in by FSDP2) is not.
 """
@@ -14,6 +17,7 @@ somebody else, a subclass without one (or a class swapped in by FSDP2) is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +52,15 @@ class ModuleCall:
     input_gradients: dict[torch.Tensor, torch.Tensor | None]
 
 
+# What a tap is to whoever calls it, a forward hook: (module, inputs, {}, outputs) -> the outputs to go on with, None for the same.
+Tap = Callable[[nn.Module, tuple, dict, Any], Any]
+Opening = Callable[[nn.Module, Tap | None], AbstractContextManager]
+
 _RULES: dict[Callable, Rule] = {}
 _NORM_SAMPLERS: dict[Callable, NormSampler] = {}
 WHOLE_CALL: set[Callable | None] = set()
+INSIDE: set[Rule | None] = set()
+_OPENINGS: dict[Callable, Opening] = {}
 DOES_NOT_SAVE_OUTPUT: set[Rule | None] = set()  # rules of torch's layers, whose backward reads their input only
 _RECOGNISERS: list[Callable[[nn.Module], Rule | None]] = []
 
@@ -73,6 +83,25 @@ def whole_call_rule(*module_classes: type[nn.Module]) -> Callable[[Callable], Ca
         return register_grad_sampler(*module_classes)(function)
 
     return register
+
+
+def inside_rule(module_class: type[nn.Module], *, opened: Opening) -> Callable[[Rule], Rule]:
+    """Register the rule of a module that runs inside ``opened(module, tap)`` and there gives to the tap, batch first, what the rule takes.
+
+    ``tap`` is None where no parameter that the module owns is trained; the modules below it must be called as usual all the same.
+    """
+
+    def register(function: Rule) -> Rule:
+        INSIDE.add(function)
+        _OPENINGS[module_class.forward] = opened
+        return register_grad_sampler(module_class)(function)
+
+    return register
+
+
+def find_opening(module: nn.Module) -> Opening | None:
+    """How this module is opened while it runs, or None."""
+    return None if "forward" in vars(module) else _OPENINGS.get(type(module).forward)
 
 
 def recogniser(function: Callable[[nn.Module], Rule | None]) -> Callable[[nn.Module], Rule | None]:
@@ -147,4 +176,4 @@ def require_batch(module: nn.Module, x: torch.Tensor, dims: int) -> None:
         )
 
 
-from . import activation, conv, embedding, linear, norm, recurrent  # noqa: E402, F401  (they register themselves)
+from . import activation, attention, conv, embedding, experts, linear, norm, recurrent  # noqa: E402, F401  (they register themselves)

@@ -1,0 +1,98 @@
+"""Fused experts of transformers: the weights of all experts in 3-D parameters, and tokens routed to a few of them.
+
+    out[t] = sum over k of weight[t, k] · down_e(gate(up_e(x[t]))),   e = index[t, k]
+
+One token sent to one expert is a *slot*. Whatever kernel ran (a loop, grouped or batched products), the gradient of an expert is a sum
+over the slots sent to it, so what the kernel had inside is computed once more, slot by slot.
+
+Shape legend: b example, t position, k experts of one token, s slot of an example (t times k), e expert, d width, p inner width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..terms import Routed, Rows, Term
+from . import Rule, recogniser
+from .fallback import UnsupportedModuleError, ways_out
+
+_PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
+
+
+@recogniser
+def _huggingface_experts(module: nn.Module) -> Rule | None:
+    """Classes that ``use_experts_implementation`` made: they compute the formula above with whatever kernel, as their attributes say."""
+    # looked up among what is already imported: this package does not depend on transformers, and a model that has one has it
+    moe = sys.modules.get("transformers.integrations.moe")
+    if moe is None or getattr(type(module).forward, "__globals__", None) is not vars(moe):
+        return None
+    plain = not module.has_post_expert_norm and set(module._parameters) <= _PARAMETERS  # parametrised weights are somebody else's
+    return experts if plain else None
+
+
+def experts(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    hidden_btd, index_btk, weight_btk = activations
+    if backprops.dim() != 3 or hidden_btd.shape != backprops.shape or index_btk.is_floating_point() or weight_btk.shape != index_btk.shape:
+        raise UnsupportedModuleError(
+            f"{type(module).__name__} was not called with (tokens, width) hidden states, then the experts of each token, then their weights. "
+            + ways_out(type(module).__name__, module),
+            module,
+        )
+    num_slots, num_experts = index_btk.shape[1:].numel(), module.num_experts
+    ids_bs = index_btk.flatten(1)
+    nowhere_bs1 = (ids_bs >= num_experts).unsqueeze(-1)  # sent to an expert that is not there
+    ids_bs = ids_bs.clamp(max=num_experts - 1)
+
+    def to_slots(x_btd: torch.Tensor) -> torch.Tensor:
+        return x_btd.float().repeat_interleave(index_btk.shape[2], 1)
+
+    x_bsd = to_slots(hidden_btd)
+    g_bsd = (to_slots(backprops) * weight_btk.view(-1, num_slots, 1)).masked_fill_(nowhere_bs1, 0)
+    up, up_bias = ("gate_up_proj", "gate_up_proj_bias") if module.has_gate else ("up_proj", "up_proj_bias")
+    linear = _Routing(ids_bs, num_experts)
+    with torch.enable_grad():
+        inner = linear(x_bsd, _columns(module, up)).detach()
+        if module.has_bias:
+            inner += getattr(module, up_bias).detach()[ids_bs]
+        inner.requires_grad_()
+        gated_bsp = (module._apply_gate if module.has_gate else module.act_fn)(inner)
+    g_gated_bsp = linear(g_bsd, _columns(module, "down_proj").mT)
+    (g_inner,) = torch.autograd.grad(gated_bsp, inner, g_gated_bsp)
+
+    factors = {up: (g_inner, x_bsd), "down_proj": (g_bsd, gated_bsp.detach())}
+    terms: dict[nn.Parameter, Term] = {}
+    for name, (out, into) in factors.items():
+        left, right = (into, out) if module.is_transposed else (out, into)
+        terms[getattr(module, name)] = Routed(ids_bs, left, right, num_experts)
+        if module.has_bias:
+            terms[getattr(module, name + "_bias")] = Rows(ids_bs, out, num_experts)
+    return terms
+
+
+def _columns(module: nn.Module, name: str) -> torch.Tensor:
+    """(E, in, out): the weights of all experts, to be multiplied from the right."""
+    weight = getattr(module, name).detach().float()
+    return weight if module.is_transposed else weight.mT
+
+
+class _Routing:
+    """The slots of all examples sorted by expert: a product with the expert's weight for each."""
+
+    def __init__(self, ids_bs: torch.Tensor, num_experts: int):
+        ids, self.order = ids_bs.flatten().sort()
+        self.sizes = torch.bincount(ids, minlength=num_experts).tolist()
+
+    def __call__(self, x_bsd: torch.Tensor, weight_edp: torch.Tensor) -> torch.Tensor:
+        """(B, s, p): each slot times the weight of its expert."""
+        x = x_bsd.flatten(0, 1)[self.order]
+        out = x.new_empty(len(x), weight_edp.shape[2])
+        start = 0
+        for i, size in enumerate(self.sizes):
+            if size:
+                torch.mm(x[start : start + size], weight_edp[i], out=out[start : start + size])
+            start += size
+        return torch.empty_like(out).index_copy_(0, self.order, out).unflatten(0, x_bsd.shape[:2])
