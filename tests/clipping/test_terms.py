@@ -1,11 +1,14 @@
 """The term algebra against gradients that are written out, over drawn shapes."""
 
+from itertools import pairwise
+
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_transformers.clipping import terms as algebra
-from dp_transformers.clipping.terms import Dense, Memo, Outer, Rows
+from dp_transformers.clipping.terms import Dense, Memo, Outer, Routed, Rows, Stacked
 
 sizes = st.integers(1, 9)
 
@@ -15,6 +18,8 @@ def written_out(term, rows, columns):
         return term.grad.double()
     if isinstance(term, Outer):
         return torch.einsum("btp,btd->bpd", term.left.double(), term.right.double())
+    if isinstance(term, Stacked):
+        return torch.cat([written_out(block, rows, columns) for block in term.blocks], 1)
     total = torch.zeros(len(term.ids), rows, columns, dtype=torch.float64)
     for b in range(len(term.ids)):
         for t in range(term.ids.shape[1]):
@@ -22,14 +27,22 @@ def written_out(term, rows, columns):
     return total
 
 
+def stacked(b, t, rows, columns, g):
+    """Blocks of any number of rows, each with a length of its own."""
+    cuts = sorted({0, rows, *torch.randint(0, rows + 1, (2,), generator=g).tolist()})
+    blocks = [(end - start, t + i) for i, (start, end) in enumerate(pairwise(cuts))]
+    return Stacked([Outer(torch.randn(b, t, p, generator=g), torch.randn(b, t, columns, generator=g)) for p, t in blocks])
+
+
 @settings(max_examples=60, deadline=None)
-@given(b=st.integers(0, 4), rows=sizes, columns=sizes, lengths=st.lists(st.tuples(st.sampled_from("ORD"), sizes), min_size=1, max_size=4),
+@given(b=st.integers(0, 4), rows=sizes, columns=sizes, lengths=st.lists(st.tuples(st.sampled_from("ORDS"), sizes), min_size=1, max_size=4),
        seed=st.integers(0, 10**6), instantiate=st.booleans())  # fmt: skip
 def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiate):
     g = torch.Generator().manual_seed(seed)
     made = {
         "O": lambda t: Outer(torch.randn(b, t, rows, generator=g), torch.randn(b, t, columns, generator=g)),
         "R": lambda t: Rows(torch.randint(0, rows, (b, t), generator=g), torch.randn(b, t, columns, generator=g), rows),
+        "S": lambda t: stacked(b, t, rows, columns, g),
         "D": lambda t: Dense(torch.randn(b, rows, columns, generator=g)),
     }
     terms = [made[kind](t) for kind, t in lengths]
@@ -79,3 +92,32 @@ def test_memo_does_not_mistake_one_tensor_for_another():
 def test_instance_is_preferred_where_it_costs_fewer_operations():
     assert not Outer(torch.empty(1, 20, 64), torch.empty(1, 20, 32)).prefers_instance  # dp/(d+p) = 21.3
     assert Outer(torch.empty(1, 22, 64), torch.empty(1, 22, 32)).prefers_instance
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(b=st.integers(0, 4), e=st.integers(1, 5), rows=sizes, columns=sizes, lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+       dense=st.booleans(), seed=st.integers(0, 10**6), instantiate=st.booleans(), scratch=st.sampled_from([600, 2**26]))  # fmt: skip
+def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch):
+    g = torch.Generator().manual_seed(seed)
+    terms = []
+    for s in lengths:  # uneven: the first expert gets most
+        ids = torch.randint(0, e, (b, s), generator=g).where(torch.rand(b, s, generator=g) < 0.5, torch.zeros((), dtype=torch.long))
+        terms.append(Routed(ids, torch.randn(b, s, rows, generator=g), torch.randn(b, s, columns, generator=g), e))
+    one_hots = [F.one_hot(t.ids, e).double() for t in terms]
+    exact = sum(torch.einsum("bse,bsp,bsd->bepd", h, t.left.double(), t.right.double()) for h, t in zip(one_hots, terms, strict=True))
+    if dense:
+        terms.append(Dense(torch.randn(b, e, rows, columns, generator=g)))
+        exact = exact + terms[-1].grad.double()
+    before, algebra.SCRATCH_BYTES = algebra.SCRATCH_BYTES, scratch
+    try:
+        norm_sq = algebra.squared_norm(terms, instantiate=instantiate)
+    finally:
+        algebra.SCRATCH_BYTES = before
+    size = exact.flatten(1).square().sum(1)
+    assert norm_sq.dtype == torch.float32
+    assert ((norm_sq.double() - size).abs() <= 1e-5 * size + 1e-5).all()
+    coef = torch.rand(b, generator=g)
+    total = sum(t.weighted_sum(coef, Memo()).double() for t in algebra.merge(terms))
+    torch.testing.assert_close(total, torch.einsum("b,bepd->epd", coef.double(), exact), rtol=1e-4, atol=1e-4)
+    (merged,) = algebra.merge(terms[: len(lengths)])
+    torch.testing.assert_close(merged.instance().grad.double(), exact - (terms[-1].grad.double() if dense else 0), rtol=1e-4, atol=1e-4)

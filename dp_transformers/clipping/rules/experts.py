@@ -30,8 +30,8 @@ def _huggingface_experts(module: nn.Module) -> Rule | None:
     moe = sys.modules.get("transformers.integrations.moe")
     if moe is None or getattr(type(module).forward, "__globals__", None) is not vars(moe):
         return None
-    plain = not module.has_post_expert_norm and set(module._parameters) <= _PARAMETERS  # parametrised weights are somebody else's
-    return experts if plain else None
+    # parametrised weights, a norm behind each expert, an activation that learns: somebody else's
+    return experts if _PARAMETERS.issuperset(name for name, _ in module.named_parameters()) else None
 
 
 def experts(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
