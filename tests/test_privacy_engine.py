@@ -131,6 +131,43 @@ def test_losses_handed_over_per_example(mode, how):
     assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(trainable(oracle.model), trainable(start))
 
 
+class Classic(nn.Module):
+    """One of each kind of rule: tapped outside, from the inside, with a backward of its own, and re-run."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(WIDTH + 1))
+
+        def forward(self, x):
+            return x * self.w
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.conv = nn.Embedding(9, WIDTH), nn.Conv1d(WIDTH, WIDTH + 1, 3, padding="same")
+        self.group, self.scale = nn.GroupNorm(2, WIDTH + 1), self.Scale()
+        self.lstm = nn.LSTM(WIDTH + 1, WIDTH + 1, batch_first=True, bidirectional=True)
+        self.attention, self.head = nn.MultiheadAttention(2 * WIDTH + 2, 2, batch_first=True), nn.Linear(2 * WIDTH + 2, CLASSES)
+
+    def forward(self, ids):
+        x = self.scale(self.group(self.conv(self.embed(ids).mT)).mT)
+        x = self.lstm(x)[0]
+        return self.head(self.attention(x, x, x, need_weights=False)[0]).mean(1)
+
+
+@pytest.mark.parametrize("mode", ["auto", "per_sample"])
+def test_every_kind_of_rule(mode):
+    model = Classic()
+    oracle, start = OneAtATime(model, sgd, 0.3, 10), copy.deepcopy(model)
+    _, model, optimizer, loader = make(model, optimizer=sgd(model.parameters()), clipping_mode=mode)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        oracle.step(x, y)
+    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(trainable(oracle.model), trainable(start))
+
+
 def test_batch_in_the_second_dimension():
     model = Net(batch_first=False)
     oracle, start = OneAtATime(Net(), sgd, 0.3, 10), None

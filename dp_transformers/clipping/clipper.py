@@ -367,9 +367,8 @@ class PerExampleClipper:
             self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
             if claim.may_be_rerun:
                 self._handles.append(claim.module.register_forward_pre_hook(partial(self._before_fallback, claim)))
-            if self._loss_reduction is not None:
-                self._handles.append(claim.module.register_forward_pre_hook(partial(self._hide, claim)))
         if self._loss_reduction is not None:
+            self._handles += [claim.module.register_forward_pre_hook(partial(self._hide, claim)) for claim in self.claims]
             self._handles += [p.register_post_accumulate_grad_hook(self._refuse_native_gradient) for p in self.parameters]
         taps = {claim.module: partial(self._after_module, claim) for claim in self.claims if claim.rule in INSIDE}
         for module in self.model.modules():
