@@ -84,7 +84,7 @@ def per_example_gradients(path: str, module: nn.Module, parameters: dict[nn.Para
             continue
         if way is not _vmapped:
             _say_once(type(module), reasons[0] if reasons else "it uses random numbers")
-        return {p: Dense(gradients[name]) for p, name in parameters.items()}
+        return {p: Dense(gradients[name].detach()) for p, name in parameters.items()}
     raise UnsupportedModuleError(
         f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at a time failed "
         f"({'; then '.join(reasons)}). If it fills a cache, call the model with use_cache=False. {ways_out(path, module)}",
