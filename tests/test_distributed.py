@@ -1,68 +1,64 @@
-"""Two gloo processes give the noiseless trajectory of one; noise is added once and is the same on both."""
+"""Several gloo processes give the noiseless trajectory of one, noise is added exactly once, and bytes are counted.
 
-import json
+The ranks run tests/distributed_worker.py. WORLD_SIZES=4 pytest tests/test_distributed.py runs the same on four processes.
+"""
+
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import distributed_worker as worker
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
-
-JOB = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-import torch
-torch.set_num_threads(1)
-sys.path[:0] = [{tests!r}]
-import test_trainer as t
-from dp_transformers import DPTrainer, distributed
-options = json.loads(sys.argv[1])
-model, grads = t.build(options.pop("model")), t.Grads()
-args = t.arguments(options.pop("folder"), **options)
-trainer = DPTrainer(model, args, t.collate, t.dataset(), callbacks=[grads])
-trainer.train()
-flat = lambda step: torch.cat([g.flatten() for g in step])
-digest = [[float(flat(s).double().norm()), float((flat(s).double() * torch.arange(flat(s).numel()).cos()).sum())] for s in grads.steps]
-with open(args.output_dir + f"/rank{{distributed.rank()}}.json", "w") as file:
-    json.dump({{"world": distributed.world_size(), "steps": trainer.privacy_spent().steps, "grads": digest,
-               "first": flat(grads.steps[0])[:20000].tolist()}}, file)
-"""
+PROCESSES = int(os.environ.get("WORLD_SIZES", 2))
 
 
-def launch(folder, processes, **options):
-    folder.mkdir()
-    job = folder / "job.py"
-    job.write_text(JOB.format(tests=str(ROOT / "tests")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), str(job)]
+def launch(folder, *cases, processes=PROCESSES):
+    """{case: [what each rank returned]}"""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [*command, json.dumps({"folder": str(folder), **options})], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    ranks = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(processes)]
-    assert all(r["world"] == processes for r in ranks)
-    return ranks
+    command += [str(ROOT / "tests" / "distributed_worker.py"), str(folder), *cases]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-6000:]
+    return {case: [torch.load(folder / f"{case}.{r}.pt") for r in range(processes)] for case in cases}
 
 
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("ddp"), *(case for case in worker.CASES if case.startswith("ddp")))
+
+
+def assert_same_trajectory(ranks, one, tolerance=1e-5):
+    """Every step's gradient, all parameters together; the ranks agree bit for bit."""
+    assert one["steps"] == len(one["gradients"]) == len(ranks[0]["gradients"]) > 0
+    for rank in ranks:
+        assert rank["steps"] == one["steps"]
+        for mine, first, alone in zip(rank["gradients"], ranks[0]["gradients"], one["gradients"], strict=True):
+            assert torch.equal(mine, first)
+            assert float((mine - alone).norm()) <= tolerance * float(alone.norm())
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
-def test_noiseless_trajectory_of_two_processes_is_that_of_one(tmp_path, mode):
-    """Uneven shares and empty ranks included: 3 examples expected in a step."""
-    options = {"model": "bert", "noise_multiplier": 0.0, "dp_seed": 3, "expected_batch_size": 3, "max_steps": 8, "clipping_mode": mode}
-    one = launch(tmp_path / "one", 1, **options)[0]
-    two = launch(tmp_path / "two", 2, **options)
-    assert two[0]["grads"] == two[1]["grads"]
-    for a, b in zip(one["grads"], two[0]["grads"], strict=True):
-        assert b == pytest.approx(a, rel=1e-5, abs=1e-5)
-    assert one["steps"] == two[0]["steps"] == 8
+@pytest.mark.parametrize("what", ["full", "lora"])
+def test_noiseless_trajectory_of_ddp_is_that_of_one_process(tmp_path, ddp, what, mode):
+    case = f"ddp-{what}-{mode}"
+    one = worker.run(case, tmp_path)
+    assert_same_trajectory(ddp[case], one)
+    counts = torch.tensor([rank["counts"] for rank in ddp[case]])
+    assert all(rank["wrapped"] == "DistributedDataParallel" and rank["world"] == PROCESSES for rank in ddp[case])
+    assert counts.sum(0).tolist() == one["counts"]
+    assert one["counts"] == [2, 5, 2, 1, 0]
 
 
-def test_noise_is_added_once_and_shared(tmp_path):
-    """With a bound so small that gradients vanish beside the noise of σ = 2: its standard deviation is σC/B, not √2 of it."""
-    ranks = launch(tmp_path / "noise", 2, model="bert", noise_multiplier=2000.0, max_grad_norm=1e-3, expected_batch_size=12, max_steps=2)
-    assert ranks[0]["first"] == ranks[1]["first"]
-    values = ranks[0]["first"]
-    std = (sum(v * v for v in values) / len(values)) ** 0.5
-    assert std == pytest.approx(2000 * 1e-3 / 12, rel=0.03)
-    assert (tmp_path / "noise" / "privacy_ledger.jsonl").read_text().count('"step"') == 2
+def test_ddp_adds_noise_once_and_shares_it(ddp):
+    """Its standard deviation is σC/B, not √2 of it."""
+    ranks = ddp["ddp-noise"]
+    for step, (mine, first) in enumerate(zip(ranks[-1]["gradients"], ranks[0]["gradients"], strict=True)):
+        assert torch.equal(mine, first), step
+        assert float(mine.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.01)
+    a, b = ranks[0]["gradients"]
+    assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 5 / len(a) ** 0.5
