@@ -26,6 +26,7 @@ from .claims import Claim, Layout, announce, claim_parameters, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .rules import as_term
 from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
+from .shards import Shards
 from .terms import Term
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ class _Use:
         return x.reshape(batch, len(x) // batch, *x.shape[1:])
 
     def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> dict[nn.Parameter, Term]:
-        claim, batch = self.claim, self.forward_pass.batch_size
+        claim, batch, shards = self.claim, self.forward_pass.batch_size, self.clipper.shards
         inputs = [self._by_example(x, layout) for x, layout in zip(saved, self.input_layouts, strict=False)]
         grads = [self._by_example(g, layout) for g, layout in zip(grads, self.output_layouts, strict=True)]
         if claim.rule is None:
@@ -183,10 +184,12 @@ class _Use:
                 tolerance=3e-2 if enabled or any(x.dtype in HALF for x in saved) else 1e-4,
             )
             with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
-                return per_example_gradients(claim.path, claim.module, claim.names, call)
+                names = {shards.whole(p): name for p, name in claim.names.items()}
+                found = per_example_gradients(claim.path, claim.module, names, call)
+                return {shards.shard(p): term for p, term in found.items()}
         activations = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
         found = claim.rule(claim.module, activations, grads[0] if len(grads) == 1 else grads)
-        given = {id(p): term for p, term in found.items()}
+        given = {id(shards.shard(p)): term for p, term in found.items()}
         if missing := [name for p, name in claim.names.items() if id(p) not in given]:
             raise ValueError(f"the rule of {claim} gives no gradient for its trainable {missing}.")
         return {p: as_term(given[id(p)]) for p in claim.names}
@@ -264,6 +267,7 @@ class PerExampleClipper:
         self.max_grad_norm = float(max_grad_norm)
         self.mode = choose_mode(mode, model)
         self.self_check = self_check
+        self.reduce_now = True  # under FSDP2: False keeps whole sums on this process until a backward that finds True
         self._handles: list[Any] = []
         self._pass: _Pass | None = None
         self._tapping = False
@@ -279,6 +283,8 @@ class PerExampleClipper:
             return
         if any(isinstance(getattr(hook, "__self__", None), PerExampleClipper) for hook in self.model._forward_pre_hooks.values()):
             raise ValueError("another PerExampleClipper is attached to this model: detach() that one first (or use it).")
+        self.shards = Shards(self.model)
+        self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
@@ -300,8 +306,11 @@ class PerExampleClipper:
     def _hook(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)]
+        # FSDP2's own hook gathers parameters; a check runs the model, which must not happen inside that
+        self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=bool(self.shards))]
         for claim in self.claims:
+            if claim.rule is None:
+                self.shards.refuse_rerun(claim.path, claim.module)
             # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
             hook = partial(self._after_module, claim)
             self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
@@ -314,6 +323,7 @@ class PerExampleClipper:
         for handle in self._handles:
             handle.remove()
         self._handles, self._pass = [], None
+        self._unreduced.clear()
         for p in self.parameters:
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
@@ -333,6 +343,7 @@ class PerExampleClipper:
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if not torch.is_grad_enabled() or self._paused or (self._pass is not None and self._pass.in_backward):
             return
+        self.shards.reshard()
         if self._trainable() != self._signature:  # something was frozen or unfrozen since
             logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
             self.detach()
@@ -350,9 +361,13 @@ class PerExampleClipper:
         self._pass.positions |= positions_of((args, kwargs), batch_size)
         self._tapping = True
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.shards.whole(self.parameters[0]).device
+
     def _new_pass(self, batch_size: int) -> _Pass:
-        device = self.parameters[0].device
-        return _Pass(batch_size, torch.zeros(batch_size, device=device, dtype=torch.float32, requires_grad=True))
+        return _Pass(batch_size, torch.zeros(batch_size, device=self.device, dtype=torch.float32, requires_grad=True))
 
     def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._tapping = False
@@ -428,21 +443,24 @@ class PerExampleClipper:
         coef_b = torch.where(bad_b, 0.0, weights_b * (self.max_grad_norm / norms_b).clamp(max=1.0))
         any_bad = bool(bad_b.any())
         if mode.keep:
-            self._add_kept(forward_pass, coef_b, bad_b if any_bad else None)
-        elif any_bad:  # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
+            self._add_kept(forward_pass, coef_b, bad_b if any_bad else None, reduce_now=self.reduce_now or not self.shards)
+        elif self.shards.anywhere(any_bad, norms_b.device):  # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
             forward_pass.restart(measure=True, keep=True)
             self._measure(forward_pass, losses, retain_graph=False)
             self._add_kept(forward_pass, coef_b, bad_b)
         else:
             forward_pass.restart(measure=False)
             coef_b = coef_b * (1.0 - self._second_pass_slack(forward_pass, losses))
-            only = None if forward_pass.reentrant else self.parameters
-            torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
+            only = None if forward_pass.reentrant else [self.shards.whole(p) for p in self.parameters]
+            with self.shards.native_sum(now=self.reduce_now):
+                torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
         return norms_b
 
     def _measure(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor:
         """(B,) squared norms, by one backward pass that computes no weight gradient."""
         probes = [forward_pass.probe, *forward_pass.earlier_probes]
+        if forward_pass.reentrant and self.shards:
+            raise ValueError("reentrant activation checkpointing does not go with fully_shard here: use use_reentrant=False.")
         if forward_pass.reentrant:
             norm_sq_b = self._gradient_of_probe(forward_pass, losses, retain_graph=retain_graph)
         else:
@@ -470,20 +488,36 @@ class PerExampleClipper:
             for p, grad in zip(self.parameters, before, strict=True):
                 p.grad = grad  # what backward left there is not clipped
 
-    def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None) -> None:
+    def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None, *, reduce_now: bool = True) -> None:
         memo = term_algebra.Memo()
         with _exact_arithmetic(coef_b.device):
-            while forward_pass.kept:  # a record is freed as soon as its sum is formed
-                parameter, terms = forward_pass.kept.popitem()
-                for term in terms:
-                    term = term if bad_b is None else term.clean(bad_b)
-                    total = term.weighted_sum(coef_b.to(parameter.device), memo).to(parameter.dtype)
-                    if parameter.grad is None:
-                        parameter.grad = total.view_as(parameter).contiguous()
-                    else:
-                        parameter.grad += total.view_as(parameter)
-                    del term, total
-                del terms
+            # under FSDP2 every process takes part in every sum, in one order, whatever its examples used
+            for parameter in self.parameters if self.shards else list(forward_pass.kept)[::-1]:
+                total = self._unreduced.pop(parameter, None)
+                if parameter in forward_pass.kept:  # a record is freed as soon as its sum is formed
+                    total = self._clipped_sum(parameter, forward_pass.kept.pop(parameter), total, coef_b, bad_b, memo)
+                if not reduce_now and total is not None:
+                    self._unreduced[parameter] = total
+                elif reduce_now:
+                    if total is None:
+                        total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.device)
+                    total = self.shards.summed(parameter, total)
+                    parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+
+    def _clipped_sum(
+        self,
+        parameter: nn.Parameter,
+        terms: list[Term],
+        total: torch.Tensor | None,
+        coef_b: torch.Tensor,
+        bad_b: torch.Tensor | None,
+        memo: term_algebra.Memo,
+    ) -> torch.Tensor:
+        for term in terms:
+            term = term if bad_b is None else term.clean(bad_b)
+            part = term.weighted_sum(coef_b.to(self.shards.whole(parameter).device), memo).to(parameter.dtype).view(parameter.shape)
+            total = part.contiguous() if total is None else total.add_(part)
+        return total
 
     def _second_pass_slack(self, forward_pass: _Pass, losses: torch.Tensor) -> float:
         setting = _matmul_settings(losses.device).fp32_precision
