@@ -267,7 +267,7 @@ class PerExampleClipper:
         self.max_grad_norm = float(max_grad_norm)
         self.mode = choose_mode(mode, model)
         self.self_check = self_check
-        self.reduce_now = True  # under FSDP2: False keeps whole sums on this process until a backward that finds True
+        self.reduce_now = True  # under FSDP2: False lets modes that keep terms hold whole sums here until a backward that finds True
         self._handles: list[Any] = []
         self._pass: _Pass | None = None
         self._tapping = False
@@ -452,7 +452,7 @@ class PerExampleClipper:
             forward_pass.restart(measure=False)
             coef_b = coef_b * (1.0 - self._second_pass_slack(forward_pass, losses))
             only = None if forward_pass.reentrant else [self.shards.whole(p) for p in self.parameters]
-            with self.shards.native_sum(now=self.reduce_now):
+            with self.shards.native_sum():
                 torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
         return norms_b
 

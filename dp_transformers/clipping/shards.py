@@ -116,13 +116,12 @@ class Shards:
         return grad.to(p.device)
 
     @contextmanager
-    def native_sum(self, *, now: bool) -> Iterator[None]:
-        """Inside, FSDP2's own backward sums gradients over processes: now, or kept whole until it next does."""
+    def native_sum(self) -> Iterator[None]:
+        """Inside, FSDP2's own backward adds gradients over processes, where it would average them."""
         before = [(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in self._groups]
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_requires_gradient_sync(now, recurse=False)
             module.set_reduce_scatter_unused_params(True, recurse=False)  # every process in every collective
         try:
             yield
@@ -130,7 +129,6 @@ class Shards:
             for group, (factor, force) in zip(self._groups, before, strict=True):
                 group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
             for module in self.modules:
-                module.set_requires_gradient_sync(True, recurse=False)
                 module.set_reduce_scatter_unused_params(False, recurse=False)
 
     def anywhere(self, condition: bool, device: torch.device) -> bool:
