@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -147,8 +146,8 @@ class DPTrainer(Trainer):
                 raise ValueError(f"{name} is switched on and cannot be used with differential privacy: {why}.")
 
     def create_accelerator_and_postprocess(self) -> None:
-        with _fsdp_on_cpu_too(self.args):
-            super().create_accelerator_and_postprocess()
+        allow_fsdp_on_cpu(self.args)
+        super().create_accelerator_and_postprocess()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
@@ -501,19 +500,12 @@ def _first_row(batch: Any, size: int) -> dict[str, Any]:
     return tree_map(lambda x: x[:1].clone() if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x, dict(batch))
 
 
-@contextlib.contextmanager
-def _fsdp_on_cpu_too(args: DPTrainingArguments) -> Iterator[None]:
+def allow_fsdp_on_cpu(args: DPTrainingArguments) -> None:
     """accelerate shards on accelerators only, and on CPUs would train with DDP without a word."""
     state = PartialState._shared_state
-    found = state.get("distributed_type")
     asked = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if asked and found == DistributedType.MULTI_CPU:
-        state["distributed_type"] = DistributedType.MULTI_GPU
-    try:
-        yield
-    finally:
-        if asked and found == DistributedType.MULTI_CPU:
-            state["distributed_type"] = found
+    if asked and state.get("distributed_type") == DistributedType.MULTI_CPU:
+        state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate writes FSDP here when it has read its configuration
 
 
 def _is_datasets(dataset: Any) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from models import batch_for, build, losses_function
-from oracle import trainable
+from oracle import distance, length, trainable
 from test_trainer import arguments, collate, dataset
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from dp_transformers import DPTrainer, PerExampleClipper, distributed
 from dp_transformers.noise import GaussianNoise
-from dp_transformers.trainer import _fsdp_on_cpu_too
+from dp_transformers.trainer import allow_fsdp_on_cpu
 
 SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0
 LENGTH, ROWS = 12, 3  # of the batches that are clipped by hand: rows on each rank
@@ -110,6 +110,8 @@ class Traffic(TorchDispatchMode):
                 self.sent["reduce"] += share * size
             elif "allgather" in name or "all_gather" in name:
                 self.sent["gather"] += share * size * (dist.get_world_size() if "_c10d" in func.namespace else 1)
+            elif "broadcast" in name:
+                self.sent["gather"] += size
             elif "wait" not in name and "wrap" not in name and "barrier" not in name:
                 raise AssertionError(f"{func} is not counted")
         return func(*args, **(kwargs or {}))
@@ -137,19 +139,24 @@ class StepTraffic(TrainerCallback):
 def traffic(folder, model="llama", lora=False, sharded=False, late=False):
     """Bytes of one step of two physical batches on each rank, private in both ways and not private, in the same layout."""
     rows = 4 * dist.get_world_size()
-    common = {"max_steps": 3, "logging_strategy": "no", **(fsdp() if sharded else {}),
-              "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": not late}}}  # fmt: skip
-    found = {}
+    common, found = {"max_steps": 3, "logging_strategy": "no"}, {}
+
+    def layout():  # anew each time, because Trainer changes what it is given
+        sync = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": not late}}}
+        return {**sync, **(fsdp() if sharded else {}), **common}
+
     for mode in ("book_keeping", "ghost"):
         counter = StepTraffic()
-        args = arguments(folder, expected_batch_size=rows, per_device_train_batch_size=2, noise_multiplier=1.0, clipping_mode=mode, **common)
+        args = arguments(
+            folder, expected_batch_size=rows, per_device_train_batch_size=2, noise_multiplier=1.0, clipping_mode=mode, **layout()
+        )
         DPTrainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter]).train()
         found[mode] = counter.last_step()
     counter = StepTraffic()
     args = TrainingArguments(str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True, disable_tqdm=True,
-                             save_strategy="no", optim="sgd", **common)  # fmt: skip
-    with _fsdp_on_cpu_too(args):
-        trainer = Trainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter])
+                             save_strategy="no", optim="sgd", **layout())  # fmt: skip
+    allow_fsdp_on_cpu(args)
+    trainer = Trainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter])
     trainer.train()
     assert trainer.is_fsdp_enabled == sharded == isinstance(trainer.model, FSDPModule)
     parameters = trainable(build(model, lora=lora))
@@ -194,6 +201,46 @@ def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **opt
     }
 
 
+def sensitivity(folder, mode="book_keeping", rows=8):
+    """In bf16, with every example of both ranks the same and far longer than C: how far one of them moves the sum, in units of C."""
+    net = shard(build("llama"), **BF16)
+    batch = {k: v.expand(rows, LENGTH) for k, v in batch_for("llama", LENGTH, size=1).items()}
+    clipper, moved = PerExampleClipper(net, 1.0, mode), {}
+    clipper.max_grad_norm = bound = 0.25
+    for name, weights in {"all": torch.ones(rows), "one less": torch.ones(rows), "one": torch.zeros(rows)}.items():
+        if dist.get_rank() == 0 and name != "all":
+            weights[0] = 1 - weights[0]
+        net.zero_grad()
+        norms = clipper.backward(losses_function(net)(batch), weights if name != "one" or dist.get_rank() == 0 else torch.zeros(rows))
+        moved[name] = [whole(p.grad) for p in trainable(net)]
+    assert norms.min() > 4 * bound
+    return {"one less": distance(moved["all"], moved["one less"]) / bound, "one": length(moved["one"]) / bound}
+
+
+class State(TrainerCallback):
+    """What a training starts from."""
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.step, self.values = state.global_step, flat_state(model, optimizer)
+
+
+def flat_state(model, optimizer):
+    moments = [optimizer.state[p][name] for p in trainable(model) for name in ("exp_avg", "exp_avg_sq") if p in optimizer.state]
+    return torch.cat([whole(x).flatten() for x in (*trainable(model), *moments)])
+
+
+def checkpoint(folder, kind="FULL_STATE_DICT", lora=False, resume=False):
+    """Train two steps and save, or go on from there: parameters and Adam's moments at that point."""
+    folder = folder.parent / f"checkpoints-{kind}-{lora}"
+    args = arguments(folder, optim="adamw_torch", noise_multiplier=1.0, max_steps=4 if resume else 2, save_strategy="steps", save_steps=2,
+                     **fsdp(state_dict_type=kind))  # fmt: skip
+    start = State()
+    trainer = DPTrainer(build("llama", lora=lora), args, collate, dataset(kind="lm"), callbacks=[start])
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    found = {"steps": trainer.privacy_spent().steps, "sharded": isinstance(trainer.model, FSDPModule)}
+    return {**found, "step": start.step, "values": start.values if resume else flat_state(trainer.model, trainer.optimizer)}
+
+
 def refusals(folder):
     """The messages of layouts that cannot be exact."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -229,7 +276,7 @@ BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dty
 SILENT = {"noise_multiplier": 0.0}
 # with a bound so small that gradients vanish beside the noise of σC = 2
 NOISY = {"noise_multiplier": 2000.0, "max_grad_norm": 1e-3, "expected_batch_size": 12, "max_steps": 2, "dp_seed": None}
-LATE = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}
+LATE = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}  # used by one case, for Trainer changes it
 CASES = {
     f"ddp-{'lora' if lora else 'full'}-{mode}": (train, {"lora": lora, "clipping_mode": mode, **SILENT})
     for lora in (False, True)
@@ -237,7 +284,7 @@ CASES = {
 }
 CASES |= {
     "ddp-noise": (train, NOISY),
-    "ddp-bytes": (traffic, {}),
+    "ddp-bytes": (traffic, {"late": True}),
     "fsdp-full-book_keeping": (train, {"model": "llama", "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
     "fsdp-full-ghost": (train, {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)}),
     "fsdp-lora-book_keeping": (
@@ -263,8 +310,14 @@ CASES |= {
     "hand-offload-ghost": (clip, {"mode": "ghost", "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "hand-bf16-book_keeping": (clip, {"mode": "book_keeping", **BF16}),
     "hand-bf16-ghost": (clip, {"mode": "ghost", **BF16}),
+    "hand-bf16-sensitivity-book_keeping": (sensitivity, {"mode": "book_keeping"}),
+    "hand-bf16-sensitivity-ghost": (sensitivity, {"mode": "ghost"}),
     "hand-refusals": (refusals, {}),
 }
+for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+    for lora in (False, True):
+        name, options = f"{kind}-{'lora' if lora else 'full'}", {"kind": kind, "lora": lora}
+        CASES |= {f"save-{name}": (checkpoint, options), f"load-{name}": (checkpoint, {**options, "resume": True})}
 
 
 def run(name: str, folder: Path):

@@ -444,7 +444,9 @@ class PerExampleClipper:
         any_bad = bool(bad_b.any())
         if mode.keep:
             self._add_kept(forward_pass, coef_b, bad_b if any_bad else None, reduce_now=self.reduce_now or not self.shards)
-        elif self.shards.anywhere(any_bad, norms_b.device):  # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
+        elif self.shards.anywhere(
+            any_bad, norms_b.device
+        ):  # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
             forward_pass.restart(measure=True, keep=True)
             self._measure(forward_pass, losses, retain_graph=False)
             self._add_kept(forward_pass, coef_b, bad_b)
