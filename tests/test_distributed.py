@@ -1,6 +1,6 @@
 """Several gloo processes give the noiseless trajectory of one, noise is added exactly once, and bytes are counted.
 
-The ranks run tests/distributed_worker.py, in two processes; PROCESSES=4 pytest tests/test_distributed.py takes four.
+The ranks run tests/distributed_worker.py, in two processes; PROCESSES=4 pytest tests/test_distributed.py takes four, MORE_CASES=1 runs more.
 """
 
 import os
@@ -158,7 +158,7 @@ def test_ddp_sends_no_more_than_without_privacy(ranks):
             assert rank[mode]["reduce"] == 2 * (PROCESSES - 1) / PROCESSES * rank["gradient"]
 
 
-@pytest.mark.parametrize("case", ["fsdp-bytes", "fsdp-bytes-late", "fsdp-bytes-lora"])
+@pytest.mark.parametrize("case", cases_of("fsdp", function=worker.traffic))
 def test_fsdp_sends_what_docs_scaling_says(ranks, case):
     """Book-keeping no more than training without privacy; ghost gathers every parameter a third time, and reduces no more."""
     for rank in ranks[case]:
