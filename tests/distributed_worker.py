@@ -159,8 +159,9 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
     trainer = Trainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter])
     trainer.train()
     assert trainer.is_fsdp_enabled == sharded == isinstance(trainer.model, FSDPModule)
-    parameters = trainable(build(model, lora=lora))
-    return {**found, "not private": counter.last_step(), "gradient": 4 * sum(p.numel() for p in parameters)}
+    fresh = build(model, lora=lora)
+    sizes = {name: 4 * sum(p.numel() for p in ps) for name, ps in (("parameters", fresh.parameters()), ("gradient", trainable(fresh)))}
+    return {**found, "not private": counter.last_step(), **sizes}
 
 
 # ---- by hand ----
