@@ -1,10 +1,10 @@
-"""Sums over ranks. Gradients are added once per logical step, never averaged."""
+"""Sums over ranks, and what ranks agree on. Gradients are added once per logical step, never averaged."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,44 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
         return
     for tensor in tensors:
         dist.broadcast(tensor.detach(), src=0)
+
+
+def largest(number: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers, on every rank."""
+    if world_size() == 1:
+        return number
+    box = torch.tensor(number, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box)
+
+
+def first_given(value: Any) -> Any:
+    """On every rank the value of the first rank where it is not None; there must be one."""
+    if world_size() == 1:
+        return value
+    given = [False] * world_size()
+    dist.all_gather_object(given, value is not None)
+    box = [value]
+    dist.broadcast_object_list(box, src=given.index(True))
+    return box[0]
+
+
+def noise_entropy(parameter: torch.Tensor, dp_seed: int | None = None) -> list[int] | None:
+    """Entropy for the noise on this rank's shards of ``parameter`` and all that are sharded like it; None if it is no DTensor.
+
+    Ranks that hold different shards get independent entropy, from the operating system; ranks that hold replicas of one shard
+    (HSDP) get the same, which only they know.
+    """
+    if not hasattr(parameter, "placements"):
+        return None
+    mesh, placements = parameter.device_mesh, parameter.placements
+    box = [secrets.randbits(256)]
+    for dim, placement in enumerate(placements):
+        if placement.is_replicate():
+            dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=0)
+    if dp_seed is None:
+        return box
+    return [dp_seed, *(0 if p.is_replicate() else mesh.get_local_rank(dim) for dim, p in enumerate(placements))]
 
 
 def shared_secret(dp_seed: int | None = None) -> int:

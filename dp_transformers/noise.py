@@ -6,9 +6,10 @@ be able to re-draw the noise and subtract it. So noise never comes from torch's 
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -24,23 +25,27 @@ class GaussianNoise:
     Args:
         dp_seed: Fixed seed for tests. The noise can then be subtracted by whoever knows it: the run is not private, and says so.
         secure: Use the cryptographic generator.
+        entropy: What seeds the generators instead of the operating system, for ranks that must add equal noise
+            (:func:`dp_transformers.distributed.noise_entropy`); as secret as the noise.
 
     Raises:
         ImportError: ``secure`` without the ``cryptography`` package.
         ValueError: ``secure`` with ``dp_seed``.
     """
 
-    def __init__(self, *, dp_seed: int | None = None, secure: bool = False):
+    def __init__(self, *, dp_seed: int | None = None, secure: bool = False, entropy: Sequence[int] | None = None):
         if secure and dp_seed is not None:
             raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")
         if dp_seed is not None:
             warnings.warn(
                 f"dp_seed={dp_seed}: draws and noise can be reproduced, so this run is NOT private. For tests only.", stacklevel=2
             )
-        self._dp_seed = dp_seed
+        if entropy is None:
+            entropy = [secrets.randbits(256) if dp_seed is None else dp_seed]
+        self._entropy = list(entropy)
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._keystream = _Keystream() if secure else None
-        self._host = np.random.default_rng(dp_seed)  # None: entropy of the operating system
+        self._keystream = _Keystream(self._entropy) if secure else None
+        self._host = np.random.default_rng(self._entropy)
 
     def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
         """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws nothing."""
@@ -57,20 +62,22 @@ class GaussianNoise:
         if like.device.type == "cpu":
             return torch.from_numpy(self._host.standard_normal(like.numel(), dtype=np.float32)).view(like.shape)
         if like.device not in self._generators:
-            seed = secrets.randbits(63) if self._dp_seed is None else self._dp_seed
-            self._generators[like.device] = torch.Generator(like.device).manual_seed(seed)
+            # the index keeps two devices of one process apart
+            state = np.random.SeedSequence([*self._entropy, like.device.index or 0]).generate_state(1, np.uint64)
+            self._generators[like.device] = torch.Generator(like.device).manual_seed(int(state[0] >> np.uint64(1)))
         return torch.randn(like.shape, generator=self._generators[like.device], device=like.device, dtype=torch.float32)
 
 
 class _Keystream:
     """Gaussian numbers from ChaCha20: 53-bit uniforms strictly inside (0, 1) through the inverse normal distribution function."""
 
-    def __init__(self) -> None:
+    def __init__(self, entropy: Sequence[int]) -> None:
         try:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
         except ImportError as error:
             raise ImportError("secure_rng=True needs the 'cryptography' package: install the extra 'secure'.") from error
-        self._cipher = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), secrets.token_bytes(16)), mode=None).encryptor()
+        key = hashlib.sha256(repr(list(entropy)).encode()).digest()
+        self._cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key is used for one stream only
 
     def standard_normal(self, count: int) -> np.ndarray:
         from scipy.special import ndtri

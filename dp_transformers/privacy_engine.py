@@ -19,6 +19,8 @@ from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
+from .clipping.precision import set_gradient
+from .mechanism import privatise
 from .noise import GaussianNoise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .validation import validate_model, validate_training_data
@@ -482,7 +484,7 @@ class _Run:
                 )
             self.draw, self.sums = given.draw, {}
         for p in self.clipper.parameters:
-            p.grad = self._sum_so_far(p)
+            set_gradient(p, self._sum_so_far(p))
         return torch.full((batch_size,), given.weight)
 
     def after_sum(self) -> None:
@@ -537,17 +539,12 @@ class _Run:
                 f"the privacy budget is spent: {self.steps} steps were planned for target_epsilon={self.state.target_epsilon:g}. The model was not "
                 "changed."
             )
-        parameters = self.clipper.parameters
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        ledger = self.engine._ledger
+        if ledger is not None and distributed.rank() == 0:
+            ledger.add_step(self.state.run_id, self.steps + 1)
         self._count(1)
-        if distributed.rank() == 0:
-            if self.engine._ledger is not None:
-                self.engine._ledger.add_step(self.state.run_id, self.steps)
-            self.engine._noise.add_(grads, std=self.state.noise_multiplier * self.clipper.max_grad_norm)
-        distributed.sum_over_ranks(grads)
-        torch._foreach_div_(grads, self.loader.expected_batch_size)
-        for p, grad in zip(parameters, grads, strict=True):
-            p.grad = grad
+        std = self.state.noise_multiplier * self.clipper.max_grad_norm
+        privatise(self.clipper.parameters, self.engine._noise, std=std, divisor=self.loader.expected_batch_size)
 
 
 def _check_module(module: nn.Module) -> None:

@@ -7,12 +7,14 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.state import DistributedType, PartialState
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput, seed_worker
@@ -21,8 +23,10 @@ from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
+from .clipping.shards import everywhere
 from .clipping.verify import self_check
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
+from .mechanism import privatise
 from .noise import GaussianNoise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
@@ -133,12 +137,22 @@ class DPTrainer(Trainer):
                 max(self.args.gradient_accumulation_steps, accelerator.gradient_accumulation_steps) > 1,
                 "set expected_batch_size, it is split into physical batches of per_device_train_batch_size on its own",
             ),
-            "FSDP": (self.is_fsdp_enabled, "sharded training is not supported yet; use DDP"),
-            "DeepSpeed": (self.is_deepspeed_enabled, "its engine averages and clips gradients on its own; use DDP"),
+            "FSDP1": (
+                self.is_fsdp_enabled and accelerator.state.fsdp_plugin.fsdp_version != 2,
+                "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_version: 2)",
+            ),
+            "DeepSpeed": (self.is_deepspeed_enabled, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
         }
         for name, (is_on, why) in refused.items():
             if is_on:
                 raise ValueError(f"{name} is switched on and cannot be used with differential privacy: {why}.")
+
+    def create_accelerator_and_postprocess(self) -> None:
+        allow_fsdp_on_cpu(self.args)
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.is_fsdp_enabled and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
 
     # ---- the plan: q, σ, steps ----
 
@@ -230,7 +244,7 @@ class DPTrainer(Trainer):
                 resume_from_checkpoint = self._restore(resume_from_checkpoint)
             else:
                 self._take_over(distributed.on_rank_zero(lambda: self._state), self._steps_spent)
-            self._noise = GaussianNoise(dp_seed=self.args.dp_seed, secure=self.args.secure_rng)
+            self._filler: dict[str, Any] | None = None
             self._steps_left = self._affordable_steps()
             self._last_draw = -1
             distributed.on_rank_zero(self._begin)
@@ -317,17 +331,26 @@ class DPTrainer(Trainer):
             )
         return left
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
+        args = self.args
+        self._clipper = PerExampleClipper(self.model, self._state.max_grad_norm, mode=args.clipping_mode, self_check=args.self_check)
+        if self.is_fsdp_enabled and not self._clipper.shards:
+            raise ValueError("FSDP was asked for, but accelerate did not shard the model. Check its configuration, or switch fsdp off.")
+        entropy = distributed.noise_entropy(self._clipper.parameters[0], args.dp_seed)
+        self._noise = GaussianNoise(dp_seed=args.dp_seed, secure=args.secure_rng, entropy=entropy)
+        return prepared
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        # here the model is final: model_init has been called, a checkpoint loaded
-        state, training_args = self._state, self.args
-        clipper = PerExampleClipper(self.model, state.max_grad_norm, mode=training_args.clipping_mode, self_check=training_args.self_check)
-        with clipper as self._clipper:
-            try:
-                return super()._inner_training_loop(*args, **kwargs)
-            finally:
-                for p in clipper.parameters:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            if self._clipper is not None:
+                for p in self._clipper.parameters:
                     p.grad = None  # a step that was cut off leaves no gradient without noise
-                self._clipper = None
+                self._clipper.detach()
+            self._clipper = None
 
     def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """One private step: clipped sum over the draw, noise, division by the expected batch size. Leaves it in `.grad`."""
@@ -342,23 +365,40 @@ class DPTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         loss = torch.zeros((), device=self.args.device)
-        for batch, size in zip(inputs.physical_batches, inputs.sizes, strict=True):
+        batches = self._batches_of_step(inputs)
+        for i, (batch, size) in enumerate(batches):
             batch = self._prepare_inputs(batch)
             if not self._clipper.checked:
                 self_check(self._clipper, (), dict(batch), lambda **rows: self._per_example_losses(rows)[0])
             with self.compute_loss_context_manager():
                 losses, _ = self._per_example_losses(batch)
-            if len(losses) != size:
+            if size and len(losses) != size:
                 raise ValueError(
                     f"the collator made {len(losses)} rows of {size} examples, so the norm of a row is not the norm of an example. One row for "
                     "each example: no augmentation into several rows, no packing or flattening (pack when the dataset is built; then the "
                     "packed row is what is protected)."
                 )
-            self._clipper.backward(losses)
-            if self.args.log_train_loss:
+            self._clipper.reduce_now = self._reduces_every_batch or i == len(batches) - 1
+            self._clipper.backward(losses, None if size else torch.zeros_like(losses))
+            if self.args.log_train_loss and size:
                 loss += losses.detach().nansum() / self._state.expected_batch_size
         self._privatise_gradients()
         return loss
+
+    def _batches_of_step(self, inputs: LogicalBatch) -> list[tuple[Any, int]]:
+        """Physical batches and the number of examples in each, as many on every rank as on any where parameters are sharded."""
+        batches = list(zip(inputs.physical_batches, inputs.sizes, strict=True))
+        if not self._clipper.shards:
+            return batches
+        rounds = distributed.largest(len(batches), self.args.device)
+        if rounds and self._filler is None:  # a row that every rank can run with weight 0 where it has no examples left
+            self._filler = distributed.first_given(_first_row(*batches[0]) if batches else None)
+        return batches + [(self._filler, 0)] * (rounds - len(batches))
+
+    @property
+    def _reduces_every_batch(self) -> bool:
+        """Under FSDP2: reduce-scatter after every physical batch, or keep whole sums until the last (more memory, fewer messages)."""
+        return (self.args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -390,18 +430,17 @@ class DPTrainer(Trainer):
     def _privatise_gradients(self) -> None:
         """p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size, and the step is on the ledger before that exists."""
         state, clipper = self._state, self._clipper
-        parameters = clipper.parameters
-        for p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        grads = [p.grad for p in parameters]
-        if distributed.rank() == 0:
+
+        def on_ledger() -> None:
             self._ledger.add_step(state.run_id, self.state.global_step + 1)
+
+        if clipper.shards:
+            distributed.on_rank_zero(on_ledger)  # every rank holds a part of the result
+        elif distributed.rank() == 0:
+            on_ledger()
         self._count_steps(1)  # at once: an interrupt from here on leaves it on the ledger
-        if distributed.rank() == 0:
-            self._noise.add_(grads, std=state.noise_multiplier * clipper.max_grad_norm)
-        distributed.sum_over_ranks(grads)
-        torch._foreach_div_(grads, state.expected_batch_size)
+        std = state.noise_multiplier * clipper.max_grad_norm
+        privatise(clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=bool(clipper.shards))
         self._steps_left -= 1
         if self._steps_left <= 0 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning("the next step would exceed target_epsilon=%g: training stops here.", state.target_epsilon)
@@ -409,7 +448,7 @@ class DPTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """The norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
-        return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        return everywhere([torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])])[0]
 
     # ---- what Trainer asks of batches, which here are LogicalBatch ----
 
@@ -489,6 +528,18 @@ class DPTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._complete(checkpoint_folder)
         super()._push_from_checkpoint(checkpoint_folder)
+
+
+def _first_row(batch: Any, size: int) -> dict[str, Any]:
+    return tree_map(lambda x: x[:1].clone() if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x, dict(batch))
+
+
+def allow_fsdp_on_cpu(args: DPTrainingArguments) -> None:
+    """accelerate shards on accelerators only, and on CPUs would train with DDP without a word."""
+    state = PartialState._shared_state
+    asked = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if asked and state.get("distributed_type") == DistributedType.MULTI_CPU:
+        state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate writes FSDP here when it has read its configuration
 
 
 def _is_datasets(dataset: Any) -> bool:

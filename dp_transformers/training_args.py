@@ -127,7 +127,10 @@ class DPTrainingArguments(TrainingArguments):
                 "the number of tokens drawn is a function of private data and not covered by epsilon",
             ),
             "deepspeed": (self.deepspeed, "its engine averages and clips gradients on its own"),
-            "fsdp": (self.fsdp, "sharded training is not supported yet; train adapters, or on one device or with DDP"),
+            "fsdp_config": (
+                self.fsdp and (self.fsdp_config.get("xla") or int(self.fsdp_config.get("version", 2)) != 2),
+                "only FSDP2 is supported, whose gradients can be told apart by parameter: fsdp=True, fsdp_config={'version': 2}",
+            ),
             "parallelism_config": (self.parallelism_config, "an example split over processes has no norm on any of them"),
             "torch_compile": (self.torch_compile, "compiled models are not supported yet"),
             "use_liger_kernel": (self.use_liger_kernel, "its fused loss averages over the batch, so there is no loss per example"),

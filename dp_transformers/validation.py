@@ -17,6 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import IterableDataset
 
+from .clipping.precision import TRAINABLE
 from .clipping.verify import ExampleMixing, find_example_mixing
 
 logger = logging.getLogger(__name__)
@@ -191,8 +192,8 @@ def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
         yield Problem("", "the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
     kinds = {
         "without a shape yet: run the model once on public data of the right shape": lambda p: isinstance(p, UninitializedParameter),
-        "not in float32, which clipped sums and noise need: load the model with dtype=torch.float32 (what is frozen may stay as it is) and use "
-        "bf16 autocast for speed": lambda p: p.dtype not in (torch.float32, torch.float64),
+        "neither in float32 nor in bfloat16: load the model with dtype=torch.float32 (what is frozen may stay as it is) and use bf16 autocast "
+        "for speed": lambda p: p.dtype not in TRAINABLE,
         "with a gradient hook, which could change or use gradients that are not private yet: remove it": lambda p: bool(
             p._backward_hooks or p._post_accumulate_grad_hooks
         ),

@@ -538,6 +538,19 @@ def test_autocast():
     assert distance([p.grad for p in model.parameters()], total) <= 2e-2 * length(total)
 
 
+@pytest.mark.parametrize("physical", [None, 3])
+def test_bf16_parameters(physical):
+    model = Net().bfloat16()
+    _, model, optimizer, loader = make(model, optimizer=adam(model.parameters()), noise_multiplier=1.0, max_physical_batch_size=physical)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).float(), y).backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        optimizer.step()
+        if loader._run.given.last_of_draw:
+            assert all(p.grad.dtype == p.dtype == torch.bfloat16 for p in model.parameters())
+
+
 def test_evaluation_between_steps_and_schedulers():
     _, model, optimizer, loader = make(noise_multiplier=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

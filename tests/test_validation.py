@@ -130,17 +130,17 @@ def test_what_is_no_problem():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_problems_of_parameters():
-    bf16 = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).bfloat16()
+    fp16 = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).half()
     frozen = nn.Sequential(nn.Linear(3, 2)).requires_grad_(False)
     found = [
-        *ModuleValidator.validate(bf16),
+        *ModuleValidator.validate(fp16),
         *ModuleValidator.validate(frozen),
         *ModuleValidator.validate(nn.Sequential(nn.LazyLinear(2))),
         *ModuleValidator.validate(with_gradient_hook()),
         *ModuleValidator.validate(nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False))),
     ]
     said = [
-        r"'0.weight' \(and 3 others\).*bfloat16.*dtype=torch.float32",
+        r"'0.weight' \(and 3 others\).*neither in float32 nor in bfloat16.*dtype=torch.float32",
         "no trainable parameter",
         r"'0.weight'.*without a shape",
         "hook",

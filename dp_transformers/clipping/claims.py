@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from .layout import BATCH_FIRST, SHARED, Layout, learn_layout
 from .rules import DOES_NOT_SAVE_OUTPUT, INSIDE, WHOLE_CALL, find_norm_sampler, find_rule
 from .rules.fallback import substituted, ways_out, without_fused_attention
+from .shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -166,14 +167,15 @@ def give_up(model: nn.Module, claims: list[Claim], module: nn.Module) -> None:
 
 
 @contextmanager
-def hidden_parameters(claims: Iterable[Claim]) -> Iterator[None]:
+def hidden_parameters(claims: Iterable[Claim], shards: Shards) -> Iterator[None]:
     """While a claimed module runs, it sees detached copies of the parameters it answers for."""
     handles: list[Any] = []
     open_: list[tuple[Claim, ExitStack]] = []
 
     def hide(claim: Claim) -> None:
         stack = ExitStack()
-        stack.enter_context(substituted(claim.module, {p: p.detach() for p in claim.names}))
+        wholes = [shards.whole(p) for p in claim.names]
+        stack.enter_context(substituted(claim.module, {p: p.detach() for p in wholes}))
         open_.append((claim, stack))
 
     def show(claim: Claim) -> None:
@@ -193,16 +195,19 @@ def hidden_parameters(claims: Iterable[Claim]) -> Iterator[None]:
             handle.remove()
 
 
-def escaping(claims: Sequence[Claim], parameters: Sequence[nn.Parameter], losses: Callable[[], torch.Tensor]) -> list[nn.Parameter]:
+def escaping(
+    claims: Sequence[Claim], parameters: Sequence[nn.Parameter], losses: Callable[[], torch.Tensor], shards: Shards
+) -> list[nn.Parameter]:
     """The parameters that still get a gradient when every claimed module sees detached copies: used where nobody answers for them.
 
     Raises:
         ValueError: the losses depend on no trainable parameter at all.
     """
-    with hidden_parameters(claims), torch.enable_grad():
+    wholes = [shards.whole(p) for p in parameters]
+    with hidden_parameters(claims, shards), torch.enable_grad():
         # a leaf of its own keeps the graph alive where nothing escapes
-        total = losses().sum() + torch.zeros((), requires_grad=True, device=parameters[0].device)
-        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+        total = losses().sum() + torch.zeros((), requires_grad=True, device=wholes[0].device)
+        gradients = torch.autograd.grad(total, wholes, allow_unused=True)
     return [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
 
 
@@ -266,6 +271,7 @@ def settle(
     tapped: Callable[[], Any],
     batch_sizes: tuple[int, int],
     positions: set[int],
+    shards: Shards,
 ) -> None:
     """Hand parameters up, in place, until every use is seen by a module whose outputs have a batch, and learn the layouts.
 
@@ -279,7 +285,7 @@ def settle(
         UnclaimedParameterError: a parameter is used where not even the model itself sees it.
     """
     while True:
-        if wayward := escaping(claims, parameters, lambda: losses_of(batch_sizes[0])):
+        if wayward := escaping(claims, parameters, lambda: losses_of(batch_sizes[0]), shards):
             for p in wayward:
                 _hand_up(model, claims, p, [path for c in claims if p in c.names for path in c.paths])
             continue

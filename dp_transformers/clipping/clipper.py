@@ -30,13 +30,13 @@ from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
+from .precision import HALF, TRAINABLE, set_gradient, sum_dtype
 from .rules import INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
+from .shards import Shards
 from .terms import Norm, Term
 
 logger = logging.getLogger(__name__)
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 class Follower(Protocol):
@@ -186,17 +186,17 @@ class _Use:
         return [x for x in _flatten(output)[0] if _differentiable(x)]
 
     def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> dict[nn.Parameter, Term]:
-        claim = self.claim
+        claim, shards = self.claim, self.clipper.shards
         if claim.norm_sampler is not None and self.forward_pass.wants_only_norms_of(claim.names):
             norms = claim.norm_sampler(claim.module, *self._by_example(saved, grads))
             found = {p: Norm(norm_b) for p, norm_b in norms.items()}
         elif claim.rule is None:
-            return self._rerun(saved, grads)
+            found = self._rerun(saved, grads)
         elif claim.rule in WHOLE_CALL:
             found = claim.rule(self._whole_call(saved, grads, input_gradients))
         else:
             found = claim.rule(claim.module, *self._by_example(saved, grads))
-        given = {id(p): term for p, term in found.items()}
+        given = {id(shards.shard(p)): term for p, term in found.items()}
         if missing := [name for p, name in claim.names.items() if id(p) not in given]:
             raise ValueError(f"the rule of {claim} gives no gradient for its trainable {missing}.")
         return {p: as_term(given[id(p)]) for p in claim.names}
@@ -233,7 +233,8 @@ class _Use:
             tolerance=3e-2 if enabled or any(x.dtype in HALF for x in saved) else 1e-4,
         )
         with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
-            return per_example_gradients(claim.path, claim.module, claim.names, call)
+            names = {self.clipper.shards.whole(p): name for p, name in claim.names.items()}
+            return per_example_gradients(claim.path, claim.module, names, call)
 
     def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> torch.Tensor | None:
         """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure.
@@ -317,6 +318,7 @@ class PerExampleClipper:
         self.mode = choose_mode(mode, model)
         self.self_check = self_check
         self.batch_first = batch_first
+        self.reduce_now = True  # under FSDP2: False lets modes that keep terms hold whole sums here until a backward that finds True
         self._handles: list[Any] = []
         self._pass: _Pass | None = None
         self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
@@ -336,14 +338,16 @@ class PerExampleClipper:
             return
         if any(isinstance(getattr(hook, "__self__", None), PerExampleClipper) for hook in self.model._forward_pre_hooks.values()):
             raise ValueError("another PerExampleClipper is attached to this model: detach() that one first (or use it).")
+        self.shards = Shards(self.model)
+        self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
         for name, p in self.model.named_parameters():
-            if p.requires_grad and p.dtype not in (torch.float32, torch.float64):
+            if p.requires_grad and (p.dtype not in TRAINABLE or (p.dtype == torch.bfloat16 and self.shards)):
                 raise ValueError(
-                    f"parameter '{name}' is {p.dtype}: clipped sums and noise need trainable parameters in float32. Load the model "
-                    "with dtype=torch.float32 (frozen parameters may stay as they are) and use bf16 autocast for speed."
+                    f"parameter '{name}' is {p.dtype}{', and sharded' if self.shards else ''}: load the model with dtype=torch.float32 "
+                    "(frozen parameters may stay as they are) and use bf16 autocast, or MixedPrecisionPolicy under FSDP2, for speed."
                 )
         half = [p.dtype for p in self.model.parameters() if p.dtype in HALF]
         self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
@@ -358,10 +362,13 @@ class PerExampleClipper:
     def _hook(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)]
+        # FSDP2's own hook gathers parameters; a check runs the model, which must not happen inside that
+        self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=bool(self.shards))]
         for claim in self.claims:
             if claim.rule in INSIDE:
                 continue
+            if claim.rule is None:
+                self.shards.refuse_rerun(claim.path, claim.module)
             # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
             hook = partial(self._after_module, claim)
             self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
@@ -383,6 +390,7 @@ class PerExampleClipper:
         for handle in self._handles:
             handle.remove()
         self._handles, self._pass = [], None
+        self._unreduced.clear()
         for p in self.parameters:
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
@@ -421,6 +429,7 @@ class PerExampleClipper:
                 return
             self._pass = None  # that backward raised before its end
         self._show()
+        self.shards.reshard()
         if self._trainable() != self._signature:  # something was frozen or unfrozen since
             if self._follower is not None:
                 raise ValueError(
@@ -444,9 +453,13 @@ class PerExampleClipper:
             self._pass.positions |= positions_of((args, kwargs), batch_size)
         self._tapping = True
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.shards.whole(self.parameters[0]).device
+
     def _new_pass(self, batch_size: int) -> _Pass:
-        device = self.parameters[0].device
-        forward_pass = _Pass(batch_size, torch.zeros(batch_size, device=device, dtype=torch.float32, requires_grad=True))
+        forward_pass = _Pass(batch_size, torch.zeros(batch_size, device=self.device, dtype=torch.float32, requires_grad=True))
         if self._loss_reduction is not None:
             forward_pass.restart(measure=True, instantiate=self.mode.instantiate, keep=True)
             forward_pass.followed = True
@@ -587,15 +600,20 @@ class PerExampleClipper:
         if mode.keep:
             return self._sum_kept(forward_pass, norm_sq_b, weights_b)
         norms_b, coef_b, bad_b = self._coefficients(norm_sq_b, weights_b)
-        if bool(bad_b.any()):  # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
+        if self.shards.anywhere(bool(bad_b.any()), norms_b.device):
+            # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
             forward_pass.restart(measure=True, keep=True)
             self._measure(forward_pass, losses, retain_graph=False)
             self._add_kept(forward_pass, coef_b, bad_b)
         else:
             forward_pass.restart(measure=False)
             coef_b = coef_b * (1.0 - self._second_pass_slack(forward_pass, losses))
-            only = None if forward_pass.reentrant else self.parameters
-            torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
+            for p in self.parameters:
+                if p.grad is None and not self.shards:
+                    p.grad_dtype = sum_dtype(p)
+            only = None if forward_pass.reentrant else [self.shards.whole(p) for p in self.parameters]
+            with self.shards.native_sum():
+                torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
         return norms_b
 
     def _coefficients(self, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
@@ -611,12 +629,15 @@ class PerExampleClipper:
             for p, terms in forward_pass.kept.items():
                 gradients = terms[0].grad.view(len(norms_b), *p.shape)
                 p.grad_sample = gradients if scale == 1 else gradients * scale
-        self._add_kept(forward_pass, coef_b * scale, bad_b if bool(bad_b.any()) else None)
+        bad_b = bad_b if bool(bad_b.any()) else None
+        self._add_kept(forward_pass, coef_b * scale, bad_b, reduce_now=self.reduce_now or not self.shards)
         return norms_b
 
     def _measure(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor:
         """(B,) squared norms, by one backward pass that computes no weight gradient."""
         probes = [forward_pass.probe, *forward_pass.earlier_probes]
+        if forward_pass.reentrant and self.shards:
+            raise ValueError("reentrant activation checkpointing does not go with fully_shard here: use use_reentrant=False.")
         if forward_pass.reentrant:
             norm_sq_b = self._gradient_of_probe(forward_pass, losses, retain_graph=retain_graph)
         else:
@@ -646,22 +667,38 @@ class PerExampleClipper:
             return norm_sq_b
         finally:
             for p, grad in zip(self.parameters, before, strict=True):
-                p.grad = grad  # what backward left there is not clipped
+                set_gradient(p, grad)  # what backward left there is not clipped
 
-    def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None) -> None:
+    def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None, *, reduce_now: bool = True) -> None:
         memo = term_algebra.Memo()
         with _exact_arithmetic(coef_b.device):
-            while forward_pass.kept:  # a record is freed as soon as its sum is formed
-                parameter, terms = forward_pass.kept.popitem()
-                for term in terms:
-                    term = term if bad_b is None else term.clean(bad_b)
-                    total = term.weighted_sum(coef_b.to(parameter.device), memo).to(parameter.dtype)
-                    if parameter.grad is None:
-                        parameter.grad = total.view_as(parameter).contiguous()
-                    else:
-                        parameter.grad += total.view_as(parameter)
-                    del term, total
-                del terms
+            # under FSDP2 every process takes part in every sum, in one order, whatever its examples used
+            for parameter in self.parameters if self.shards else list(forward_pass.kept)[::-1]:
+                total = self._unreduced.pop(parameter, None)
+                if parameter in forward_pass.kept:  # a record is freed as soon as its sum is formed
+                    total = self._clipped_sum(parameter, forward_pass.kept.pop(parameter), total, coef_b, bad_b, memo)
+                if not reduce_now and total is not None:
+                    self._unreduced[parameter] = total
+                elif reduce_now:
+                    if total is None:
+                        total = torch.zeros(parameter.shape, dtype=sum_dtype(parameter), device=self.device)
+                    total = self.shards.summed(parameter, total)
+                    set_gradient(parameter, total if parameter.grad is None else parameter.grad.add_(total))
+
+    def _clipped_sum(
+        self,
+        parameter: nn.Parameter,
+        terms: list[Term],
+        total: torch.Tensor | None,
+        coef_b: torch.Tensor,
+        bad_b: torch.Tensor | None,
+        memo: term_algebra.Memo,
+    ) -> torch.Tensor:
+        for term in terms:
+            term = term if bad_b is None else term.clean(bad_b)
+            part = term.weighted_sum(coef_b.to(self.shards.whole(parameter).device), memo).to(sum_dtype(parameter)).view(parameter.shape)
+            total = part.contiguous() if total is None else total.add_(part)
+        return total
 
     def _second_pass_slack(self, forward_pass: _Pass, losses: torch.Tensor) -> float:
         matmul, conv = (setting.fp32_precision for setting in _product_settings(losses.device))

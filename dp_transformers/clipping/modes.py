@@ -52,7 +52,9 @@ def choose_mode(name: str, model: nn.Module) -> Mode:
     Decided from the model's configuration alone, so every rank decides alike.
     """
     if name == "auto":
-        checkpointed = any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules())
+        checkpointed = any(
+            getattr(m, "gradient_checkpointing", False) is True or hasattr(m, "_checkpoint_wrapped_module") for m in model.modules()
+        )
         name = "ghost" if checkpointed else "book_keeping"
     if name not in MODES:
         raise ValueError(f"clipping mode {name!r} is unknown; choose 'auto' or one of {sorted(MODES)}.")

@@ -27,7 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_wi
 from .claims import UnclaimedParameterError, announce, give_up, settle
 from .layout import batch_size_of, positions_of
 from .modes import MODES
+from .precision import set_gradient, sum_dtype
 from .rules.fallback import UnsupportedModuleError
+from .shards import everywhere, local
 
 if TYPE_CHECKING:
     from .clipper import PerExampleClipper
@@ -138,8 +140,10 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     """Both checks on synthetic input shaped like ``args`` and ``kwargs``; marks the clipper as checked."""
     clipper.checked = True  # the passes below must not check themselves
     try:
-        with _forked_rng(clipper.parameters[0].device):
-            given = (args, kwargs)
+        with _forked_rng(clipper.device):
+            given = clipper.shards.agreed((args, kwargs), clipper.device)
+            if clipper.shards:
+                torch.manual_seed(0)  # processes that share parameters must take the same decisions
             if not clipper.batch_first:
                 given = _second_dimension_first(*given)
                 loss_function = _batch_second(loss_function or _random_output_loss(clipper.model, batch_first=False))
@@ -147,6 +151,7 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
             report = run_checks(clipper, args, kwargs, loss_function, lambda rows: synthetic_inputs(clipper.model, *given, rows))
     except BaseException:
         clipper.checked = False
+        clipper.shards.recover()
         raise
     logger.info(
         "self-check passed in %.2f s: every trainable parameter is covered; worst relative error of per-example norms %.1e, "
@@ -203,6 +208,7 @@ def run_checks(
 
 def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
     """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may change."""
+    clipper.shards.reshard()
     watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
     before = {name: (id(t), t._version) for name, t in watched.items()}
 
@@ -210,9 +216,10 @@ def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFuncti
         torch.manual_seed(0)
         return losses_of(*args, **kwargs)
 
-    with _forked_rng(clipper.parameters[0].device), _kept_buffers(clipper.model):
+    with _forked_rng(clipper.device), _kept_buffers(clipper.model):
         norms_b, _, low_precision = _clip(clipper, replayed, args, kwargs)
         error = _locality_error(clipper, replayed, args, kwargs, batch, norms_b)
+        clipper.shards.reshard()
         watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
         changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
     if changed:
@@ -249,7 +256,7 @@ def _require_locality(error: float, tolerance: float) -> None:
 def _perturb(parameters: list[nn.Parameter]) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in parameters:
+        for p in map(local, parameters):
             p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
     torch.clear_autocast_cache()  # it holds casts of the weights as they were
 
@@ -264,6 +271,7 @@ def _settle_and_run(
             _clip(clipper, losses_of, args, kwargs)
             break
         except UnsupportedModuleError as error:
+            clipper.shards.recover()
             try:
                 give_up(clipper.model, clipper.claims, error.module)
             except UnclaimedParameterError:
@@ -285,12 +293,16 @@ def _settle(
 
     def tapped() -> None:
         clipper._hook()
-        losses_of(*inputs[sizes[0]][0], **inputs[sizes[0]][1])
+        try:
+            losses_of(*inputs[sizes[0]][0], **inputs[sizes[0]][1])
+        except BaseException:
+            clipper.shards.recover()
+            raise
 
     try:
         # positions are not looked for where they come before the examples: flattened rows would not lie example by example
         positions = positions_of((args, kwargs), batch) if clipper.batch_first else set()
-        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes), positions)
+        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes), positions, clipper.shards)
     except UnclaimedParameterError as error:
         raise SelfCheckError(str(error)) from None
     finally:
@@ -448,21 +460,23 @@ def _clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwar
     seen = (losses.dtype, clipper.low_precision, clipper._pass.low_precision if clipper._pass else torch.float32)
     low_precision = max(seen, key=TOLERANCE.__getitem__)
     norms_b = clipper.backward(losses)
-    return norms_b, [torch.zeros_like(p) if p.grad is None else p.grad for p in clipper.parameters], low_precision
+    return norms_b, [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in clipper.parameters], low_precision
 
 
 def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list):
     """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for each parameter."""
-    norms, total, worst = [], [torch.zeros_like(p) for p in clipper.parameters], 0.0
+    norms, total, worst, shards = [], [torch.zeros_like(p, dtype=sum_dtype(p)) for p in clipper.parameters], 0.0, clipper.shards
+    wholes = [shards.whole(p) for p in clipper.parameters]
     with clipper._suspended():
         for i in range(batch):
             one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if _batched(x, batch) else x, (args, kwargs))
             loss = losses_of(*one_args, **one_kwargs).sum()
-            grads = torch.autograd.grad(loss, clipper.parameters, allow_unused=True)
+            grads = torch.autograd.grad(loss, wholes, allow_unused=True)
             norm = _length([g for g in grads if g is not None])
-            for running, g in zip(total, grads, strict=True):
+            coefficient = float((clipper.max_grad_norm / norm).clamp(max=1.0))
+            for p, running, g in zip(clipper.parameters, total, grads, strict=True):
                 if g is not None:
-                    running.add_(g, alpha=float((clipper.max_grad_norm / norm).clamp(max=1.0)))
+                    running.add_(shards.summed(p, g.to(sum_dtype(p)) * coefficient))
             norms.append(norm)
             given = [(s[i], torch.zeros_like(s[i]) if g is None else g) for s, g in zip(samples, grads, strict=True) if s is not None]
             if given:
@@ -471,7 +485,8 @@ def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tu
 
 
 def _length(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([torch.linalg.vector_norm(t.double()).cpu() for t in tensors]).norm().float().to(tensors[0].device)
+    norms = everywhere(torch.linalg.vector_norm(t.double()) for t in tensors)
+    return torch.stack([norm.cpu() for norm in norms]).norm().float().to(tensors[0].device)
 
 
 def _distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
@@ -581,6 +596,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
+    clipper.shards.reshard()
     grads = [p.grad for p in clipper.parameters]
     values = [p.detach().clone() for p in clipper.parameters]
     bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
@@ -590,10 +606,11 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
             yield
     finally:
         clipper.max_grad_norm, clipper._pass, clipper._follower = bound, None, follower
+        clipper.shards.reshard()
         for m, training in modes.items():
             m.training = training
         for p, grad, value in zip(clipper.parameters, grads, values, strict=True):
-            p.grad = grad
+            set_gradient(p, grad)
             with torch.no_grad():
                 p.copy_(value)
             if hasattr(p, "grad_sample"):

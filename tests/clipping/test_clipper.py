@@ -387,8 +387,8 @@ class TestMisuse:
         PerExampleClipper(model, 1.0)
 
     def test_low_precision_parameters(self):
-        with pytest.raises(ValueError, match=r"'weight' is torch.bfloat16.*float32"):
-            PerExampleClipper(nn.Linear(3, 1).bfloat16(), 1.0)
+        with pytest.raises(ValueError, match=r"'weight' is torch.float16.*float32"):
+            PerExampleClipper(nn.Linear(3, 1).half(), 1.0)
 
 
 def test_bf16_autocast_respects_the_bound():
@@ -406,6 +406,28 @@ def test_bf16_autocast_respects_the_bound():
                 assert norms.dtype == torch.float32
                 assert norms[j] > 0.05
                 assert length([p.grad for p in trainable(model)]) <= 0.05 * (1 + 1e-5), mode
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_bf16_parameters(mode, tied):
+    """Norms and sums are in fp32, over several batches too; the sum of one example is as long as it may be, and not longer."""
+    model = build("llama-tied" if tied else "llama").bfloat16()
+    losses_of, batch = losses_function(model), batch_for("llama", LONG)
+    gradients = per_example_gradients(model, losses_of, batch)
+    bound = sorted(length(g) for g in gradients)[2]
+    norms, total = clipped_sum(gradients, bound)
+    with PerExampleClipper(model, bound, mode=mode) as clipper:
+        model.zero_grad()
+        got = clipper.backward(losses_of(batch))
+        clipper.backward(losses_of(batch))
+        assert all(p.grad.dtype == torch.float32 for p in trainable(model) if p.grad is not None)
+        torch.testing.assert_close(got.double(), torch.tensor(norms, dtype=torch.float64), rtol=2e-2, atol=0)
+        assert distance([p.grad for p in trainable(model)], [2 * t for t in total]) <= 2e-2 * 2 * length(total)
+        for j in range(5):
+            model.zero_grad()
+            clipper.backward(losses_of(batch), F.one_hot(torch.tensor(j), 5).float())
+            assert length([p.grad for p in trainable(model)]) <= bound * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..terms import Dense, Term
 from . import Rule, recogniser, require_batch, rule
+from .fallback import substituted
 
 
 def _sum_positions(x: torch.Tensor, keep_dims: int) -> torch.Tensor:
@@ -109,8 +110,8 @@ def _rms_norm_by_behaviour(module: nn.Module) -> Rule | None:
     x = torch.randn(2, 3, len(weight), generator=generator).to(weight.device)
     w = torch.randn(len(weight), generator=generator).to(weight.device)
     try:
-        with torch.no_grad():
-            out = torch.func.functional_call(module, {"weight": w}, (x,))
+        with torch.no_grad(), substituted(module, {weight: w}):
+            out = module.forward(x)  # not the module itself, whose hooks would take this for a forward pass
     except Exception:  # another signature: not an RMS norm
         return None
     if not isinstance(out, torch.Tensor) or out.shape != x.shape:

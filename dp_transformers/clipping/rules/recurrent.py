@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import _VF, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..precision import HALF
 from ..terms import Dense, Outer, Term, merge
 from . import ModuleCall, whole_call_rule
 from .fallback import UnsupportedModuleError, replayed, ways_out
 
-HALF = (torch.bfloat16, torch.float16)
 ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
 
 Weights = Mapping[str, torch.Tensor]  # by role

@@ -1,0 +1,170 @@
+"""FSDP2 (`fully_shard`): parameters that lie in shards over processes.
+
+Under FSDP2 a parameter has two faces: its *shard*, a DTensor, is what is trained; its *whole*, an ordinary tensor, is what the modules
+hold while they run, and what autograd sees. Both stay the same two objects all along, so everything that is said about a parameter
+(claims, terms, sums) is said about its shard, and :class:`Shards` translates where a module or autograd is spoken to.
+
+The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or FSDP2's own backward
+does so, a group of parameters at a time, as a sum and not as a mean (the second pass of the other modes). Passes that only measure
+communicate no gradient.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from .rules.fallback import ways_out
+
+
+class Shards:
+    """The sharded parameters of ``model``; empty (false) where nothing is sharded.
+
+    Raises:
+        ValueError: a layout whose clipped sums would not be exact: tensor parallelism, trainable parameters that FSDP2 was told to
+            ignore, gradients reduced over ranks in less than float32.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.modules = [m for m in model.modules() if _is_fsdp(m)]
+        self._whole: dict[nn.Parameter, nn.Parameter] = {}
+        self._shard: dict[nn.Parameter, nn.Parameter] = {}
+        self.reshard()
+        slots = [(m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        sharded = [m._parameters[name] for m, name in slots]
+        for module in self.modules:
+            if any(p not in self._whole for p in module.parameters()):
+                module.unshard()
+                for (m, name), shard in zip(slots, sharded, strict=True):
+                    if m._parameters[name] is not shard:
+                        self._whole[shard], self._shard[m._parameters[name]] = m._parameters[name], shard
+                module.reshard()
+        self._refuse(model)
+        self._groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
+
+    def __bool__(self) -> bool:
+        return bool(self.modules)
+
+    def _refuse(self, model: nn.Module) -> None:
+        for name, p in model.named_parameters():
+            if _is_dtensor(self.whole(p)):
+                raise ValueError(
+                    f"parameter '{name}' is split over processes by tensor parallelism ({p.device_mesh}), where no process has the norm of an "
+                    "example's gradient. Use FSDP2 (fully_shard) over all processes instead."
+                )
+            if self and p.requires_grad and p not in self._whole:
+                raise ValueError(
+                    f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
+                    "Take it out of fully_shard's ignored_params, or freeze it."
+                )
+        if len({p.device_mesh for p in self._whole if p.requires_grad}) > 1:
+            raise ValueError("trainable parameters are sharded over different device meshes: apply fully_shard with one mesh everywhere.")
+        for policy in (module._get_fsdp_state()._mp_policy for module in self.modules):
+            if policy.param_dtype not in (None, torch.float32) and policy.reduce_dtype != torch.float32:
+                raise ValueError(
+                    f"fully_shard would sum gradients over processes in {policy.reduce_dtype or policy.param_dtype}, which can move the sum "
+                    "by more than max_grad_norm: use MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
+                )
+
+    def whole(self, p: nn.Parameter) -> nn.Parameter:
+        """What modules hold for ``p`` while they run; ``p`` itself if it is not sharded."""
+        return self._whole.get(p, p)
+
+    def shard(self, whole: nn.Parameter) -> nn.Parameter:
+        """The parameter that ``whole`` stands for."""
+        return self._shard.get(whole, whole)
+
+    def refuse_rerun(self, path: str, module: nn.Module) -> None:
+        """A module that gathers parameters on its own cannot be re-run inside backward with others in their place."""
+        if any(_is_fsdp(m) for m in module.modules()):
+            raise ValueError(
+                f"'{path}' ({type(module).__name__}) has no rule for per-example gradients and would be re-run, but holds fully_shard "
+                f"units, which cannot be. Apply fully_shard to a module above it. {ways_out(path, module)}"
+            )
+
+    def reshard(self) -> None:
+        """Put the shards in place everywhere: FSDP2 leaves some units whole after a forward pass without backward."""
+        for module in self.modules:
+            module.reshard()
+
+    def recover(self) -> None:
+        """Make FSDP2 ready for another forward pass after one that raised."""
+        for module in self.modules:
+            if module._get_fsdp_state()._is_root:
+                module.reset_iter_state()
+
+    # ---- sums over processes ----
+
+    def summed(self, p: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
+        """This process's part of the sum over processes of ``total``, shaped like ``p``; ``total`` itself if ``p`` is not sharded."""
+        if p not in self._whole:
+            return total
+        from torch.distributed.tensor import DTensor, Partial
+
+        mesh, placements = p.device_mesh, [Partial()] * p.device_mesh.ndim
+        grad = DTensor.from_local(total, mesh, placements, run_check=False)
+        for dim in reversed(range(mesh.ndim)):  # first over the shards, so that replicas exchange no more than a shard
+            placements[dim] = p.placements[dim]
+            grad = grad.redistribute(placements=placements)
+        return grad.to(p.device)
+
+    @contextmanager
+    def native_sum(self) -> Iterator[None]:
+        """Inside, FSDP2's own backward adds gradients over processes, where it would average them."""
+        before = [(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in self._groups]
+        for module in self.modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True, recurse=False)  # every process in every collective
+        try:
+            yield
+        finally:
+            for group, (factor, force) in zip(self._groups, before, strict=True):
+                group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
+            for module in self.modules:
+                module.set_reduce_scatter_unused_params(False, recurse=False)
+
+    def anywhere(self, condition: bool, device: torch.device) -> bool:
+        """Whether it holds on any process that shares the parameters."""
+        if not self:
+            return condition
+        flag = torch.tensor(float(condition), device=device)
+        mesh = next(iter(self._whole)).device_mesh
+        for dim in range(mesh.ndim):
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        return bool(flag)
+
+    def agreed(self, structure: Any, device: torch.device) -> Any:
+        """The first process's ``structure`` of tensors, on every process."""
+        if not self:
+            return structure
+        box = [tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, structure)]
+        dist.broadcast_object_list(box, src=0)
+        return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, box[0])
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a module that is sharded has imported it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
+
+
+def everywhere(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors without shards, gathered where they had any."""
+    return [t.full_tensor() if _is_dtensor(t) else t for t in tensors]

@@ -1,0 +1,341 @@
+"""What every rank of tests/test_distributed.py runs: `torchrun --nproc_per_node N tests/distributed_worker.py <folder> <case> ...`.
+
+A case is a function and its options in `CASES`; what it returns is saved as <folder>/<case>.<rank>.pt. One launch runs many cases, because
+starting processes is what takes the time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from models import batch_for, build, losses_function
+from oracle import distance, length, trainable
+from test_trainer import arguments, collate, dataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from dp_transformers import DPTrainer, PerExampleClipper, distributed
+from dp_transformers.noise import GaussianNoise
+from dp_transformers.trainer import allow_fsdp_on_cpu
+
+SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0
+LENGTH, ROWS = 12, 3  # of the batches that are clipped by hand: rows on each rank
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+# ---- through DPTrainer ----
+
+
+class Gradients(TrainerCallback):
+    """The whole gradient that the optimizer is given, step by step, flat; and this rank's shard of it."""
+
+    def __init__(self):
+        self.steps, self.shards = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append(torch.cat([whole(p.grad).flatten() for p in trainable(model)]))
+        if isinstance(model, FSDPModule):
+            self.shards.append(torch.cat([p.grad.to_local().flatten() for p in trainable(model)]).clone())
+
+
+class Counted(DPTrainer):
+    """Notes how many examples this rank holds in each step."""
+
+    counts: list[int]
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.counts = [*getattr(self, "counts", []), sum(inputs.sizes)]
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def train(folder, model="bert", lora=False, resume=None, **options):
+    """Train with a fixed draw; the gradients of every step, what this rank held, and how the model lay."""
+    gradients = Gradients()
+    kind = "bert" if model == "bert" else "lm"
+    fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5}
+    args = arguments(folder, **{**fixed, **options})
+    trainer = Counted(build(model, lora=lora), args, collate, dataset(kind=kind), callbacks=[gradients])
+    trainer.train(resume_from_checkpoint=resume)
+    return {
+        "gradients": gradients.steps,
+        "shards": gradients.shards,
+        "parameters": torch.cat([whole(p).flatten() for p in trainable(trainer.model)]),
+        "counts": trainer.counts,
+        "steps": trainer.privacy_spent().steps,
+        "world": distributed.world_size(),
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "sharded": trainer.is_fsdp_enabled and isinstance(trainer.model, FSDPModule),
+        "placements": {str(getattr(p, "placements", None)) for p in trainer.model.parameters()},
+    }
+
+
+def fsdp(**config):
+    return {"fsdp": True, "fsdp_config": {"version": 2, **config}}
+
+
+def unsharded(options):
+    return {k: v for k, v in options.items() if k not in ("fsdp", "fsdp_config", "accelerator_config")}
+
+
+# ---- bytes ----
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that a rank sends in a ring: (n-1)/n of the whole tensor for a gather or a scatter, twice that for an all-reduce."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = {"gather": 0.0, "reduce": 0.0, "scalars": 0.0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            share, size = (dist.get_world_size() - 1) / dist.get_world_size(), max((x.nbytes for x in tensors), default=0)
+            if size <= 8:
+                self.sent["scalars"] += size
+            elif "allreduce" in name or "all_reduce" in name:
+                self.sent["reduce"] += 2 * share * size
+            elif "reduce_scatter" in name:
+                self.sent["reduce"] += share * size
+            elif "allgather" in name or "all_gather" in name:
+                self.sent["gather"] += share * size * (dist.get_world_size() if "_c10d" in func.namespace else 1)
+            elif "broadcast" in name:
+                self.sent["gather"] += size
+            elif "wait" not in name and "wrap" not in name and "barrier" not in name:
+                raise AssertionError(f"{func} is not counted")
+        return func(*args, **(kwargs or {}))
+
+
+class StepTraffic(TrainerCallback):
+    """What the last optimizer step of a training communicated, from the end of the one before to its own."""
+
+    def __init__(self):
+        self.mode, self.seen = Traffic(), []
+
+    def on_train_begin(self, *args, **kwargs):
+        self.mode.__enter__()
+
+    def on_step_end(self, *args, **kwargs):
+        self.seen.append(dict(self.mode.sent))
+
+    def on_train_end(self, *args, **kwargs):
+        self.mode.__exit__(None, None, None)
+
+    def last_step(self):
+        return {kind: after - self.seen[-2][kind] for kind, after in self.seen[-1].items()}
+
+
+def traffic(folder, model="llama", lora=False, sharded=False, late=False):
+    """Bytes of one step of two physical batches on each rank, private in both ways and not private, in the same layout."""
+    rows = 4 * dist.get_world_size()
+    common, found = {"max_steps": 3, "logging_strategy": "no"}, {}
+
+    def layout():  # anew each time, because Trainer changes what it is given
+        sync = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": not late}}}
+        return {**sync, **(fsdp() if sharded else {}), **common}
+
+    for mode in ("book_keeping", "ghost"):
+        counter = StepTraffic()
+        options = {"expected_batch_size": rows, "per_device_train_batch_size": 2, "noise_multiplier": 1.0, "self_check": False}
+        args = arguments(folder, clipping_mode=mode, **options, **layout())
+        DPTrainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter]).train()
+        found[mode] = counter.last_step()
+    counter = StepTraffic()
+    args = TrainingArguments(str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True, disable_tqdm=True,
+                             save_strategy="no", optim="sgd", **layout())  # fmt: skip
+    allow_fsdp_on_cpu(args)
+    trainer = Trainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter])
+    trainer.train()
+    assert trainer.is_fsdp_enabled == sharded == isinstance(trainer.model, FSDPModule)
+    fresh = build(model, lora=lora)
+    sizes = {name: 4 * sum(p.numel() for p in ps) for name, ps in (("parameters", fresh.parameters()), ("gradient", trainable(fresh)))}
+    return {**found, "not private": counter.last_step(), **sizes}
+
+
+# ---- by hand ----
+
+
+def shard(model, mesh=None, **options):
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = getattr(base, "bert", base).encoder.layer if hasattr(base, "bert") else base.model.layers
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **options):
+    """Clip this rank's rows of one batch for all; the row `bad` has a loss that is not finite. Norms, and the whole sum over ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    replicated = options.pop("hsdp", False)
+    if replicated:
+        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    net = shard(build(model, lora=lora), **options)
+    batch = {k: v[rank * ROWS : (rank + 1) * ROWS] for k, v in batch_for(model, LENGTH, size=ROWS * world).items()}
+    clipper = PerExampleClipper(net, 1.0, mode)
+    clipper.max_grad_norm = 0.9
+    losses = losses_function(net)(batch)
+    if bad is not None and bad // ROWS == rank:
+        losses = losses * torch.where(torch.arange(ROWS) == bad % ROWS, torch.inf, 1.0)
+    norms = clipper.backward(losses)
+    parameters = trainable(net)
+    noise = GaussianNoise(entropy=distributed.noise_entropy(parameters[0]))
+    noised = torch.zeros(parameters[0].to_local().shape)
+    noise.add_([noised], 1.0)
+    return {
+        "norms": norms,
+        "sum": [whole(p.grad) for p in parameters],
+        "placements": {str(p.grad.placements) for p in parameters},
+        "noise": noised,
+    }
+
+
+def sensitivity(folder, mode="book_keeping", rows=8):
+    """In bf16, with every example of both ranks the same and far longer than C: how far one of them moves the sum, in units of C."""
+    net = shard(build("llama"), **BF16)
+    batch = {k: v.expand(rows, LENGTH) for k, v in batch_for("llama", LENGTH, size=1).items()}
+    clipper, moved = PerExampleClipper(net, 1.0, mode), {}
+    clipper.max_grad_norm = bound = 0.25
+    for name, weights in {"all": torch.ones(rows), "one less": torch.ones(rows), "one": torch.zeros(rows)}.items():
+        if dist.get_rank() == 0 and name != "all":
+            weights[0] = 1 - weights[0]
+        net.zero_grad()
+        norms = clipper.backward(losses_function(net)(batch), weights if name != "one" or dist.get_rank() == 0 else torch.zeros(rows))
+        moved[name] = [whole(p.grad) for p in trainable(net)]
+    assert norms.min() > 4 * bound
+    return {"one less": distance(moved["all"], moved["one less"]) / bound, "one": length(moved["one"]) / bound}
+
+
+class State(TrainerCallback):
+    """What a training starts from."""
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.step, self.values = state.global_step, flat_state(model, optimizer)
+
+
+def flat_state(model, optimizer):
+    moments = [optimizer.state[p][name] for p in trainable(model) for name in ("exp_avg", "exp_avg_sq") if p in optimizer.state]
+    return torch.cat([whole(x).flatten() for x in (*trainable(model), *moments)])
+
+
+def checkpoint(folder, kind="FULL_STATE_DICT", lora=False, resume=False):
+    """Train two steps and save, or go on from there: parameters and Adam's moments at that point."""
+    folder = folder.parent / f"checkpoints-{kind}-{lora}"
+    args = arguments(folder, optim="adamw_torch", noise_multiplier=1.0, max_steps=4 if resume else 2, save_strategy="steps", save_steps=2,
+                     self_check=False, **fsdp(state_dict_type=kind))  # fmt: skip
+    start = State()
+    trainer = DPTrainer(build("llama", lora=lora), args, collate, dataset(kind="lm"), callbacks=[start])
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    found = {"steps": trainer.privacy_spent().steps, "sharded": isinstance(trainer.model, FSDPModule)}
+    return {**found, "step": start.step, "values": start.values if resume else flat_state(trainer.model, trainer.optimizer)}
+
+
+def refusals(folder):
+    """The messages of layouts that cannot be exact."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def message(make):
+        try:
+            make()
+        except ValueError as error:
+            return str(error)
+        return "nothing was refused"
+
+    def tensor_parallel():
+        model = build("llama")
+        for layer in model.model.layers:
+            plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+            parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)), plan)
+        PerExampleClipper(model, 1.0)
+
+    def low_precision_sums():
+        PerExampleClipper(shard(build("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), 1.0)
+
+    def ignored():
+        model = build("llama")
+        PerExampleClipper(shard(model, ignored_params={model.model.norm.weight}), 1.0)
+
+    def old_fsdp():
+        arguments(folder, fsdp=True, fsdp_config={"version": 1})
+
+    return {f.__name__: message(f) for f in (tensor_parallel, low_precision_sums, ignored, old_fsdp)}
+
+
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+SILENT = {"noise_multiplier": 0.0}
+# with a bound so small that gradients vanish beside the noise of σC = 2
+NOISY = {"noise_multiplier": 2000.0, "max_grad_norm": 1e-3, "expected_batch_size": 12, "max_steps": 2, "dp_seed": None}
+LATE = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}  # used by one case, for Trainer changes it
+CASES = {
+    f"ddp-{'lora' if lora else 'full'}-{mode}": (train, {"lora": lora, "clipping_mode": mode, **SILENT})
+    for lora in (False, True)
+    for mode in ("book_keeping", "ghost")
+}
+CASES |= {
+    "ddp-noise": (train, NOISY),
+    "ddp-bytes": (traffic, {"late": True}),
+    "fsdp-full-book_keeping": (train, {"model": "llama", "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
+    "fsdp-full-ghost": (train, {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)}),
+    "fsdp-lora-book_keeping": (
+        train,
+        {"model": "llama", "lora": True, "clipping_mode": "book_keeping", **SILENT, **fsdp(reshard_after_forward=False)},
+    ),
+    "fsdp-lora-ghost": (train, {"model": "gpt2", "lora": True, "clipping_mode": "ghost", **SILENT, **fsdp()}),
+    # weights tied, activations checkpointed, which makes auto mean ghost
+    "fsdp-tied-checkpointed": (train, {"model": "llama-tied", **SILENT, **fsdp(activation_checkpointing=True)}),
+    # whole sums kept over the physical batches of a step
+    "fsdp-late": (train, {"model": "llama-tied", "clipping_mode": "book_keeping", **SILENT, **fsdp(), **LATE}),
+    "fsdp-noise": (train, {"model": "llama", **NOISY, **fsdp()}),
+    "fsdp-bytes": (traffic, {"sharded": True}),
+    "hand-full-book_keeping": (clip, {"mode": "book_keeping", "reshard_after_forward": False}),
+    "hand-lora-ghost": (clip, {"lora": True, "mode": "ghost"}),
+    "hand-bad-book_keeping": (clip, {"model": "bert", "mode": "book_keeping", "bad": 1}),
+    "hand-bad-ghost": (clip, {"model": "bert", "mode": "ghost", "bad": 1}),
+    "hand-hsdp-book_keeping": (clip, {"mode": "book_keeping", "hsdp": True}),
+    "hand-hsdp-ghost": (clip, {"mode": "ghost", "hsdp": True}),
+    "hand-offload-book_keeping": (clip, {"mode": "book_keeping", "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "hand-offload-ghost": (clip, {"mode": "ghost", "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "hand-bf16-book_keeping": (clip, {"mode": "book_keeping", **BF16}),
+    "hand-bf16-ghost": (clip, {"mode": "ghost", **BF16}),
+    "hand-bf16-sensitivity-book_keeping": (sensitivity, {"mode": "book_keeping"}),
+    "hand-bf16-sensitivity-ghost": (sensitivity, {"mode": "ghost"}),
+    "hand-refusals": (refusals, {}),
+}
+MORE = {  # by hand
+    "fsdp-bytes-late": (traffic, {"sharded": True, "late": True}),
+    "fsdp-bytes-lora": (traffic, {"sharded": True, "lora": True}),
+}
+for kind, lora in (("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", True), ("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):
+    name, options = f"{kind}-{'lora' if lora else 'full'}", {"kind": kind, "lora": lora}
+    cases = CASES if lora == (kind == "SHARDED_STATE_DICT") else MORE
+    cases |= {f"save-{name}": (checkpoint, options), f"load-{name}": (checkpoint, {**options, "resume": True})}
+if "MORE_CASES" in os.environ:
+    CASES |= MORE
+
+
+def run(name: str, folder: Path):
+    function, options = CASES[name]
+    return function(folder / name, **options)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        torch.save(run(name, folder), folder / f"{name}.{dist.get_rank()}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
