@@ -67,3 +67,18 @@ def test_misuse():
         GaussianNoise().add_([torch.zeros(3, dtype=torch.bfloat16)], 1.0)
     with pytest.raises(ValueError, match="contradict"):
         GaussianNoise(dp_seed=1, secure=True)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_equal_entropy_gives_equal_noise_and_no_other_does(secure):
+    """Replicas of a shard add the same numbers; what is drawn from the operating system is never the same."""
+
+    def drawn(entropy):
+        noise = [torch.zeros(1000), torch.zeros(7)]
+        GaussianNoise(secure=secure, entropy=entropy).add_(noise, 1.0)
+        return torch.cat(noise)
+
+    assert torch.equal(drawn([3, 4]), drawn([3, 4]))
+    for other in ([4, 3], [3], None):
+        assert abs(torch.corrcoef(torch.stack([drawn([3, 4]), drawn(other)]))[0, 1]) < 5 / 1000**0.5
+    assert not torch.equal(drawn(None), drawn(None))
