@@ -511,11 +511,13 @@ def _random_output_loss(model: nn.Module, *, batch_first: bool = True) -> LossFu
     """A loss for models whose own is not known: a fixed random weight for every number an example puts out."""
 
     def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
+        batch = batch_size_of(model, args, kwargs, batch_first)
         tensors = [x for x in _floating(model(*args, **kwargs)) if x.dim()]
-        if not batch_first:
-            batch = batch_size_of(model, args, kwargs, batch_first=False)
-            tensors = [x.transpose(0, 1) if x.dim() > 1 and (len(x) != batch or x.dim() > 2) else x for x in tensors]
-        return _projected(tensors)
+        return _projected([x.transpose(0, 1) if has_batch_second(x, batch) else x for x in tensors])
+
+    def has_batch_second(x: torch.Tensor, batch: int) -> bool:
+        """As the states of a recurrent layer have, whatever comes first in its outputs."""
+        return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
     return losses_of
 
@@ -541,6 +543,7 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     """Random input with the shapes, dtypes and masks of the given one, ``rows`` examples (default: three, five or seven)."""
     batch = batch_size_of(model, args, kwargs)
     sizes = {n for x in tree_flatten((args, kwargs))[0] if _batched(x, batch) for n in x.shape[1:]}
+    sizes |= {m.num_layers * (2 if m.bidirectional else 1) for m in model.modules() if isinstance(m, nn.RNNBase)}
     rows = rows or next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     config = getattr(model, "config", None)

@@ -411,3 +411,24 @@ def test_the_modules_own_backward_does_not_run():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             clipper.backward(losses)
     assert 0 < sum(event.count for event in profile.key_averages() if event.key == "aten::tanh_backward") < steps
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_bare_layer_with_states_among_its_outputs(kind, batch_first):
+    """Three states, so that the check must not take them for its three examples."""
+    model = kind(4, 5, num_layers=3, batch_first=batch_first)
+    x = torch.randn(6, 7, 4)
+    model_input = x if batch_first else x.transpose(0, 1)
+    clipper = PerExampleClipper(model, 1.0, batch_first=batch_first)
+    output, states = model(model_input)
+    last = states[0] if isinstance(states, tuple) else states
+    losses = (output if batch_first else output.transpose(0, 1)).flatten(1).sum(1) + last.square().sum((0, 2))
+    norms = clipper.backward(losses)
+    alone = []
+    clipper.detach()
+    for i in range(6):
+        output, states = model(x[i : i + 1] if batch_first else x[i : i + 1].transpose(0, 1))
+        last = states[0] if isinstance(states, tuple) else states
+        alone.append(length(torch.autograd.grad(output.sum() + last.square().sum(), list(model.parameters()))))
+    torch.testing.assert_close(norms.double(), torch.tensor(alone, dtype=torch.float64), rtol=1e-5, atol=0)
