@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(folder)
         state = PrivacyState(PrivacyState.new_run_id(), NUM_EXAMPLES, args.examples_per_step, 1.0, 1.0, DELTA, None, "poisson")
+        ledger.open()
         ledger.begin(state)
         added = {
             "noise": median([lambda: noise.add_(gradients, std=1.0)], (1,)),
