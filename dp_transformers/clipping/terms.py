@@ -198,13 +198,27 @@ class Rows:
         if instantiate:
             chunks = _chunks(b, 4 * self.num_rows * d)
             return torch.cat([Rows(self.ids[r], self.grad[r], self.num_rows).instance().squared_norm() for r in chunks])
+        if t == 1:
+            return Dense(self.grad).squared_norm()
         # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its gradient.
         sorted_ids, order = self.ids.sort(dim=1)
+        is_repeated = sorted_ids[:, 1:] == sorted_ids[:, :-1]
         slot_sorted = torch.zeros_like(sorted_ids)
-        slot_sorted[:, 1:] = (sorted_ids[:, 1:] != sorted_ids[:, :-1]).cumsum(1)
+        slot_sorted[:, 1:] = (~is_repeated).cumsum(1)
         slot = torch.empty_like(slot_sorted).scatter_(1, order, slot_sorted)
         slot += torch.arange(b, device=slot.device)[:, None] * t
-        return Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).squared_norm()
+        if slot.device.type != "cpu":
+            return Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).squared_norm()
+        # Where looking costs no synchronisation, only rows that come from several positions are summed.
+        shares = torch.zeros_like(self.ids, dtype=torch.bool)
+        shares[:, 1:] = is_repeated
+        shares[:, :-1] |= is_repeated
+        shares = torch.empty_like(shares).scatter_(1, order, shares)
+        norm_sq_bt = torch.linalg.vector_norm(self.grad, dim=2, dtype=torch.float32).square().masked_fill_(shares, 0.0)
+        slots, row = slot[shares].unique(return_inverse=True)
+        rows = _sum_rows(self.grad[shares], row, len(slots))
+        norm_sq_b = norm_sq_bt.sum(1)
+        return norm_sq_b.index_add_(0, slots // t, torch.linalg.vector_norm(rows, dim=1).square())
 
     def instance(self) -> Dense:
         b, d = len(self.ids), self.grad.shape[2]
