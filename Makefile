@@ -1,7 +1,7 @@
 .PHONY: test lint format bench
 
 test:
-	python -m pytest
+	python -m pytest -n 2 --dist loadfile
 
 lint:
 	ruff check .
