@@ -47,6 +47,9 @@ class GaussianNoise:
         self._keystream = _Keystream(self._entropy) if secure else None
         self._host = np.random.default_rng(self._entropy)
 
+    def __getstate__(self) -> None:
+        raise TypeError("GaussianNoise is neither copied nor pickled: whoever has its state can subtract the noise, or would add it twice.")
+
     def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
         """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws nothing."""
         if std == 0:

@@ -6,13 +6,16 @@ import copy
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from . import distributed
@@ -309,8 +312,12 @@ class PoissonLoader:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
+        before = None
         for logical in self._logical_batches:
-            yield from self._run.physical_batches(logical)
+            for batch, given in self._run.physical_batches(logical):
+                given.passed_over = before is not None and not before.summed
+                before = self._run.given = given
+                yield batch
 
 
 class PrivateCriterion:
@@ -328,6 +335,8 @@ class PrivateCriterion:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         each = self.criterion(*args, **kwargs)
+        if each.dim() > 1 and not self._clipper.batch_first:
+            each = each.movedim(1, 0)
         losses_b = each if each.dim() == 1 else getattr(each.flatten(1), self.reduction)(1)
         loss = getattr(losses_b, self.reduction)(0)
         if not loss.requires_grad:
@@ -362,6 +371,7 @@ class _Given:
     rows: int
     weight: float
     last_of_draw: bool
+    passed_over: bool = False  # the batch before, without a backward
     summed: bool = False
     stepped: bool = False
 
@@ -385,6 +395,7 @@ class _Run:
         self.given: _Given | None = None
         self.draw = -1  # that the sums below belong to
         self.draw_is_complete = False  # and waits for its step
+        self.stepping: _Given | None = None
         self.sums: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # with the version they had
         self.loader._run = self
 
@@ -413,7 +424,11 @@ class _Run:
         if noise_multiplier == 0:
             logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")
         self.steps_left = steps
-        self._handles = [self.optimizer.register_step_pre_hook(self.before_step), self.optimizer.register_step_post_hook(self.after_step)]
+        self._handles = [
+            self.optimizer.register_step_pre_hook(self.before_step),
+            self.optimizer.register_step_post_hook(self.after_step),
+            register_optimizer_step_pre_hook(partial(_refuse_unnoised_gradients, weakref.ref(self))),
+        ]
         self._begin_ledger()
         parts = (self.clipper.model, self.optimizer, self.criterion, self.loader)
         return tuple(part for part in parts if part is not None)
@@ -453,13 +468,15 @@ class _Run:
 
     # ---- batches ----
 
-    def physical_batches(self, logical: LogicalBatch) -> Iterator[Any]:
+    def physical_batches(self, logical: LogicalBatch) -> Iterator[tuple[Any, _Given]]:
         batches, sizes, weight = logical.physical_batches, logical.sizes, 1.0
         if not batches:
             batches, sizes, weight = [self.loader.collate_fn([self.loader.dataset[0]])], [1], 0.0
         for i, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
-            self.given = _Given(logical.number, size, weight, last_of_draw=i == len(batches) - 1)
-            yield batch
+            yield batch, _Given(logical.number, size, weight, last_of_draw=i == len(batches) - 1)
+
+    def current_batch(self) -> _Given | None:
+        return self.given
 
     # ---- clipped sums (Follower) ----
 
@@ -467,6 +484,11 @@ class _Run:
         given = self.given
         if given is None:
             raise ValueError("backward on data that did not come from the loader that make_private returned: iterate over that loader.")
+        if given.passed_over:
+            raise ValueError(
+                "the loader was asked for this batch before the one before it went backward. Take batches one at a time, without prefetching "
+                "(num_workers does that), and leave none out: which examples take part in a step must not depend on data."
+            )
         if given.summed:
             raise ValueError(
                 "backward ran a second time on one batch: an example's gradient would be added twice. Add the losses up first."
@@ -503,6 +525,8 @@ class _Run:
     # ---- the step ----
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self.stepping is not None and self.stepping is self.given:
+            return None  # the step of a base class, called by that of the optimizer's own
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
         if closure is not None:
             with torch.enable_grad():
@@ -525,12 +549,13 @@ class _Run:
         else:
             for p in self.clipper.parameters:
                 p.grad = None  # torch's optimizers leave such parameters, and their state, as they are
-        given.stepped = True
+        given.stepped, self.stepping = True, given
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self.given.last_of_draw:
             self.sums, self.draw_is_complete = {}, False
+        self.stepping = None
 
     def _privatise(self) -> None:
         """p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size, and the step is counted before that exists."""
@@ -545,6 +570,18 @@ class _Run:
         self._count(1)
         std = self.state.noise_multiplier * self.clipper.max_grad_norm
         privatise(self.clipper.parameters, self.engine._noise, std=std, divisor=self.loader.expected_batch_size)
+
+
+def _refuse_unnoised_gradients(run: weakref.ref[_Run], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """A hook of every optimizer there is: sums without noise are for the private one alone."""
+    run = run()
+    if run is None or optimizer is run.optimizer or not run.sums:
+        return
+    if any(p in run.sums and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"{type(optimizer).__name__} would step with gradients that have no noise yet: it holds parameters of the private model, but is not the "
+            "optimizer that make_private was given."
+        )
 
 
 def _check_module(module: nn.Module) -> None:

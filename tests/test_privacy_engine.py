@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -498,6 +499,197 @@ def test_check_loss_knows_a_plain_mean():
         engine.check_loss(F.cross_entropy, outputs, targets)
     with pytest.raises(ValueError, match="row"):
         engine.check_loss(lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])), outputs[:3], targets[:3])
+
+
+def test_copies_and_pickles_of_a_private_model_carry_nothing(tmp_path):
+    """No noise generator, no data, no gradient; and the copy is an ordinary model."""
+    _, model, _, _, x, y = one_batch(noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path))
+    F.cross_entropy(model(x), y).backward()
+    torch.save(model, tmp_path / "model.pt")
+    assert b"TensorDataset" not in (tmp_path / "model.pt").read_bytes()
+    for twin in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        twin.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        reference = copy_of(model)
+        F.cross_entropy(reference(x), y).backward()
+        assert distance([p.grad for p in twin.parameters()], [p.grad for p in reference.parameters()]) == 0
+        make(twin)
+
+
+def test_noise_is_never_copied():
+    engine, *_ = make(engine=PrivacyEngine())
+    with pytest.raises(TypeError, match="subtract the noise"):
+        pickle.dumps(engine._noise)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_losses_of_several_batches_in_one_backward(reduction):
+    engine, model, _, loader = make(max_physical_batch_size=1, loss_reduction=reduction)
+    losses, batches = [], iter(loader)
+    for _ in range(2):
+        x, y = next(batches)
+        losses.append(F.cross_entropy(model(x), y, reduction=reduction))
+    with pytest.raises(ValueError, match="earlier forward pass|before the one before it"):
+        sum(losses).backward() if reduction == "mean" else engine.clipper.backward(losses[0] + losses[1])
+
+
+def test_prefetching():
+    _, model, _, loader = make(max_physical_batch_size=1)
+    batches = iter(loader)
+    x, y = next(batches)
+    next(batches)
+    with pytest.raises(ValueError, match="prefetching"):
+        F.cross_entropy(model(x), y).backward()
+
+
+def test_second_derivatives():
+    _, model, _, _, x, y = one_batch()
+    loss = F.cross_entropy(model(x), y)
+    with pytest.raises(ValueError, match="create_graph"):
+        loss.backward(create_graph=True)
+
+
+def test_gradients_asked_for_otherwise():
+    engine, *_ = make()
+    engine.detach()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    data = TensorDataset(torch.randn(N, 3), torch.randint(0, 2, (N,)))
+    _, _, loader = PrivacyEngine().make_private(
+        module=model, optimizer=sgd(model.parameters()), data_loader=DataLoader(data, 10), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    x, y = next(iter(loader))
+    x.requires_grad_()
+    with pytest.raises(ValueError, match="deepcopy of the model"):
+        torch.autograd.grad(F.cross_entropy(model(x), y), x)
+
+
+@pytest.mark.parametrize("other", ["another", "copy"])
+def test_other_optimizers(other):
+    _, model, optimizer, _, x, y = one_batch(noise_multiplier=1.0)
+    foreign = torch.optim.SGD(model.head.parameters(), lr=1.0) if other == "another" else copy.copy(optimizer)
+    F.cross_entropy(model(x), y).backward()
+    before = model.head.weight.detach().clone()
+    with pytest.raises(ValueError, match="no noise yet"):
+        foreign.step()
+    assert torch.equal(model.head.weight, before)
+    optimizer.step()
+    torch.optim.SGD(Net().parameters(), lr=1.0).step()
+
+
+def test_optimizer_whose_step_calls_that_of_its_base():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    trained = []
+    for kind in (torch.optim.SGD, Own):
+        torch.manual_seed(3)
+        model = Net()
+        engine, model, optimizer, loader = make(model, optimizer=kind(model.parameters(), lr=0.5), max_physical_batch_size=4)
+        train(model, optimizer, loader)
+        assert engine.accountant.steps == 4
+        trained.append(list(model.parameters()))
+    assert distance(*trained) == 0
+
+
+class PerPosition(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids)).squeeze(2)
+
+
+@pytest.mark.parametrize("mode", ["ghost", "book_keeping"])
+def test_criterion_with_the_batch_second(mode):
+    """On a batch of as many examples as positions."""
+
+    def positions_first(examples):
+        return torch.stack([x for x, _ in examples], 1), torch.stack([x.float() for x, _ in examples], 1)
+
+    torch.manual_seed(3)
+    model = PerPosition()
+    reference = copy.deepcopy(model)
+    _, model, _, criterion, loader = make(
+        model, batch_first=False, collate_fn=positions_first, criterion=nn.MSELoss(), clipping_mode=mode, batch_size=LENGTH
+    )
+    x, y = next((x, y) for _ in range(20) for x, y in loader if x.shape == (LENGTH, LENGTH) and not loader._run.given.passed_over)
+    criterion(model(x), y).backward()
+    gradients = per_example_gradients(reference, lambda b: (reference(b["x"]) - b["y"]).square().mean(1), {"x": x.T, "y": y.T})
+    total = clipped_sum(gradients, 0.3)[1]
+    assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+
+
+class Penalised(nn.Module):
+    """What its children cannot answer for falls to the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(3, 4), nn.Linear(4, 2), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return F.linear(self.dropout(torch.tanh(self.first(x))), self.second.weight)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("how", ["backward", "clipper"])
+def test_first_step_of_a_model_that_answers_itself(how, dropout):
+    torch.manual_seed(3)
+    model = Penalised()
+    model.second.bias.requires_grad_(False)
+    model.dropout.p = dropout
+    data = TensorDataset(torch.randn(N, 3), torch.randint(0, 2, (N,)))
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    engine = PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, 10), noise_multiplier=0.0, max_grad_norm=1e6,
+        loss_reduction="sum" if how == "backward" else "none",
+    )  # fmt: skip
+    twin = copy.deepcopy(model)
+    x, y = next(iter(loader))
+    torch.manual_seed(5)
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    losses.sum().backward() if how == "backward" else engine.clipper.backward(losses)
+    torch.manual_seed(5)
+    F.cross_entropy(twin(x), y, reduction="sum").backward()  # nothing is clipped, so the sum is the ordinary gradient
+    grads = [[p.grad for p in m.parameters() if p.requires_grad] for m in (model, twin)]
+    assert distance(*grads) <= 1e-5 * length(grads[1])
+
+
+def test_checkpointed_last_block():
+    class Last(Net):
+        def forward(self, ids):
+            return checkpoint(lambda x: self.head(self.norm(self.mix(x))), self.embed(ids), use_reentrant=False).mean(1)
+
+    model = Last()
+    reference = copy.deepcopy(model)
+    _, model, _, loader = make(model)
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    total = clipped_sum(per_example_gradients(reference, losses_of(reference), {"x": x, "y": y}), 0.3)[1]
+    assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+
+
+def test_a_part_of_the_model_without_gradients():
+    class Teacher(Net):
+        def forward(self, ids):
+            with torch.no_grad():
+                teacher = self.mix(self.embed(ids))
+            return super().forward(ids) + teacher.mean()
+
+    model = Teacher()
+    reference = copy.deepcopy(model)
+    _, model, _, loader = make(model, self_check=False)  # the mean over the batch is for this test's sake
+    x, y = next(iter(loader))
+    with torch.no_grad():
+        shift = reference.mix(reference.embed(x)).mean()
+    F.cross_entropy(model(x), y).backward()
+    plain = Net()
+    plain.load_state_dict(reference.state_dict())
+    losses = lambda b: F.cross_entropy(plain(b["x"]) + shift, b["y"], reduction="none")  # noqa: E731
+    total = clipped_sum(per_example_gradients(plain, losses, {"x": x, "y": y}), 0.3)[1]
+    assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
 
 
 # ---- other loops ----

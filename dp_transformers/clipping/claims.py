@@ -158,7 +158,7 @@ def give_up(model: nn.Module, claims: list[Claim], module: nn.Module) -> None:
     Raises:
         UnclaimedParameterError: there is none.
     """
-    for claim in [claim for claim in claims if claim.module is module and claim.may_be_rerun]:
+    for claim in [claim for claim in claims if claim.module is module]:
         for p in list(claim.names):
             _hand_up(model, claims, p, claim.paths)
 

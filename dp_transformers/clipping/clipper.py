@@ -31,8 +31,8 @@ from .claims import Claim, announce, claim_parameters
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .precision import HALF, TRAINABLE, set_gradient, sum_dtype
-from .rules import INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
-from .rules.fallback import Call, per_example_gradients, random_state, same_state, ways_out
+from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
+from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
 from .shards import Shards
 from .terms import Norm, Term
 
@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 class Follower(Protocol):
     """Who follows a clipper from batch to batch (:meth:`PerExampleClipper.follow`)."""
+
+    def current_batch(self) -> object:
+        """What stands for the batch that is worked on; forward passes on several are not clipped as one."""
 
     def before_sum(self, batch_size: int) -> torch.Tensor | None:
         """The weights of a batch that goes backward; ``grad`` must hold what the clipped sum is to be added to. May raise."""
@@ -65,6 +68,12 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "backward with create_graph=True (a gradient penalty, second derivatives) uses weights in a way that no rule sees, so per-example "
+                "gradients would not be clipped: compute losses without gradients inside them."
+            )
+        ctx.use.begin_backward()  # before activation checkpointing recomputes what was saved
         grads = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
         saved, needed = [x.detach() for x in ctx.saved_tensors], ctx.needs_input_grad[3 + len(grads) :]
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
@@ -89,11 +98,13 @@ class _Pass:
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.low_precision = torch.float32
         self.followed = False  # by a loss.backward() of somebody else
+        self.given: object = None  # the batch of the follower that it ran on
         self.restart(measure=False)
 
     def restart(self, *, measure: bool, instantiate: bool = False, keep: bool = False) -> None:
         """Begin a backward pass that measures norms (instantiating always or by cost, keeping the terms or not), or does nothing."""
         self.measure, self.instantiate, self.keep = measure, instantiate, keep
+        self.rounding = term_algebra.ROUNDING  # of the second pass, where there is one
         self.open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}
         self.memo = term_algebra.Memo()
@@ -117,7 +128,10 @@ class _Pass:
         if self.keep:
             terms = term_algebra.merge([t.instance() if self.instantiate or t.prefers_instance else t for t in terms])
         self.kept[parameter] = terms if self.keep else []
-        return term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
+        norm_sq_b = term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
+        if self.keep:
+            return norm_sq_b
+        return term_algebra.longer(norm_sq_b, term_algebra.rounding_error(terms, self.rounding))
 
 
 class _Use:
@@ -160,7 +174,7 @@ class _Use:
 
     def _holds_all_positions(self, x: torch.Tensor) -> bool:
         positions, rest = divmod(len(x), self.forward_pass.batch_size)
-        return rest == 0 and positions in self.forward_pass.positions
+        return rest == 0 and (positions == 1 or positions in self.forward_pass.positions)
 
     def tapped_output(self) -> Any:
         # a whole-call rule may give the gradients of the inputs, so there the tap hangs on them too
@@ -202,7 +216,10 @@ class _Use:
         return {p: as_term(given[id(p)]) for p in claim.names}
 
     def _by_example(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        batch = self.forward_pass.batch_size
+        claim, batch = self.claim, self.forward_pass.batch_size
+        if claim.rule in CHANNELS_SECOND and any(layout.flat for layout in self.output_layouts):
+            reason = f"{claim} was called on positions of examples as if they were examples, and its rule cannot tell them from channels. "
+            raise UnsupportedModuleError(reason + ways_out(claim.path, claim.module), claim.module)
         inputs = [layout.batch_first(x, batch) for x, layout in zip(saved[: len(self.input_layouts)], self.input_layouts, strict=True)]
         inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
         grads = [layout.batch_first(g, batch) for g, layout in zip(grads, self.output_layouts, strict=True)]
@@ -236,6 +253,13 @@ class _Use:
             names = {self.clipper.shards.whole(p): name for p, name in claim.names.items()}
             return per_example_gradients(claim.path, claim.module, names, call)
 
+    def begin_backward(self) -> None:
+        """Where somebody else called backward, its first tap has its end looked after."""
+        forward_pass = self.forward_pass
+        if forward_pass.followed and not forward_pass.in_backward and forward_pass is self.clipper._pass:
+            forward_pass.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.clipper._finish, forward_pass))
+
     def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> torch.Tensor | None:
         """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure.
 
@@ -247,9 +271,6 @@ class _Use:
                 f"the losses also depend on an earlier forward pass (of {forward_pass.batch_size} examples), or backward ran over it before, so "
                 "their gradients would not be clipped together. Compute losses from forward passes of one batch size, and call backward once."
             )
-        if forward_pass.followed and not forward_pass.in_backward:
-            forward_pass.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self.clipper._finish, forward_pass))
         if not forward_pass.measure:
             return None
         total_b = torch.zeros_like(forward_pass.probe)
@@ -308,11 +329,15 @@ class PerExampleClipper:
         norms = clipper.backward(losses)                             # p.grad += sum of clipped gradients; norms (B,)
     """
 
+    _is_copy = False
+
     def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True, batch_first: bool = True):
         if not (isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < float("inf")):
             raise ValueError(
                 f"max_grad_norm must be a positive finite number, the bound on each example's gradient; got {max_grad_norm!r}."
             )
+        if not (batch_first or self_check):
+            raise ValueError("batch_first=False needs the self-check, which learns where every module has its examples.")
         self.model = model
         self.max_grad_norm = float(max_grad_norm)
         self.mode = choose_mode(mode, model)
@@ -336,7 +361,8 @@ class PerExampleClipper:
         """Hook the modules that own trainable parameters. Does nothing if attached."""
         if self._handles:
             return
-        if any(isinstance(getattr(hook, "__self__", None), PerExampleClipper) for hook in self.model._forward_pre_hooks.values()):
+        others = [getattr(hook, "__self__", None) for hook in self.model._forward_pre_hooks.values()]
+        if any(isinstance(other, PerExampleClipper) and not other._is_copy for other in others):
             raise ValueError("another PerExampleClipper is attached to this model: detach() that one first (or use it).")
         self.shards = Shards(self.model)
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
@@ -390,10 +416,15 @@ class PerExampleClipper:
         for handle in self._handles:
             handle.remove()
         self._handles, self._pass = [], None
+        self._close_all()
         self._unreduced.clear()
         for p in self.parameters:
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes with them."""
+        return {"_is_copy": True, "_paused": True, "_tapping": False, "_pass": None, "_hidden": set(), "_opened": []}
 
     def follow(self, follower: Follower, loss_reduction: str | None) -> None:
         """Ask ``follower`` before every clipped sum for the examples' weights, and tell it afterwards.
@@ -429,6 +460,7 @@ class PerExampleClipper:
                 return
             self._pass = None  # that backward raised before its end
         self._show()
+        self._close_all()
         self.shards.reshard()
         if self._trainable() != self._signature:  # something was frozen or unfrozen since
             if self._follower is not None:
@@ -440,18 +472,27 @@ class PerExampleClipper:
             self.detach()
             self.attach()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
-        if not self.checked and batch_size:  # an empty batch shows no shapes to check, and adds nothing
+        just_checked = not self.checked and batch_size > 0  # an empty batch shows no shapes to check, and adds nothing
+        if just_checked:
             from .verify import self_check
 
             self_check(self, args, kwargs)
-        if self._pass is None or self._pass.batch_size != batch_size:
+        given = None if self._follower is None else self._follower.current_batch()
+        if self._pass is None or self._pass.batch_size != batch_size or self._pass.given is not given:
             unused = self._pass
             self._pass = self._new_pass(batch_size)
+            self._pass.given = given
             if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
                 self._pass.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
         if self.batch_first:
             self._pass.positions |= positions_of((args, kwargs), batch_size)
         self._tapping = True
+        if just_checked:  # hooks that the check gave to the model itself come too late for the call that is going on
+            for claim in [claim for claim in self.claims if claim.module is module]:
+                if claim.may_be_rerun:
+                    self._before_fallback(claim, module, args)
+                if self._loss_reduction is not None:
+                    self._hide(claim, module, args)
 
     @property
     def device(self) -> torch.device:
@@ -472,6 +513,11 @@ class PerExampleClipper:
 
     def _close(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._opened and self._opened[-1][0] is module:
+            self._opened.pop()[1].__exit__(None, None, None)
+
+    def _close_all(self) -> None:
+        """After an interrupt inside a module that is tapped from the inside."""
+        while self._opened:
             self._opened.pop()[1].__exit__(None, None, None)
 
     def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -506,15 +552,15 @@ class PerExampleClipper:
                     "be clipped. Call the model itself, or use torch.no_grad(), or detach() the clipper first."
                 )
             return None
+        if forward_pass.followed and (forward_pass.reentrant and forward_pass.in_backward):
+            raise ValueError(
+                f"'{claim.path}' runs under reentrant activation checkpointing, which loss.backward() cannot be followed through: use "
+                "use_reentrant=False."
+            )
         if not forward_pass.in_backward:  # a call made while backward runs is activation checkpointing recomputing one already counted
             for p in claim.names:
                 forward_pass.uses[p] += 1
         if not torch.is_grad_enabled():
-            if self._loss_reduction is not None:
-                raise ValueError(
-                    f"'{claim.path}' runs under reentrant activation checkpointing, which loss.backward() cannot be followed through: use "
-                    "use_reentrant=False."
-                )
             forward_pass.reentrant = True
             return None
         return _Use(self, claim, args, kwargs, output).tapped_output()
@@ -578,6 +624,11 @@ class PerExampleClipper:
                 raise ValueError("the model ran again while backward was going on.")
             scale = forward_pass.batch_size if self._loss_reduction == "mean" else 1
             norm_sq_b, device = forward_pass.probe.grad, forward_pass.probe.device
+            if norm_sq_b is None:
+                raise ValueError(
+                    "the model's outputs were differentiated by something else than loss.backward() (torch.autograd.grad, or inputs=...), so "
+                    "no gradient was clipped. Do that on a deepcopy of the model, which has no clipper."
+                )
             weights_b = self._begin_sum(forward_pass, torch.ones(forward_pass.batch_size, device=device))
             with torch.autocast(device.type, enabled=False), torch.no_grad():
                 self._sum_kept(forward_pass, self._close_open(forward_pass, norm_sq_b), weights_b, scale)
@@ -596,6 +647,8 @@ class PerExampleClipper:
     def _backward(self, forward_pass: _Pass, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
         mode = self.mode
         forward_pass.restart(measure=True, instantiate=mode.instantiate, keep=mode.keep)
+        if any(dtype in HALF for dtype in (losses.dtype, forward_pass.low_precision, self.low_precision)):
+            forward_pass.rounding = torch.finfo(torch.bfloat16).eps / 2
         norm_sq_b = self._measure(forward_pass, losses, retain_graph=not mode.keep)
         if mode.keep:
             return self._sum_kept(forward_pass, norm_sq_b, weights_b)

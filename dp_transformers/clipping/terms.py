@@ -39,6 +39,9 @@ import torch.nn.functional as F
 # coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary data.
 GHOST_SLACK = torch.finfo(torch.float32).eps / 16
 
+# What each part of a fp32 sum may be off by, relative.
+ROUNDING = torch.finfo(torch.float32).eps / 2
+
 # Scratch memory of one norm computation, in bytes; examples are taken in chunks that fit.
 SCRATCH_BYTES = 64 * 2**20
 
@@ -207,18 +210,19 @@ class Rows:
         slot_sorted[:, 1:] = (~is_repeated).cumsum(1)
         slot = torch.empty_like(slot_sorted).scatter_(1, order, slot_sorted)
         slot += torch.arange(b, device=slot.device)[:, None] * t
+        norm_sq_bt = torch.linalg.vector_norm(self.grad, dim=2, dtype=torch.float32).square()
+        error_b = (norm_sq_bt.sum(1) * t).sqrt() * ROUNDING  # the sum rounds every position anew, after it is multiplied
         if slot.device.type != "cpu":
-            return Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).squared_norm()
+            return longer(Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).squared_norm(), error_b)
         # Where looking costs no synchronisation, only rows that come from several positions are summed.
         shares = torch.zeros_like(self.ids, dtype=torch.bool)
         shares[:, 1:] = is_repeated
         shares[:, :-1] |= is_repeated
         shares = torch.empty_like(shares).scatter_(1, order, shares)
-        norm_sq_bt = torch.linalg.vector_norm(self.grad, dim=2, dtype=torch.float32).square().masked_fill_(shares, 0.0)
         slots, row = slot[shares].unique(return_inverse=True)
         rows = _sum_rows(self.grad[shares], row, len(slots))
-        norm_sq_b = norm_sq_bt.sum(1)
-        return norm_sq_b.index_add_(0, slots // t, torch.linalg.vector_norm(rows, dim=1).square())
+        norm_sq_b = norm_sq_bt.masked_fill_(shares, 0.0).sum(1)
+        return longer(norm_sq_b.index_add_(0, slots // t, torch.linalg.vector_norm(rows, dim=1).square()), error_b)
 
     def instance(self) -> Dense:
         b, d = len(self.ids), self.grad.shape[2]
@@ -475,6 +479,30 @@ def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo
     norm_sq = outer.squared_norm() + rows.squared_norm() + 2 * torch.cat(cross_b)
     # The two uses may cancel; a sum of squares cannot be negative, and must not come out too small.
     return norm_sq.clamp(min=0) + GHOST_SLACK * torch.cat(reach_b).square()
+
+
+def rounding_error(terms: Sequence[Term], unit: float) -> torch.Tensor | float:
+    """(B,): by how much the length of a sum may differ that another backward pass forms, where each position's part is rounded anew.
+
+    ``unit`` is the relative rounding of one part. Where positions cancel, such a sum is longer than what was measured; on ordinary data
+    the error is far below the norm.
+    """
+    squared_b: torch.Tensor | float = 0.0
+    accumulates = unit <= ROUNDING  # what is rounded to less is still added up in fp32
+    for term in terms:
+        if isinstance(term, Stacked):
+            squared_b = squared_b + rounding_error(term.blocks, unit).square()
+        elif isinstance(term, Outer | Routed):
+            left_bt, right_bt = (torch.linalg.vector_norm(x, dim=2, dtype=torch.float32) for x in (term.left, term.right))
+            squared_b = squared_b + (left_bt * right_bt).square().sum(1) * ((term.left.shape[1] if accumulates else 1) * unit**2)
+        elif isinstance(term, Rows):
+            squared_b = squared_b + _flat_norm(term.grad.float()).square() * ((term.ids.shape[1] if accumulates else 1) * unit**2)
+    return squared_b**0.5
+
+
+def longer(norm_sq_b: torch.Tensor, by_b: torch.Tensor | float) -> torch.Tensor:
+    """The squared norm of what is longer by that much."""
+    return (norm_sq_b.sqrt() + by_b).square()
 
 
 def _flat_norm(x: torch.Tensor) -> torch.Tensor:

@@ -386,6 +386,10 @@ class TestMisuse:
         first.detach()
         PerExampleClipper(model, 1.0)
 
+    def test_batch_second_needs_the_check(self):
+        with pytest.raises(ValueError, match="batch_first=False needs the self-check"):
+            PerExampleClipper(nn.Linear(3, 1), 1.0, batch_first=False, self_check=False)
+
     def test_low_precision_parameters(self):
         with pytest.raises(ValueError, match=r"'weight' is torch.float16.*float32"):
             PerExampleClipper(nn.Linear(3, 1).half(), 1.0)
@@ -406,6 +410,37 @@ def test_bf16_autocast_respects_the_bound():
                 assert norms.dtype == torch.float32
                 assert norms[j] > 0.05
                 assert length([p.grad for p in trainable(model)]) <= 0.05 * (1 + 1e-5), mode
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("size", [1e2, 1e4])
+@pytest.mark.parametrize("kind", ["embedding", "linear", "bf16"])
+def test_parts_that_cancel(kind, size, mode):
+    """Positions pull in opposite directions: what is left of them is rounding, and still bounded."""
+    t, d = (64, 4) if kind == "bf16" else (512, 4)
+    model = nn.Embedding(3, d) if kind == "embedding" else nn.Linear(d, d, bias=False)
+    x = torch.ones(2, t, dtype=torch.long) if kind == "embedding" else torch.ones(2, t, d)
+    generator = torch.Generator().manual_seed(0)
+    pulls = size * torch.randn(2, t, d, generator=generator)
+    pulls -= pulls.mean(1, keepdim=True) - torch.randn(2, 1, d, generator=generator) * size**0.5 / t
+    for j in range(2):
+        with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "bf16"):
+                losses = (model(x).float() * pulls).sum((1, 2))
+            norms = clipper.backward(losses, F.one_hot(torch.tensor(j), 2).float())
+            assert norms[j] > 1
+            assert length([model.weight.grad]) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_second_derivatives_are_refused(mode):
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(3, 3, requires_grad=True)
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        out = model(x)
+        with pytest.raises(ValueError, match="create_graph"):
+            torch.autograd.grad(out.sum(), x, create_graph=True)
+        clipper.backward(model(x).squeeze(1))
 
 
 @pytest.mark.parametrize("tied", [False, True])

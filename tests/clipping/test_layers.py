@@ -200,10 +200,16 @@ def test_frames_that_are_the_layers_batch(layer):
     assert_exact_in_all_modes(Frames(layer), torch.randn(4, 6, channels, 4, 3), self_check=True)
 
 
+@pytest.mark.parametrize("frames", [3, 4])
 @pytest.mark.parametrize("layer", [nn.GroupNorm(2, 4), nn.PReLU(4)], ids=str)
-def test_frames_that_look_like_channels_are_refused(layer):
-    with PerExampleClipper(Frames(layer), 1.0) as clipper, pytest.raises(SelfCheckError, match="not exact"):
-        clipper.backward(weigh(clipper.model(torch.randn(3, 4, 4, 5))))
+def test_frames_are_never_taken_for_channels(layer, frames):
+    """Also where the check saw another number of frames: the parent answers."""
+    model = Frames(layer)
+    for mode in ALL_MODES:
+        with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+            for count in (frames, 4, 3):
+                assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": torch.randn(3, count, 4, 5)})
+            assert all(claim.rule is None for claim in clipper.claims)
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.InstanceNorm1d(4, affine=True)], ids=str)

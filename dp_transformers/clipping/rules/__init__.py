@@ -60,6 +60,7 @@ _RULES: dict[Callable, Rule] = {}
 _NORM_SAMPLERS: dict[Callable, NormSampler] = {}
 WHOLE_CALL: set[Callable | None] = set()
 INSIDE: set[Rule | None] = set()
+CHANNELS_SECOND: set[Rule | None] = set()  # rules of layers for which the second dimension is special, which flattened rows do not have
 _OPENINGS: dict[Callable, Opening] = {}
 DOES_NOT_SAVE_OUTPUT: set[Rule | None] = set()  # rules of torch's layers, whose backward reads their input only
 _RECOGNISERS: list[Callable[[nn.Module], Rule | None]] = []
@@ -83,6 +84,12 @@ def whole_call_rule(*module_classes: type[nn.Module]) -> Callable[[Callable], Ca
         return register_grad_sampler(*module_classes)(function)
 
     return register
+
+
+def channels_second(function: Rule) -> Rule:
+    """Declare that ``function`` needs each example by itself in the first dimension, channels in the second."""
+    CHANNELS_SECOND.add(function)
+    return function
 
 
 def inside_rule(module_class: type[nn.Module], *, opened: Opening) -> Callable[[Rule], Rule]:

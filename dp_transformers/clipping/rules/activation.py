@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from ..terms import Dense, Outer, Term
-from . import rule
-from .norm import channel_dim, sum_per_channel
+from . import channels_second, rule
+from .norm import sum_per_channel
 
 
+@channels_second
 @rule(nn.PReLU)
 def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     if not module.weight.requires_grad:
@@ -19,7 +20,7 @@ def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torc
     slope = activations[0].float().clamp(max=0).mul_(backprops)
     if module.num_parameters == 1:
         return {module.weight: Dense(slope.flatten(1).sum(1, keepdim=True) if slope.dim() > 1 else slope.unsqueeze(1))}
-    return {module.weight: Dense(sum_per_channel(slope, channel_dim(slope, module.num_parameters)))}
+    return {module.weight: Dense(sum_per_channel(slope))}
 
 
 @rule(nn.Bilinear)

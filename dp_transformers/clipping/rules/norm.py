@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..terms import Dense, Term
-from . import Rule, recogniser, require_batch, rule
+from . import Rule, channels_second, recogniser, require_batch, rule
 from .fallback import substituted
 
 
@@ -40,19 +40,14 @@ def rms_norm(module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops:
     return {module.weight: Dense(_sum_positions(normalised.mul_(backprops), len(module.normalized_shape)))}
 
 
-def channel_dim(x: torch.Tensor, channels: int) -> int:
-    """1, or 2 where the positions of an example were the layer's batch. (Where both fit, the self-check sees what is wrong.)"""
-    return 1 if x.shape[1] == channels else 2
-
-
-def sum_per_channel(x: torch.Tensor, channel_dim: int) -> torch.Tensor:
+def sum_per_channel(x: torch.Tensor, channel_dim: int = 1) -> torch.Tensor:
     """(B, C) from (B, ..., C, ...)."""
     summed = [dim for dim in range(1, x.dim()) if dim != channel_dim]
     return x.sum(summed, dtype=torch.float32) if summed else x.float()
 
 
 def _per_channel(
-    module: nn.Module, normalised: Callable[[], torch.Tensor], backprops: torch.Tensor, channel_dim: int
+    module: nn.Module, normalised: Callable[[], torch.Tensor], backprops: torch.Tensor, channel_dim: int = 1
 ) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     if module.weight is not None and module.weight.requires_grad:
@@ -62,14 +57,13 @@ def _per_channel(
     return terms
 
 
+@channels_second
 @rule(nn.GroupNorm)
 def group_norm(module: nn.GroupNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
-    dim = channel_dim(backprops, module.num_channels)
-
     def normalised() -> torch.Tensor:
-        return F.group_norm(activations[0].float().flatten(0, dim - 1), module.num_groups, eps=module.eps)
+        return F.group_norm(activations[0].float(), module.num_groups, eps=module.eps)
 
-    return _per_channel(module, normalised, backprops, dim)
+    return _per_channel(module, normalised, backprops)
 
 
 @rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
