@@ -430,7 +430,6 @@ class DPTrainer(Trainer):
     def _privatise_gradients(self) -> None:
         """p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size, and the step is on the ledger before that exists."""
         state, clipper = self._state, self._clipper
-
         if distributed.rank() == 0:  # where ranks hold shards, nothing comes of theirs without rank 0
             self._ledger.add_step(state.run_id, self.state.global_step + 1)
         self._count_steps(1)  # at once: an interrupt from here on leaves it on the ledger
