@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dp_transformers.noise import GaussianNoise
+from dp_transformers.noise import GaussianNoise, standard_normal
 
 
 def noise(shapes, std, **options):
@@ -24,6 +24,28 @@ def test_distribution(secure):
         assert 1e-4 < stats.chi2.cdf((x**2).sum(), n) < 1 - 1e-4
         assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < 4 / np.sqrt(n)
     assert abs(np.corrcoef(a.numpy(), b.flatten().numpy())[0, 1]) < 4 / np.sqrt(n)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_tails_and_pairs(secure):
+    """As many numbers far out as there should be; nothing left in common by the two that come from the same random bits."""
+    x = noise([(4_000_000,)], 1.0, secure=secure)[0]
+    for bound in (3.5, 4.0, 4.5):
+        expected = 2 * stats.norm.sf(bound) * len(x)
+        assert abs(int((x.abs() > bound).sum()) - expected) < 5 * expected**0.5
+    for chunk in x[:1_000_000].split(2**16):
+        a, b = chunk.tensor_split(2)
+        for f in (torch.Tensor.sign, torch.abs, torch.square):
+            pair = torch.stack([f(a[: len(b)]), f(b)])
+            assert abs(torch.corrcoef(pair)[0, 1]) < 5 / len(b) ** 0.5
+
+
+@pytest.mark.parametrize("word", [0, 1, -1, 2**63 - 1, -(2**63)])
+def test_any_random_bits_give_finite_numbers_and_the_longest_tail(word):
+    x = standard_normal(lambda count: torch.full((count,), word), 7)
+    assert x.isfinite().all() and len(x) == 7
+    if word in (0, 1):  # every bit counts
+        assert x.max() == pytest.approx((-2 * np.log((word + 0.5) * 2.0**-63)) ** 0.5)
 
 
 @pytest.mark.parametrize("secure", [False, True])
