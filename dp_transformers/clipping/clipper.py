@@ -30,7 +30,7 @@ from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
-from .precision import HALF, TRAINABLE, set_gradient, sum_dtype
+from .precision import FULL_PRECISION, HALF, TRAINABLE, set_gradient, sum_dtype
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
 from .shards import Shards
@@ -131,7 +131,7 @@ class _Pass:
         norm_sq_b = term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
         if self.keep:
             return norm_sq_b
-        return term_algebra.longer(norm_sq_b, term_algebra.rounding_error(terms, self.rounding))
+        return term_algebra.longer(norm_sq_b, term_algebra.rounding_error(terms, self.rounding, self.memo))
 
 
 class _Use:
@@ -154,11 +154,12 @@ class _Use:
         self.input_layouts, self.output_layouts = layouts[: len(self.inputs)], layouts[len(self.inputs) :]
         if claim.rule not in WHOLE_CALL:
             self.outputs = [self._with_batch(x, layout) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
-        device = self.outputs[0].device.type
-        self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         self.random_state = None
-        if claim.may_be_rerun and not same_state(claim.random_state, random_state(self.outputs[0].device)):
-            self.random_state = claim.random_state
+        if claim.may_be_rerun:
+            device = self.outputs[0].device
+            self.autocast = (device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
+            if not same_state(claim.random_state, random_state(device)):
+                self.random_state = claim.random_state
 
     def _with_batch(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
@@ -273,13 +274,13 @@ class _Use:
             )
         if not forward_pass.measure:
             return None
-        total_b = torch.zeros_like(forward_pass.probe)
-        with _exact_arithmetic(total_b.device):
+        device, total_b = forward_pass.probe.device, None
+        with _exact_arithmetic(device):
             for parameter, term in self._terms(saved, grads, input_gradients).items():
                 norm_sq_b = forward_pass.add(parameter, term)
                 if norm_sq_b is not None:
-                    total_b += norm_sq_b.to(total_b.device)
-        return total_b
+                    total_b = norm_sq_b.to(device) if total_b is None else total_b + norm_sq_b.to(device)
+        return torch.zeros_like(forward_pass.probe) if total_b is None else total_b
 
 
 def _product_settings(device: torch.device) -> tuple[Any, Any]:
@@ -291,7 +292,7 @@ def _product_settings(device: torch.device) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def _exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Norms and sums in full fp32, without TF32 or bf16 products, whatever the rest of the program uses."""
-    changed = [(setting, setting.fp32_precision) for setting in _product_settings(device) if setting.fp32_precision != "ieee"]
+    changed = [(s, before) for s in _product_settings(device) if (before := s.fp32_precision) not in FULL_PRECISION]
     for setting, _ in changed:
         setting.fp32_precision = "ieee"
     try:
@@ -653,7 +654,7 @@ class PerExampleClipper:
         if mode.keep:
             return self._sum_kept(forward_pass, norm_sq_b, weights_b)
         norms_b, coef_b, bad_b = self._coefficients(norm_sq_b, weights_b)
-        if self.shards.anywhere(bool(bad_b.any()), norms_b.device):
+        if self.shards.anywhere(bad_b is not None, norms_b.device):
             # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
             forward_pass.restart(measure=True, keep=True)
             self._measure(forward_pass, losses, retain_graph=False)
@@ -669,11 +670,16 @@ class PerExampleClipper:
                 torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
         return norms_b
 
-    def _coefficients(self, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
-        """(B,) each: the norms, what each example's gradient is multiplied with, and which examples are not finite."""
+    def _coefficients(
+        self, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(B,) each: the norms, what each example's gradient is multiplied with, and which examples are not finite (None: none)."""
         norms_b = norm_sq_b.sqrt() * scale
+        coef_b = weights_b * (self.max_grad_norm / norms_b).clamp(max=1.0)
         bad_b = ~torch.isfinite(norms_b)
-        return norms_b, torch.where(bad_b, 0.0, weights_b * (self.max_grad_norm / norms_b).clamp(max=1.0)), bad_b
+        if not bool(bad_b.any()):
+            return norms_b, coef_b, None
+        return norms_b, coef_b.masked_fill(bad_b, 0.0), bad_b
 
     def _sum_kept(self, forward_pass: _Pass, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Clip and add up what was kept, which is each example's gradient divided by ``scale``; (B,) the norms."""
@@ -682,7 +688,6 @@ class PerExampleClipper:
             for p, terms in forward_pass.kept.items():
                 gradients = terms[0].grad.view(len(norms_b), *p.shape)
                 p.grad_sample = gradients if scale == 1 else gradients * scale
-        bad_b = bad_b if bool(bad_b.any()) else None
         self._add_kept(forward_pass, coef_b * scale, bad_b, reduce_now=self.reduce_now or not self.shards)
         return norms_b
 
@@ -756,7 +761,7 @@ class PerExampleClipper:
     def _second_pass_slack(self, forward_pass: _Pass, losses: torch.Tensor) -> float:
         matmul, conv = (setting.fp32_precision for setting in _product_settings(losses.device))
         used = {matmul, conv} if self.convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
-        precise = {torch.backends.fp32_precision if setting == "none" else setting for setting in used} <= {"ieee", "none"}
+        precise = used <= FULL_PRECISION
         seen = (losses.dtype, forward_pass.low_precision, self.low_precision)
         return max(0.0 if precise else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in seen))
 

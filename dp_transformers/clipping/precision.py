@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 HALF = (torch.bfloat16, torch.float16)
+FULL_PRECISION = {"ieee", "none"}  # names of torch's settings for float32 products
 TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
 
 

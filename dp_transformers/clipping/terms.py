@@ -63,13 +63,19 @@ class Memo:
         self._last: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get(self, kind: str, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        result = self.known(kind, x)
+        if result is None:
+            result = compute(x)
+            self._last[kind] = (x, result)
+        return result
+
+    def known(self, kind: str, x: torch.Tensor) -> torch.Tensor | None:
+        """The last result, if it came from ``x``."""
         seen = self._last.get(kind)
         # holding the tensor keeps its memory from being given to another, so an equal address means the same content
         if seen is not None and seen[0].data_ptr() == x.data_ptr() and seen[0].shape == x.shape and seen[0].stride() == x.stride():
             return seen[1]
-        result = compute(x)
-        self._last[kind] = (x, result)
-        return result
+        return None
 
 
 @dataclass
@@ -481,7 +487,7 @@ def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo
     return norm_sq.clamp(min=0) + GHOST_SLACK * torch.cat(reach_b).square()
 
 
-def rounding_error(terms: Sequence[Term], unit: float) -> torch.Tensor | float:
+def rounding_error(terms: Sequence[Term], unit: float, memo: Memo | None = None) -> torch.Tensor | float:
     """(B,): by how much the length of a sum may differ that another backward pass forms, where each position's part is rounded anew.
 
     ``unit`` is the relative rounding of one part. Where positions cancel, such a sum is longer than what was measured; on ordinary data
@@ -491,13 +497,21 @@ def rounding_error(terms: Sequence[Term], unit: float) -> torch.Tensor | float:
     accumulates = unit <= ROUNDING  # what is rounded to less is still added up in fp32
     for term in terms:
         if isinstance(term, Stacked):
-            squared_b = squared_b + rounding_error(term.blocks, unit).square()
+            squared_b = squared_b + rounding_error(term.blocks, unit, memo).square()
         elif isinstance(term, Outer | Routed):
-            left_bt, right_bt = (torch.linalg.vector_norm(x, dim=2, dtype=torch.float32) for x in (term.left, term.right))
-            squared_b = squared_b + (left_bt * right_bt).square().sum(1) * ((term.left.shape[1] if accumulates else 1) * unit**2)
+            left_bt, right_bt = _squared_lengths(term.left, "left gram", memo), _squared_lengths(term.right, "right gram", memo)
+            squared_b = squared_b + (left_bt * right_bt).sum(1) * ((term.left.shape[1] if accumulates else 1) * unit**2)
         elif isinstance(term, Rows):
             squared_b = squared_b + _flat_norm(term.grad.float()).square() * ((term.ids.shape[1] if accumulates else 1) * unit**2)
     return squared_b**0.5
+
+
+def _squared_lengths(x_btd: torch.Tensor, gram: str, memo: Memo | None) -> torch.Tensor:
+    """(B, T): of every position, read off the inner products where a norm has just computed them."""
+    products_bts = None if memo is None else memo.known(gram, x_btd)
+    if products_bts is not None:
+        return products_bts.diagonal(dim1=1, dim2=2)
+    return torch.linalg.vector_norm(x_btd, dim=2, dtype=torch.float32).square()
 
 
 def longer(norm_sq_b: torch.Tensor, by_b: torch.Tensor | float) -> torch.Tensor:
