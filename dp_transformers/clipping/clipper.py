@@ -34,7 +34,7 @@ from .precision import FULL_PRECISION, HALF, TRAINABLE, set_gradient, sum_dtype
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
 from .shards import Shards
-from .terms import Norm, Term
+from .terms import Dense, Norm, Term
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class _Pass:
                 "backward reached a use of a parameter that the forward pass did not announce: the forward pass was re-run by "
                 "something else than torch's activation checkpointing."
             )
-        self.open[parameter].append(term)
+        self.open[parameter].append(term.instance() if self.keep and isinstance(term, Dense) else term)
         return self.close(parameter) if len(self.open[parameter]) >= self.uses[parameter] else None
 
     def close(self, parameter: nn.Parameter) -> torch.Tensor:

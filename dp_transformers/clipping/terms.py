@@ -80,9 +80,10 @@ class Memo:
 
 @dataclass
 class Dense:
-    """The per-example gradient itself, ``(B, *p.shape)``."""
+    """The per-example gradient itself, ``(B, *p.shape)``, and where it was summed, the ``parts`` (B, ...) it is the sum of."""
 
     grad: torch.Tensor
+    parts: tuple[torch.Tensor, ...] = ()
 
     prefers_instance = False
 
@@ -93,7 +94,7 @@ class Dense:
         return torch.linalg.vector_norm(flat, dim=1).square()
 
     def instance(self) -> Dense:
-        return self
+        return Dense(self.grad) if self.parts else self
 
     def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
         flat = self.grad.flatten(1).float()
@@ -335,9 +336,13 @@ class Convolved:
         assert self.image.shape[:2] == self.grad.shape[:2] and self.image.dim() == self.grad.dim() == len(self.how.shape) + 1
 
     @property
+    def num_positions(self) -> int:
+        return self.grad.shape[1] * self.grad.shape[3:].numel()
+
+    @property
     def _sizes(self) -> tuple[int, int, int]:
         """t positions, p rows and d columns, of one group."""
-        return self.grad.shape[1] * self.grad.shape[3:].numel(), self.how.shape[0] // self.how.groups, self.how.shape[1:].numel()
+        return self.num_positions, self.how.shape[0] // self.how.groups, self.how.shape[1:].numel()
 
     @property
     def prefers_instance(self) -> bool:
@@ -362,6 +367,13 @@ class Convolved:
         patches = patches.permute(0, 2, 3, *kernel, 1, *positions).reshape(b * groups, d, t)
         grad = self.grad.float().unflatten(2, (groups, p)).movedim(1, 3).reshape(b * groups, p, t)
         return _gram_product(_gram(grad.mT), _gram(patches.mT)).view(b, groups).sum(1)
+
+    def squared_lengths(self) -> torch.Tensor:
+        """(B,): the sum over positions of the squared norms of their outer products."""
+        groups, dims = self.how.groups, len(self.how.stride)
+        image, grad = (x.float().square().unflatten(2, (groups, -1)).sum(3) for x in (self.image, self.grad))
+        patches = self.how.patches(image).flatten(3 + dims).sum(-1)
+        return (patches * grad).flatten(1).sum(1)
 
     def instance(self) -> Dense:
         b = len(self.grad)
@@ -393,6 +405,11 @@ def _gram_product(left_bts: torch.Tensor, right_bts: torch.Tensor) -> torch.Tens
     """(B,): sum_{t,s} left[t, s]·right[t, s], the ghost norm, with its slack."""
     largest_b = left_bts.diagonal(dim1=1, dim2=2).sum(1) * right_bts.diagonal(dim1=1, dim2=2).sum(1)
     return (left_bts * right_bts).sum((1, 2)).add_(largest_b, alpha=GHOST_SLACK)
+
+
+def summed(x: torch.Tensor, dims: Sequence[int]) -> Dense:
+    """``x`` (B, ...) summed over ``dims`` in float32: the gradient of what is added, or scales one by one."""
+    return Dense(x.sum(tuple(dims), dtype=torch.float32), (x,)) if dims else Dense(x.float())
 
 
 def _sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -455,7 +472,8 @@ def merge(terms: Sequence[Term]) -> list[Term]:
             dense += [t.instance() for t in convolved]
     if dense:
         grads = [t.grad.view_as(dense[0].grad) for t in dense]  # an instance may be flat, as (b, p, d)
-        merged.append(Dense(torch.stack(grads).sum(0)) if len(dense) > 1 else dense[0])
+        parts = tuple(x for t in dense for x in t.parts)
+        merged.append(Dense(torch.stack(grads).sum(0), parts) if len(dense) > 1 else dense[0])
     return merged
 
 
@@ -499,19 +517,26 @@ def rounding_error(terms: Sequence[Term], unit: float, memo: Memo | None = None)
         if isinstance(term, Stacked):
             squared_b = squared_b + rounding_error(term.blocks, unit, memo).square()
         elif isinstance(term, Outer | Routed):
-            left_bt, right_bt = _squared_lengths(term.left, "left gram", memo), _squared_lengths(term.right, "right gram", memo)
-            squared_b = squared_b + (left_bt * right_bt).sum(1) * ((term.left.shape[1] if accumulates else 1) * unit**2)
+            products_b = (_squared_lengths(term.left, memo) * _squared_lengths(term.right, memo)).sum(1)
+            squared_b = squared_b + products_b * ((term.left.shape[1] if accumulates else 1) * unit**2)
+        elif isinstance(term, Convolved):
+            squared_b = squared_b + term.squared_lengths() * ((term.num_positions if accumulates else 1) * unit**2)
+        elif isinstance(term, Dense) and term.parts and len(term.grad):
+            count = sum(x.numel() for x in term.parts) // term.grad.numel()
+            lengths_b = sum(_squared_lengths(x, memo).flatten(1).sum(1) for x in term.parts)
+            squared_b = squared_b + lengths_b * ((count if accumulates else 1) * unit**2)
         elif isinstance(term, Rows):
             squared_b = squared_b + _flat_norm(term.grad.float()).square() * ((term.ids.shape[1] if accumulates else 1) * unit**2)
     return squared_b**0.5
 
 
-def _squared_lengths(x_btd: torch.Tensor, gram: str, memo: Memo | None) -> torch.Tensor:
-    """(B, T): of every position, read off the inner products where a norm has just computed them."""
-    products_bts = None if memo is None else memo.known(gram, x_btd)
-    if products_bts is not None:
-        return products_bts.diagonal(dim1=1, dim2=2)
-    return torch.linalg.vector_norm(x_btd, dim=2, dtype=torch.float32).square()
+def _squared_lengths(x_btd: torch.Tensor, memo: Memo | None) -> torch.Tensor:
+    """(B, T, ...): of the vectors in the last dimension, read off the inner products where a norm has just computed them."""
+    for gram in ("left gram", "right gram") if memo is not None else ():
+        products_bts = memo.known(gram, x_btd)
+        if products_bts is not None:
+            return products_bts.diagonal(dim1=1, dim2=2)
+    return torch.linalg.vector_norm(x_btd, dim=-1, dtype=torch.float32).square()
 
 
 def longer(norm_sq_b: torch.Tensor, by_b: torch.Tensor | float) -> torch.Tensor:

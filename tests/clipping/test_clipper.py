@@ -414,23 +414,45 @@ def test_bf16_autocast_respects_the_bound():
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("size", [1e2, 1e4])
-@pytest.mark.parametrize("kind", ["embedding", "linear", "bf16"])
-def test_parts_that_cancel(kind, size, mode):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["embedding", "linear", "bias", "layer norm", "convolution", "attention"])
+def test_parts_that_cancel(kind, dtype, size, mode):
     """Positions pull in opposite directions: what is left of them is rounding, and still bounded."""
-    t, d = (64, 4) if kind == "bf16" else (512, 4)
-    model = nn.Embedding(3, d) if kind == "embedding" else nn.Linear(d, d, bias=False)
-    x = torch.ones(2, t, dtype=torch.long) if kind == "embedding" else torch.ones(2, t, d)
+    t, d = (512 if dtype == torch.float32 else 64), 4
     generator = torch.Generator().manual_seed(0)
     pulls = size * torch.randn(2, t, d, generator=generator)
     pulls -= pulls.mean(1, keepdim=True) - torch.randn(2, 1, d, generator=generator) * size**0.5 / t
+    x = torch.ones(2, t, d)
+    if kind == "embedding":
+        model, x = nn.Embedding(3, d), torch.ones(2, t, dtype=torch.long)
+    elif kind == "layer norm":
+        model, x = nn.LayerNorm(d), torch.randn(2, 1, d, generator=generator).expand(2, t, d)
+    elif kind == "convolution":
+        model, x, pulls = nn.Conv1d(d, d, 3, padding=1), x.mT, pulls.mT
+    elif kind == "attention":
+        model = Attention(d)
+    else:
+        model = nn.Linear(d, d, bias=kind == "bias")
+        model.weight.requires_grad_(kind == "linear")
     for j in range(2):
         with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
             model.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "bf16"):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype != torch.float32):
                 losses = (model(x).float() * pulls).sum((1, 2))
             norms = clipper.backward(losses, F.one_hot(torch.tensor(j), 2).float())
             assert norms[j] > 1
-            assert length([model.weight.grad]) <= 1 + 1e-5
+            assert length([p.grad for p in trainable(model)]) <= 1 + 1e-5
+
+
+class Attention(nn.Module):
+    """To itself, each position to all."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(d, 1, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..terms import Dense, Outer, Term
+from ..terms import Outer, Term, summed
 from . import channels_second, rule
 from .norm import sum_per_channel
 
@@ -19,8 +19,9 @@ def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torc
         return {}
     slope = activations[0].float().clamp(max=0).mul_(backprops)
     if module.num_parameters == 1:
-        return {module.weight: Dense(slope.flatten(1).sum(1, keepdim=True) if slope.dim() > 1 else slope.unsqueeze(1))}
-    return {module.weight: Dense(sum_per_channel(slope))}
+        slope = slope.unsqueeze(1)
+        return {module.weight: summed(slope, range(2, slope.dim()))}
+    return {module.weight: sum_per_channel(slope)}
 
 
 @rule(nn.Bilinear)
@@ -31,5 +32,5 @@ def bilinear(module: nn.Bilinear, activations: Sequence[torch.Tensor], backprops
         products_btd = (first.float().unsqueeze(3) * second.float().unsqueeze(2)).flatten(2)
         terms[module.weight] = Outer(grad_btp, products_btd)
     if module.bias is not None and module.bias.requires_grad:
-        terms[module.bias] = Dense(grad_btp.sum(1, dtype=torch.float32))
+        terms[module.bias] = summed(grad_btp, (1,))
     return terms

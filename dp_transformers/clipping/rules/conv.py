@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..terms import Convolution, Convolved, Dense, Outer, Term
+from ..terms import Convolution, Convolved, Outer, Term
 from . import DOES_NOT_SAVE_OUTPUT, Rule, recogniser, require_batch
+from .norm import sum_per_channel
 
 
 def convolution(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
@@ -20,8 +21,7 @@ def convolution(module: nn.Module, activations: Sequence[torch.Tensor], backprop
         image, how = _padded(module, _images(activations[0], dims))
         terms[module.weight] = _weight_term(image, _images(backprops, dims), how)
     if module.bias is not None and module.bias.requires_grad:
-        summed = [dim for dim in range(1, backprops.dim()) if dim != backprops.dim() - dims - 1]
-        terms[module.bias] = Dense(backprops.sum(summed, dtype=torch.float32))
+        terms[module.bias] = sum_per_channel(backprops, backprops.dim() - dims - 1)
     return terms
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..terms import Dense, Outer, Term
+from ..terms import Outer, Term, summed
 from . import Rule, recogniser, rule
 
 
@@ -22,7 +22,7 @@ def _affine(module: nn.Module, a_btd: torch.Tensor, g_btp: torch.Tensor, transpo
     if module.weight.requires_grad:
         terms[module.weight] = Outer(a_btd, g_btp) if transposed else Outer(g_btp, a_btd)
     if module.bias is not None and module.bias.requires_grad:
-        terms[module.bias] = Dense(g_btp.sum(1, dtype=torch.float32))
+        terms[module.bias] = summed(g_btp, (1,))
     return terms
 
 

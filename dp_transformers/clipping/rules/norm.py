@@ -9,15 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..terms import Dense, Term
+from ..terms import Dense, Term, summed
 from . import Rule, channels_second, recogniser, require_batch, rule
 from .fallback import substituted
 
 
-def _sum_positions(x: torch.Tensor, keep_dims: int) -> torch.Tensor:
+def _sum_positions(x: torch.Tensor, keep_dims: int) -> Dense:
     """(B, *middle, *shape) to (B, *shape) with ``keep_dims`` = len(shape)."""
-    middle = tuple(range(1, x.dim() - keep_dims))
-    return x.sum(middle, dtype=torch.float32) if middle else x.float()
+    return summed(x, range(1, x.dim() - keep_dims))
 
 
 @rule(nn.LayerNorm)
@@ -26,9 +25,9 @@ def layer_norm(module: nn.LayerNorm, activations: Sequence[torch.Tensor], backpr
     dims = len(module.normalized_shape)
     if module.weight is not None and module.weight.requires_grad:
         normalised = F.layer_norm(activations[0].to(backprops.dtype), module.normalized_shape, eps=module.eps)
-        terms[module.weight] = Dense(_sum_positions(normalised.mul_(backprops), dims))
+        terms[module.weight] = _sum_positions(normalised.mul_(backprops), dims)
     if module.bias is not None and module.bias.requires_grad:
-        terms[module.bias] = Dense(_sum_positions(backprops, dims))
+        terms[module.bias] = _sum_positions(backprops, dims)
     return terms
 
 
@@ -37,13 +36,12 @@ def rms_norm(module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops:
     if module.weight is None or not module.weight.requires_grad:
         return {}
     normalised = F.rms_norm(activations[0].to(backprops.dtype), module.normalized_shape, eps=module.eps)
-    return {module.weight: Dense(_sum_positions(normalised.mul_(backprops), len(module.normalized_shape)))}
+    return {module.weight: _sum_positions(normalised.mul_(backprops), len(module.normalized_shape))}
 
 
-def sum_per_channel(x: torch.Tensor, channel_dim: int = 1) -> torch.Tensor:
+def sum_per_channel(x: torch.Tensor, channel_dim: int = 1) -> Dense:
     """(B, C) from (B, ..., C, ...)."""
-    summed = [dim for dim in range(1, x.dim()) if dim != channel_dim]
-    return x.sum(summed, dtype=torch.float32) if summed else x.float()
+    return summed(x, [dim for dim in range(1, x.dim()) if dim != channel_dim])
 
 
 def _per_channel(
@@ -51,9 +49,9 @@ def _per_channel(
 ) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     if module.weight is not None and module.weight.requires_grad:
-        terms[module.weight] = Dense(sum_per_channel(normalised().view_as(backprops).mul_(backprops), channel_dim))
+        terms[module.weight] = sum_per_channel(normalised().view_as(backprops).mul_(backprops), channel_dim)
     if module.bias is not None and module.bias.requires_grad:
-        terms[module.bias] = Dense(sum_per_channel(backprops, channel_dim))
+        terms[module.bias] = sum_per_channel(backprops, channel_dim)
     return terms
 
 
@@ -82,7 +80,7 @@ def instance_norm(module: nn.Module, activations: Sequence[torch.Tensor], backpr
 
 def _weight_only_rms_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     normalised = F.rms_norm(activations[0].float(), module.weight.shape, eps=_eps(module))
-    return {module.weight: Dense(_sum_positions(normalised.mul_(backprops), 1))}
+    return {module.weight: _sum_positions(normalised.mul_(backprops), 1)}
 
 
 def _eps(module: nn.Module) -> float:

@@ -22,7 +22,7 @@ from torch import _VF, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..precision import HALF
-from ..terms import Dense, Outer, Term, merge
+from ..terms import Outer, Term, merge, summed
 from . import ModuleCall, whole_call_rule
 from .fallback import UnsupportedModuleError, replayed, ways_out
 
@@ -285,7 +285,7 @@ def _add_terms(terms: dict[nn.Parameter, Term], parameters: Weights, direction: 
         elif role == "projection":
             term = _outer(rows.by_example(direction.d_output), rows.by_example(direction.hidden))
         else:
-            term = Dense((dz_ih if role == "bias_ih" else dz_hh).sum(1))
+            term = summed(dz_ih if role == "bias_ih" else dz_hh, (1,))
         terms[p] = merge([terms[p], term])[0] if p in terms else term  # layers that share a parameter
 
 
