@@ -5,7 +5,7 @@
 
 The peak of a whole step (model, gradients and activations; not the inputs) is measured at two batch sizes. Where activations dominate it
 grows linearly, so the two give the bytes per example and the largest batch within --budget-gb. On the CPU every allocation of torch is followed through the
-profiler, which is exact and needs no quiet machine; numpy's memory, in which the noise of one parameter at a time is drawn, is not seen.
+profiler, which is exact and needs no quiet machine.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
-from .precision import FULL_PRECISION, HALF, TRAINABLE, set_gradient, sum_dtype
+from .precision import FULL_PRECISION, HALF, SPLIT_ROUNDING, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
 from .shards import Shards
@@ -129,9 +129,10 @@ class _Pass:
             terms = term_algebra.merge([t.instance() if self.instantiate or t.prefers_instance else t for t in terms])
         self.kept[parameter] = terms if self.keep else []
         norm_sq_b = term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
-        if self.keep:
-            return norm_sq_b
-        return term_algebra.longer(norm_sq_b, term_algebra.rounding_error(terms, self.rounding, self.memo))
+        unit = self.rounding
+        if self.keep:  # the sum is of these very terms; only factors in bf16 are rounded, when they are multiplied with a coefficient
+            terms, unit = [t for t in terms if t.is_bf16], SPLIT_ROUNDING
+        return term_algebra.longer(norm_sq_b, term_algebra.rounding_error(terms, unit, self.memo)) if terms else norm_sq_b
 
 
 class _Use:
@@ -275,32 +276,12 @@ class _Use:
         if not forward_pass.measure:
             return None
         device, total_b = forward_pass.probe.device, None
-        with _exact_arithmetic(device):
+        with exact_arithmetic(device):
             for parameter, term in self._terms(saved, grads, input_gradients).items():
                 norm_sq_b = forward_pass.add(parameter, term)
                 if norm_sq_b is not None:
                     total_b = norm_sq_b.to(device) if total_b is None else total_b + norm_sq_b.to(device)
         return torch.zeros_like(forward_pass.probe) if total_b is None else total_b
-
-
-def _product_settings(device: torch.device) -> tuple[Any, Any]:
-    """Where torch keeps the precision of fp32 matrix products, and of convolutions."""
-    backends = torch.backends
-    return (backends.cuda.matmul, backends.cudnn.conv) if device.type == "cuda" else (backends.mkldnn.matmul, backends.mkldnn.conv)
-
-
-@contextlib.contextmanager
-def _exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Norms and sums in full fp32, without TF32 or bf16 products, whatever the rest of the program uses."""
-    changed = [(s, before) for s in _product_settings(device) if (before := s.fp32_precision) not in FULL_PRECISION]
-    for setting, _ in changed:
-        setting.fp32_precision = "ieee"
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for setting, before in changed:
-            setting.fp32_precision = before
 
 
 class PerExampleClipper:
@@ -709,7 +690,7 @@ class PerExampleClipper:
 
     def _close_open(self, forward_pass: _Pass, norm_sq_b: torch.Tensor) -> torch.Tensor:
         """``norm_sq_b`` and the squared norms of parameters with announced uses that the losses do not depend on."""
-        with _exact_arithmetic(norm_sq_b.device):
+        with exact_arithmetic(norm_sq_b.device):
             for parameter in list(forward_pass.open):
                 norm_sq_b = norm_sq_b + forward_pass.close(parameter).to(norm_sq_b.device)
         return norm_sq_b
@@ -729,7 +710,7 @@ class PerExampleClipper:
 
     def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None, *, reduce_now: bool = True) -> None:
         memo = term_algebra.Memo()
-        with _exact_arithmetic(coef_b.device):
+        with exact_arithmetic(coef_b.device):
             # under FSDP2 every process takes part in every sum, in one order, whatever its examples used
             for parameter in self.parameters if self.shards else list(forward_pass.kept)[::-1]:
                 total = self._unreduced.pop(parameter, None)
@@ -759,7 +740,7 @@ class PerExampleClipper:
         return total
 
     def _second_pass_slack(self, forward_pass: _Pass, losses: torch.Tensor) -> float:
-        matmul, conv = (setting.fp32_precision for setting in _product_settings(losses.device))
+        matmul, conv = (setting.fp32_precision for setting in product_settings(losses.device))
         used = {matmul, conv} if self.convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
         precise = used <= FULL_PRECISION
         seen = (losses.dtype, forward_pass.low_precision, self.low_precision)

@@ -1,13 +1,70 @@
-"""What gradients are added up in."""
+"""In which precision gradients are multiplied and added up."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 HALF = (torch.bfloat16, torch.float16)
+SPLIT_ROUNDING = 2.0**-17  # of split(), relative
 FULL_PRECISION = {"ieee", "none"}  # names of torch's settings for float32 products
 TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def product_settings(device: torch.device) -> tuple[Any, Any]:
+    """Where torch keeps the precision of fp32 matrix products, and of convolutions."""
+    backends = torch.backends
+    return (backends.cuda.matmul, backends.cudnn.conv) if device.type == "cuda" else (backends.mkldnn.matmul, backends.mkldnn.conv)
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """Norms and sums in full fp32, without TF32 or bf16 products, whatever the rest of the program uses."""
+    changed = [(s, before) for s in product_settings(device) if (before := s.fp32_precision) not in FULL_PRECISION]
+    for setting, _ in changed:
+        setting.fp32_precision = "ieee"
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for setting, before in changed:
+            setting.fp32_precision = before
+
+
+def is_bf16(*factors: torch.Tensor) -> bool:
+    """Whether these were multiplied in bf16: autocast rounded them all if one is."""
+    return any(x.dtype == torch.bfloat16 for x in factors)
+
+
+def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+    """The product of two matrices or batches of them, in float32.
+
+    ``bf16``: of the factors rounded to bf16, which hardware that can multiply these does several times as fast, and as exactly: no
+    product of two such numbers is rounded, and sums are in float32.
+    """
+    multiply = torch.mm if left.dim() == 2 else torch.bmm
+    if bf16:
+        left, right = left.bfloat16(), right.bfloat16()
+        if left.is_cuda and torch.version.hip is None:
+            return multiply(left, right, out_dtype=torch.float32)
+    left, right = left.float(), right.float()
+    if not bf16 or left.device.type != "cpu":
+        return multiply(left, right)
+    setting = torch.backends.mkldnn.matmul
+    before, setting.fp32_precision = setting.fp32_precision, "bf16"
+    try:
+        return multiply(left, right)
+    finally:
+        setting.fp32_precision = before
+
+
+def split(x: torch.Tensor, *, bf16: bool) -> tuple[torch.Tensor, ...]:
+    """Float32 numbers as a sum of what :func:`product` takes: themselves, or two of bf16, of which rounding leaves out 2⁻¹⁷."""
+    return (x, x - x.bfloat16().float()) if bf16 else (x,)
 
 
 def sum_dtype(p: nn.Parameter) -> torch.dtype:

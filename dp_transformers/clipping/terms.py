@@ -28,12 +28,18 @@ is cheaper is by floating-point operations: T²(d+p) against T·d·p.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+
+from .precision import is_bf16, product, split
+
+T = TypeVar("T")
 
 # A ghost norm is a difference of large numbers. Adding this fraction of the largest value it could have had keeps it from
 # coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary data.
@@ -60,17 +66,17 @@ class Memo:
     """The last result of each kind and the tensor it came from: layers that share their input (query, key, value) share work."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._last: dict[str, tuple[torch.Tensor, Any]] = {}
 
-    def get(self, kind: str, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def get(self, kind: str, x: torch.Tensor, compute: Callable[[torch.Tensor], T]) -> T:
         result = self.known(kind, x)
         if result is None:
             result = compute(x)
             self._last[kind] = (x, result)
         return result
 
-    def known(self, kind: str, x: torch.Tensor) -> torch.Tensor | None:
-        """The last result, if it came from ``x``."""
+    def known(self, kind: str, x: torch.Tensor) -> Any:
+        """The last result, if it came from ``x``; else None."""
         seen = self._last.get(kind)
         # holding the tensor keeps its memory from being given to another, so an equal address means the same content
         if seen is not None and seen[0].data_ptr() == x.data_ptr() and seen[0].shape == x.shape and seen[0].stride() == x.stride():
@@ -85,7 +91,7 @@ class Dense:
     grad: torch.Tensor
     parts: tuple[torch.Tensor, ...] = ()
 
-    prefers_instance = False
+    prefers_instance = is_bf16 = False
 
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         flat = self.grad.flatten(1)
@@ -110,6 +116,8 @@ class Norm:
 
     norm_b: torch.Tensor
 
+    is_bf16 = False
+
     def __post_init__(self) -> None:
         if self.norm_b.dim() != 1:
             raise ValueError(f"a norm sampler gives one norm for each example, (B,); got a tensor of shape {tuple(self.norm_b.shape)}.")
@@ -129,39 +137,47 @@ class Outer:
         assert self.left.dim() == self.right.dim() == 3 and self.left.shape[:2] == self.right.shape[:2]
 
     @property
+    def is_bf16(self) -> bool:
+        return is_bf16(self.left, self.right)
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16() if self.is_bf16 else x
+
+    @property
     def prefers_instance(self) -> bool:
         t, p, d = *self.left.shape[1:], self.right.shape[2]
         return t * (p + d) >= p * d
 
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         (b, t, p), d = self.left.shape, self.right.shape[2]
+        gram = partial(_gram, bf16=self.is_bf16)
         if t == 1 and not instantiate:
-            return Dense(self.left).squared_norm() * Dense(self.right).squared_norm()
+            return Dense(self._rounded(self.left)).squared_norm() * Dense(self._rounded(self.right)).squared_norm()
         by_instance = instantiate or self.prefers_instance
         if not by_instance and memo is not None and 4 * b * t * t <= SCRATCH_BYTES:
-            return _gram_product(memo.get("left gram", self.left, _gram), memo.get("right gram", self.right, _gram))
+            return _gram_product(memo.get("left gram", self.left, gram), memo.get("right gram", self.right, gram))
         norm_sq_b = []
         for rows in _chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
-            left, right = self.left[rows].float(), self.right[rows].float()
+            left, right = self.left[rows], self.right[rows]
             if by_instance:
-                norm_sq_b.append(Dense(torch.bmm(left.mT, right)).squared_norm())
+                norm_sq_b.append(Outer(left, right).instance().squared_norm())
             else:
-                norm_sq_b.append(_gram_product(_gram(left), _gram(right)))
+                norm_sq_b.append(_gram_product(gram(left), gram(right)))
         return torch.cat(norm_sq_b)
 
     def instance(self) -> Dense:
-        return Dense(torch.bmm(self.left.float().mT, self.right.float()))
+        return Dense(product(self.left.mT, self.right, bf16=self.is_bf16))
 
     def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
-        def scale(x: torch.Tensor) -> torch.Tensor:
-            return x.float() * coef_b[:, None, None]
+        def scaled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return split(self._rounded(x).float() * coef_b[:, None, None], bf16=self.is_bf16)
 
         left, right, memo = self.left, self.right, memo or Memo()
         if left.shape[2] < right.shape[2]:
-            left, right = memo.get("scaled left", left, scale), right.float()
+            pairs = [(part, right) for part in memo.get("scaled left", left, scaled)]
         else:
-            left, right = left.float(), memo.get("scaled right", right, scale)
-        return torch.mm(left.flatten(0, 1).t(), right.flatten(0, 1))
+            pairs = [(left, part) for part in memo.get("scaled right", right, scaled)]
+        return sum_of(product(x.flatten(0, 1).t(), y.flatten(0, 1), bf16=self.is_bf16) for x, y in pairs)
 
     def clean(self, bad_b: torch.Tensor) -> Outer:
         return Outer(_clean_rows(self.left, bad_b), _clean_rows(self.right, bad_b))
@@ -172,6 +188,10 @@ class Stacked:
     """A weight whose rows come in blocks, each with an input of its own: queries, keys and values projected by one parameter."""
 
     blocks: Sequence[Outer]
+
+    @property
+    def is_bf16(self) -> bool:
+        return any(block.is_bf16 for block in self.blocks)
 
     @property
     def prefers_instance(self) -> bool:
@@ -198,7 +218,7 @@ class Rows:
     grad: torch.Tensor
     num_rows: int
 
-    prefers_instance = False
+    prefers_instance = is_bf16 = False
 
     def __post_init__(self) -> None:
         assert self.ids.dim() == 2 and self.grad.dim() == 3 and self.ids.shape == self.grad.shape[:2]
@@ -256,6 +276,10 @@ class Routed:
         assert self.ids.shape == self.left.shape[:2] == self.right.shape[:2]
 
     @property
+    def is_bf16(self) -> bool:
+        return is_bf16(self.left, self.right)
+
+    @property
     def prefers_instance(self) -> bool:
         s, p, d = *self.left.shape[1:], self.right.shape[2]
         return s * (p + d) >= self.num_experts * p * d
@@ -285,15 +309,16 @@ class Routed:
     def instance(self) -> Dense:
         b, p, d = len(self.ids), self.left.shape[2], self.right.shape[2]
         offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_experts
-        return Dense(_sum_by_id(self.ids + offset_b, self.left, self.right, b * self.num_experts).view(b, self.num_experts, p, d))
+        by_id = _sum_by_id(self.ids + offset_b, self.left, self.right, b * self.num_experts, bf16=self.is_bf16)
+        return Dense(by_id.view(b, self.num_experts, p, d))
 
     def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
-        left, right = self.left.float(), self.right.float()
-        if left.shape[2] < right.shape[2]:
-            left = left * coef_b[:, None, None]
-        else:
-            right = right * coef_b[:, None, None]
-        return _sum_by_id(self.ids, left, right, self.num_experts)
+        bf16 = self.is_bf16
+        left, right = (x.bfloat16() if bf16 else x for x in (self.left, self.right))
+        smaller = left if left.shape[2] < right.shape[2] else right
+        parts = split(smaller.float() * coef_b[:, None, None], bf16=bf16)
+        pairs = [(part, right) if smaller is left else (left, part) for part in parts]
+        return sum_of(_sum_by_id(self.ids, x, y, self.num_experts, bf16=bf16) for x, y in pairs)
 
     def clean(self, bad_b: torch.Tensor) -> Routed:
         return Routed(self.ids, _clean_rows(self.left, bad_b), _clean_rows(self.right, bad_b), self.num_experts)
@@ -331,6 +356,8 @@ class Convolved:
     image: torch.Tensor
     grad: torch.Tensor
     how: Convolution
+
+    is_bf16 = False
 
     def __post_init__(self) -> None:
         assert self.image.shape[:2] == self.grad.shape[:2] and self.image.dim() == self.grad.dim() == len(self.how.shape) + 1
@@ -395,16 +422,20 @@ class Convolved:
 Term = Dense | Norm | Outer | Stacked | Rows | Routed | Convolved
 
 
-def _gram(x_btd: torch.Tensor) -> torch.Tensor:
+def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> torch.Tensor:
     """(B, T, T) inner products between positions."""
-    x_btd = x_btd.float()
-    return torch.bmm(x_btd, x_btd.mT)
+    return product(x_btd, x_btd.mT, bf16=bf16)
 
 
 def _gram_product(left_bts: torch.Tensor, right_bts: torch.Tensor) -> torch.Tensor:
     """(B,): sum_{t,s} left[t, s]·right[t, s], the ghost norm, with its slack."""
     largest_b = left_bts.diagonal(dim1=1, dim2=2).sum(1) * right_bts.diagonal(dim1=1, dim2=2).sum(1)
     return (left_bts * right_bts).sum((1, 2)).add_(largest_b, alpha=GHOST_SLACK)
+
+
+def sum_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of one tensor or several, without a copy of the first."""
+    return reduce(torch.Tensor.add_, parts)
 
 
 def summed(x: torch.Tensor, dims: Sequence[int]) -> Dense:
@@ -418,15 +449,15 @@ def _sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> to
     return torch.ops.aten.embedding_dense_backward(flat, ids_bt.reshape(-1), num_rows, -1, False)
 
 
-def _sum_by_id(ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int) -> torch.Tensor:
+def _sum_by_id(ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int, *, bf16: bool) -> torch.Tensor:
     """(num_ids, p, d): for each id the sum of left ⊗ right over the slots that have it, one product of matrices for each."""
     ids, order = ids_bs.flatten().sort()
-    left, right = left_bsp.flatten(0, 1)[order].float(), right_bsd.flatten(0, 1)[order].float()
-    total = left.new_zeros(num_ids, left.shape[1], right.shape[1])
+    left, right = left_bsp.flatten(0, 1)[order], right_bsd.flatten(0, 1)[order]
+    total = left.new_zeros(num_ids, left.shape[1], right.shape[1], dtype=torch.float32)
     start = 0
     for i, size in enumerate(torch.bincount(ids, minlength=num_ids).tolist()):
         if size:
-            torch.mm(left[start : start + size].t(), right[start : start + size], out=total[i])
+            total[i] = product(left[start : start + size].t(), right[start : start + size], bf16=bf16)
         start += size
     return total
 
@@ -495,7 +526,8 @@ def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo
     cross_b, reach_b = [], []
     (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
     for chunk in _chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
-        left, right = outer.left[chunk].float(), outer.right[chunk].float()
+        left, right = outer.left[chunk].float(), outer.right[chunk]
+        right = (right.bfloat16() if outer.is_bf16 else right).float()
         grad, ids = rows.grad[chunk].float(), rows.ids[chunk]
         picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
         cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))

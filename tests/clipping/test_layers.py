@@ -10,9 +10,8 @@ from torch import nn
 
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping import terms as term_algebra
-from dp_transformers.clipping.clipper import _exact_arithmetic
 from dp_transformers.clipping.modes import MODES, REDUCED_FP32_SLACK
-from dp_transformers.clipping.precision import FULL_PRECISION
+from dp_transformers.clipping.precision import FULL_PRECISION, exact_arithmetic
 from dp_transformers.clipping.rules import find_rule
 from dp_transformers.clipping.rules.conv import convolution
 from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer
@@ -466,7 +465,7 @@ def test_reduced_precision_of_convolutions_is_kept_out_of_norms_and_known_to_the
     try:
         for precision in ("ieee", "bf16"):
             setting.fp32_precision = precision
-            with _exact_arithmetic(torch.device("cpu")):
+            with exact_arithmetic(torch.device("cpu")):
                 assert {setting.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision} <= FULL_PRECISION
             assert setting.fp32_precision == precision
             for layer, x in ((nn.Conv2d(3, 4, 3), torch.randn(4, 3, 5, 5)), (nn.Linear(3, 4), torch.randn(4, 3))):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_transformers.clipping import terms as algebra
+from dp_transformers.clipping.precision import SPLIT_ROUNDING
 from dp_transformers.clipping.terms import Dense, Memo, Outer, Routed, Rows, Stacked
 
 sizes = st.integers(1, 9)
@@ -56,6 +57,39 @@ def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiat
     total = sum(t.weighted_sum(coef, Memo()).double() for t in algebra.merge(terms)) if b else torch.zeros(rows, columns).double()
     expected = torch.einsum("b,bpd->pd", coef.double(), exact)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(b=st.integers(1, 4), rows=sizes, columns=sizes, t=st.integers(1, 40), seed=st.integers(0, 10**6), both=st.booleans(),
+       kind=st.sampled_from(["outer", "stacked", "routed"]), instantiate=st.booleans())  # fmt: skip
+def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, columns, t, seed, both, kind, instantiate):
+    """Where one is, autocast had rounded the other. Sums may miss 2⁻¹⁷ of every part, because coefficients are no bf16 numbers."""
+    g, e = torch.Generator().manual_seed(seed), 3
+
+    def outer(p, t):
+        right = torch.randn(b, t, columns, generator=g)
+        return Outer(torch.randn(b, t, p, generator=g).bfloat16(), right.bfloat16() if both else right)
+
+    if kind == "stacked":
+        term = Stacked([outer(rows, t), outer(rows + 1, t)])
+        rounded = [(block.left.double(), block.right.bfloat16().double()) for block in term.blocks]
+        exact, reach = (torch.cat([f(left).mT @ f(right) for left, right in rounded], 1) for f in (torch.clone, torch.abs))
+    else:
+        term = outer(rows, t)
+        left, right = term.left.double(), term.right.bfloat16().double()
+        exact, reach = left.mT @ right, left.abs().mT @ right.abs()
+    if kind == "routed":
+        ids = torch.randint(0, e, (b, t), generator=g)
+        term = Routed(ids, term.left, term.right, e)
+        exact, reach = (torch.einsum("bse,bsp,bsd->bepd", F.one_hot(ids, e).double(), f(left), f(right)) for f in (torch.clone, torch.abs))
+    norm_sq, scale = algebra.squared_norm([term], instantiate=instantiate, memo=Memo()), reach.flatten(1).square().sum(1)
+    assert ((norm_sq.double() - exact.flatten(1).square().sum(1)).abs() <= 2e-6 * scale).all()
+    instance = term.instance().grad.double().view_as(exact)
+    assert ((instance - exact).abs() <= 1e-6 * reach).all()
+    coef = torch.rand(b, generator=g)
+    total = term.weighted_sum(coef, Memo()).double()
+    expected, within = (torch.einsum("b,b...->...", coef.double(), x) for x in (exact, reach))
+    assert ((total - expected).abs() <= (SPLIT_ROUNDING + 1e-6) * within).all()
 
 
 def test_chunks_change_nothing(monkeypatch):
