@@ -1,10 +1,11 @@
 """Killed with SIGKILL anywhere and resumed: the ledger covers all noise ever drawn, no noise comes twice, no half-written checkpoint is loaded.
 
-`python -m pytest tests/test_resume.py` kills some thirty times; `KILLS=200 python -m pytest -s tests/test_resume.py` at that many random places.
+`python -m pytest tests/test_resume.py` kills some fifty times; `KILLS=200 python -m pytest -s tests/test_resume.py` at that many random places,
+of one process and as many of two.
 
 A life is one output_dir: training that is killed and resumed, killed and resumed, until it is left to end. Each attempt is a fork of one
-process that has paid for the imports (this file as a script). It keeps a journal, flushed line by line, of what really happened: the hash
-of each noise vector, of what went into each checkpoint and of what came out, each epsilon reported.
+process that has paid for the imports (this file as a script), or one for each rank. Each rank keeps a journal, flushed line by line, of what
+really happened: the hash of each noise vector, of what went into each checkpoint and of what came out, each epsilon reported.
 """
 
 import contextlib
@@ -20,11 +21,13 @@ import subprocess
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
@@ -33,7 +36,8 @@ from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyS
 from dp_transformers.noise import GaussianNoise
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
-DONE, SPENT = 0, 3  # exit codes
+DONE, SPENT, BEREFT = 0, 3, 4  # exit codes; the last of a rank whose peer was killed
+RANKS, PATIENCE = 2, 60  # seconds until a rank that waits for a killed one is taken for hanging
 
 
 class Classifier(nn.Module):
@@ -76,9 +80,9 @@ def build(cls, folder, callbacks=(), data=None, **changes):
 class Attempt:
     """Trains, notes what happens, and kills itself when it comes for the n-th time to the named point."""
 
-    def __init__(self, folder, point=None, occurrence=1):
+    def __init__(self, folder, rank, point=None, occurrence=1):
         self.folder, self.point, self.left = Path(folder), point, occurrence
-        self.journal = open(self.folder / "journal", "ab", buffering=0)  # noqa: SIM115
+        self.journal = open(self.folder / f"journal{rank}", "ab", buffering=0)  # noqa: SIM115
         self.draw = None
 
     def note(self, **entry):
@@ -170,6 +174,7 @@ class Attempt:
                 attempt.at("after a log line")
 
         self.trainer = build(Noted, self.folder, [Points()])
+        assert self.trainer.accelerator.num_processes == distributed.world_size() == int(os.environ.get("WORLD_SIZE", 1))
         try:
             self.trainer.train(resume_from_checkpoint=True)
         except PrivacyStateError as error:
@@ -197,8 +202,31 @@ class Attempt:
         return hashlib.sha256(content).hexdigest()
 
 
+def one_rank(job, rank):
+    """The process of one rank, started: training on its own or together with the others."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    signal.alarm(PATIENCE)
+    try:
+        sys.stdout = sys.stderr
+        if job["ranks"] > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]))
+            store = f"file://{job['folder']}/rendezvous"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["ranks"], timeout=timedelta(seconds=PATIENCE / 2))
+        mortal = rank in job["victims"]
+        code = Attempt(job["folder"], rank, job["point"] if mortal else None, job["occurrence"]).run()
+    except RuntimeError as error:
+        traceback.print_exc()
+        code = BEREFT if "gloo" in str(error) and "Connection" in str(error) else 1
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
 def serve():
-    """For each line {"folder", "point", "occurrence", "delay"}: fork an attempt, kill it after `delay` seconds, answer {"status", "seconds"}."""
+    """For each line, a job (see `attempt`): fork its ranks, kill victims after `delay` seconds, answer {"statuses", "seconds"}."""
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(sys.stderr):
         build(DPTrainer, json.loads(sys.stdin.readline())["folder"]).train()  # what the first training imports and caches
@@ -206,21 +234,15 @@ def serve():
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
         job = json.loads(line)
+        Path(job["folder"], "rendezvous").unlink(missing_ok=True)
         start = time.perf_counter()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                sys.stdout = sys.stderr
-                code = Attempt(job["folder"], job["point"], job["occurrence"]).run()
-            except BaseException:
-                traceback.print_exc()
-            os._exit(code)
+        processes = [one_rank(job, rank) for rank in range(job["ranks"])]
         if job["delay"] is not None:
             time.sleep(job["delay"])
-            os.kill(child, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(json.dumps({"status": status, "seconds": time.perf_counter() - start}), flush=True)
+            for rank in job["victims"]:
+                os.kill(processes[rank], signal.SIGKILL)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+        print(json.dumps({"statuses": statuses, "seconds": time.perf_counter() - start}), flush=True)
 
 
 # ---- lives, and what must be true of them ----
@@ -247,14 +269,19 @@ def attempt(tmp_path_factory):
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()
         )
 
-    def ask(folder, point=None, occurrence=1, delay=None):
+    def ask(folder, point=None, occurrence=1, delay=None, ranks=1, victims=(0,)):
+        """Train in `folder` on that many ranks, of which the victims are killed; what became of it, and how long it took."""
         Path(folder).mkdir(exist_ok=True)
-        server.stdin.write(json.dumps({"folder": str(folder), "point": point, "occurrence": occurrence, "delay": delay}) + "\n")
+        job = {"point": point, "occurrence": occurrence, "delay": delay, "ranks": ranks, "victims": victims}
+        server.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
         server.stdin.flush()
         answer = server.stdout.readline()
         assert answer, log.read_text()[-3000:]
         answer = json.loads(answer)
-        assert answer.get("status") in (None, DONE, SPENT, -signal.SIGKILL), log.read_text()[-3000:]
+        ends = set(answer.pop("statuses", []))
+        answer["killed"] = -signal.SIGKILL in ends
+        assert len(ends) < 2 or answer["killed"], log.read_text()[-3000:]
+        assert ends <= ({DONE, SPENT} | ({-signal.SIGKILL, BEREFT} if answer["killed"] else set())), (ends, log.read_text()[-3000:])
         return answer
 
     ask(log.parent / "warm")
@@ -265,10 +292,15 @@ def attempt(tmp_path_factory):
 
 
 def check(folder):
-    """Everything this file promises, from the journal and the ledger of a life. Returns the noise hashes."""
+    """Everything this file promises, from the journals and the ledger of a life. Returns the noise hashes."""
+    seen = [noise for journal in folder.glob("journal*") for noise in check_rank(folder, journal)]
+    assert len(set(seen)) == len(seen), "noise was used twice"
+    return seen
+
+
+def check_rank(folder, journal):
     ledger, draws, seen, saving, saved, last = Ledger(folder), {}, [], {}, {}, {}
-    journal = folder / "journal"
-    for line in journal.read_text().splitlines() if journal.exists() else []:
+    for line in journal.read_text().splitlines():
         entry = json.loads(line)
         run = entry["run"]
         if "noise" in entry:
@@ -291,7 +323,6 @@ def check(folder):
             last = entry
     for run, drawn in draws.items():
         assert len(drawn) <= ledger.steps(run) <= STEPS
-    assert len(set(seen)) == len(seen), "noise was used twice"
     if "done" in last or "refused" in last:
         assert last["steps"] == ledger.steps(last["run"])
         assert last.get("done") == STEPS or epsilon(last["sigma"], last["steps"] + 1) > TARGET or last["steps"] == STEPS
@@ -303,16 +334,15 @@ def epsilon(sigma, steps):
     return compute_epsilon(noise_multiplier=sigma, sample_rate=8 / 40, steps=steps, delta=DELTA, accountant=ACCOUNTANT)
 
 
-def live(attempt, folder, kills):
+def live(attempt, folder, kills, ranks=1):
     """Number of attempts that were really killed, and the noise hashes."""
     killed = 0
     for kill in kills:
-        status = attempt(folder, **kill)["status"]
-        killed += status == -signal.SIGKILL
-        check(folder)
-        if status != -signal.SIGKILL:
+        if not attempt(folder, **kill, ranks=ranks)["killed"]:
             break
-    assert attempt(folder)["status"] in (DONE, SPENT)
+        killed += 1
+        check(folder)
+    attempt(folder, ranks=ranks)
     return killed, check(folder)
 
 
@@ -329,22 +359,40 @@ NASTY_LIVES = [
 POINTS = sorted({point for kills in NASTY_LIVES for point, _ in kills})
 
 
+# The same of two ranks; the last number is the rank that is killed. The sum over ranks comes after the noise: a rank that is
+# killed before its optimizer steps leaves the other with the noised gradient.
+NASTY_LIVES_OF_RANKS = [
+    [("between ledger line and noise", 4, 0), ("between noise and optimizer", 9, 0), ("after begin", 1, 0), ("after the optimizer", 2, 1)],
+    [("in a checkpoint file", 2, 0), ("in a checkpoint file", 2, 1), ("in a ledger line", 3, 0), ("before the privacy state", 1, 0)],
+    [("after a log line", 3, 0), ("after a log line", 2, 1), ("training begins", 1, 1), ("after the privacy state", 1, 0)],
+]
+
+
 @pytest.mark.parametrize("kills", NASTY_LIVES, ids=lambda kills: kills[0][0])
 def test_killed_at_the_nasty_points(tmp_path, attempt, kills):
     killed, _ = live(attempt, tmp_path / "life", [{"point": point, "occurrence": n} for point, n in kills])
     assert killed == len(kills)
 
 
-def test_killed_at_random(tmp_path, attempt):
-    """At random times, and for the n-th time at random points."""
-    duration, chance = attempt(tmp_path / "whole")["seconds"], random.Random(4)
+@pytest.mark.parametrize("kills", NASTY_LIVES_OF_RANKS, ids=lambda kills: kills[0][0])
+def test_a_rank_killed_at_the_nasty_points(tmp_path, attempt, kills):
+    plan = [{"point": point, "occurrence": n, "victims": [rank]} for point, n, rank in kills]
+    killed, _ = live(attempt, tmp_path / "life", plan, RANKS)
+    assert killed == len(kills)
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_killed_at_random(tmp_path, attempt, ranks):
+    """At random times, and for the n-th time at random points; of several ranks one, or all at once."""
+    duration, chance = attempt(tmp_path / "whole", ranks=ranks)["seconds"], random.Random(4)
     kills, lives, noise = 0, 0, []
     while kills < int(os.environ.get("KILLS", "8")):
         plan = [{"delay": chance.uniform(0, duration)}, {"point": chance.choice(POINTS), "occurrence": chance.randint(1, 12)}] * 2
-        killed, seen = live(attempt, tmp_path / str(lives), chance.sample(plan, len(plan)))
+        plan = [{**kill, "victims": chance.sample(range(ranks), chance.randint(1, ranks))} for kill in plan]
+        killed, seen = live(attempt, tmp_path / str(lives), chance.sample(plan, len(plan)), ranks)
         kills, lives, noise = kills + killed, lives + 1, noise + seen
     assert len(set(noise)) == len(noise)
-    print(f"{kills} kills in {lives} lives, {len(noise)} noise vectors")
+    print(f"{ranks} ranks: {kills} kills in {lives} lives, {len(noise)} noise vectors")
 
 
 # ---- what may change on resume, and what may not ----
