@@ -430,8 +430,10 @@ class DPTrainer(Trainer):
     def _privatise_gradients(self) -> None:
         """p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size, and the step is on the ledger before that exists."""
         state, clipper = self._state, self._clipper
-        if distributed.rank() == 0:  # where ranks hold shards, nothing comes of theirs without rank 0
+        if distributed.rank() == 0:
             self._ledger.add_step(state.run_id, self.state.global_step + 1)
+        if clipper.shards:
+            self.accelerator.wait_for_everyone()  # each adds its own noise, and none before the line is there
         self._count_steps(1)  # at once: an interrupt from here on leaves it on the ledger
         std = state.noise_multiplier * clipper.max_grad_norm
         privatise(clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=bool(clipper.shards))

@@ -33,6 +33,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from dp_transformers import DPTrainer, DPTrainingArguments, checkpoint, compute_epsilon, distributed
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError
+from dp_transformers.clipping.shards import local
 from dp_transformers.noise import GaussianNoise
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
@@ -80,8 +81,8 @@ def build(cls, folder, callbacks=(), data=None, **changes):
 class Attempt:
     """Trains, notes what happens, and kills itself when it comes for the n-th time to the named point."""
 
-    def __init__(self, folder, rank, point=None, occurrence=1):
-        self.folder, self.point, self.left = Path(folder), point, occurrence
+    def __init__(self, folder, rank, point=None, occurrence=1, sharded=False):
+        self.folder, self.point, self.left, self.sharded = Path(folder), point, occurrence, sharded
         self.journal = open(self.folder / f"journal{rank}", "ab", buffering=0)  # noqa: SIM115
         self.draw = None
 
@@ -97,14 +98,17 @@ class Attempt:
 
     def at(self, point):
         if self.reached(point):
+            time.sleep(0.05 * (distributed.world_size() > 1))  # the others run ahead as far as they can
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(self, owner, name, before=None, after=None, cut=None):
-        """Kill before or after a call, or after half of what it should do."""
+    def around(self, owner, name, before=None, after=None, cut=None, counts=lambda *args, **kwargs: True):
+        """Kill before or after a call that counts, or after half of what it should do."""
         real = getattr(owner, name)
 
         @functools.wraps(real)
         def call(*args, **kwargs):
+            if not counts(*args, **kwargs):
+                return real(*args, **kwargs)
             self.at(before)
             if cut and self.reached(cut[0]):
                 cut[1](real, *args, **kwargs)
@@ -119,10 +123,12 @@ class Attempt:
         def half_a_line(real, ledger, entry):
             ledger._file.write(json.dumps(entry).encode()[:9])
 
+        def path(*args, **kwargs):
+            return next((a for a in (*args, *kwargs.values()) if isinstance(a, (str, os.PathLike))), None)
+
         def half_a_file(real, *args, **kwargs):
             real(*args, **kwargs)
-            path = next(a for a in (*args, *kwargs.values()) if isinstance(a, (str, os.PathLike)))
-            os.truncate(path, os.path.getsize(path) // 2)
+            os.truncate(path(*args, **kwargs), os.path.getsize(path(*args, **kwargs)) // 2)
 
         def half_a_folder(real, path, *args, **kwargs):
             for file in sorted(Path(path).iterdir())[::2]:
@@ -133,7 +139,7 @@ class Attempt:
         self.around(Ledger, "_append", cut=("in a ledger line", half_a_line))
         self.around(Ledger, "add_step", before="before the ledger line", after="between ledger line and noise")
         for owner, name in ((safetensors.torch, "save_file"), (torch, "save"), (TrainerState, "save_to_json")):
-            self.around(owner, name, before="between checkpoint files", cut=("in a checkpoint file", half_a_file))
+            self.around(owner, name, before="between checkpoint files", cut=("in a checkpoint file", half_a_file), counts=path)
         self.around(PrivacyState, "save", before="before the privacy state")
         self.around(os, "replace", before="before the privacy state is in place", after="after the privacy state")
         self.around(checkpoint.shutil, "rmtree", before="before a deletion", cut=("in a deletion", half_a_folder), after="after a deletion")
@@ -173,7 +179,8 @@ class Attempt:
                 attempt.note(logged=logs["epsilon"], **attempt.spent())
                 attempt.at("after a log line")
 
-        self.trainer = build(Noted, self.folder, [Points()])
+        layout = {"fsdp": True, "fsdp_config": {"version": 2}} if self.sharded else {}
+        self.trainer = build(Noted, self.folder, [Points()], **layout)
         assert self.trainer.accelerator.num_processes == distributed.world_size() == int(os.environ.get("WORLD_SIZE", 1))
         try:
             self.trainer.train(resume_from_checkpoint=True)
@@ -194,11 +201,13 @@ class Attempt:
         return {"run": self.trainer._state.run_id, "steps": spent.steps, "epsilon": spent.epsilon, "sigma": spent.noise_multiplier}
 
     def digest(self):
-        """Of everything that a checkpoint must bring back: weights, optimizer, schedule."""
+        """Of everything that a checkpoint must bring back to this rank: weights, optimizer, schedule."""
         trainer = self.trainer
         moments = [t for s in trainer.optimizer.state_dict()["state"].values() for t in s.values()]
         tensors = [*trainer.model.state_dict().values(), *moments]
-        content = b"".join(t.detach().numpy().tobytes() for t in tensors) + str(trainer.lr_scheduler.state_dict()["last_epoch"]).encode()
+        content = (
+            b"".join(local(t).detach().numpy().tobytes() for t in tensors) + str(trainer.lr_scheduler.state_dict()["last_epoch"]).encode()
+        )
         return hashlib.sha256(content).hexdigest()
 
 
@@ -216,7 +225,7 @@ def one_rank(job, rank):
             store = f"file://{job['folder']}/rendezvous"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["ranks"], timeout=timedelta(seconds=PATIENCE / 2))
         mortal = rank in job["victims"]
-        code = Attempt(job["folder"], rank, job["point"] if mortal else None, job["occurrence"]).run()
+        code = Attempt(job["folder"], rank, job["point"] if mortal else None, job["occurrence"], job["sharded"]).run()
     except RuntimeError as error:
         traceback.print_exc()
         code = BEREFT if "gloo" in str(error) and "Connection" in str(error) else 1
@@ -269,10 +278,10 @@ def attempt(tmp_path_factory):
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()
         )
 
-    def ask(folder, point=None, occurrence=1, delay=None, ranks=1, victims=(0,)):
+    def ask(folder, point=None, occurrence=1, delay=None, ranks=1, victims=(0,), sharded=False):
         """Train in `folder` on that many ranks, of which the victims are killed; what became of it, and how long it took."""
         Path(folder).mkdir(exist_ok=True)
-        job = {"point": point, "occurrence": occurrence, "delay": delay, "ranks": ranks, "victims": victims}
+        job = {"point": point, "occurrence": occurrence, "delay": delay, "ranks": ranks, "victims": victims, "sharded": sharded}
         server.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
         server.stdin.flush()
         answer = server.stdout.readline()
@@ -334,15 +343,15 @@ def epsilon(sigma, steps):
     return compute_epsilon(noise_multiplier=sigma, sample_rate=8 / 40, steps=steps, delta=DELTA, accountant=ACCOUNTANT)
 
 
-def live(attempt, folder, kills, ranks=1):
+def live(attempt, folder, kills, **layout):
     """Number of attempts that were really killed, and the noise hashes."""
     killed = 0
     for kill in kills:
-        if not attempt(folder, **kill, ranks=ranks)["killed"]:
+        if not attempt(folder, **kill, **layout)["killed"]:
             break
         killed += 1
         check(folder)
-    attempt(folder, ranks=ranks)
+    attempt(folder, **layout)
     return killed, check(folder)
 
 
@@ -364,7 +373,7 @@ POINTS = sorted({point for kills in NASTY_LIVES for point, _ in kills})
 NASTY_LIVES_OF_RANKS = [
     [("between ledger line and noise", 4, 0), ("between noise and optimizer", 9, 0), ("after begin", 1, 0), ("after the optimizer", 2, 1)],
     [("in a checkpoint file", 2, 0), ("in a checkpoint file", 2, 1), ("in a ledger line", 3, 0), ("before the privacy state", 1, 0)],
-    [("after a log line", 3, 0), ("after a log line", 2, 1), ("training begins", 1, 1), ("after the privacy state", 1, 0)],
+    [("after a log line", 3, 0), ("after a log line", 2, 1), ("before the ledger line", 3, 0), ("after the privacy state", 1, 0)],
 ]
 
 
@@ -375,21 +384,22 @@ def test_killed_at_the_nasty_points(tmp_path, attempt, kills):
 
 
 @pytest.mark.parametrize("kills", NASTY_LIVES_OF_RANKS, ids=lambda kills: kills[0][0])
-def test_a_rank_killed_at_the_nasty_points(tmp_path, attempt, kills):
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+def test_a_rank_killed_at_the_nasty_points(tmp_path, attempt, kills, sharded):
     plan = [{"point": point, "occurrence": n, "victims": [rank]} for point, n, rank in kills]
-    killed, _ = live(attempt, tmp_path / "life", plan, RANKS)
+    killed, _ = live(attempt, tmp_path / "life", plan, ranks=RANKS, sharded=sharded)
     assert killed == len(kills)
 
 
-@pytest.mark.parametrize("ranks", [1, RANKS])
-def test_killed_at_random(tmp_path, attempt, ranks):
+@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (RANKS, False), (RANKS, True)], ids=["one", "ddp", "fsdp"])
+def test_killed_at_random(tmp_path, attempt, ranks, sharded):
     """At random times, and for the n-th time at random points; of several ranks one, or all at once."""
-    duration, chance = attempt(tmp_path / "whole", ranks=ranks)["seconds"], random.Random(4)
+    duration, chance = attempt(tmp_path / "whole", ranks=ranks, sharded=sharded)["seconds"], random.Random(4)
     kills, lives, noise = 0, 0, []
     while kills < int(os.environ.get("KILLS", "8")):
         plan = [{"delay": chance.uniform(0, duration)}, {"point": chance.choice(POINTS), "occurrence": chance.randint(1, 12)}] * 2
         plan = [{**kill, "victims": chance.sample(range(ranks), chance.randint(1, ranks))} for kill in plan]
-        killed, seen = live(attempt, tmp_path / str(lives), chance.sample(plan, len(plan)), ranks)
+        killed, seen = live(attempt, tmp_path / str(lives), chance.sample(plan, len(plan)), ranks=ranks, sharded=sharded)
         kills, lives, noise = kills + killed, lives + 1, noise + seen
     assert len(set(noise)) == len(noise)
     print(f"{ranks} ranks: {kills} kills in {lives} lives, {len(noise)} noise vectors")
