@@ -32,6 +32,8 @@ from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
 from .validation import validate_lengths, validate_model, validate_training_data
 
+FSDP_FLAG = "ACCELERATE_USE_FSDP"  # what `accelerate launch` says in the environment
+
 logger = logging.getLogger(__name__)
 
 
@@ -139,7 +141,8 @@ class DPTrainer(Trainer):
             ),
             "FSDP1": (
                 self.is_fsdp_enabled and accelerator.state.fsdp_plugin.fsdp_version != 2,
-                "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_version: 2)",
+                "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_version: 2). If you did not ask for FSDP at all, something "
+                f"else in this process did: take {FSDP_FLAG} out of os.environ",
             ),
             "DeepSpeed": (self.is_deepspeed_enabled, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
         }
@@ -149,7 +152,10 @@ class DPTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         allow_fsdp_on_cpu(self.args)
+        asked = os.environ.get(FSDP_FLAG)
         super().create_accelerator_and_postprocess()
+        if asked is None:  # accelerate sets it for arguments that ask for FSDP; the next trainer of this process may have others
+            os.environ.pop(FSDP_FLAG, None)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
@@ -533,7 +539,7 @@ def _first_row(batch: Any, size: int) -> dict[str, Any]:
 def allow_fsdp_on_cpu(args: DPTrainingArguments) -> None:
     """accelerate shards on accelerators only, and on CPUs would train with DDP without a word."""
     state = PartialState._shared_state
-    asked = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    asked = args.fsdp or os.environ.get(FSDP_FLAG, "false").lower() == "true"
     if asked and state.get("distributed_type") == DistributedType.MULTI_CPU:
         state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate writes FSDP here when it has read its configuration
 

@@ -270,7 +270,14 @@ def refusals(folder):
     def old_fsdp():
         arguments(folder, fsdp=True, fsdp_config={"version": 1})
 
-    return {f.__name__: message(f) for f in (tensor_parallel, low_precision_sums, ignored, old_fsdp)}
+    def left_in_the_environment():
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
+        try:
+            train(folder)
+        finally:
+            del os.environ["ACCELERATE_USE_FSDP"]
+
+    return {f.__name__: message(f) for f in (tensor_parallel, low_precision_sums, ignored, old_fsdp, left_in_the_environment)}
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
@@ -298,6 +305,7 @@ CASES |= {
     # whole sums kept over the physical batches of a step
     "fsdp-late": (train, {"model": "llama-tied", "clipping_mode": "book_keeping", **SILENT, **fsdp(), **LATE}),
     "fsdp-noise": (train, {"model": "llama", **NOISY, **fsdp()}),
+    "ddp-after-fsdp": (train, {"model": "llama", **SILENT}),
     "fsdp-bytes": (traffic, {"sharded": True}),
     "hand-full-book_keeping": (clip, {"mode": "book_keeping", "reshard_after_forward": False}),
     "hand-lora-ghost": (clip, {"lora": True, "mode": "ghost"}),

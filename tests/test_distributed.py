@@ -189,3 +189,4 @@ def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
         assert "'model.norm.weight' is trainable and not sharded" in rank["ignored"]
         assert "fsdp_config={'version': 2}" in rank["old_fsdp"]
+        assert "take ACCELERATE_USE_FSDP out of os.environ" in rank["left_in_the_environment"]
