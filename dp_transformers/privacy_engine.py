@@ -23,6 +23,7 @@ from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
 from .clipping.precision import set_gradient
+from .clipping.shards import local
 from .mechanism import privatise
 from .noise import GaussianNoise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
@@ -46,6 +47,9 @@ class PrivacyEngine:
     * After ``loss.backward()``, ``p.grad`` holds the sum of the clipped per-example gradients of the draw so far (in mode "per_sample",
       ``p.grad_sample`` of shape (B, *p.shape) those before clipping); ``optimizer.step()`` adds the noise, divides by the expected batch
       size and then steps; afterwards ``p.grad`` is what was stepped with.
+    * In several processes each has the model, and makes the same calls: the loader hands out every draw among them, and ``optimizer.step()``
+      adds up their sums. Models under ``fully_shard`` (FSDP2) need losses of shape (B,): a ``criterion``, or ``loss_reduction="none"`` and
+      ``engine.clipper.backward(losses)``.
     * Steps are counted when their noise is drawn. :meth:`get_epsilon` is the ε of those.
 
     Args:
@@ -77,7 +81,8 @@ class PrivacyEngine:
         dp_seed: int | None = None,
     ):
         self.accountant = PrivacyAccountant(accountant)
-        self._noise, self._dp_seed = GaussianNoise(secure=secure_rng, dp_seed=dp_seed), dp_seed
+        self._noise, self._new_noise = GaussianNoise(secure=secure_rng, dp_seed=dp_seed), partial(GaussianNoise, secure=secure_rng)
+        self._dp_seed = dp_seed
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
         self._run: _Run | None = None
 
@@ -187,9 +192,11 @@ class PrivacyEngine:
         _check_loader(data_loader)
         _check_optimizer(optimizer, module)
         validate_training_data(data_loader.dataset, target_delta=delta, expected_batch_size=data_loader.batch_size)
-        distributed.broadcast([*module.parameters(), *module.buffers()])
+        distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if local(t) is t)
         loader = PoissonLoader(data_loader, distributed.shared_secret(self._dp_seed), max_physical_batch_size)
         clipper = PerExampleClipper(module, max_grad_norm, mode=clipping_mode, self_check=self_check, batch_first=batch_first)
+        if clipper.shards:  # to each its own noise
+            self._noise = self._new_noise(entropy=distributed.noise_entropy(clipper.parameters[0], self._dp_seed))
         try:
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
             self._run = _Run(self, clipper, optimizer, loader, private_criterion, delta)
@@ -232,12 +239,15 @@ class PrivacyEngine:
         optimizer: torch.optim.Optimizer | None = None,
         checkpoint_dict: dict[str, Any] | None = None,
     ) -> None:
-        """Write model, optimizer, what was spent and ``checkpoint_dict`` into one file, completely or not at all."""
+        """Write model, optimizer, what was spent and ``checkpoint_dict`` into one file, completely or not at all.
+
+        Of several processes the first writes; the others need to call it only where they hold shards, and should wait for it before they load.
+        """
         run, content = self._made_private(), dict(checkpoint_dict or {})
-        content["module"] = module.state_dict()
-        if optimizer is not None:
-            content["optimizer"] = optimizer.state_dict()
+        content["module"], content["optimizer"] = run.states(module, optimizer)
         content["privacy"] = {**asdict(run.state), "steps": run.steps}
+        if distributed.rank() != 0:
+            return
         path = Path(path)
         temporary = path.with_name(path.name + ".tmp")
         with open(temporary, "wb") as file:
@@ -258,12 +268,11 @@ class PrivacyEngine:
         content = torch.load(path, map_location=map_location, weights_only=True)
         if "privacy" not in content:
             raise PrivacyStateError(f"'{path}' says nothing of what was spent: load a file that PrivacyEngine.save_checkpoint wrote.")
+        moments = content.pop("optimizer", None)
+        if optimizer is not None and moments is None:
+            raise ValueError(f"'{path}' was saved without the optimizer: save it with save_checkpoint(..., optimizer=optimizer).")
         run.restore(dict(content.pop("privacy")))
-        module.load_state_dict(content.pop("module"))
-        if optimizer is not None:
-            if "optimizer" not in content:
-                raise ValueError(f"'{path}' was saved without the optimizer: save it with save_checkpoint(..., optimizer=optimizer).")
-            optimizer.load_state_dict(content.pop("optimizer"))
+        run.load_states(module, content.pop("module"), optimizer, moments)
         return content
 
     def detach(self) -> None:
@@ -406,7 +415,7 @@ class _Run:
     def begin(self, noise_multiplier: float, target_epsilon: float | None = None, steps: float = math.inf) -> tuple:
         try:
             self.state = PrivacyState(
-                run_id=PrivacyState.new_run_id(),
+                run_id=distributed.on_rank_zero(PrivacyState.new_run_id),
                 num_examples=len(self.loader.dataset),
                 expected_batch_size=self.loader.expected_batch_size,
                 noise_multiplier=_checked_noise_multiplier(noise_multiplier),
@@ -469,10 +478,11 @@ class _Run:
     # ---- batches ----
 
     def physical_batches(self, logical: LogicalBatch) -> Iterator[tuple[Any, _Given]]:
-        batches, sizes, weight = logical.physical_batches, logical.sizes, 1.0
-        if not batches:
-            batches, sizes, weight = [self.loader.collate_fn([self.loader.dataset[0]])], [1], 0.0
-        for i, (batch, size) in enumerate(zip(batches, sizes, strict=True)):
+        batches = [(batch, size, 1.0) for batch, size in zip(logical.physical_batches, logical.sizes, strict=True)]
+        rounds = distributed.largest(len(batches), self.clipper.device) if self.clipper.shards else len(batches)
+        while len(batches) < max(1, rounds):  # every draw is stepped, and every rank takes part in every sum of shards
+            batches.append((self.loader.collate_fn([self.loader.dataset[0]]), 1, 0.0))
+        for i, (batch, size, weight) in enumerate(batches):
             yield batch, _Given(logical.number, size, weight, last_of_draw=i == len(batches) - 1)
 
     def current_batch(self) -> _Given | None:
@@ -511,11 +521,11 @@ class _Run:
 
     def after_sum(self) -> None:
         self.given.summed, self.draw_is_complete = True, self.given.last_of_draw
-        self.sums = {p: (p.grad, p.grad._version) for p in self.clipper.parameters if p.grad is not None}
+        self.sums = {p: (p.grad, local(p.grad)._version) for p in self.clipper.parameters if p.grad is not None}
 
     def _sum_so_far(self, p: nn.Parameter) -> torch.Tensor | None:
         total, version = self.sums.get(p, (None, None))
-        if total is not None and total._version != version:
+        if total is not None and local(total)._version != version:
             raise ValueError(
                 "the gradient sum of an unfinished draw was overwritten in place: use optimizer.zero_grad(set_to_none=True), and change no "
                 "gradient before optimizer.step()."
@@ -564,12 +574,38 @@ class _Run:
                 f"the privacy budget is spent: {self.steps} steps were planned for target_epsilon={self.state.target_epsilon:g}. The model was not "
                 "changed."
             )
-        ledger = self.engine._ledger
+        ledger, clipper = self.engine._ledger, self.clipper
         if ledger is not None and distributed.rank() == 0:
             ledger.add_step(self.state.run_id, self.steps + 1)
+        if clipper.shards:
+            distributed.largest(self.steps, clipper.device)  # wait: each rank adds its own noise, and none before the line is there
         self._count(1)
-        std = self.state.noise_multiplier * self.clipper.max_grad_norm
-        privatise(self.clipper.parameters, self.engine._noise, std=std, divisor=self.loader.expected_batch_size)
+        std = self.state.noise_multiplier * clipper.max_grad_norm
+        privatise(clipper.parameters, self.engine._noise, std=std, divisor=self.loader.expected_batch_size, sharded=bool(clipper.shards))
+
+    # ---- states of the model and the optimizer, whole where they are sharded ----
+
+    def states(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict, dict | None]:
+        if not self.clipper.shards:
+            return module.state_dict(), None if optimizer is None else optimizer.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        moments = None if optimizer is None else get_optimizer_state_dict(module, optimizer, options=whole)
+        return get_model_state_dict(module, options=whole), moments
+
+    def load_states(self, module: nn.Module, weights: dict, optimizer: torch.optim.Optimizer | None, moments: dict | None) -> None:
+        if not self.clipper.shards:
+            module.load_state_dict(weights)
+            if optimizer is not None:
+                optimizer.load_state_dict(moments)
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+
+        whole = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(module, weights, options=whole)
+        if optimizer is not None:
+            set_optimizer_state_dict(module, optimizer, moments, options=whole)
 
 
 def _refuse_unnoised_gradients(run: weakref.ref[_Run], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -587,8 +623,6 @@ def _refuse_unnoised_gradients(run: weakref.ref[_Run], optimizer: torch.optim.Op
 def _check_module(module: nn.Module) -> None:
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ValueError(f"hand over the bare module, not {type(module).__name__}: the engine sums gradients over ranks itself.")
-    if sharded := [name for name, p in module.named_parameters() if hasattr(p, "placements")]:
-        raise ValueError(f"'{sharded[0]}' is sharded over processes, which PrivacyEngine does not support: use DPTrainer with FSDP2.")
     if not module.training:
         raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
     validate_model(module)

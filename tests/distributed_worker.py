@@ -13,16 +13,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from models import batch_for, build, losses_function
 from oracle import distance, length, trainable
 from test_trainer import arguments, collate, dataset
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from dp_transformers import DPTrainer, PerExampleClipper, distributed
+from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distributed
+from dp_transformers.checkpoint import Ledger
 from dp_transformers.noise import GaussianNoise
 from dp_transformers.trainer import allow_fsdp_on_cpu
 
@@ -164,6 +168,52 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
     return {**found, "not private": counter.last_step(), **sizes}
 
 
+# ---- through PrivacyEngine ----
+
+
+def loop(
+    folder, model="bert", by="loss", sharded=False, mode="book_keeping", noise_multiplier=0.0, bound=0.5, seed=SEED, expected=3, steps=5
+):
+    """A plain loop over five draws, saved and loaded again after the third; what each rank drew, and the gradients that were stepped with.
+
+    It goes backward ``by`` the loss, by the loss of a criterion, or by losses of its own; a clipped sum by hand if there is one process.
+    """
+    net = build(model, seed=dist.get_rank() if dist.is_initialized() and not sharded else 0)
+    data, losses_of = dataset(kind="bert" if model == "bert" else "lm"), losses_function(net)
+    if sharded:
+        net = shard(net, replicas() if sharded == "hsdp" else None)
+    engine = PrivacyEngine(dp_seed=seed, ledger_dir=folder)
+    made = engine.make_private(
+        module=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.01, eps=1e-3), data_loader=DataLoader(data, expected, collate_fn=collate),
+        criterion=nn.CrossEntropyLoss() if by == "criterion" else None, loss_reduction="none" if by == "losses" else "mean",
+        noise_multiplier=noise_multiplier, max_grad_norm=bound, max_physical_batch_size=2, clipping_mode=mode,
+    )  # fmt: skip
+    optimizer, loader, criterion = made[1], made[-1], made[2] if by == "criterion" else F.cross_entropy
+    sampler, draws, gradients, weights = loader._logical_batches.batch_sampler, [], [], []
+    draw = sampler.draw
+    sampler.draw = lambda: draws.append(draw()) or draws[-1]
+    for batch in loader:
+        optimizer.zero_grad()
+        if by == "losses":
+            engine.clipper.backward(losses_of(batch))
+        else:
+            inputs = {k: v for k, v in batch.items() if k != "labels"}
+            criterion(net(**inputs).logits, batch["labels"]).backward()
+        optimizer.step()
+        if trainable(net)[0].grad is not None:  # otherwise there are more batches of this draw
+            gradients.append(torch.cat([whole(p.grad).flatten() for p in trainable(net)]))
+            weights.append(flat_state(net, optimizer))
+            if len(gradients) == 3:
+                engine.save_checkpoint(folder / "c.pt", module=net, optimizer=optimizer, checkpoint_dict={"step": 3})
+                if dist.is_initialized():
+                    dist.barrier()
+            if len(gradients) == steps:
+                break
+    found = {"rest": engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer), "loaded": flat_state(net, optimizer)}
+    draws = [d.indices for d in draws[:steps]]
+    return {**found, "draws": draws, "gradients": gradients, "weights": weights, "ledger": Ledger(folder).steps(engine._run.state.run_id)}
+
+
 # ---- by hand ----
 
 
@@ -176,12 +226,15 @@ def shard(model, mesh=None, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
+def replicas():
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
 def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **options):
     """Clip this rank's rows of one batch for all; the row `bad` has a loss that is not finite. Norms, and the whole sum over ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    replicated = options.pop("hsdp", False)
-    if replicated:
-        options["mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    if options.pop("hsdp", False):
+        options["mesh"] = replicas()
     net = shard(build(model, lora=lora), **options)
     batch = {k: v[rank * ROWS : (rank + 1) * ROWS] for k, v in batch_for(model, LENGTH, size=ROWS * world).items()}
     clipper = PerExampleClipper(net, 1.0, mode)
@@ -277,13 +330,17 @@ def refusals(folder):
         finally:
             del os.environ["ACCELERATE_USE_FSDP"]
 
-    return {f.__name__: message(f) for f in (tensor_parallel, low_precision_sums, ignored, old_fsdp, left_in_the_environment)}
+    def followed():
+        loop(folder, model="llama", sharded=True)
+
+    return {f.__name__: message(f) for f in (followed, tensor_parallel, low_precision_sums, ignored, old_fsdp, left_in_the_environment)}
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 SILENT = {"noise_multiplier": 0.0}
 # with a bound so small that gradients vanish beside the noise of σC = 2
 NOISY = {"noise_multiplier": 2000.0, "max_grad_norm": 1e-3, "expected_batch_size": 12, "max_steps": 2, "dp_seed": None}
+LOOP_NOISE = {"noise_multiplier": 2000.0, "bound": 1e-3, "seed": None, "expected": 12}
 LATE = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}  # used by one case, for Trainer changes it
 CASES = {
     f"ddp-{'lora' if lora else 'full'}-{mode}": (train, {"lora": lora, "clipping_mode": mode, **SILENT})
@@ -305,6 +362,14 @@ CASES |= {
     # whole sums kept over the physical batches of a step
     "fsdp-late": (train, {"model": "llama-tied", "clipping_mode": "book_keeping", **SILENT, **fsdp(), **LATE}),
     "fsdp-noise": (train, {"model": "llama", **NOISY, **fsdp()}),
+    "loop-loss": (loop, {}),
+    "loop-criterion": (loop, {"by": "criterion", "mode": "ghost"}),
+    "loop-noise": (loop, LOOP_NOISE),
+    "loop-fsdp-keeping": (loop, {"model": "llama", "by": "losses", "sharded": True}),
+    "loop-fsdp-ghost": (loop, {"model": "llama", "by": "losses", "sharded": True, "mode": "ghost"}),
+    "loop-fsdp-criterion": (loop, {"by": "criterion", "sharded": True, "mode": "ghost"}),
+    "loop-fsdp-noise": (loop, {"model": "llama", "by": "losses", "sharded": True, **LOOP_NOISE}),
+    "loop-hsdp-noise": (loop, {"model": "llama", "by": "losses", "sharded": "hsdp", **LOOP_NOISE}),
     "ddp-after-fsdp": (train, {"model": "llama", **SILENT}),
     "fsdp-bytes": (traffic, {"sharded": True}),
     "hand-full-book_keeping": (clip, {"mode": "book_keeping", "reshard_after_forward": False}),

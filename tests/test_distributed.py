@@ -14,6 +14,8 @@ import torch
 from models import batch_for, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients
 
+from dp_transformers.sampling import PoissonSampler
+
 ROOT = Path(__file__).parent.parent
 PROCESSES = int(os.environ.get("PROCESSES", 2))
 
@@ -66,6 +68,36 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
             assert rank["wrapped"] == "DistributedDataParallel" and rank["placements"] == {"None"}
 
 
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("case", [case for case in cases_of("loop", function=worker.loop) if "noise" not in case])
+def test_loop_of_ranks_is_one_example_at_a_time(ranks, case):
+    """Every step's gradient, from the weights before it; the ranks share out what one process draws, and load what they saved."""
+    options, seen = worker.CASES[case][1], ranks[case]
+    name = options.get("model", "bert")
+    data, model = worker.dataset(kind="bert" if name == "bert" else "lm"), build(name)
+    sampler = PoissonSampler(len(data), 3 / len(data), 5, worker.SEED)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+    some_are_clipped = False
+    for step, draw in enumerate(draw for [draw] in sampler):
+        assert sorted(i for rank in seen for i in rank["draws"][step]) == sorted(draw.indices)
+        rows = [worker.collate([data[i]]) for i in draw.indices]
+        gradients = [per_example_gradients(model, losses_function(model), row)[0] for row in rows]
+        norms, total = clipped_sum(gradients, 0.5) if rows else ([], [torch.zeros_like(p) for p in model.parameters()])
+        some_are_clipped |= max(norms, default=0) > 0.5
+        for p, g in zip(model.parameters(), total, strict=True):
+            p.grad = (g / 3).float()
+        expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+        for rank in seen:
+            assert torch.equal(rank["gradients"][step], seen[0]["gradients"][step])
+            assert relative(rank["gradients"][step], expected) <= 1e-5 or not (rows or rank["gradients"][step].any())
+        optimizer.step()
+        assert relative(seen[0]["weights"][step], worker.flat_state(model, optimizer)) <= 1e-5
+    assert some_are_clipped
+    for rank in seen:
+        assert rank["rest"] == {"step": 3} and torch.equal(rank["loaded"], rank["weights"][2])
+        assert len(rank["gradients"]) == rank["ledger"] == 5
+
+
 @pytest.fixture(scope="module")
 def oracle():
     """Gradients of every row that the ranks clip by hand, by one process, one example at a time."""
@@ -105,6 +137,17 @@ def test_ddp_adds_noise_once_and_shares_it(ranks):
         assert all(torch.equal(rank["gradients"][step], noise) for rank in others)
         assert float(noise.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.01)
     assert abs(correlation(*first["gradients"])) < 5 / len(first["gradients"][0]) ** 0.5
+
+
+@pytest.mark.parametrize("case", ["loop-noise", "loop-fsdp-noise", "loop-hsdp-noise"])
+def test_a_loop_adds_noise_once(ranks, case):
+    first, *others = ranks[case]
+    for step, noise in enumerate(first["gradients"]):
+        assert all(torch.equal(rank["gradients"][step], noise) for rank in others)
+        assert float(noise.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.01)
+    assert abs(correlation(*first["gradients"][:2])) < 5 / len(first["gradients"][0]) ** 0.5
+    halves = first["gradients"][0].chunk(2)
+    assert abs(correlation(*halves)) < 5 / len(halves[1]) ** 0.5
 
 
 def correlation(a, b):
@@ -189,4 +232,5 @@ def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
         assert "'model.norm.weight' is trainable and not sharded" in rank["ignored"]
         assert "fsdp_config={'version': 2}" in rank["old_fsdp"]
+        assert "hand over the criterion" in rank["followed"]
         assert "take ACCELERATE_USE_FSDP out of os.environ" in rank["left_in_the_environment"]

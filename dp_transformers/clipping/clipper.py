@@ -419,6 +419,11 @@ class PerExampleClipper:
                 f"clipping mode '{self.mode.name}' goes back over the losses a second time, so it needs them one for each example: hand over "
                 "the criterion, call backward(losses) of the clipper yourself, or use clipping_mode='book_keeping'."
             )
+        if loss_reduction is not None and self.shards:
+            raise ValueError(
+                "the model is sharded (fully_shard), and there loss.backward() cannot be followed: hand over the criterion, or take "
+                'loss_reduction="none" and call backward(losses) of the clipper yourself.'
+            )
         self._follower, self._loss_reduction = follower, loss_reduction
         self._hook()
 
