@@ -621,8 +621,6 @@ def _refuse_unnoised_gradients(run: weakref.ref[_Run], optimizer: torch.optim.Op
 
 
 def _check_module(module: nn.Module) -> None:
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise ValueError(f"hand over the bare module, not {type(module).__name__}: the engine sums gradients over ranks itself.")
     if not module.training:
         raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
     validate_model(module)

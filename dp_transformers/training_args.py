@@ -126,7 +126,7 @@ class DPTrainingArguments(TrainingArguments):
                 self.include_num_input_tokens_seen != "no",
                 "the number of tokens drawn is a function of private data and not covered by epsilon",
             ),
-            "deepspeed": (self.deepspeed, "its engine averages and clips gradients on its own"),
+            "deepspeed": (self.deepspeed, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
             "fsdp_config": (
                 self.fsdp and (self.fsdp_config.get("xla") or int(self.fsdp_config.get("version", 2)) != 2),
                 "only FSDP2 is supported, whose gradients can be told apart by parameter: fsdp=True, fsdp_config={'version': 2}",

@@ -17,6 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import IterableDataset
 
+from .clipping.claims import why_no_wrapper
 from .clipping.precision import TRAINABLE
 from .clipping.verify import ExampleMixing, find_example_mixing
 
@@ -179,8 +180,8 @@ def _alien(module: nn.Module) -> Iterator[Finding]:
         yield " compiled by torch.compile; pass the module itself, compiled modules are not supported yet.", None, None
     if isinstance(module, torch.jit.ScriptModule):
         yield " compiled by torch.jit, whose layers cannot be seen; pass the module itself.", None, None
-    if isinstance(module, nn.DataParallel):
-        yield ": its replicas cannot be clipped together. Pass the module itself, and start one process for each device.", None, None
+    if why := why_no_wrapper(module):
+        yield f": {why}.", None, None
     quantization = sys.modules.get("torch.ao.quantization")  # an observer in the model has imported it
     if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
         yield ": it keeps the range of private activations without noise. Take it out.", None, None

@@ -330,10 +330,21 @@ def refusals(folder):
         finally:
             del os.environ["ACCELERATE_USE_FSDP"]
 
+    def by_hand():
+        PerExampleClipper(nn.parallel.DistributedDataParallel(build("bert")), 1.0)
+
+    def in_a_loop():
+        net = nn.parallel.DistributedDataParallel(build("bert"))
+        loader, optimizer = DataLoader(dataset(), 3, collate_fn=collate), torch.optim.SGD(net.parameters(), lr=0.1)
+        PrivacyEngine().make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+
     def followed():
         loop(folder, model="llama", sharded=True)
 
-    return {f.__name__: message(f) for f in (followed, tensor_parallel, low_precision_sums, ignored, old_fsdp, left_in_the_environment)}
+    return {
+        f.__name__: message(f)
+        for f in (by_hand, in_a_loop, followed, tensor_parallel, low_precision_sums, ignored, old_fsdp, left_in_the_environment)
+    }
 
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}

@@ -232,5 +232,7 @@ def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
         assert "'model.norm.weight' is trainable and not sharded" in rank["ignored"]
         assert "fsdp_config={'version': 2}" in rank["old_fsdp"]
+        for case in ("by_hand", "in_a_loop"):
+            assert "DistributedDataParallel" in rank[case] and "hand over the bare module" in rank[case]
         assert "hand over the criterion" in rank["followed"]
         assert "take ACCELERATE_USE_FSDP out of os.environ" in rank["left_in_the_environment"]

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from models import DeepSpeedEngine
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -480,8 +481,9 @@ def test_other_refusals():
     weighted = torch.utils.data.WeightedRandomSampler([1.0] * N, N)
     with pytest.raises(ValueError, match="WeightedRandomSampler"):
         engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4, sampler=weighted))
-    with pytest.raises(ValueError, match="bare module"):
-        engine.make_private(**{**common, "module": nn.DataParallel(model)}, data_loader=DataLoader(make_data(), batch_size=4))
+    for wrapped in (nn.DataParallel(model), DeepSpeedEngine(model)):
+        with pytest.raises(ValueError, match="bare module"):
+            engine.make_private(**{**common, "module": wrapped}, data_loader=DataLoader(make_data(), batch_size=4))
     with pytest.raises(ValueError, match=r"model.train\(\)"):
         engine.make_private(**{**common, "module": copy.deepcopy(model).eval()}, data_loader=DataLoader(make_data(), batch_size=4))
     engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))

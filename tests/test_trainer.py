@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from models import build, losses_function
+from models import DeepSpeedEngine, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -495,6 +495,21 @@ def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
     args.set_training(gradient_accumulation_steps=4, batch_size=5, learning_rate=0.1)
     with pytest.raises(ValueError, match="gradient accumulation is switched on"):
         DPTrainer(build("bert"), args, collate, dataset())
+
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match=r"2 devices in one process.*one process per device \(accelerate launch or torchrun\)"):
+        DPTrainer(build("bert"), args, collate, dataset())
+
+    class LaunchedWithDeepSpeed(DPTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.is_deepspeed_enabled = True
+
+    with pytest.raises(ValueError, match="DeepSpeed is switched on.*use FSDP2, or DDP"):
+        LaunchedWithDeepSpeed(build("bert"), arguments(tmp_path), collate, dataset())
+    with pytest.raises(ValueError, match="model is a DeepSpeedEngine.*bare module"):
+        DPTrainer(DeepSpeedEngine(build("bert")), arguments(tmp_path), collate, dataset())
 
     class Own(DPTrainer):
         def compute_loss(self, *args, **kwargs):

@@ -63,6 +63,13 @@ def test_refusals(tmp_path, changes, message):
         make(tmp_path, **changes)
 
 
+def test_deepspeed_is_refused_where_it_is_installed(tmp_path):
+    args = make(tmp_path)
+    args.deepspeed = "zero2.json"
+    with pytest.raises(ValueError, match="deepspeed='zero2.json' cannot be used.*use FSDP2, or DDP"):
+        args._refuse_what_breaks_privacy()
+
+
 def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):
     parser = HfArgumentParser(DPTrainingArguments)
     (args,) = parser.parse_args_into_dataclasses(

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
-from models import build
+from models import DeepSpeedEngine, build
 from torch import nn
 
 from dp_transformers import ModuleValidator, check_per_sample_gradients_are_correct
@@ -97,6 +97,7 @@ PROBLEMS = {  # module -> what is said of it, what is done about it
     ),
     "router": (lambda: NllbMoeTop2Router(3, 2), "can push out another's", None),
     "DataParallel": (lambda: nn.DataParallel(nn.Linear(3, 2)), "cannot be clipped together", None),
+    "DeepSpeed": (lambda: DeepSpeedEngine(nn.Linear(3, 2)), "clips gradients on its own", None),
     "observer": (observer, "range of private activations", None),
 }  # fmt: skip
 

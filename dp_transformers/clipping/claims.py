@@ -31,6 +31,20 @@ from .shards import Shards
 logger = logging.getLogger(__name__)
 
 
+_WRAPPERS = {
+    "DataParallel": "its replicas cannot be clipped together: hand over the bare module, and start one process for each device",
+    "DistributedDataParallel": "it averages gradients over processes that are not clipped yet: hand over the bare module; DPTrainer and "
+    "PrivacyEngine add up over processes on their own, and after PerExampleClipper dp_transformers.distributed.sum_over_ranks does",
+    "FullyShardedDataParallel": "its flat parameters hide which gradient is whose: use fully_shard (FSDP2)",
+    "DeepSpeedEngine": "it averages and clips gradients on its own: hand over the bare module, after fully_shard (FSDP2) if it is too large",
+}
+
+
+def why_no_wrapper(module: nn.Module) -> str | None:
+    """Why gradients cannot be clipped inside this one, which runs a model in several processes or devices, and the way out."""
+    return next((_WRAPPERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
+
+
 class UnclaimedParameterError(ValueError):
     """A trainable parameter is used where no module that could answer for it sees the use."""
 
@@ -71,6 +85,9 @@ def claim_parameters(model: nn.Module) -> list[Claim]:
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
+        if why := why_no_wrapper(module):
+            where = f"'{path}'" if path else "the model"
+            raise ValueError(f"{where} is a {type(module).__name__}: {why}.")
     claims = []
     below_whole_calls = {child for m in paths if find_rule(m) in WHOLE_CALL for child in m.modules() if child is not m}
     for module, its_paths in paths.items():

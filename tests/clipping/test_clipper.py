@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LONG, MODELS, SHORT, Net, batch_for, build, losses_function, net_losses
+from models import LONG, MODELS, SHORT, DeepSpeedEngine, Net, batch_for, build, losses_function, net_losses
 from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 
@@ -385,6 +385,17 @@ class TestMisuse:
             PerExampleClipper(model, 1.0)
         first.detach()
         PerExampleClipper(model, 1.0)
+
+    @pytest.mark.parametrize(
+        ("wrap", "way_out"),
+        [(nn.DataParallel, "bare module, and start one process for each device"), (DeepSpeedEngine, r"bare module, after fully_shard")],
+    )
+    def test_wrappers_of_several_devices(self, wrap, way_out):
+        """DistributedDataParallel, which needs a process group: tests/test_distributed.py."""
+        for model, where in ((wrap(nn.Linear(3, 1)), "the model"), (nn.Sequential(wrap(nn.Linear(3, 1))), "'0'")):
+            with pytest.raises(ValueError, match=f"{where} is a {wrap.__name__}.*{way_out}"):
+                PerExampleClipper(model, 1.0)
+            assert not model._forward_pre_hooks
 
     def test_batch_second_needs_the_check(self):
         with pytest.raises(ValueError, match="batch_first=False needs the self-check"):
