@@ -24,6 +24,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from dp_transformers import DPTrainer, DPTrainingArguments, checkpoint, compute_epsilon, distributed
+from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, checkpoint, compute_epsilon, distributed
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError
 from dp_transformers.clipping.shards import local
 from dp_transformers.noise import GaussianNoise
@@ -42,10 +43,10 @@ RANKS, PATIENCE = 2, 60  # seconds until a rank that waits for a killed one is t
 
 
 class Classifier(nn.Module):
-    def __init__(self):
+    def __init__(self, width=8):
         super().__init__()
         torch.manual_seed(0)
-        self.hidden, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.hidden, self.head = nn.Linear(3, width), nn.Linear(width, 2)
 
     def forward(self, x):
         return self.head(self.hidden(x).relu())
@@ -71,8 +72,8 @@ def arguments(folder, **changes):
     return DPTrainingArguments(**{**values, **changes})
 
 
-def build(cls, folder, callbacks=(), data=None, **changes):
-    return cls(Classifier(), arguments(folder, **changes), collate, data or rows(), callbacks=list(callbacks), per_example_loss_func=per_example_loss)  # fmt: skip
+def build(cls, folder, callbacks=(), data=None, model=None, **changes):
+    return cls(model or Classifier(), arguments(folder, **changes), collate, data or rows(), callbacks=list(callbacks), per_example_loss_func=per_example_loss)  # fmt: skip
 
 
 # ---- one attempt, in a process of its own ----
@@ -604,10 +605,46 @@ class Deadly(torch.utils.data.Dataset):
         return self.rows[i]
 
 
+def by_trainer(folder, data, steps, batch_size, workers=0, mode="auto", model=None, after_step=lambda step: None):
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            after_step(state.global_step)
+
+    options = {"expected_batch_size": batch_size, "per_device_train_batch_size": batch_size, "max_steps": steps, "clipping_mode": mode,
+               "target_epsilon": None, "noise_multiplier": 1.0, "save_strategy": "no", "logging_strategy": "no", "dataloader_num_workers": workers}  # fmt: skip
+    trainer = build(DPTrainer, folder, [Watch()], data, model, **options)
+    try:
+        trainer.train()
+    finally:
+        assert trainer.privacy_spent().steps == lines(folder)
+
+
+def by_engine(folder, data, steps, batch_size, workers=0, mode="auto", model=None, after_step=lambda step: None):
+    model, engine = model or Classifier(), PrivacyEngine(ledger_dir=folder)
+    by_loss = mode != "ghost"  # an ordinary loss.backward()
+    made = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=None if by_loss else nn.CrossEntropyLoss(), clipping_mode=mode,
+        data_loader=torch.utils.data.DataLoader(data, batch_size, collate_fn=collate, num_workers=workers),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    optimizer, loader, criterion, step = made[1], made[-1], nn.CrossEntropyLoss() if by_loss else made[2], 0
+    try:
+        while step < steps:
+            for batch in loader:
+                optimizer.zero_grad()
+                criterion(model(batch["x"]), batch["labels"]).backward()
+                optimizer.step()
+                step += 1
+                after_step(step)
+    finally:
+        engine.detach()
+        assert step == lines(folder)
+
+
 @pytest.mark.parametrize("how", ["killed", 1, 0])
-def test_a_dead_worker_is_an_error_and_no_hang(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("train", [by_trainer, by_engine])
+def test_a_dead_worker_is_an_error_and_no_hang(tmp_path, monkeypatch, train, how):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # how often a quiet worker is looked after
-    trainer = build(DPTrainer, tmp_path, data=Deadly(how), dataloader_num_workers=1, expected_batch_size=20)
 
     def hangs(*args):
         raise AssertionError("training hangs")
@@ -616,30 +653,30 @@ def test_a_dead_worker_is_an_error_and_no_hang(tmp_path, monkeypatch, how):
     signal.alarm(60)
     try:
         with pytest.raises(RuntimeError, match="DataLoader worker"):
-            trainer.train()
+            train(tmp_path, Deadly(how), steps=STEPS, batch_size=20, workers=1)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
-    assert trainer.privacy_spent().steps == lines(tmp_path) < STEPS
+    assert lines(tmp_path) < STEPS
 
 
-def test_memory_does_not_grow_with_steps(tmp_path):
-    class Watch(TrainerCallback):
-        seen = ()
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+@pytest.mark.parametrize("train", [by_trainer, by_engine])
+def test_memory_does_not_grow_with_steps(tmp_path, train, mode):
+    """Tensors that Python knows, blocks that Python holds, and all that the process holds, from step 100 to step 300."""
+    seen, width = [], 2000
 
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step % 60 == 0:
-                gc.collect()
-                tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-                self.seen = (*self.seen, (tensors, sys.getallocatedblocks()))
+    def watch(step):
+        if step % 100 == 0:
+            gc.collect()
+            tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+            seen.append((tensors, sys.getallocatedblocks(), psutil.Process().memory_info().rss))
 
-    watch = Watch()
-    whole = {"expected_batch_size": 40, "per_device_train_batch_size": 40}  # q = 1: every draw is as large
-    options = {**whole, "max_steps": 180, "save_strategy": "no", "logging_strategy": "no", "target_epsilon": None, "noise_multiplier": 1.0}
-    build(DPTrainer, tmp_path, [watch], **options).train()
-    tensors, blocks = zip(*watch.seen, strict=True)
+    train(tmp_path, rows(), 300, batch_size=40, mode=mode, model=Classifier(width), after_step=watch)  # q = 1: every draw is as large
+    tensors, blocks, resident = zip(*seen, strict=True)
     assert len(set(tensors)) == 1
-    assert blocks[2] - blocks[1] < 3 * 60, "blocks of memory that Python holds more after 60 steps"
+    assert blocks[2] - blocks[1] < 3 * 100, "blocks of memory that Python holds more after 100 steps"
+    assert resident[2] - resident[0] < 200 * 4 * 40 * width / 4, "a quarter of what one activation of every step takes"
 
 
 if __name__ == "__main__":
