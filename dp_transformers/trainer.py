@@ -144,6 +144,11 @@ class DPTrainer(Trainer):
                 "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_version: 2). If you did not ask for FSDP at all, something "
                 f"else in this process did: take {FSDP_FLAG} out of os.environ",
             ),
+            "context or sequence parallelism": (
+                getattr(accelerator.parallelism_config, "cp_enabled", False)
+                or getattr(accelerator.parallelism_config, "sp_enabled", False),
+                "an example split over processes has no norm on any of them; use FSDP2 for models that are too large",
+            ),
             "DeepSpeed": (self.is_deepspeed_enabled, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
         }
         for name, (is_on, why) in refused.items():

@@ -63,8 +63,11 @@ class Counted(DPTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def train(folder, model="bert", lora=False, resume=None, **options):
+def train(folder, model="bert", lora=False, resume=None, replicas=1, **options):
     """Train with a fixed draw; the gradients of every step, what this rank held, and how the model lay."""
+    if dist.is_initialized() and replicas > 1:  # as `accelerate launch` says it
+        os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(replicas),
+                       "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(dist.get_world_size() // replicas)}  # fmt: skip
     gradients = Gradients()
     kind = "bert" if model == "bert" else "lm"
     fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5}
@@ -407,6 +410,8 @@ for kind, lora in (("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", True), ("F
     cases |= {f"save-{name}": (checkpoint, options), f"load-{name}": (checkpoint, {**options, "resume": True})}
 if "MORE_CASES" in os.environ:
     CASES |= MORE
+if os.environ.get("PROCESSES") == "4":  # the last, for nothing undoes what it writes into the environment
+    CASES |= {"fsdp-hsdp": (train, {"model": "llama", "replicas": 2, **SILENT, **fsdp()})}
 
 
 def run(name: str, folder: Path):

@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import assets
@@ -223,6 +225,28 @@ def test_causal_lm_launched_with_two_processes(language, tmp_path):
     report = json.loads((tmp_path / "privacy_report.json").read_text())
     assert report["num_examples"] == 120
     assert report["steps"] == 2
+
+
+def test_two_machines_of_multi_node_yaml(task, tmp_path):
+    """Two launchers that find each other by address and port, as on two machines, of one process each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = ["--num_processes", "2", "--parallelism_config_dp_replicate_size", "1", "--parallelism_config_dp_shard_size", "2"]
+    where = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--num_cpu_threads_per_process", "1"]
+
+    def machine(rank):
+        config = str(ROOT / "recipes" / "accelerate" / "multi_node.yaml")
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--machine_rank", str(rank), *where, *sizes]
+        flags = [*classifier_flags(task, tmp_path / "shared"), "--full", "--clipping_mode", "book_keeping"]
+        return command(*flags, recipe="text_classification", launcher=launcher, HF_DATASETS_CACHE=str(tmp_path / f"cache{rank}"))
+
+    with ThreadPoolExecutor(2) as machines:
+        first, second = machines.map(machine, range(2))
+    assert first.returncode == second.returncode == 0, first.stderr[-2000:] + second.stderr[-2000:]
+    check_classifier(json.loads((tmp_path / "shared" / "privacy_report.json").read_text()), first.stdout, tmp_path / "shared")
+    assert "epsilon" not in second.stdout
+    assert (tmp_path / "shared" / "privacy_ledger.jsonl").read_text().count('"step"') == 3
 
 
 def test_only_text_and_end_are_trained():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset
 from models import DeepSpeedEngine, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
@@ -500,6 +501,14 @@ def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
     args._n_gpu = 2
     with pytest.raises(ValueError, match=r"2 devices in one process.*one process per device \(accelerate launch or torchrun\)"):
         DPTrainer(build("bert"), args, collate, dataset())
+
+    class LaunchedWithContextParallelism(DPTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.state.parallelism_config = ParallelismConfig(cp_size=2)
+
+    with pytest.raises(ValueError, match="context or sequence parallelism is switched on.*use FSDP2"):
+        LaunchedWithContextParallelism(build("bert"), arguments(tmp_path), collate, dataset())
 
     class LaunchedWithDeepSpeed(DPTrainer):
         def create_accelerator_and_postprocess(self):
