@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -245,7 +246,7 @@ class PrivacyEngine:
         """
         run, content = self._made_private(), dict(checkpoint_dict or {})
         content["module"], content["optimizer"] = run.states(module, optimizer)
-        content["privacy"] = {**asdict(run.state), "steps": run.steps}
+        content["privacy"] = {**asdict(run.state), "steps": run.steps, "saved_by": run.id}
         if distributed.rank() != 0:
             return
         path = Path(path)
@@ -260,6 +261,9 @@ class PrivacyEngine:
         self, path: str | os.PathLike, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, map_location: Any = None
     ) -> dict[str, Any]:
         """Go on from a checkpoint of the same mechanism; call it after ``make_private``. Returns the rest of the file's dictionary.
+
+        What the checkpoint's run spent is added to what this engine counts, but for steps that it counts already: its own, when it goes back
+        to a file that it saved, and with a ledger all that it knows of the run.
 
         Raises:
             PrivacyStateError: the file holds no privacy state, or one of another mechanism, or the ledger lacks steps.
@@ -400,6 +404,7 @@ class _Run:
         self.engine, self.clipper, self.optimizer, self.loader = engine, clipper, optimizer, loader
         self.criterion, self.delta = criterion, delta
         self.steps, self.steps_left = 0, math.inf
+        self.counted: Counter[str] = Counter()  # the steps of each run, by its id
         self._handles: list[Any] = []
         self.given: _Given | None = None
         self.draw = -1  # that the sums below belong to
@@ -430,6 +435,7 @@ class _Run:
             self.detach()
             self.engine._run = None
             raise
+        self.id = self.state.run_id  # this engine's own, whatever runs it goes on with
         if noise_multiplier == 0:
             logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")
         self.steps_left = steps
@@ -461,17 +467,22 @@ class _Run:
         state.require({name: value for name, value in asdict(self.state).items() if name != "run_id"})
         ledger = self.engine._ledger
         executed = steps if ledger is None else distributed.on_rank_zero(lambda: ledger.steps(state.run_id))
-        if executed < steps:
+        if executed < max(steps, self.counted[state.run_id] * (ledger is not None)):
             raise PrivacyStateError(
                 f"the ledger '{ledger.path}' holds {executed} steps of this run, but the checkpoint was saved after {steps}: lines are missing, so "
                 "what was spent is not known. Restore the file, or start a new run."
             )
         self.state = state
+        if ledger is not None:
+            executed -= self.counted[state.run_id]  # the ledger holds them all, and its lines only become more
+        elif saved.get("saved_by") == self.id:
+            executed = 0  # all counted when they were taken
         self._count(executed)
         self._begin_ledger()
 
     def _count(self, steps: int) -> None:
         self.steps += steps
+        self.counted[self.state.run_id] += steps
         self.steps_left -= steps
         self.engine.accountant.step(noise_multiplier=self.state.noise_multiplier, sample_rate=self.loader.sample_rate, steps=steps)
 

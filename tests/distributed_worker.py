@@ -214,7 +214,8 @@ def loop(
                 break
     found = {"rest": engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer), "loaded": flat_state(net, optimizer)}
     draws = [d.indices for d in draws[:steps]]
-    return {**found, "draws": draws, "gradients": gradients, "weights": weights, "ledger": Ledger(folder).steps(engine._run.state.run_id)}
+    return {**found, "draws": draws, "gradients": gradients, "weights": weights, "ledger": Ledger(folder).steps(engine._run.state.run_id),
+            "counted": engine.accountant.steps}  # fmt: skip
 
 
 # ---- by hand ----

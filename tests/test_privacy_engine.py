@@ -862,6 +862,44 @@ def test_resume_counts_what_was_spent(tmp_path, with_ledger):
     assert not (tmp_path / "c.pt.tmp").exists()
 
 
+@pytest.mark.parametrize("with_ledger", [False, True])
+def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
+    """To a file of its own; a file of another engine adds what that spent, however often its run was counted before."""
+
+    def start():
+        return make(noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path if with_ledger else None))
+
+    def save(engine, model, optimizer, loader, name):
+        engine.save_checkpoint(tmp_path / name, module=model, optimizer=optimizer)
+
+    def load(engine, model, optimizer, loader, name):
+        engine.load_checkpoint(tmp_path / name, module=model, optimizer=optimizer)
+
+    first = start()
+    for steps in (4, 8):
+        train(*first[1:])
+        save(*first, f"{steps}.pt")
+    load(*first, "4.pt")
+    assert first[0].accountant.steps == 8
+    train(*first[1:])  # on the branch that was gone back to
+    load(*first, "8.pt")
+    load(*first, "4.pt")
+    save(*first, "12.pt")
+    assert first[0].accountant.steps == 12
+    first[0].detach()
+
+    second = start()
+    load(*second, "8.pt")
+    executed = 12 if with_ledger else 8  # all of the run, or what the file knows of
+    assert second[0].accountant.steps == executed
+    train(*second[1:])
+    save(*second, "second.pt")
+    load(*second, "second.pt")
+    assert second[0].accountant.steps == executed + 4
+    load(*second, "12.pt")  # of the other engine: whether its steps were counted is known with a ledger
+    assert second[0].accountant.steps == executed + 4 + (0 if with_ledger else 12)
+
+
 def test_resume_refuses_another_mechanism(tmp_path):
     engine, model, optimizer, _ = make(noise_multiplier=1.0)
     engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
