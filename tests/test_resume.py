@@ -229,7 +229,7 @@ def one_rank(job, rank):
         code = Attempt(job["folder"], rank, job["point"] if mortal else None, job["occurrence"], job["sharded"]).run()
     except RuntimeError as error:
         traceback.print_exc()
-        code = BEREFT if "gloo" in str(error) and "Connection" in str(error) else 1
+        code = BEREFT if any(word in str(error) for word in ("Connection closed", "Connection reset", "Timed out", "timeout")) else 1
     except BaseException:
         traceback.print_exc()
     os._exit(code)
