@@ -40,20 +40,23 @@ def is_bf16(*factors: torch.Tensor) -> bool:
     return any(x.dtype == torch.bfloat16 for x in factors)
 
 
-def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Tensor:
-    """The product of two matrices or batches of them, in float32.
+def factor(x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+    """``x`` as :func:`product` takes it, rounded to bf16 if asked for."""
+    if not bf16:
+        return x.float()
+    return x.bfloat16() if _multiplies_bf16(x) else x.bfloat16().float()
 
-    ``bf16``: of the factors rounded to bf16, which hardware that can multiply these does several times as fast, and as exactly: no
-    product of two such numbers is rounded, and sums are in float32.
+
+def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Tensor:
+    """The product of two matrices or batches of them, each a :func:`factor`, in float32.
+
+    Hardware for bf16 is several times as fast and as exact: no product of two such numbers is rounded, and sums are in float32.
     """
     multiply = torch.mm if left.dim() == 2 else torch.bmm
-    if bf16:
-        left, right = left.bfloat16(), right.bfloat16()
-        if left.is_cuda and torch.version.hip is None:
-            return multiply(left, right, out_dtype=torch.float32)
-    left, right = left.float(), right.float()
-    if not bf16 or left.device.type != "cpu":
+    if not bf16:
         return multiply(left, right)
+    if left.dtype == torch.bfloat16:
+        return multiply(left, right, out_dtype=torch.float32)
     setting = torch.backends.mkldnn.matmul
     before, setting.fp32_precision = setting.fp32_precision, "bf16"
     try:
@@ -63,8 +66,17 @@ def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Ten
 
 
 def split(x: torch.Tensor, *, bf16: bool) -> tuple[torch.Tensor, ...]:
-    """Float32 numbers as a sum of what :func:`product` takes: themselves, or two of bf16, of which rounding leaves out 2⁻¹⁷."""
-    return (x, x - x.bfloat16().float()) if bf16 else (x,)
+    """The :func:`factor` whose sum is ``x``, float32: itself, or two of bf16, of which rounding leaves out 2⁻¹⁷."""
+    if not bf16:
+        return (x,)
+    high = factor(x, bf16=True)
+    low = x - high
+    return high, low.bfloat16() if high.dtype == torch.bfloat16 else low  # or rounded when it is multiplied
+
+
+def _multiplies_bf16(x: torch.Tensor) -> bool:
+    """Whether torch multiplies bf16 tensors into a float32 one there."""
+    return x.is_cuda and torch.version.hip is None
 
 
 def sum_dtype(p: nn.Parameter) -> torch.dtype:

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from .precision import is_bf16, product, split
+from .precision import factor, is_bf16, product, split
 
 T = TypeVar("T")
 
@@ -140,8 +140,8 @@ class Outer:
     def is_bf16(self) -> bool:
         return is_bf16(self.left, self.right)
 
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        return x.bfloat16() if self.is_bf16 else x
+    def _factor(self, x: torch.Tensor) -> torch.Tensor:
+        return factor(x, bf16=self.is_bf16)
 
     @property
     def prefers_instance(self) -> bool:
@@ -152,7 +152,7 @@ class Outer:
         (b, t, p), d = self.left.shape, self.right.shape[2]
         gram = partial(_gram, bf16=self.is_bf16)
         if t == 1 and not instantiate:
-            return Dense(self._rounded(self.left)).squared_norm() * Dense(self._rounded(self.right)).squared_norm()
+            return Dense(self._factor(self.left)).squared_norm() * Dense(self._factor(self.right)).squared_norm()
         by_instance = instantiate or self.prefers_instance
         if not by_instance and memo is not None and 4 * b * t * t <= SCRATCH_BYTES:
             return _gram_product(memo.get("left gram", self.left, gram), memo.get("right gram", self.right, gram))
@@ -166,16 +166,18 @@ class Outer:
         return torch.cat(norm_sq_b)
 
     def instance(self) -> Dense:
-        return Dense(product(self.left.mT, self.right, bf16=self.is_bf16))
+        return Dense(product(self._factor(self.left).mT, self._factor(self.right), bf16=self.is_bf16))
 
     def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
         def scaled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return split(self._rounded(x).float() * coef_b[:, None, None], bf16=self.is_bf16)
+            return split((x.bfloat16() if self.is_bf16 else x) * coef_b[:, None, None], bf16=self.is_bf16)
 
         left, right, memo = self.left, self.right, memo or Memo()
         if left.shape[2] < right.shape[2]:
+            right = self._factor(right)
             pairs = [(part, right) for part in memo.get("scaled left", left, scaled)]
         else:
+            left = self._factor(left)
             pairs = [(left, part) for part in memo.get("scaled right", right, scaled)]
         return sum_of(product(x.flatten(0, 1).t(), y.flatten(0, 1), bf16=self.is_bf16) for x, y in pairs)
 
@@ -309,14 +311,15 @@ class Routed:
     def instance(self) -> Dense:
         b, p, d = len(self.ids), self.left.shape[2], self.right.shape[2]
         offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_experts
-        by_id = _sum_by_id(self.ids + offset_b, self.left, self.right, b * self.num_experts, bf16=self.is_bf16)
+        left, right = (factor(x, bf16=self.is_bf16) for x in (self.left, self.right))
+        by_id = _sum_by_id(self.ids + offset_b, left, right, b * self.num_experts, bf16=self.is_bf16)
         return Dense(by_id.view(b, self.num_experts, p, d))
 
     def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
         bf16 = self.is_bf16
-        left, right = (x.bfloat16() if bf16 else x for x in (self.left, self.right))
+        left, right = (factor(x, bf16=bf16) for x in (self.left, self.right))
         smaller = left if left.shape[2] < right.shape[2] else right
-        parts = split(smaller.float() * coef_b[:, None, None], bf16=bf16)
+        parts = split(smaller * coef_b[:, None, None], bf16=bf16)
         pairs = [(part, right) if smaller is left else (left, part) for part in parts]
         return sum_of(_sum_by_id(self.ids, x, y, self.num_experts, bf16=bf16) for x, y in pairs)
 
@@ -424,6 +427,7 @@ Term = Dense | Norm | Outer | Stacked | Rows | Routed | Convolved
 
 def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> torch.Tensor:
     """(B, T, T) inner products between positions."""
+    x_btd = factor(x_btd, bf16=bf16)
     return product(x_btd, x_btd.mT, bf16=bf16)
 
 
@@ -527,7 +531,7 @@ def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo
     (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
     for chunk in _chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
         left, right = outer.left[chunk].float(), outer.right[chunk]
-        right = (right.bfloat16() if outer.is_bf16 else right).float()
+        right = factor(right, bf16=outer.is_bf16).float()
         grad, ids = rows.grad[chunk].float(), rows.ids[chunk]
         picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
         cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
