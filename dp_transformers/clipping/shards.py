@@ -28,8 +28,8 @@ class Shards:
     """The sharded parameters of ``model``; empty (false) where nothing is sharded.
 
     Raises:
-        ValueError: a layout whose clipped sums would not be exact: tensor parallelism, trainable parameters that FSDP2 was told to
-            ignore, gradients reduced over ranks in less than float32.
+        ValueError: a layout whose clipped sums would not be exact: trainable parameters that FSDP2 was told to ignore, gradients reduced
+            over ranks in less than float32.
     """
 
     def __init__(self, model: nn.Module):
@@ -54,11 +54,6 @@ class Shards:
 
     def _refuse(self, model: nn.Module) -> None:
         for name, p in model.named_parameters():
-            if _is_dtensor(self.whole(p)):
-                raise ValueError(
-                    f"parameter '{name}' is split over processes by tensor parallelism ({p.device_mesh}), where no process has the norm of an "
-                    "example's gradient. Use FSDP2 (fully_shard) over all processes instead."
-                )
             if self and p.requires_grad and p not in self._whole:
                 raise ValueError(
                     f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
@@ -155,16 +150,16 @@ def _is_fsdp(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def everywhere(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors without shards, gathered where they had any."""
-    return [t.full_tensor() if _is_dtensor(t) else t for t in tensors]
+    return [t.full_tensor() if is_dtensor(t) else t for t in tensors]
