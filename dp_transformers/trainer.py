@@ -26,8 +26,7 @@ from .clipping import PerExampleClipper
 from .clipping.shards import everywhere
 from .clipping.verify import self_check
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
-from .mechanism import privatise
-from .noise import GaussianNoise
+from .mechanism import LayoutNoise, privatise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
 from .validation import validate_lengths, validate_model, validate_training_data
@@ -338,8 +337,7 @@ class DPTrainer(Trainer):
         self._clipper = PerExampleClipper(self.model, self._state.max_grad_norm, mode=args.clipping_mode, self_check=args.self_check)
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError("FSDP was asked for, but accelerate did not shard the model. Check its configuration, or switch fsdp off.")
-        entropy = distributed.noise_entropy(self._clipper.parameters[0], args.dp_seed)
-        self._noise = GaussianNoise(dp_seed=args.dp_seed, secure=args.secure_rng, entropy=entropy)
+        self._noise = LayoutNoise(self._clipper, dp_seed=args.dp_seed, secure=args.secure_rng)
         return prepared
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:

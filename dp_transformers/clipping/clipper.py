@@ -33,8 +33,8 @@ from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .precision import HALF, TRAINABLE, set_gradient, sum_dtype
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
-from .shards import Shards, local
-from .tensor_parallel import TensorParallel, like
+from .shards import Shards, like, local
+from .tensor_parallel import TensorParallel
 from .terms import Norm, Term
 
 logger = logging.getLogger(__name__)

@@ -43,11 +43,11 @@ class Shards:
             if any(p not in self._whole for p in module.parameters()):
                 module.unshard()
                 for (m, name), shard in zip(slots, sharded, strict=True):
-                    if m._parameters[name] is not shard:
-                        self._whole[shard], self._shard[m._parameters[name]] = m._parameters[name], shard
+                    if (whole := m._parameters[name]) is not shard:
+                        self._whole[shard], self._shard[whole] = whole, shard
                 module.reshard()
-        self._refuse(model)
         self._groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
+        self._refuse(model)
 
     def __bool__(self) -> bool:
         return bool(self.modules)
@@ -59,8 +59,16 @@ class Shards:
                     f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
                     "Take it out of fully_shard's ignored_params, or freeze it."
                 )
-        if len({p.device_mesh for p in self._whole if p.requires_grad}) > 1:
+        if doubled := [p for p in self._whole if list(self._shard.values()).count(p) > 1]:
+            name = next(name for name, p in model.named_parameters() if p is doubled[0])
+            raise ValueError(
+                f"parameter '{name}' is gathered by several fully_shard units, each for a use of its own, as in a tied model that transformers "
+                "loads with fsdp_size: gradients of single examples would lie in several places. Apply fully_shard to one module that holds "
+                "all uses (the model, for tied embeddings), after loading without fsdp_size."
+            )
+        if len(meshes := {group.mesh_info.mesh for group in self._groups}) > 1:
             raise ValueError("trainable parameters are sharded over different device meshes: apply fully_shard with one mesh everywhere.")
+        self._mesh = next(iter(meshes), None)  # of data parallelism; that of tensor parallelism lies in the whole parameters
         for policy in (module._get_fsdp_state()._mp_policy for module in self.modules):
             if policy.param_dtype not in (None, torch.float32) and policy.reduce_dtype != torch.float32:
                 raise ValueError(
@@ -101,14 +109,15 @@ class Shards:
         """This process's part of the sum over processes of ``total``, shaped like ``p``; ``total`` itself if ``p`` is not sharded."""
         if p not in self._whole:
             return total
-        from torch.distributed.tensor import DTensor, Partial
+        from torch.distributed.tensor import DTensor, Partial, Shard
 
-        mesh, placements = p.device_mesh, [Partial()] * p.device_mesh.ndim
+        mesh, placements = self._mesh, [Partial()] * self._mesh.ndim
         grad = DTensor.from_local(total, mesh, placements, run_check=False)
         for dim in reversed(range(mesh.ndim)):  # first over the shards, so that replicas exchange no more than a shard
-            placements[dim] = p.placements[dim]
+            lies = p.placements[dim]
+            placements[dim] = lies if lies.is_replicate() else Shard(lies.dim)  # strided where tensor parallelism splits it too
             grad = grad.redistribute(placements=placements)
-        return grad.to(p.device)
+        return like(grad.to_local().to(p.device), p)
 
     @contextmanager
     def native_sum(self) -> Iterator[None]:
@@ -131,9 +140,8 @@ class Shards:
         if not self:
             return condition
         flag = torch.tensor(float(condition), device=device)
-        mesh = next(iter(self._whole)).device_mesh
-        for dim in range(mesh.ndim):
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for dim in range(self._mesh.ndim):  # a tensor-parallel group agrees already, on norms
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._mesh.get_group(dim))
         return bool(flag)
 
     def agreed(self, structure: Any, device: torch.device) -> Any:
@@ -158,6 +166,15 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``tensor``, what this process holds, laid out over processes as ``other`` is."""
+    if not is_dtensor(other):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(tensor, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
 def everywhere(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ before they are measured, for the norm of a sum does not follow from norms.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -288,15 +287,5 @@ def _kind(activation: torch.Tensor) -> str:
         return "whole"
     if placement.is_partial():
         return "partial"
-    dim, last = placement.dim % activation.dim(), activation.dim() - 1
-    if dim == 0 or not activation.is_floating_point():
-        return "examples"
-    return "features" if dim == last else "positions"
-
-
-def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``tensor``, this process's part, laid out over processes as ``other`` is."""
-    if not is_dtensor(other):
-        return tensor
-    module = sys.modules["torch.distributed.tensor"]
-    return module.DTensor.from_local(tensor, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride())
+    dim = placement.dim % activation.dim() if placement.is_shard() and activation.is_floating_point() else 0
+    return "examples" if dim == 0 else "features" if dim == activation.dim() - 1 else "positions"

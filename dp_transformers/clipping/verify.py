@@ -29,8 +29,7 @@ from .layout import batch_size_of, positions_of
 from .modes import MODES
 from .precision import set_gradient, sum_dtype
 from .rules.fallback import UnsupportedModuleError
-from .shards import everywhere, local
-from .tensor_parallel import like
+from .shards import everywhere, like, local
 
 if TYPE_CHECKING:
     from .clipper import PerExampleClipper
