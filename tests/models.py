@@ -50,9 +50,7 @@ def build(name: str, *, lora: bool = False, dropout: float = 0.0, seed: int = 0)
 def adapted(model: nn.Module, name: str) -> nn.Module:
     """With LoRA in every linear layer but the head."""
     task = "SEQ_CLS" if name == "bert" else "CAUSAL_LM"
-    model = get_peft_model(
-        model, LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=name == "gpt2")
-    )
+    model = get_peft_model(model, LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=name == "gpt2"))
     for m in model.modules():  # B starts at zero, and then A has no gradient
         if hasattr(m, "lora_B"):
             nn.init.normal_(m.lora_B["default"].weight, std=0.1)

@@ -95,6 +95,45 @@ def test_fully_sharded_by_hand_is_exact(ranks, oracle, case):
         assert rank["placements"] == {"(Replicate(), Shard(dim=0))" if options.get("hsdp") else "(Shard(dim=0),)"}
 
 
+@pytest.mark.parametrize("case", cases_of("tp", function=worker.parts))
+def test_tensor_parallel_is_exact(ranks, part_oracle, case):
+    """Norms and clipped sums of two batches: every process of a group has all norms, and its part of the sum where the parameter lies."""
+    options = worker.CASES[case][1]
+    groups, _ = options.get("shape") or (PROCESSES // 2, 2)
+    bad, model, lora = options.get("bad"), options.get("model", "llama"), options.get("lora", False)
+    gradients = part_oracle(model, lora, worker.ROWS * groups)
+    norms, _ = clipped_sum(gradients, 0.9)
+    assert max(norms) > 0.9
+    for rank in ranks[case]:
+        own = range(rank["group"] * worker.ROWS, (rank["group"] + 1) * worker.ROWS)
+        for i, got in zip(own, rank["norms"].tolist(), strict=True):
+            assert abs(got - norms[i]) <= 1e-5 * norms[i] if i != bad else not got < float("inf")
+        sums_all = options.get("fsdp") or (options.get("load") and groups > 1)
+        _, total = clipped_sum(gradients, 0.9, [2.0 * (i != bad and (sums_all or i in own)) for i in range(len(gradients))])
+        assert distance(rank["sum"], total) <= 1e-5 * length(total)
+        assert rank["gradients lie as parameters"] and rank["mode"] == options.get("mode", "book_keeping")
+        lies = dict(zip(rank["names"], rank["placements"], strict=True))
+        if not sums_all:
+            assert {"(Shard(dim=0),)", "(Shard(dim=1),)"} <= set(lies.values())
+            replicated = [name for name, p in lies.items() if p in ("None", "(Replicate(),)")]
+            assert replicated and (lora or any("norm" in name.lower() or "last" in name for name in replicated))
+        else:
+            assert any(p.count("Shard") == 2 for p in lies.values()) and "(Shard(dim=0),)" in lies.values()
+
+
+@pytest.fixture(scope="module")
+def part_oracle():
+    known = {}
+
+    def gradients(name, lora, size):
+        if (name, lora, size) not in known:
+            model = worker.whole_model(name, lora)
+            known[name, lora, size] = per_example_gradients(model, worker.losses_of(model), worker.rows_of(name, size))
+        return known[name, lora, size]
+
+    return gradients
+
+
 # ---- noise ----
 
 
@@ -131,6 +170,30 @@ def test_replicas_of_a_shard_get_equal_noise_and_other_shards_other(ranks, mode)
             assert torch.equal(a, b) if (i - j) % shards == 0 else abs(correlation(a, b)) < 5 / len(a) ** 0.5
     plain = [rank["noise"].flatten() for rank in ranks["hand-full-book_keeping"]]
     assert abs(correlation(plain[0], plain[-1])) < 5 / len(plain[0]) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "case", ["tp-qwen3-book_keeping", "tp-bert-book_keeping", "tp-sequence-ghost", "tp-lora-book_keeping", "tp-fsdp-ghost"]
+)
+def test_what_a_group_shares_gets_equal_noise_and_parts_get_their_own(ranks, case):
+    """No two parts may share a stream, within a process or between processes; what several processes hold must stay equal."""
+    first, second = [rank for rank in ranks[case] if rank["group"] == 0]
+    streams = {}
+    for i, (name, lies) in enumerate(zip(first["names"], first["placements"], strict=True)):
+        a, b = first["noise"][i].flatten(), second["noise"][i].flatten()
+        is_split = lies.replace("_StridedShard", "Shard").count("Shard") > ("fsdp" in case)
+        if is_split:
+            assert not torch.equal(a[: len(b)], b[: len(a)])
+        else:
+            assert torch.equal(a, b), name
+        for rank, noise in enumerate((a, b) if is_split else (a,)):
+            streams.setdefault((lies, rank), []).append(noise)
+    streams = {key: torch.cat(noise) for key, noise in streams.items()}
+    assert len(streams) >= 3
+    for i, a in enumerate(streams.values()):
+        assert float(a.std()) == pytest.approx(1, abs=5 / len(a) ** 0.5)
+        for b in list(streams.values())[:i]:
+            assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
 
 
 # ---- precision ----
@@ -172,6 +235,15 @@ def test_fsdp_sends_what_docs_scaling_says(ranks, case):
         assert ghost["reduce"] <= (2 if case == "fsdp-bytes-late" else 1) * plain["reduce"]
 
 
+def test_tensor_parallelism_sends_one_number_more_for_each_example(ranks):
+    """Going back over a batch in book-keeping; ghost goes back twice."""
+    norms = 2 * (PROCESSES - 1) / PROCESSES * 4 * worker.ROWS
+    for rank in ranks["tp-bytes"]:
+        assert rank["not private"] > 100 * norms
+        assert rank["book_keeping"] == rank["not private"] + norms
+        assert rank["ghost"] == 2 * rank["not private"] + norms
+
+
 # ---- checkpoints and refusals ----
 
 
@@ -185,7 +257,18 @@ def test_sharded_training_goes_on_from_its_checkpoint(ranks, what):
 
 def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
     for rank in ranks["hand-refusals"]:
-        assert "'model.layers.0.mlp.gate_proj.weight' is split over processes by tensor parallelism" in rank["tensor_parallel"]
         assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
         assert "'model.norm.weight' is trainable and not sharded" in rank["ignored"]
         assert "fsdp_config={'version': 2}" in rank["old_fsdp"]
+
+
+def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
+    for rank in ranks["tp-refusals"]:
+        assert "'model.layers.0.mlp.gate_proj' (Linear) runs in the parallel style PackedColwiseParallel" in rank["packed"]
+        assert "holds parameter 'model.layers.0.self_attn.q_norm.weight', but their gradients differ" in rank["partial_norm"]
+        assert "mode 'per_sample'" in rank["per_sample"]
+        assert "were given different examples" in rank["other_examples"]
+        assert "'0' (Own) is tensor-parallel, which only nn.Linear" in rank["own_layer"]
+        assert "'0' (Around) is tensor-parallel, which only nn.Linear" in rank["rerun"]
+        assert "no parameter says how it is split" in rank["plain_parts"]
+        assert "'model.layers.0.mlp.down_proj' (Linear) splits its activations as" in rank["split_sequence"]

@@ -12,6 +12,7 @@ communicate no gradient.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,7 +60,7 @@ class Shards:
                     f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
                     "Take it out of fully_shard's ignored_params, or freeze it."
                 )
-        if doubled := [p for p in self._whole if list(self._shard.values()).count(p) > 1]:
+        if doubled := [p for p, wholes in Counter(self._shard.values()).items() if wholes > 1]:
             name = next(name for name, p in model.named_parameters() if p is doubled[0])
             raise ValueError(
                 f"parameter '{name}' is gathered by several fully_shard units, each for a use of its own, as in a tied model that transformers "
