@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.state import DistributedType, PartialState
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
@@ -23,7 +23,7 @@ from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
-from .clipping.shards import everywhere
+from .clipping.shards import everywhere, is_dtensor
 from .clipping.verify import self_check
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
 from .mechanism import LayoutNoise, privatise
@@ -110,6 +110,11 @@ class DPTrainer(Trainer):
                 "Pass per_example_loss_func=f with f(outputs, labels) -> (B,)."
             )
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
+        if self.get_tp_size() > 1 and args.expected_batch_size_is_derived:
+            raise ValueError(
+                f"expected_batch_size was derived from {args.world_size} processes, but each {self.get_tp_size()} of them work on the same "
+                "examples: set expected_batch_size."
+            )
         self._refuse_what_the_environment_adds()
         self._has_own_loss = per_example_loss_func is not None
         if self._has_own_loss and not self.label_names:
@@ -140,6 +145,10 @@ class DPTrainer(Trainer):
                 self.is_fsdp_enabled and accelerator.state.fsdp_plugin.fsdp_version != 2,
                 "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_version: 2)",
             ),
+            "context or sequence parallelism": (
+                self.get_cp_size() * self.get_sp_size() > 1,
+                "the positions of an example would lie on several processes; use tensor parallelism or FSDP2",
+            ),
             "DeepSpeed": (self.is_deepspeed_enabled, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
         }
         for name, (is_on, why) in refused.items():
@@ -147,8 +156,9 @@ class DPTrainer(Trainer):
                 raise ValueError(f"{name} is switched on and cannot be used with differential privacy: {why}.")
 
     def create_accelerator_and_postprocess(self) -> None:
-        allow_fsdp_on_cpu(self.args)
+        allow_meshes_on_cpu(self.args, self.model)
         super().create_accelerator_and_postprocess()
+        forbid_meshes_on_cpu()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if self.is_fsdp_enabled and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
@@ -337,8 +347,28 @@ class DPTrainer(Trainer):
         self._clipper = PerExampleClipper(self.model, self._state.max_grad_norm, mode=args.clipping_mode, self_check=args.self_check)
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError("FSDP was asked for, but accelerate did not shard the model. Check its configuration, or switch fsdp off.")
+        self._refuse_groups()
         self._noise = LayoutNoise(self._clipper, dp_seed=args.dp_seed, secure=args.secure_rng)
         return prepared
+
+    def _refuse_groups(self) -> None:
+        """Ranks must be dealt to tensor-parallel groups as the sampler takes them to be, and every sum must be somebody's."""
+        parallel, size, world = self._clipper.parallel, self.get_tp_size(), distributed.world_size()
+        own = list(range(distributed.rank() // size * size, distributed.rank() // size * size + size))
+        if (parallel.mesh.mesh.flatten().tolist() if parallel else own[:1]) != own:
+            raise ValueError(
+                f"the model is split over other processes than it says (tp_size {size}): DPTrainer knows tensor parallelism from "
+                "from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))."
+            )
+        if parallel and not self._clipper.shards and world != size:
+            raise ValueError(
+                f"{world // size} groups of {size} tensor-parallel processes hold the same parameters, and nothing adds up their gradients: load "
+                f"the model with DistributedConfig(tp_size={size}, fsdp_size={world // size})."
+            )
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Equal on all ranks to start with. Trainer would also average their gradients here; a private step adds them up itself."""
+        distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         try:
@@ -432,7 +462,8 @@ class DPTrainer(Trainer):
             self._ledger.add_step(state.run_id, self.state.global_step + 1)
         self._count_steps(1)  # at once: an interrupt from here on leaves it on the ledger
         std = state.noise_multiplier * clipper.max_grad_norm
-        privatise(clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=bool(clipper.shards))
+        summed = bool(clipper.shards or clipper.parallel)
+        privatise(clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=summed)
         self._steps_left -= 1
         if self._steps_left <= 0 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning("the next step would exceed target_epsilon=%g: training stops here.", state.target_epsilon)
@@ -440,7 +471,7 @@ class DPTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """The norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
-        return everywhere([torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])])[0]
+        return torch.stack(everywhere(torch.linalg.vector_norm(p.grad) for p in model.parameters() if p.grad is not None)).norm()
 
     # ---- what Trainer asks of batches, which here are LogicalBatch ----
 
@@ -457,8 +488,8 @@ class DPTrainer(Trainer):
             self._state.sample_rate,
             self._steps_per_epoch(expected),
             distributed.shared_secret(args.dp_seed),
-            distributed.rank(),
-            distributed.world_size(),
+            distributed.rank() // self.get_tp_size(),  # a tensor-parallel group works on the same examples
+            distributed.world_size() // self.get_tp_size(),
         )
         return poisson_dataloader(
             dataset,
@@ -526,12 +557,20 @@ def _first_row(batch: Any, size: int) -> dict[str, Any]:
     return tree_map(lambda x: x[:1].clone() if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x, dict(batch))
 
 
-def allow_fsdp_on_cpu(args: DPTrainingArguments) -> None:
-    """accelerate shards on accelerators only, and on CPUs would train with DDP without a word."""
+def allow_meshes_on_cpu(args: DPTrainingArguments, model: nn.Module | None = None) -> None:
+    """accelerate shards on accelerators only, and on CPUs would train with DDP without a word, or refuse a tensor-parallel model."""
     state = PartialState._shared_state
-    asked = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    is_split = (getattr(model, "tp_size", None) or 1) > 1
+    asked = is_split or args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked and state.get("distributed_type") == DistributedType.MULTI_CPU:
         state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate writes FSDP here when it has read its configuration
+
+
+def forbid_meshes_on_cpu() -> None:
+    """Where accelerate has not written FSDP, it takes gloo for NCCL from here on unless told otherwise."""
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        if state.get("distributed_type") == DistributedType.MULTI_GPU and state["device"].type == "cpu":
+            state["distributed_type"] = DistributedType.MULTI_CPU
 
 
 def _is_datasets(dataset: Any) -> bool:

@@ -31,7 +31,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from dp_transformers import DPTrainer, PerExampleClipper, distributed
 from dp_transformers.mechanism import LayoutNoise
 from dp_transformers.noise import GaussianNoise
-from dp_transformers.trainer import allow_fsdp_on_cpu
+from dp_transformers.trainer import allow_meshes_on_cpu
 
 SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0
 LENGTH, ROWS = 12, 3  # of the batches that are clipped by hand: rows on each rank
@@ -52,8 +52,8 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.steps.append(torch.cat([whole(p.grad).flatten() for p in trainable(model)]))
-        if isinstance(model, FSDPModule):
-            self.shards.append(torch.cat([p.grad.to_local().flatten() for p in trainable(model)]).clone())
+        if any(hasattr(p, "placements") for p in trainable(model)):
+            self.shards.append(torch.cat([p.grad.to_local().flatten() for p in trainable(model) if hasattr(p, "placements")]).clone())
 
 
 class Counted(DPTrainer):
@@ -66,13 +66,14 @@ class Counted(DPTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def train(folder, model="bert", lora=False, resume=None, **options):
+def train(folder, model="bert", lora=False, resume=None, tp=1, **options):
     """Train with a fixed draw; the gradients of every step, what this rank held, and how the model lay."""
     gradients = Gradients()
     kind = "bert" if model == "bert" else "lm"
     fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5}
     args = arguments(folder, **{**fixed, **options})
-    trainer = Counted(build(model, lora=lora), args, collate, dataset(kind=kind), callbacks=[gradients])
+    net = build(model, lora=lora) if tp == 1 else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
+    trainer = Counted(net, args, collate, dataset(kind=kind), callbacks=[gradients])
     trainer.train(resume_from_checkpoint=resume)
     return {
         "gradients": gradients.steps,
@@ -92,7 +93,7 @@ def fsdp(**config):
 
 
 def unsharded(options):
-    return {k: v for k, v in options.items() if k not in ("fsdp", "fsdp_config", "accelerator_config")}
+    return {k: v for k, v in options.items() if k not in ("fsdp", "fsdp_config", "accelerator_config", "tp")}
 
 
 # ---- bytes ----
@@ -162,7 +163,7 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
     counter = StepTraffic()
     args = TrainingArguments(str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True, disable_tqdm=True,
                              save_strategy="no", optim="sgd", **layout())  # fmt: skip
-    allow_fsdp_on_cpu(args)
+    allow_meshes_on_cpu(args)
     trainer = Trainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter])
     trainer.train()
     assert trainer.is_fsdp_enabled == sharded == isinstance(trainer.model, FSDPModule)
@@ -292,27 +293,32 @@ def split(name, mesh, *, lora=False, plan=None):
     apply_tensor_parallelism(net, mesh, net._expand_parallel_plan(net.tp_plan))
     if tied:
         head.weight = net.get_input_embeddings().weight
-    if lora:
-        net, values = adapted(net, name), dict(build(name, lora=True).named_parameters())
-        for module in net.modules():
-            if isinstance(module, nn.Linear):  # peft 0.21 writes down the sizes of the part
-                module.out_features, module.in_features = module.weight.shape
-        with torch.no_grad():
-            for key, p in net.named_parameters():
-                if p.requires_grad:
-                    split_like = hasattr(p, "placements")
-                    p.copy_(distribute_tensor(values[key].detach(), mesh, p.placements, src_data_rank=None) if split_like else values[key])
-    return net.train()
+    return (with_lora(net, name) if lora else net).train()
 
 
-def loaded(name, folder, shape):
+def with_lora(net, name):
+    """Adapters on a model in parts, with the values that they have on a whole one."""
+    net, values = adapted(net, name), dict(build(name, lora=True).named_parameters())
+    for module in net.modules():
+        if isinstance(module, nn.Linear):  # peft 0.21 writes down the sizes of the part
+            module.out_features, module.in_features = module.weight.shape
+    with torch.no_grad():
+        for key, p in net.named_parameters():
+            if p.requires_grad:
+                value, is_split = values[key].detach(), hasattr(p, "placements")
+                p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if is_split else value)
+    return net
+
+
+def loaded(name, folder, shape, lora=False):
     """As transformers splits a checkpoint while it loads."""
     net = build(name)
     if dist.get_rank() == 0:
         net.save_pretrained(folder.parent / name)
     dist.barrier()
     config = DistributedConfig(tp_size=shape[1], fsdp_size=shape[0])
-    return type(net).from_pretrained(folder.parent / name, distributed_config=config).train()
+    net = type(net).from_pretrained(folder.parent / name, distributed_config=config)
+    return (with_lora(net, name) if lora else net).train()
 
 
 def parts(folder, model="llama", lora=False, mode="book_keeping", bad=None, fsdp=False, load=False, shape=None):
@@ -476,6 +482,7 @@ def refusals(folder):
     return {f.__name__: message(f) for f in (low_precision_sums, ignored, old_fsdp)}
 
 
+WORLD = int(os.environ.get("WORLD_SIZE") or os.environ.get("PROCESSES", 2))
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 SILENT = {"noise_multiplier": 0.0}
 # with a bound so small that gradients vanish beside the noise of σC = 2
@@ -534,10 +541,15 @@ CASES |= {
     "tp-fsdp-book_keeping": (parts, {"model": "llama-tied", "fsdp": True}),
     "tp-fsdp-ghost": (parts, {"model": "qwen3", "fsdp": True, "mode": "ghost"}),
     "tp-fsdp-lora-book_keeping": (parts, {"lora": True, "fsdp": True}),
-    "tp-one-book_keeping": (parts, {"model": "llama-tied", "fsdp": True, "shape": (int(os.environ.get("WORLD_SIZE", 2)), 1)}),
+    "tp-one-book_keeping": (parts, {"model": "llama-tied", "fsdp": True, "shape": (WORLD, 1)}),
+    "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
+    "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
+    "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
     "tp-bytes": (parts_traffic, {}),
     "tp-refusals": (parts_refusals, {}),
 }
+if WORLD == 2:  # of more, FSDP2 shards the rest, and does not shard adapters that come after it
+    CASES["tp-train-lora"] = (train, {"model": "llama", "tp": 2, "lora": True, "clipping_mode": "book_keeping", **SILENT})
 MORE = {  # by hand
     "fsdp-bytes-late": (traffic, {"sharded": True, "late": True}),
     "fsdp-bytes-lora": (traffic, {"sharded": True, "lora": True}),

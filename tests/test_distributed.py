@@ -48,11 +48,12 @@ def cases_of(*starts, function):
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
-@pytest.mark.parametrize("case", [c for c in cases_of("ddp", "fsdp", function=worker.train) if "noise" not in c])
+@pytest.mark.parametrize("case", [c for c in cases_of("ddp", "fsdp", "tp", function=worker.train) if "noise" not in c])
 def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
     """Every step's gradient, all parameters together, from different counts, an empty rank and an empty draw; the ranks agree exactly."""
     one = worker.train(tmp_path, **worker.unsharded(worker.CASES[case][1]))
-    assert one["counts"] == [2, 5, 2, 1, 0] == torch.tensor([rank["counts"] for rank in ranks[case]]).sum(0).tolist()
+    groups = ranks[case][:: worker.CASES[case][1].get("tp", 1)]
+    assert one["counts"] == [2, 5, 2, 1, 0] == torch.tensor([rank["counts"] for rank in groups]).sum(0).tolist()
     for rank in ranks[case]:
         assert rank["steps"] == len(one["gradients"]) == len(rank["gradients"])
         for mine, first, alone in zip(rank["gradients"], ranks[case][0]["gradients"], one["gradients"], strict=True):
@@ -60,7 +61,10 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
             assert relative(mine, alone) <= 1e-5 or (not alone.any() and not mine.any())
         assert relative(rank["parameters"], one["parameters"]) <= 1e-6
         assert rank["world"] == PROCESSES
-        if case.startswith("fsdp"):
+        if case.startswith("tp"):
+            split = {"(Shard(dim=0),)", "(Shard(dim=1),)"} if PROCESSES == 2 else {"(Shard(dim=0), Shard(dim=1))"}
+            assert split <= rank["placements"]
+        elif case.startswith("fsdp"):
             assert rank["sharded"] and rank["placements"] == {"(Shard(dim=0),)"}
         else:
             assert rank["wrapped"] == "DistributedDataParallel" and rank["placements"] == {"None"}
@@ -156,6 +160,18 @@ def test_shards_get_independent_noise(ranks):
     case = ranks["fsdp-noise"]
     streams = [step for rank in case for step in rank["shards"]]
     assert len(streams) == 2 * PROCESSES and sum(len(rank["shards"][0]) for rank in case) == len(case[0]["gradients"][0])
+    for i, a in enumerate(streams):
+        assert float(a.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.02)
+        for b in streams[:i]:
+            assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
+
+
+def test_tensor_parallel_training_gets_noise_once(ranks):
+    """Parts independent of each other; the whole, gathered and with what every process holds, the same on all and of one size."""
+    case = ranks["tp-train-noise"]
+    streams = [step for rank in case for step in rank["shards"]]
+    for step in range(2):
+        assert all(torch.equal(rank["gradients"][step], case[0]["gradients"][step]) for rank in case)
     for i, a in enumerate(streams):
         assert float(a.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.02)
         for b in streams[:i]:
