@@ -66,13 +66,13 @@ class Counted(DPTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def train(folder, model="bert", lora=False, resume=None, tp=1, **options):
+def train(folder, model="bert", lora=False, resume=None, tp=None, **options):
     """Train with a fixed draw; the gradients of every step, what this rank held, and how the model lay."""
     gradients = Gradients()
     kind = "bert" if model == "bert" else "lm"
     fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5}
     args = arguments(folder, **{**fixed, **options})
-    net = build(model, lora=lora) if tp == 1 else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
+    net = build(model, lora=lora) if tp is None else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
     trainer = Counted(net, args, collate, dataset(kind=kind), callbacks=[gradients])
     trainer.train(resume_from_checkpoint=resume)
     return {
@@ -321,13 +321,15 @@ def loaded(name, folder, shape, lora=False):
     return (with_lora(net, name) if lora else net).train()
 
 
-def parts(folder, model="llama", lora=False, mode="book_keeping", bad=None, fsdp=False, load=False, shape=None):
+def parts(folder, model="llama", lora=False, mode="auto", bad=None, fsdp=None, load=False, shape=None, checkpointed=False):
     """Clip this group's rows, in two batches that are the same. Norms, whole sum, where everything lies, and noise for it."""
     shape = shape or (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     net = loaded(model, folder, shape) if load else split(model, mesh["tp"], lora=lora)
-    if fsdp:
-        net = shard(net, mesh["dp"])
+    if fsdp is not None:
+        net = shard(net, mesh["dp"], **fsdp)
+    if checkpointed:
+        net.gradient_checkpointing_enable({"use_reentrant": False})
     group = mesh.get_local_rank("dp")
     batch = {k: v[group * ROWS : (group + 1) * ROWS] for k, v in rows_of(model, ROWS * shape[0]).items()}
     clipper = PerExampleClipper(net, 1.0, mode)
@@ -400,6 +402,12 @@ def parts_refusals(folder):
         with PerExampleClipper(net, 1.0):
             net(input_ids=torch.arange(24).view(2, 12) + mesh.get_local_rank())
 
+    def other_random_numbers():
+        net = split("llama", mesh)
+        torch.manual_seed(mesh.get_local_rank())
+        with PerExampleClipper(net, 1.0):
+            net(input_ids=torch.arange(24).view(2, 12))
+
     def own_layer():
         class Own(nn.Linear):
             def forward(self, x):
@@ -431,7 +439,7 @@ def parts_refusals(folder):
         RowwiseParallel(output_layouts=Shard(1)).install_forward(net.model.layers[0].mlp.down_proj, mesh)
         PerExampleClipper(net, 1.0)
 
-    cases = (packed, partial_norm, per_sample, other_examples, own_layer, rerun, plain_parts, split_sequence)
+    cases = (packed, partial_norm, per_sample, other_examples, other_random_numbers, own_layer, rerun, plain_parts, split_sequence)
     return {f.__name__: message(f) for f in cases}
 
 
@@ -538,12 +546,18 @@ CASES |= {
     "tp-bad-book_keeping": (parts, {"bad": 1}),
     "tp-bad-ghost": (parts, {"bad": 1, "mode": "ghost"}),
     "tp-loaded-book_keeping": (parts, {"model": "qwen3", "load": True}),
-    "tp-fsdp-book_keeping": (parts, {"model": "llama-tied", "fsdp": True}),
-    "tp-fsdp-ghost": (parts, {"model": "qwen3", "fsdp": True, "mode": "ghost"}),
-    "tp-fsdp-lora-book_keeping": (parts, {"lora": True, "fsdp": True}),
-    "tp-one-book_keeping": (parts, {"model": "llama-tied", "fsdp": True, "shape": (WORLD, 1)}),
+    "tp-loaded-tied-ghost": (parts, {"model": "llama-tied", "load": True, "mode": "ghost"}),
+    "tp-one-loaded-ghost": (parts, {"model": "llama-tied", "load": True, "shape": (WORLD, 1), "mode": "ghost"}),  # FSDP2, two units
+    "tp-checkpointed": (parts, {"checkpointed": True}),
+    "tp-fsdp-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}}),
+    "tp-fsdp-ghost": (parts, {"model": "qwen3", "fsdp": {}, "mode": "ghost"}),
+    "tp-fsdp-lora-book_keeping": (parts, {"lora": True, "fsdp": {}}),
+    "tp-fsdp-bf16-book_keeping": (parts, {"fsdp": BF16}),
+    "tp-fsdp-bf16-ghost": (parts, {"fsdp": BF16, "mode": "ghost"}),
+    "tp-one-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}, "shape": (WORLD, 1)}),
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
     "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
+    "tp-train-fsdp": (train, {"model": "llama-tied", "tp": 1, "clipping_mode": "ghost", **SILENT}),
     "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
     "tp-bytes": (parts_traffic, {}),
     "tp-refusals": (parts_refusals, {}),

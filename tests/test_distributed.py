@@ -62,8 +62,10 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
         assert relative(rank["parameters"], one["parameters"]) <= 1e-6
         assert rank["world"] == PROCESSES
         if case.startswith("tp"):
-            split = {"(Shard(dim=0),)", "(Shard(dim=1),)"} if PROCESSES == 2 else {"(Shard(dim=0), Shard(dim=1))"}
-            assert split <= rank["placements"]
+            layouts = {"(Shard(dim=0),)"}
+            if worker.CASES[case][1]["tp"] > 1:
+                layouts |= {"(Shard(dim=1),)"} if PROCESSES == 2 else {"(Shard(dim=0), Shard(dim=1))"}
+            assert layouts <= rank["placements"]
         elif case.startswith("fsdp"):
             assert rank["sharded"] and rank["placements"] == {"(Shard(dim=0),)"}
         else:
@@ -105,24 +107,28 @@ def test_tensor_parallel_is_exact(ranks, part_oracle, case):
     options = worker.CASES[case][1]
     groups, _ = options.get("shape") or (PROCESSES // 2, 2)
     bad, model, lora = options.get("bad"), options.get("model", "llama"), options.get("lora", False)
+    tolerance = 2e-2 if "bf16" in case else 1e-5
     gradients = part_oracle(model, lora, worker.ROWS * groups)
     norms, _ = clipped_sum(gradients, 0.9)
     assert max(norms) > 0.9
     for rank in ranks[case]:
         own = range(rank["group"] * worker.ROWS, (rank["group"] + 1) * worker.ROWS)
         for i, got in zip(own, rank["norms"].tolist(), strict=True):
-            assert abs(got - norms[i]) <= 1e-5 * norms[i] if i != bad else not got < float("inf")
-        sums_all = options.get("fsdp") or (options.get("load") and groups > 1)
-        _, total = clipped_sum(gradients, 0.9, [2.0 * (i != bad and (sums_all or i in own)) for i in range(len(gradients))])
-        assert distance(rank["sum"], total) <= 1e-5 * length(total)
-        assert rank["gradients lie as parameters"] and rank["mode"] == options.get("mode", "book_keeping")
+            assert abs(got - norms[i]) <= tolerance * norms[i] if i != bad else not got < float("inf")
+        sums_all = options.get("fsdp") is not None or (options.get("load") and groups > 1)
+        weight = 2.0 * (1 - 2.0**-6 if case == "tp-fsdp-bf16-ghost" else 1)  # what SECOND_PASS_SLACK takes
+        _, total = clipped_sum(gradients, 0.9, [weight * (i != bad and (sums_all or i in own)) for i in range(len(gradients))])
+        assert distance(rank["sum"], total) <= tolerance * length(total)
+        assert rank["gradients lie as parameters"]
+        assert rank["mode"] == options.get("mode", "ghost" if options.get("checkpointed") else "book_keeping")
         lies = dict(zip(rank["names"], rank["placements"], strict=True))
         if not sums_all:
             assert {"(Shard(dim=0),)", "(Shard(dim=1),)"} <= set(lies.values())
             replicated = [name for name, p in lies.items() if p in ("None", "(Replicate(),)")]
             assert replicated and (lora or any("norm" in name.lower() or "last" in name for name in replicated))
         else:
-            assert any(p.count("Shard") == 2 for p in lies.values()) and "(Shard(dim=0),)" in lies.values()
+            assert "(Shard(dim=0),)" in lies.values()
+            assert any(p.count("Shard") == 2 for p in lies.values()) or case == "tp-one-loaded-ghost"
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +290,7 @@ def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "holds parameter 'model.layers.0.self_attn.q_norm.weight', but their gradients differ" in rank["partial_norm"]
         assert "mode 'per_sample'" in rank["per_sample"]
         assert "were given different examples" in rank["other_examples"]
+        assert "at different random numbers" in rank["other_random_numbers"]
         assert "'0' (Own) is tensor-parallel, which only nn.Linear" in rank["own_layer"]
         assert "'0' (Around) is tensor-parallel, which only nn.Linear" in rank["rerun"]
         assert "no parameter says how it is split" in rank["plain_parts"]

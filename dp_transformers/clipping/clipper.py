@@ -253,7 +253,7 @@ class _Use:
             tolerance=3e-2 if enabled or any(x.dtype in HALF for x in saved) else 1e-4,
         )
         with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
-            names = {self.clipper.shards.whole(p): name for p, name in claim.names.items()}
+            names = {whole: name for p, name in claim.names.items() for whole in self.clipper.shards.wholes(p)}
             return per_example_gradients(claim.path, claim.module, names, call)
 
     def begin_backward(self) -> None:
@@ -671,7 +671,7 @@ class PerExampleClipper:
             for p in self.parameters:
                 if p.grad is None and not self.shards:
                     p.grad_dtype = sum_dtype(p)
-            only = None if forward_pass.reentrant else [self.shards.whole(p) for p in self.parameters]
+            only = None if forward_pass.reentrant else [whole for p in self.parameters for whole in self.shards.wholes(p)]
             with self.shards.native_sum(), self.parallel.native_sum(self.parameters):
                 torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
         return norms_b

@@ -1,8 +1,9 @@
 """FSDP2 (`fully_shard`): parameters that lie in shards over processes.
 
 Under FSDP2 a parameter has two faces: its *shard*, a DTensor, is what is trained; its *whole*, an ordinary tensor, is what the modules
-hold while they run, and what autograd sees. Both stay the same two objects all along, so everything that is said about a parameter
-(claims, terms, sums) is said about its shard, and :class:`Shards` translates where a module or autograd is spoken to.
+hold while they run, and what autograd sees. They stay the same objects all along, so everything that is said about a parameter
+(claims, terms, sums) is said about its shard, and :class:`Shards` translates where a module or autograd is spoken to. A parameter tied over
+several units, as in models that transformers shards while it loads them, has a whole for each of them.
 
 The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or FSDP2's own backward
 does so, a group of parameters at a time, as a sum and not as a mean (the second pass of the other modes). Passes that only measure
@@ -12,7 +13,7 @@ communicate no gradient.
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,17 +36,18 @@ class Shards:
 
     def __init__(self, model: nn.Module):
         self.modules = [m for m in model.modules() if _is_fsdp(m)]
-        self._whole: dict[nn.Parameter, nn.Parameter] = {}
+        self._wholes: dict[nn.Parameter, list[nn.Parameter]] = defaultdict(list)
         self._shard: dict[nn.Parameter, nn.Parameter] = {}
         self.reshard()
         slots = [(m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
         sharded = [m._parameters[name] for m, name in slots]
         for module in self.modules:
-            if any(p not in self._whole for p in module.parameters()):
+            if module._get_fsdp_state()._fsdp_param_groups:
                 module.unshard()
                 for (m, name), shard in zip(slots, sharded, strict=True):
-                    if (whole := m._parameters[name]) is not shard:
-                        self._whole[shard], self._shard[whole] = whole, shard
+                    if (whole := m._parameters[name]) is not shard and whole not in self._shard:
+                        self._wholes[shard].append(whole)
+                        self._shard[whole] = shard
                 module.reshard()
         self._groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
         self._refuse(model)
@@ -55,18 +57,11 @@ class Shards:
 
     def _refuse(self, model: nn.Module) -> None:
         for name, p in model.named_parameters():
-            if self and p.requires_grad and p not in self._whole:
+            if self and p.requires_grad and p not in self._wholes:
                 raise ValueError(
                     f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
                     "Take it out of fully_shard's ignored_params, or freeze it."
                 )
-        if doubled := [p for p, wholes in Counter(self._shard.values()).items() if wholes > 1]:
-            name = next(name for name, p in model.named_parameters() if p is doubled[0])
-            raise ValueError(
-                f"parameter '{name}' is gathered by several fully_shard units, each for a use of its own, as in a tied model that transformers "
-                "loads with fsdp_size: gradients of single examples would lie in several places. Apply fully_shard to one module that holds "
-                "all uses (the model, for tied embeddings), after loading without fsdp_size."
-            )
         if len(meshes := {group.mesh_info.mesh for group in self._groups}) > 1:
             raise ValueError("trainable parameters are sharded over different device meshes: apply fully_shard with one mesh everywhere.")
         self._mesh = next(iter(meshes), None)  # of data parallelism; that of tensor parallelism lies in the whole parameters
@@ -79,7 +74,11 @@ class Shards:
 
     def whole(self, p: nn.Parameter) -> nn.Parameter:
         """What modules hold for ``p`` while they run; ``p`` itself if it is not sharded."""
-        return self._whole.get(p, p)
+        return self.wholes(p)[0]
+
+    def wholes(self, p: nn.Parameter) -> list[nn.Parameter]:
+        """The same, for each unit of ``fully_shard`` that gathers it."""
+        return self._wholes.get(p, [p])
 
     def shard(self, whole: nn.Parameter) -> nn.Parameter:
         """The parameter that ``whole`` stands for."""
@@ -108,7 +107,7 @@ class Shards:
 
     def summed(self, p: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         """This process's part of the sum over processes of ``total``, shaped like ``p``; ``total`` itself if ``p`` is not sharded."""
-        if p not in self._whole:
+        if p not in self._wholes:
             return total
         from torch.distributed.tensor import DTensor, Partial, Shard
 

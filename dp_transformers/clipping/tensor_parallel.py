@@ -235,18 +235,23 @@ class TensorParallel:
             dist.all_reduce(grad := grad.clone(), group=self.group)
         return grad
 
-    def require_same(self, structure: Any) -> None:
-        """All processes of the group must have been given the same."""
+    def require_same(self, inputs: Any, random_state: Any) -> None:
+        """All processes of the group must have been given the same examples, and draw the same masks of dropout for them.
+
+        Raises:
+            ValueError: they were not, or would not.
+        """
         if not self:
             return
-        leaves = [x.detach().cpu().contiguous() if isinstance(x, torch.Tensor) else x for x in tree_flatten(structure)[0]]
-        digest = hashlib.sha256()
-        for x in leaves:
-            digest.update(bytes(x.view(-1).view(torch.uint8).tolist()) if isinstance(x, torch.Tensor) else repr(x).encode())
-        if len(set(self._gathered(digest.digest()))) > 1:
+        if len(set(self._gathered(_digest(inputs)))) > 1:
             raise ValueError(
                 "the processes of one tensor-parallel group were given different examples, of which they would compute a mixture: give all of them "
                 "the same, and different ones to different groups."
+            )
+        if len(set(self._gathered(_digest(random_state)))) > 1:
+            raise ValueError(
+                "the processes of one tensor-parallel group are at different random numbers of torch, so dropout would not be the same where they "
+                "hold the same activations: call torch.manual_seed with one number on all of them."
             )
 
     def differing(self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], tolerance: float) -> list[int]:
@@ -266,6 +271,15 @@ class TensorParallel:
         box = [None] * self.mesh.size()
         dist.all_gather_object(box, value, group=self.group)
         return box
+
+
+def _digest(structure: Any) -> bytes:
+    digest = hashlib.sha256()
+    for x in tree_flatten(structure)[0]:
+        if isinstance(x, torch.Tensor):
+            x = (tuple(x.shape), x.dtype, x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(repr(x).encode())
+    return digest.digest()
 
 
 def _piece(name: str, whole: torch.Tensor) -> _Piece:

@@ -28,7 +28,7 @@ from .claims import UnclaimedParameterError, announce, give_up, settle
 from .layout import batch_size_of, positions_of
 from .modes import MODES
 from .precision import set_gradient, sum_dtype
-from .rules.fallback import UnsupportedModuleError
+from .rules.fallback import UnsupportedModuleError, random_state
 from .shards import everywhere, like, local
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     clipper.checked = True  # the passes below must not check themselves
     try:
         with _forked_rng(clipper.device):
-            clipper.parallel.require_same((args, kwargs))
+            clipper.parallel.require_same((args, kwargs), random_state(clipper.device))
             given = clipper.shards.agreed((args, kwargs), clipper.device)
             if clipper.shards or clipper.parallel:
                 torch.manual_seed(0)  # processes that share parameters must take the same decisions
@@ -477,12 +477,13 @@ def _clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwar
 def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list):
     """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for each parameter."""
     norms, total, worst, shards = [], [torch.zeros_like(p, dtype=sum_dtype(p)) for p in clipper.parameters], 0.0, clipper.shards
-    wholes = [shards.whole(p) for p in clipper.parameters]
+    wholes = [shards.wholes(p) for p in clipper.parameters]
     with clipper._suspended():
         for i in range(batch):
             one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if _batched(x, batch) else x, (args, kwargs))
             loss = losses_of(*one_args, **one_kwargs).sum()
-            grads = torch.autograd.grad(loss, wholes, allow_unused=True)
+            found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
+            grads = [_sum([next(found) for _ in its]) for its in wholes]
             grads = [None if g is None else clipper.parallel.native_gradient(p, g) for p, g in zip(clipper.parameters, grads, strict=True)]
             norm = _length([g for g in grads if g is not None])
             coefficient = float((clipper.max_grad_norm / norm).clamp(max=1.0))
@@ -495,6 +496,11 @@ def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tu
             if given:
                 worst = max(worst, float(_distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)))
     return torch.stack(norms), total, worst
+
+
+def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
+    given = [g for g in grads if g is not None]
+    return sum(given[1:], given[0]) if given else None
 
 
 def _length(tensors: list[torch.Tensor]) -> torch.Tensor:
