@@ -504,6 +504,17 @@ CASES = {
 CASES |= {
     "ddp-noise": (train, NOISY),
     "ddp-bytes": (traffic, {"late": True}),
+    # before those with an fsdp configuration, which transformers leaves in the environment
+    "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
+    "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
+    "tp-train-fsdp": (train, {"model": "llama-tied", "tp": 1, "clipping_mode": "ghost", **SILENT}),
+    "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
+    # FSDP2 shards the rest, where there is more, and does not shard adapters that come after it
+    **(
+        {"tp-train-lora": (train, {"model": "llama", "tp": 2, "lora": True, "clipping_mode": "book_keeping", **SILENT})}
+        if WORLD == 2
+        else {}
+    ),
     "fsdp-full-book_keeping": (train, {"model": "llama", "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
     "fsdp-full-ghost": (train, {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)}),
     "fsdp-lora-book_keeping": (
@@ -555,15 +566,9 @@ CASES |= {
     "tp-fsdp-bf16-book_keeping": (parts, {"fsdp": BF16}),
     "tp-fsdp-bf16-ghost": (parts, {"fsdp": BF16, "mode": "ghost"}),
     "tp-one-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}, "shape": (WORLD, 1)}),
-    "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
-    "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
-    "tp-train-fsdp": (train, {"model": "llama-tied", "tp": 1, "clipping_mode": "ghost", **SILENT}),
-    "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
     "tp-bytes": (parts_traffic, {}),
     "tp-refusals": (parts_refusals, {}),
 }
-if WORLD == 2:  # of more, FSDP2 shards the rest, and does not shard adapters that come after it
-    CASES["tp-train-lora"] = (train, {"model": "llama", "tp": 2, "lora": True, "clipping_mode": "book_keeping", **SILENT})
 MORE = {  # by hand
     "fsdp-bytes-late": (traffic, {"sharded": True, "late": True}),
     "fsdp-bytes-lora": (traffic, {"sharded": True, "lora": True}),
