@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -247,6 +248,11 @@ class DPTrainer(Trainer):
             )
         if self.train_dataset is None:
             raise ValueError("DPTrainer: training requires a train_dataset.")
+        if resume_from_checkpoint and self.is_distributed_loading_by_transformers:
+            raise ValueError(
+                "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer is not saved. Load the saved "
+                "model and start a new run; what both spend adds up."
+            )
         distributed.on_rank_zero(self._ledger.open)
         try:
             if resume_from_checkpoint:
@@ -471,7 +477,10 @@ class DPTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """The norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
-        return torch.stack(everywhere(torch.linalg.vector_norm(p.grad) for p in model.parameters() if p.grad is not None)).norm()
+        alike = defaultdict(list)  # by how they lie, so that few numbers are sent
+        for grad in [p.grad for p in model.parameters() if p.grad is not None]:
+            alike[(grad.device_mesh, grad.placements) if is_dtensor(grad) else None].append(grad)
+        return torch.stack(everywhere(torch.nn.utils.get_total_norm(grads) for grads in alike.values())).norm()
 
     # ---- what Trainer asks of batches, which here are LogicalBatch ----
 

@@ -354,6 +354,25 @@ def parts(folder, model="llama", lora=False, mode="auto", bad=None, fsdp=None, l
     }
 
 
+def saved(folder, model="qwen3", rows=6):
+    """Train, evaluate, save, and load in one piece: the loss, and the parameters before and after."""
+    args = arguments(folder, noise_multiplier=1.0, max_steps=2, per_device_eval_batch_size=rows)
+    net = loaded(model, folder, (WORLD // 2, 2))
+    held_out = dataset(rows * WORLD // 2, kind="lm").to_list()
+    trainer = DPTrainer(net, args, collate, dataset(kind="lm"), held_out)
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(folder / "saved"))
+    dist.barrier()
+    again = type(trainer.model).from_pretrained(folder / "saved").eval()
+    with torch.no_grad():
+        alone = [float(again(**collate(held_out[i : i + rows])).loss) for i in range(0, len(held_out), rows)]
+    split = dict(trainer.model.named_parameters())
+    assert all(hasattr(p, "placements") for name, p in split.items() if "_proj" in name)
+    same = all(torch.equal(whole(p), again.get_parameter(name)) for name, p in split.items())
+    return {"loss": loss, "loss of one": sum(alone) / len(alone), "same": same, "steps": trainer.privacy_spent().steps}
+
+
 def parts_traffic(folder):
     """Bytes that going back over one physical batch sends, private and not."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -408,6 +427,17 @@ def parts_refusals(folder):
         with PerExampleClipper(net, 1.0):
             net(input_ids=torch.arange(24).view(2, 12))
 
+    def too_small():
+        PerExampleClipper(parallelize_module(nn.Sequential(nn.Linear(8, 1)), mesh, {"0": ColwiseParallel()}), 1.0)
+
+    def resumed():
+        args = arguments(folder, expected_batch_size=4)
+        DPTrainer(loaded("qwen3", folder, (world // 2, 2)), args, collate, dataset(kind="lm")).train(resume_from_checkpoint=True)
+
+    def derived_batch_size():
+        args = arguments(folder, expected_batch_size=None)
+        DPTrainer(loaded("qwen3", folder, (world // 2, 2)), args, collate, dataset(kind="lm"))
+
     def own_layer():
         class Own(nn.Linear):
             def forward(self, x):
@@ -439,8 +469,9 @@ def parts_refusals(folder):
         RowwiseParallel(output_layouts=Shard(1)).install_forward(net.model.layers[0].mlp.down_proj, mesh)
         PerExampleClipper(net, 1.0)
 
-    cases = (packed, partial_norm, per_sample, other_examples, other_random_numbers, own_layer, rerun, plain_parts, split_sequence)
-    return {f.__name__: message(f) for f in cases}
+    modules = (packed, partial_norm, own_layer, too_small, rerun, plain_parts, split_sequence)
+    uses = (per_sample, other_examples, other_random_numbers, resumed, derived_batch_size)
+    return {f.__name__: message(f) for f in (*modules, *uses)}
 
 
 class State(TrainerCallback):
@@ -507,6 +538,7 @@ CASES |= {
     # before those with an fsdp configuration, which transformers leaves in the environment
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
     "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
+    "tp-saved": (saved, {}),
     "tp-train-fsdp": (train, {"model": "llama-tied", "tp": 1, "clipping_mode": "ghost", **SILENT}),
     "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
     # FSDP2 shards the rest, where there is more, and does not shard adapters that come after it

@@ -277,6 +277,12 @@ def test_sharded_training_goes_on_from_its_checkpoint(ranks, what):
         assert (saved["steps"], resumed["step"], resumed["steps"]) == (2, 2, 4)
 
 
+def test_tensor_parallel_training_is_evaluated_and_saved_whole(ranks):
+    for rank in ranks["tp-saved"]:
+        assert rank["loss"] == pytest.approx(rank["loss of one"], rel=1e-5)
+        assert rank["same"] and rank["steps"] == 2
+
+
 def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
     for rank in ranks["hand-refusals"]:
         assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
@@ -291,6 +297,9 @@ def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "mode 'per_sample'" in rank["per_sample"]
         assert "were given different examples" in rank["other_examples"]
         assert "at different random numbers" in rank["other_random_numbers"]
+        assert "parameter '0.weight' (1, 8) leaves nothing to the last of 2 processes" in rank["too_small"]
+        assert "cannot be resumed: its optimizer is not saved" in rank["resumed"]
+        assert "set expected_batch_size" in rank["derived_batch_size"]
         assert "'0' (Own) is tensor-parallel, which only nn.Linear" in rank["own_layer"]
         assert "'0' (Around) is tensor-parallel, which only nn.Linear" in rank["rerun"]
         assert "no parameter says how it is split" in rank["plain_parts"]

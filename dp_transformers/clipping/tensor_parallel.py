@@ -288,9 +288,11 @@ def _piece(name: str, whole: torch.Tensor) -> _Piece:
 
     placement, held = whole.placements[0], whole.to_local().shape
     shape, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
-    if type(placement) is not Shard or torch.Size(shape) != held or not held.numel():
+    if type(placement) is not Shard or torch.Size(shape) != held:
         raise ValueError(f"parameter '{name}' lies as {placement}, of which this process holds {tuple(held)}: not exact here. {_WAYS_OUT}")
-    dim = placement.dim % whole.dim()
+    dim, size = placement.dim % whole.dim(), whole.device_mesh.size()
+    if -(-whole.shape[dim] // size) * (size - 1) >= whole.shape[dim]:  # by what is known to all, so that all of them stop
+        raise ValueError(f"parameter '{name}' {tuple(whole.shape)} leaves nothing to the last of {size} processes. {_WAYS_OUT}")
     return _Piece(dim, offset[dim], whole.shape[dim], held)
 
 
