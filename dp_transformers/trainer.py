@@ -359,17 +359,17 @@ class DPTrainer(Trainer):
 
     def _refuse_groups(self) -> None:
         """Ranks must be dealt to tensor-parallel groups as the sampler takes them to be, and every sum must be somebody's."""
-        parallel, size, world = self._clipper.parallel, self.get_tp_size(), distributed.world_size()
+        parallel, shards, size, world = self._clipper.parallel, self._clipper.shards, self.get_tp_size(), distributed.world_size()
         own = list(range(distributed.rank() // size * size, distributed.rank() // size * size + size))
         if (parallel.mesh.mesh.flatten().tolist() if parallel else own[:1]) != own:
             raise ValueError(
                 f"the model is split over other processes than it says (tp_size {size}): DPTrainer knows tensor parallelism from "
                 "from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))."
             )
-        if parallel and not self._clipper.shards and world != size:
+        if (parallel or shards) and size * (shards.mesh.size() if shards else 1) != world:
             raise ValueError(
-                f"{world // size} groups of {size} tensor-parallel processes hold the same parameters, and nothing adds up their gradients: load "
-                f"the model with DistributedConfig(tp_size={size}, fsdp_size={world // size})."
+                f"some of the {world} processes hold the same parameters, and nothing adds up their gradients: load the model with "
+                f"DistributedConfig(tp_size={size}, fsdp_size={world // size})."
             )
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:

@@ -539,6 +539,7 @@ CASES |= {
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
     "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
     "tp-saved": (saved, {}),
+    "tp-refusals": (parts_refusals, {}),
     "tp-train-fsdp": (train, {"model": "llama-tied", "tp": 1, "clipping_mode": "ghost", **SILENT}),
     "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
     # FSDP2 shards the rest, where there is more, and does not shard adapters that come after it
@@ -599,7 +600,6 @@ CASES |= {
     "tp-fsdp-bf16-ghost": (parts, {"fsdp": BF16, "mode": "ghost"}),
     "tp-one-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}, "shape": (WORLD, 1)}),
     "tp-bytes": (parts_traffic, {}),
-    "tp-refusals": (parts_refusals, {}),
 }
 MORE = {  # by hand
     "fsdp-bytes-late": (traffic, {"sharded": True, "late": True}),

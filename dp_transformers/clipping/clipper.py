@@ -151,8 +151,9 @@ class _Use:
                 f"{claim} returns no tensor that a gradient could come from, but {type(output).__name__}. "
                 + ways_out(claim.path, claim.module)
             )
-        self.sums_positions = clipper.parallel.sums_positions(claim, (*self.inputs, *self.outputs))
-        self.inputs, self.outputs = [local(x) for x in self.inputs], [local(x) for x in self.outputs]
+        self.sums_positions = bool(clipper.parallel) and clipper.parallel.sums_positions(claim, self.inputs, self.outputs)
+        if clipper.parallel:
+            self.inputs, self.outputs = [local(x) for x in self.inputs], [local(x) for x in self.outputs]
         layouts = claim.layouts_of(self.inputs, self.outputs)
         self.input_layouts, self.output_layouts = layouts[: len(self.inputs)], layouts[len(self.inputs) :]
         if claim.rule not in WHOLE_CALL:

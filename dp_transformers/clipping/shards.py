@@ -62,9 +62,10 @@ class Shards:
                     f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
                     "Take it out of fully_shard's ignored_params, or freeze it."
                 )
-        if len(meshes := {group.mesh_info.mesh for group in self._groups}) > 1:
+        trained = [group for group in self._groups if any(p.sharded_param.requires_grad for p in group.fsdp_params)]
+        if len(meshes := {group.mesh_info.mesh for group in trained}) > 1:
             raise ValueError("trainable parameters are sharded over different device meshes: apply fully_shard with one mesh everywhere.")
-        self._mesh = next(iter(meshes), None)  # of data parallelism; that of tensor parallelism lies in the whole parameters
+        self.mesh = next(iter(meshes), None)  # of data parallelism; that of tensor parallelism lies in the whole parameters
         for policy in (module._get_fsdp_state()._mp_policy for module in self.modules):
             if policy.param_dtype not in (None, torch.float32) and policy.reduce_dtype != torch.float32:
                 raise ValueError(
@@ -111,7 +112,7 @@ class Shards:
             return total
         from torch.distributed.tensor import DTensor, Partial, Shard
 
-        mesh, placements = self._mesh, [Partial()] * self._mesh.ndim
+        mesh, placements = self.mesh, [Partial()] * self.mesh.ndim
         grad = DTensor.from_local(total, mesh, placements, run_check=False)
         for dim in reversed(range(mesh.ndim)):  # first over the shards, so that replicas exchange no more than a shard
             lies = p.placements[dim]
@@ -140,8 +141,8 @@ class Shards:
         if not self:
             return condition
         flag = torch.tensor(float(condition), device=device)
-        for dim in range(self._mesh.ndim):  # a tensor-parallel group agrees already, on norms
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._mesh.get_group(dim))
+        for dim in range(self.mesh.ndim):  # a tensor-parallel group agrees already, on norms
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
         return bool(flag)
 
     def agreed(self, structure: Any, device: torch.device) -> Any:

@@ -149,17 +149,20 @@ class TensorParallel:
 
     # ---- activations ----
 
-    def sums_positions(self, claim: Any, activations: Sequence[torch.Tensor]) -> bool:
+    def sums_positions(self, claim: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
         """Whether this process sees a part of what ``claim``'s parameters, which all processes hold, were used on."""
-        distributed = [x for x in activations if is_dtensor(x)]
-        kinds = {_kind(x) for x in distributed}
-        allowed = [{"whole", "features", "partial"}] if any(p in self._pieces for p in claim.names) else [{"whole"}, {"positions"}]
-        if any(x.device_mesh != self.mesh for x in distributed) or not any(kinds <= these for these in allowed):
-            layouts = [x.placements for x in distributed]
+        activations = [x for x in (*inputs, *outputs) if is_dtensor(x)]
+        if not activations:
+            return _style_of(claim.module) == _BY_HEAD
+        kinds = {_kind(x) for x in activations}
+        partial = {"partial"} if not any(is_dtensor(x) and _kind(x) == "partial" for x in inputs) else set()
+        allowed = [{"whole", "features"} | partial] if any(p in self._pieces for p in claim.names) else [{"whole"}, {"positions"}]
+        if any(x.device_mesh != self.mesh for x in activations) or not any(kinds <= these for these in allowed):
+            layouts = [x.placements for x in activations]
             raise ValueError(
                 f"{claim} works on activations that lie as {layouts}, of which it is not known what they add up to. {_WAYS_OUT}"
             )
-        return kinds == {"positions"} or _style_of(claim.module) == _BY_HEAD
+        return kinds == {"positions"}
 
     # ---- norms ----
 
@@ -256,16 +259,18 @@ class TensorParallel:
 
     def differing(self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], tolerance: float) -> list[int]:
         """Which of the parameters that all processes hold have other gradients on some process: they see a part that nobody adds up."""
-        if not self:
+        held = [i for i, p in enumerate(parameters) if self and p not in self._pieces]
+        if not held:
             return []
-        held = [i for i, p in enumerate(parameters) if p not in self._pieces]
-        mine = [local(grads[i]).double().cpu() for i in held]
-        everyones = self._gathered(mine)
-        largest = max((float(g.norm()) for gs in everyones for g in gs), default=0.0)
-        return [
-            i for i, gs in zip(held, zip(*everyones, strict=True), strict=True)
-            if any(float((g - gs[0]).norm()) > tolerance * (float(gs[0].norm()) + 1e-3 * largest) for g in gs)
-        ]  # fmt: skip
+        far, length = [], []
+        for grad in (local(grads[i]).contiguous() for i in held):
+            dist.broadcast(first := grad.clone(), group=self.group, group_src=0)
+            far.append((grad - first).norm())
+            length.append(first.norm())
+        far, length = torch.stack(far), torch.stack(length)
+        dist.all_reduce(far, op=dist.ReduceOp.MAX, group=self.group)
+        is_far = far > tolerance * (length + 1e-3 * length.max())  # one that cancels is only rounding
+        return [i for i, differs in zip(held, is_far.tolist(), strict=True) if differs]
 
     def _gathered(self, value: Any) -> list[Any]:
         box = [None] * self.mesh.size()
