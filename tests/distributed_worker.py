@@ -265,6 +265,11 @@ BLOCK_PLAN = {
 
 
 def whole_model(name, lora=False):
+    if name == "qwen3-norms":  # whose gradients are small beside the others
+        net = build("qwen3")
+        for key, p in net.named_parameters():
+            p.requires_grad_(key.endswith(("q_norm.weight", "k_norm.weight")))
+        return net
     return Block() if name == "block" else build(name, lora=lora)
 
 
@@ -581,6 +586,8 @@ CASES |= {
     "tp-tied-ghost": (parts, {"model": "llama-tied", "mode": "ghost"}),
     "tp-qwen3-book_keeping": (parts, {"model": "qwen3"}),
     "tp-qwen3-ghost": (parts, {"model": "qwen3", "mode": "ghost"}),
+    "tp-norms-book_keeping": (parts, {"model": "qwen3-norms"}),
+    "tp-norms-ghost": (parts, {"model": "qwen3-norms", "mode": "ghost"}),
     "tp-bert-book_keeping": (parts, {"model": "bert"}),  # biases of both kinds
     "tp-bert-ghost": (parts, {"model": "bert", "mode": "ghost"}),
     "tp-sequence-book_keeping": (parts, {"model": "block"}),

@@ -110,7 +110,7 @@ def test_tensor_parallel_is_exact(ranks, part_oracle, case):
     tolerance = 2e-2 if "bf16" in case else 1e-5
     gradients = part_oracle(model, lora, worker.ROWS * groups)
     norms, _ = clipped_sum(gradients, 0.9)
-    assert max(norms) > 0.9
+    assert max(norms) > 0.9 or model == "qwen3-norms"
     for rank in ranks[case]:
         own = range(rank["group"] * worker.ROWS, (rank["group"] + 1) * worker.ROWS)
         for i, got in zip(own, rank["norms"].tolist(), strict=True):
@@ -122,7 +122,9 @@ def test_tensor_parallel_is_exact(ranks, part_oracle, case):
         assert rank["gradients lie as parameters"]
         assert rank["mode"] == options.get("mode", "ghost" if options.get("checkpointed") else "book_keeping")
         lies = dict(zip(rank["names"], rank["placements"], strict=True))
-        if not sums_all:
+        if model == "qwen3-norms":
+            assert set(lies.values()) == {"None"}
+        elif not sums_all:
             assert {"(Shard(dim=0),)", "(Shard(dim=1),)"} <= set(lies.values())
             replicated = [name for name, p in lies.items() if p in ("None", "(Replicate(),)")]
             assert replicated and (lora or any("norm" in name.lower() or "last" in name for name in replicated))
