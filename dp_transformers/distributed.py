@@ -66,22 +66,31 @@ def first_given(value: Any) -> Any:
     return box[0]
 
 
-def noise_entropy(parameter: torch.Tensor, dp_seed: int | None = None) -> list[int] | None:
-    """Entropy for the noise on this rank's shards of ``parameter`` and all that are sharded like it; None if it is no DTensor.
+def noise_entropy(
+    parameter: torch.Tensor, dp_seed: int | None = None, *, layout: int = 0, replicas: dist.ProcessGroup | None = None
+) -> list[int] | None:
+    """Entropy for the noise on this rank's shards of ``parameter`` and all that are sharded like it.
 
     Ranks that hold different shards get independent entropy, from the operating system; ranks that hold replicas of one shard
     (HSDP) get the same, which only they know.
+
+    Args:
+        layout: A number of its own for each way in which parameters of one model are sharded; only a fixed ``dp_seed`` needs it.
+        replicas: The group that holds replicas although the parameter does not say so; of tensor parallelism, for what is not split.
+
+    Returns:
+        None if the parameter is no DTensor and no group is given.
     """
-    if not hasattr(parameter, "placements"):
+    if not hasattr(parameter, "placements") and replicas is None:
         return None
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
     box = [secrets.randbits(256)]
-    for dim, placement in enumerate(placements):
-        if placement.is_replicate():
-            dist.broadcast_object_list(box, group=mesh.get_group(dim), group_src=0)
+    for group in (replicas, *(mesh.get_group(dim) for dim, p in enumerate(placements) if p.is_replicate())):
+        if group is not None:
+            dist.broadcast_object_list(box, group=group, group_src=0)
     if dp_seed is None:
         return box
-    return [dp_seed, *(0 if p.is_replicate() else mesh.get_local_rank(dim) for dim, p in enumerate(placements))]
+    return [dp_seed, layout, *(0 if p.is_replicate() else mesh.get_local_rank(dim) for dim, p in enumerate(placements))]
 
 
 def shared_secret(dp_seed: int | None = None) -> int:

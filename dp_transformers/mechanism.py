@@ -8,12 +8,41 @@ import torch
 from torch import nn
 
 from . import distributed
+from .clipping import PerExampleClipper
 from .clipping.precision import set_gradient, sum_dtype
-from .clipping.shards import local
+from .clipping.shards import is_dtensor, local
 from .noise import GaussianNoise
 
 
-def privatise(parameters: Sequence[nn.Parameter], noise: GaussianNoise, *, std: float, divisor: float, sharded: bool = False) -> None:
+class LayoutNoise:
+    """:class:`~dp_transformers.noise.GaussianNoise` for the gradients of ``clipper.parameters``, as they lie over processes.
+
+    Every way to lie (device mesh and placements) has a stream of its own. Processes that hold different parts of a parameter add
+    independent noise to them; processes that hold the same part add the same. All processes must construct it together.
+
+    Args:
+        clipper: What clips the model on this process.
+        dp_seed, secure: As of ``GaussianNoise``.
+    """
+
+    def __init__(self, clipper: PerExampleClipper, *, dp_seed: int | None = None, secure: bool = False):
+        self._streams: dict[object, GaussianNoise] = {}
+        self._layouts = [(p.device_mesh, p.placements) if is_dtensor(p) else None for p in clipper.parameters]
+        for p, layout in zip(clipper.parameters, self._layouts, strict=True):
+            if layout not in self._streams:
+                replicas = None if is_dtensor(clipper.shards.whole(p)) else clipper.parallel.group
+                entropy = distributed.noise_entropy(p, dp_seed, layout=len(self._streams), replicas=replicas)
+                self._streams[layout] = GaussianNoise(dp_seed=dp_seed, secure=secure, entropy=entropy)
+
+    def add_(self, grads: Sequence[torch.Tensor], std: float) -> None:
+        """Add noise of standard deviation ``std`` to what this process holds of the gradients, in the order of the parameters."""
+        for layout, stream in self._streams.items():
+            stream.add_([local(grad) for grad, its in zip(grads, self._layouts, strict=True) if its == layout], std)
+
+
+def privatise(
+    parameters: Sequence[nn.Parameter], noise: GaussianNoise | LayoutNoise, *, std: float, divisor: float, sharded: bool = False
+) -> None:
     """``p.grad = (sum over ranks of p.grad + N(0, std²)) / divisor`` for every parameter; no gradient counts as zero.
 
     Noise and sums are in float32; the result is cast to the parameter's dtype last. ``sharded``: gradients are DTensors, summed already.

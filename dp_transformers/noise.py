@@ -67,8 +67,8 @@ class GaussianNoise:
         if like.device.type == "cpu" or self._is_secure:
             return standard_normal(self._bits, like.numel()).view(like.shape).to(like.device)
         if like.device not in self._generators:
-            # the index keeps two devices of one process apart
-            state = np.random.SeedSequence([*self._entropy, like.device.index or 0]).generate_state(1, np.uint64)
+            # the number keeps two devices of one process apart, and is the same on ranks that must add equal noise
+            state = np.random.SeedSequence([*self._entropy, len(self._generators)]).generate_state(1, np.uint64)
             self._generators[like.device] = torch.Generator(like.device).manual_seed(int(state[0] >> np.uint64(1)))
         return torch.randn(like.shape, generator=self._generators[like.device], device=like.device, dtype=torch.float32)
 

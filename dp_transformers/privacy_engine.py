@@ -25,7 +25,7 @@ from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
 from .clipping.precision import set_gradient
 from .clipping.shards import local
-from .mechanism import privatise
+from .mechanism import LayoutNoise, privatise
 from .noise import GaussianNoise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .validation import validate_model, validate_training_data
@@ -82,8 +82,8 @@ class PrivacyEngine:
         dp_seed: int | None = None,
     ):
         self.accountant = PrivacyAccountant(accountant)
-        self._noise, self._new_noise = GaussianNoise(secure=secure_rng, dp_seed=dp_seed), partial(GaussianNoise, secure=secure_rng)
-        self._dp_seed = dp_seed
+        self._noise: GaussianNoise | LayoutNoise = GaussianNoise(secure=secure_rng, dp_seed=dp_seed)
+        self._dp_seed, self._secure = dp_seed, secure_rng
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
         self._run: _Run | None = None
 
@@ -196,9 +196,14 @@ class PrivacyEngine:
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if local(t) is t)
         loader = PoissonLoader(data_loader, distributed.shared_secret(self._dp_seed), max_physical_batch_size)
         clipper = PerExampleClipper(module, max_grad_norm, mode=clipping_mode, self_check=self_check, batch_first=batch_first)
-        if clipper.shards:  # to each its own noise
-            self._noise = self._new_noise(entropy=distributed.noise_entropy(clipper.parameters[0], self._dp_seed))
         try:
+            if clipper.parallel:
+                raise ValueError(
+                    "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or PerExampleClipper with "
+                    "LayoutNoise in a loop that gives each group its examples (docs/scaling.md)."
+                )
+            if clipper.shards:
+                self._noise = LayoutNoise(clipper, dp_seed=self._dp_seed, secure=self._secure)
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
             self._run = _Run(self, clipper, optimizer, loader, private_criterion, delta)
             clipper.follow(self._run, loss_reduction if criterion is None and loss_reduction != "none" else None)

@@ -6,13 +6,14 @@ import logging
 import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.state import DistributedType, PartialState
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
@@ -23,11 +24,10 @@ from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
-from .clipping.shards import everywhere
+from .clipping.shards import everywhere, is_dtensor
 from .clipping.verify import self_check
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
-from .mechanism import privatise
-from .noise import GaussianNoise
+from .mechanism import LayoutNoise, privatise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
 from .validation import validate_lengths, validate_model, validate_training_data
@@ -113,6 +113,11 @@ class DPTrainer(Trainer):
                 "Pass per_example_loss_func=f with f(outputs, labels) -> (B,)."
             )
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
+        if self.get_tp_size() > 1 and args.expected_batch_size_is_derived:
+            raise ValueError(
+                f"expected_batch_size was derived from {args.world_size} processes, but each {self.get_tp_size()} of them work on the same "
+                "examples: set expected_batch_size."
+            )
         self._refuse_what_the_environment_adds()
         self._has_own_loss = per_example_loss_func is not None
         if self._has_own_loss and not self.label_names:
@@ -145,9 +150,8 @@ class DPTrainer(Trainer):
                 f"else in this process did: take {FSDP_FLAG} out of os.environ",
             ),
             "context or sequence parallelism": (
-                getattr(accelerator.parallelism_config, "cp_enabled", False)
-                or getattr(accelerator.parallelism_config, "sp_enabled", False),
-                "an example split over processes has no norm on any of them; use FSDP2 for models that are too large",
+                self.get_cp_size() * self.get_sp_size() > 1,
+                "the positions of an example would lie on several processes; use tensor parallelism or FSDP2",
             ),
             "DeepSpeed": (self.is_deepspeed_enabled, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
         }
@@ -156,9 +160,10 @@ class DPTrainer(Trainer):
                 raise ValueError(f"{name} is switched on and cannot be used with differential privacy: {why}.")
 
     def create_accelerator_and_postprocess(self) -> None:
-        allow_fsdp_on_cpu(self.args)
         asked = os.environ.get(FSDP_FLAG)
+        allow_meshes_on_cpu(self.args, self.model)
         super().create_accelerator_and_postprocess()
+        forbid_meshes_on_cpu()
         if asked is None:  # accelerate sets it for arguments that ask for FSDP; the next trainer of this process may have others
             os.environ.pop(FSDP_FLAG, None)
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -249,6 +254,11 @@ class DPTrainer(Trainer):
             )
         if self.train_dataset is None:
             raise ValueError("DPTrainer: training requires a train_dataset.")
+        if resume_from_checkpoint and self.is_distributed_loading_by_transformers:
+            raise ValueError(
+                "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer is not saved. Load the saved "
+                "model and start a new run; what both spend adds up."
+            )
         distributed.on_rank_zero(self._ledger.open)
         try:
             if resume_from_checkpoint:
@@ -349,9 +359,28 @@ class DPTrainer(Trainer):
         self._clipper = PerExampleClipper(self.model, self._state.max_grad_norm, mode=args.clipping_mode, self_check=args.self_check)
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError("FSDP was asked for, but accelerate did not shard the model. Check its configuration, or switch fsdp off.")
-        entropy = distributed.noise_entropy(self._clipper.parameters[0], args.dp_seed)
-        self._noise = GaussianNoise(dp_seed=args.dp_seed, secure=args.secure_rng, entropy=entropy)
+        self._refuse_groups()
+        self._noise = LayoutNoise(self._clipper, dp_seed=args.dp_seed, secure=args.secure_rng)
         return prepared
+
+    def _refuse_groups(self) -> None:
+        """Ranks must be dealt to tensor-parallel groups as the sampler takes them to be, and every sum must be somebody's."""
+        parallel, shards, size, world = self._clipper.parallel, self._clipper.shards, self.get_tp_size(), distributed.world_size()
+        own = list(range(distributed.rank() // size * size, distributed.rank() // size * size + size))
+        if (parallel.mesh.mesh.flatten().tolist() if parallel else own[:1]) != own:
+            raise ValueError(
+                f"the model is split over other processes than it says (tp_size {size}): DPTrainer knows tensor parallelism from "
+                "from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))."
+            )
+        if (parallel or shards) and size * (shards.mesh.size() if shards else 1) != world:
+            raise ValueError(
+                f"some of the {world} processes hold the same parameters, and nothing adds up their gradients: load the model with "
+                f"DistributedConfig(tp_size={size}, fsdp_size={world // size})."
+            )
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Equal on all ranks to start with. Trainer would also average their gradients here; a private step adds them up itself."""
+        distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         try:
@@ -447,7 +476,8 @@ class DPTrainer(Trainer):
             self.accelerator.wait_for_everyone()  # each adds its own noise, and none before the line is there
         self._count_steps(1)  # at once: an interrupt from here on leaves it on the ledger
         std = state.noise_multiplier * clipper.max_grad_norm
-        privatise(clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=bool(clipper.shards))
+        summed = bool(clipper.shards or clipper.parallel)
+        privatise(clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=summed)
         self._steps_left -= 1
         if self._steps_left <= 0 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning("the next step would exceed target_epsilon=%g: training stops here.", state.target_epsilon)
@@ -455,7 +485,10 @@ class DPTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """The norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
-        return everywhere([torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])])[0]
+        alike = defaultdict(list)  # by how they lie, so that few numbers are sent
+        for grad in [p.grad for p in model.parameters() if p.grad is not None]:
+            alike[(grad.device_mesh, grad.placements) if is_dtensor(grad) else None].append(grad)
+        return torch.stack(everywhere(torch.nn.utils.get_total_norm(grads) for grads in alike.values())).norm()
 
     # ---- what Trainer asks of batches, which here are LogicalBatch ----
 
@@ -472,8 +505,8 @@ class DPTrainer(Trainer):
             self._state.sample_rate,
             self._steps_per_epoch(expected),
             distributed.shared_secret(args.dp_seed),
-            distributed.rank(),
-            distributed.world_size(),
+            distributed.rank() // self.get_tp_size(),  # a tensor-parallel group works on the same examples
+            distributed.world_size() // self.get_tp_size(),
         )
         return poisson_dataloader(
             dataset,
@@ -541,12 +574,20 @@ def _first_row(batch: Any, size: int) -> dict[str, Any]:
     return tree_map(lambda x: x[:1].clone() if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x, dict(batch))
 
 
-def allow_fsdp_on_cpu(args: DPTrainingArguments) -> None:
-    """accelerate shards on accelerators only, and on CPUs would train with DDP without a word."""
+def allow_meshes_on_cpu(args: DPTrainingArguments, model: nn.Module | None = None) -> None:
+    """accelerate shards on accelerators only, and on CPUs would train with DDP without a word, or refuse a tensor-parallel model."""
     state = PartialState._shared_state
-    asked = args.fsdp or os.environ.get(FSDP_FLAG, "false").lower() == "true"
+    is_split = (getattr(model, "tp_size", None) or 1) > 1
+    asked = is_split or args.fsdp or os.environ.get(FSDP_FLAG, "false").lower() == "true"
     if asked and state.get("distributed_type") == DistributedType.MULTI_CPU:
         state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate writes FSDP here when it has read its configuration
+
+
+def forbid_meshes_on_cpu() -> None:
+    """Where accelerate has not written FSDP, it takes gloo for NCCL from here on unless told otherwise."""
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        if state.get("distributed_type") == DistributedType.MULTI_GPU and state["device"].type == "cpu":
+            state["distributed_type"] = DistributedType.MULTI_CPU
 
 
 def _is_datasets(dataset: Any) -> bool:

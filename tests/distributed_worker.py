@@ -14,21 +14,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import batch_for, build, losses_function
+from models import VOCABULARY, adapted, batch_for, build, losses_function
 from oracle import distance, length, trainable
 from test_trainer import arguments, collate, dataset
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distributed
 from dp_transformers.checkpoint import Ledger
+from dp_transformers.mechanism import LayoutNoise
 from dp_transformers.noise import GaussianNoise
-from dp_transformers.trainer import allow_fsdp_on_cpu
+from dp_transformers.trainer import allow_meshes_on_cpu
 
 SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0
 LENGTH, ROWS = 12, 3  # of the batches that are clipped by hand: rows on each rank
@@ -49,8 +54,8 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.steps.append(torch.cat([whole(p.grad).flatten() for p in trainable(model)]))
-        if isinstance(model, FSDPModule):
-            self.shards.append(torch.cat([p.grad.to_local().flatten() for p in trainable(model)]).clone())
+        if any(hasattr(p, "placements") for p in trainable(model)):
+            self.shards.append(torch.cat([p.grad.to_local().flatten() for p in trainable(model) if hasattr(p, "placements")]).clone())
 
 
 class Counted(DPTrainer):
@@ -63,7 +68,7 @@ class Counted(DPTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def train(folder, model="bert", lora=False, resume=None, replicas=1, **options):
+def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **options):
     """Train with a fixed draw; the gradients of every step, what this rank held, and how the model lay."""
     if dist.is_initialized() and replicas > 1:  # as `accelerate launch` says it
         os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(replicas),
@@ -72,7 +77,8 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, **options):
     kind = "bert" if model == "bert" else "lm"
     fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5}
     args = arguments(folder, **{**fixed, **options})
-    trainer = Counted(build(model, lora=lora), args, collate, dataset(kind=kind), callbacks=[gradients])
+    net = build(model, lora=lora) if tp is None else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
+    trainer = Counted(net, args, collate, dataset(kind=kind), callbacks=[gradients])
     trainer.train(resume_from_checkpoint=resume)
     return {
         "gradients": gradients.steps,
@@ -92,7 +98,7 @@ def fsdp(**config):
 
 
 def unsharded(options):
-    return {k: v for k, v in options.items() if k not in ("fsdp", "fsdp_config", "accelerator_config")}
+    return {k: v for k, v in options.items() if k not in ("fsdp", "fsdp_config", "accelerator_config", "tp")}
 
 
 # ---- bytes ----
@@ -162,7 +168,7 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
     counter = StepTraffic()
     args = TrainingArguments(str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True, disable_tqdm=True,
                              save_strategy="no", optim="sgd", **layout())  # fmt: skip
-    allow_fsdp_on_cpu(args)
+    allow_meshes_on_cpu(args)
     trainer = Trainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter])
     trainer.train()
     assert trainer.is_fsdp_enabled == sharded == isinstance(trainer.model, FSDPModule)
@@ -275,6 +281,264 @@ def sensitivity(folder, mode="book_keeping", rows=8):
     return {"one less": distance(moved["all"], moved["one less"]) / bound, "one": length(moved["one"]) / bound}
 
 
+# ---- tensor parallelism, by hand ----
+
+BERT_PLAN = {
+    "bert.embeddings.word_embeddings": "embedding_rowwise",
+    "bert.embeddings.position_embeddings": "embedding_colwise",
+    "bert.pooler.dense": "rowwise_split_input",
+    "classifier": "colwise_gather_output",  # three classes on two processes
+    **{f"bert.encoder.layer.*.{name}": "rowwise" for name in ("attention.output.dense", "output.dense")},
+    **{f"bert.encoder.layer.*.{name}": "colwise" for name in ("attention.self.query", "attention.self.key", "attention.self.value")},
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+}
+
+
+class Block(nn.Module):
+    """Norms on the sequence, between which torch's styles move tensors."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 32, padding_idx=3)
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.last, self.head = nn.RMSNorm(32, eps=1e-6), nn.Linear(32, VOCABULARY, bias=False)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        return self.head(self.last(x + self.down(F.gelu(self.up(self.norm(x))))))
+
+
+BLOCK_PLAN = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+    "last": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def whole_model(name, lora=False):
+    if name == "qwen3-norms":  # whose gradients are small beside the others
+        net = build("qwen3")
+        for key, p in net.named_parameters():
+            p.requires_grad_(key.endswith(("q_norm.weight", "k_norm.weight")))
+        return net
+    return Block() if name == "block" else build(name, lora=lora)
+
+
+def losses_of(net):
+    if not isinstance(net, Block):
+        return losses_function(net)
+    return lambda batch: F.cross_entropy(net(batch["input_ids"]).transpose(1, 2), batch["labels"], reduction="none").mean(1)
+
+
+def rows_of(name, size):
+    batch = batch_for("llama" if name == "block" else name, LENGTH, size=size)
+    return {k: v.clamp(min=0) for k, v in batch.items()} if name == "block" else batch
+
+
+def split(name, mesh, *, lora=False, plan=None):
+    """A model in parts, from one that every process holds whole. Tied weights are split twice and tied again, as transformers does."""
+    net = whole_model(name)
+    if name == "block":
+        return parallelize_module(net, mesh, BLOCK_PLAN)
+    head = net.get_output_embeddings()
+    tied = head is not None and head.weight is net.get_input_embeddings().weight
+    if tied:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+    net._device_mesh, net._tp_size, net.config.distributed_config = mesh, mesh.size(), DistributedConfig(tp_size=mesh.size())
+    net.tp_plan = plan or (BERT_PLAN if name == "bert" else net.tp_plan)
+    apply_tensor_parallelism(net, mesh, net._expand_parallel_plan(net.tp_plan))
+    if tied:
+        head.weight = net.get_input_embeddings().weight
+    return (with_lora(net, name) if lora else net).train()
+
+
+def with_lora(net, name):
+    """Adapters on a model in parts, with the values that they have on a whole one."""
+    net, values = adapted(net, name), dict(build(name, lora=True).named_parameters())
+    for module in net.modules():
+        if isinstance(module, nn.Linear):  # peft 0.21 writes down the sizes of the part
+            module.out_features, module.in_features = module.weight.shape
+    with torch.no_grad():
+        for key, p in net.named_parameters():
+            if p.requires_grad:
+                value, is_split = values[key].detach(), hasattr(p, "placements")
+                p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if is_split else value)
+    return net
+
+
+def loaded(name, folder, shape, lora=False):
+    """As transformers splits a checkpoint while it loads."""
+    net = build(name)
+    if dist.get_rank() == 0:
+        net.save_pretrained(folder.parent / name)
+    dist.barrier()
+    config = DistributedConfig(tp_size=shape[1], fsdp_size=shape[0])
+    net = type(net).from_pretrained(folder.parent / name, distributed_config=config)
+    return (with_lora(net, name) if lora else net).train()
+
+
+def parts(folder, model="llama", lora=False, mode="auto", bad=None, fsdp=None, load=False, shape=None, checkpointed=False):
+    """Clip this group's rows, in two batches that are the same. Norms, whole sum, where everything lies, and noise for it."""
+    shape = shape or (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    net = loaded(model, folder, shape) if load else split(model, mesh["tp"], lora=lora)
+    if fsdp is not None:
+        net = shard(net, mesh["dp"], **fsdp)
+    if checkpointed:
+        net.gradient_checkpointing_enable({"use_reentrant": False})
+    group = mesh.get_local_rank("dp")
+    batch = {k: v[group * ROWS : (group + 1) * ROWS] for k, v in rows_of(model, ROWS * shape[0]).items()}
+    clipper = PerExampleClipper(net, 1.0, mode)
+    clipper.max_grad_norm = 0.9
+    for _ in range(2):
+        losses = losses_of(net)(batch)
+        if bad is not None and bad // ROWS == group:
+            losses = losses * torch.where(torch.arange(ROWS) == bad % ROWS, torch.inf, 1.0)
+        norms = clipper.backward(losses)
+    noise = [torch.zeros_like(getattr(p.grad, "_local_tensor", p.grad)) for p in clipper.parameters]
+    LayoutNoise(clipper).add_(noise, 1.0)
+    names = {p: name for name, p in net.named_parameters()}
+    return {
+        "group": group,
+        "norms": norms,
+        "sum": [whole(p.grad) for p in clipper.parameters],
+        "names": [names[p] for p in clipper.parameters],
+        "placements": [str(getattr(p, "placements", None)) for p in clipper.parameters],
+        "gradients lie as parameters": all(getattr(p, "placements", 0) == getattr(p.grad, "placements", 0) for p in clipper.parameters),
+        "noise": noise,
+        "mode": clipper.mode.name,
+    }
+
+
+def saved(folder, model="qwen3", rows=6):
+    """Train, evaluate, save, and load in one piece: the loss, and the parameters before and after."""
+    args = arguments(folder, noise_multiplier=1.0, max_steps=2, per_device_eval_batch_size=rows)
+    net = loaded(model, folder, (WORLD // 2, 2))
+    held_out = dataset(rows * WORLD // 2, kind="lm").to_list()
+    trainer = DPTrainer(net, args, collate, dataset(kind="lm"), held_out)
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(folder / "saved"))
+    dist.barrier()
+    again = type(trainer.model).from_pretrained(folder / "saved").eval()
+    with torch.no_grad():
+        alone = [float(again(**collate(held_out[i : i + rows])).loss) for i in range(0, len(held_out), rows)]
+    split = dict(trainer.model.named_parameters())
+    assert all(hasattr(p, "placements") for name, p in split.items() if "_proj" in name)
+    same = all(torch.equal(whole(p), again.get_parameter(name)) for name, p in split.items())
+    return {"loss": loss, "loss of one": sum(alone) / len(alone), "same": same, "steps": trainer.privacy_spent().steps}
+
+
+def parts_traffic(folder):
+    """Bytes that going back over one physical batch sends, private and not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    net, batch, found = split("llama", mesh["tp"]), rows_of("llama", ROWS), {}
+    for name in ("not private", "book_keeping", "ghost"):
+        net.zero_grad()
+        if name == "not private":
+            losses = losses_of(net)(batch).sum()
+            with Traffic() as counter:
+                losses.backward()
+        else:
+            with PerExampleClipper(net, 1.0, name, self_check=False) as clipper:
+                losses = losses_of(net)(batch)
+                with Traffic() as counter:
+                    clipper.backward(losses)
+        found[name] = sum(counter.sent.values())
+    return found
+
+
+def parts_refusals(folder):
+    """The messages of tensor-parallel layouts that cannot be exact."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+
+    def message(make):
+        try:
+            make()
+        except ValueError as error:
+            return str(error)
+        return "nothing was refused"
+
+    def packed():
+        PerExampleClipper(split("llama", mesh, plan={"model.layers.*.mlp.gate_proj": "packed_colwise"}), 1.0)
+
+    def partial_norm():
+        net = build("qwen3")
+        net = split("qwen3", mesh, plan={k: style for k, style in net.tp_plan.items() if "norm" not in k})
+        with PerExampleClipper(net, 1.0):
+            net(input_ids=torch.arange(24).view(2, 12))
+
+    def per_sample():
+        PerExampleClipper(split("llama", mesh), 1.0, "per_sample")
+
+    def other_examples():
+        net = split("llama", mesh)
+        with PerExampleClipper(net, 1.0):
+            net(input_ids=torch.arange(24).view(2, 12) + mesh.get_local_rank())
+
+    def other_random_numbers():
+        net = split("llama", mesh)
+        torch.manual_seed(mesh.get_local_rank())
+        with PerExampleClipper(net, 1.0):
+            net(input_ids=torch.arange(24).view(2, 12))
+
+    def too_small():
+        PerExampleClipper(parallelize_module(nn.Sequential(nn.Linear(8, 1)), mesh, {"0": ColwiseParallel()}), 1.0)
+
+    def resumed():
+        args = arguments(folder, expected_batch_size=4)
+        DPTrainer(loaded("qwen3", folder, (world // 2, 2)), args, collate, dataset(kind="lm")).train(resume_from_checkpoint=True)
+
+    def derived_batch_size():
+        args = arguments(folder, expected_batch_size=None)
+        DPTrainer(loaded("qwen3", folder, (world // 2, 2)), args, collate, dataset(kind="lm"))
+
+    def own_layer():
+        class Own(nn.Linear):
+            def forward(self, x):
+                return super().forward(x)
+
+        net = nn.Sequential(Own(8, 8))
+        PerExampleClipper(parallelize_module(net, mesh, {"0": ColwiseParallel()}), 1.0)
+
+    def rerun():
+        class Around(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inside, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+            def forward(self, x):
+                return self.inside(x) * self.scale
+
+        PerExampleClipper(parallelize_module(nn.Sequential(Around()), mesh, {"0.inside": ColwiseParallel(output_layouts=Replicate())}), 1.0)
+
+    def plain_parts():
+        net = build("llama")
+        net._tp_size = 2
+        PerExampleClipper(net, 1.0)
+
+    def split_sequence():
+        from transformers.distributed.tensor_parallel import RowwiseParallel
+
+        net = build("llama")
+        RowwiseParallel(output_layouts=Shard(1)).install_forward(net.model.layers[0].mlp.down_proj, mesh)
+        PerExampleClipper(net, 1.0)
+
+    def in_a_loop():
+        net = split("llama", mesh)
+        loader, optimizer = DataLoader(dataset(kind="lm"), 3, collate_fn=collate), torch.optim.SGD(net.parameters(), lr=0.1)
+        PrivacyEngine().make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+
+    modules = (packed, partial_norm, own_layer, too_small, rerun, plain_parts, split_sequence)
+    uses = (in_a_loop, per_sample, other_examples, other_random_numbers, resumed, derived_batch_size)
+    return {f.__name__: message(f) for f in (*modules, *uses)}
+
+
 class State(TrainerCallback):
     """What a training starts from."""
 
@@ -301,7 +565,6 @@ def checkpoint(folder, kind="FULL_STATE_DICT", lora=False, resume=False):
 
 def refusals(folder):
     """The messages of layouts that cannot be exact."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     def message(make):
         try:
@@ -309,13 +572,6 @@ def refusals(folder):
         except ValueError as error:
             return str(error)
         return "nothing was refused"
-
-    def tensor_parallel():
-        model = build("llama")
-        for layer in model.model.layers:
-            plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-            parallelize_module(layer, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)), plan)
-        PerExampleClipper(model, 1.0)
 
     def low_precision_sums():
         PerExampleClipper(shard(build("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), 1.0)
@@ -345,12 +601,10 @@ def refusals(folder):
     def followed():
         loop(folder, model="llama", sharded=True)
 
-    return {
-        f.__name__: message(f)
-        for f in (by_hand, in_a_loop, followed, tensor_parallel, low_precision_sums, ignored, old_fsdp, left_in_the_environment)
-    }
+    return {f.__name__: message(f) for f in (by_hand, in_a_loop, followed, low_precision_sums, ignored, old_fsdp, left_in_the_environment)}
 
 
+WORLD = int(os.environ.get("WORLD_SIZE") or os.environ.get("PROCESSES", 2))
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 SILENT = {"noise_multiplier": 0.0}
 # with a bound so small that gradients vanish beside the noise of σC = 2
@@ -365,6 +619,19 @@ CASES = {
 CASES |= {
     "ddp-noise": (train, NOISY),
     "ddp-bytes": (traffic, {"late": True}),
+    # before those with an fsdp configuration, which transformers leaves in the environment
+    "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
+    "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
+    "tp-saved": (saved, {}),
+    "tp-refusals": (parts_refusals, {}),
+    "tp-train-fsdp": (train, {"model": "llama-tied", "tp": 1, "clipping_mode": "ghost", **SILENT}),
+    "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
+    # FSDP2 shards the rest, where there is more, and does not shard adapters that come after it
+    **(
+        {"tp-train-lora": (train, {"model": "llama", "tp": 2, "lora": True, "clipping_mode": "book_keeping", **SILENT})}
+        if WORLD == 2
+        else {}
+    ),
     "fsdp-full-book_keeping": (train, {"model": "llama", "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
     "fsdp-full-ghost": (train, {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)}),
     "fsdp-lora-book_keeping": (
@@ -400,6 +667,34 @@ CASES |= {
     "hand-bf16-sensitivity-book_keeping": (sensitivity, {"mode": "book_keeping"}),
     "hand-bf16-sensitivity-ghost": (sensitivity, {"mode": "ghost"}),
     "hand-refusals": (refusals, {}),
+    # tensor parallelism: two processes to a group
+    **{f"tp-full-{mode}": (parts, {"mode": mode}) for mode in ("book_keeping", "ghost", "fast_gradient")},
+    "tp-odd-book_keeping": (parts, {"model": "llama-odd"}),
+    "tp-tied-book_keeping": (parts, {"model": "llama-tied"}),
+    "tp-tied-ghost": (parts, {"model": "llama-tied", "mode": "ghost"}),
+    "tp-qwen3-book_keeping": (parts, {"model": "qwen3"}),
+    "tp-qwen3-ghost": (parts, {"model": "qwen3", "mode": "ghost"}),
+    "tp-norms-book_keeping": (parts, {"model": "qwen3-norms"}),
+    "tp-norms-ghost": (parts, {"model": "qwen3-norms", "mode": "ghost"}),
+    "tp-bert-book_keeping": (parts, {"model": "bert"}),  # biases of both kinds
+    "tp-bert-ghost": (parts, {"model": "bert", "mode": "ghost"}),
+    "tp-sequence-book_keeping": (parts, {"model": "block"}),
+    "tp-sequence-ghost": (parts, {"model": "block", "mode": "ghost"}),
+    "tp-lora-book_keeping": (parts, {"lora": True}),
+    "tp-lora-ghost": (parts, {"lora": True, "mode": "ghost"}),
+    "tp-bad-book_keeping": (parts, {"bad": 1}),
+    "tp-bad-ghost": (parts, {"bad": 1, "mode": "ghost"}),
+    "tp-loaded-book_keeping": (parts, {"model": "qwen3", "load": True}),
+    "tp-loaded-tied-ghost": (parts, {"model": "llama-tied", "load": True, "mode": "ghost"}),
+    "tp-one-loaded-ghost": (parts, {"model": "llama-tied", "load": True, "shape": (WORLD, 1), "mode": "ghost"}),  # FSDP2, two units
+    "tp-checkpointed": (parts, {"checkpointed": True}),
+    "tp-fsdp-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}}),
+    "tp-fsdp-ghost": (parts, {"model": "qwen3", "fsdp": {}, "mode": "ghost"}),
+    "tp-fsdp-lora-book_keeping": (parts, {"lora": True, "fsdp": {}}),
+    "tp-fsdp-bf16-book_keeping": (parts, {"fsdp": BF16}),
+    "tp-fsdp-bf16-ghost": (parts, {"fsdp": BF16, "mode": "ghost"}),
+    "tp-one-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}, "shape": (WORLD, 1)}),
+    "tp-bytes": (parts_traffic, {}),
 }
 MORE = {  # by hand
     "fsdp-bytes-late": (traffic, {"sharded": True, "late": True}),

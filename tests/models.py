@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from dp_transformers.losses import find_per_example_loss
@@ -34,17 +36,25 @@ def build(name: str, *, lora: bool = False, dropout: float = 0.0, seed: int = 0)
         )  # fmt: skip
     elif name in ("llama", "llama-tied"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=name == "llama-tied"))
+    elif name == "qwen3":  # queries and keys are normalised by head
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16))
+        for norm in (m for m in model.modules() if type(m).__name__ == "Qwen3RMSNorm"):
+            nn.init.normal_(norm.weight, mean=1.0, std=0.2)
+    elif name == "llama-odd":  # nothing divides by two but the heads
+        model = LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": VOCABULARY + 1, "intermediate_size": 61}))
     else:
         raise ValueError(name)
-    if lora:
-        task = "SEQ_CLS" if name == "bert" else "CAUSAL_LM"
-        model = get_peft_model(
-            model, LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=name == "gpt2")
-        )
-        for m in model.modules():  # B starts at zero, and then A has no gradient
-            if hasattr(m, "lora_B"):
-                nn.init.normal_(m.lora_B["default"].weight, std=0.1)
-    return model.train()
+    return (adapted(model, name) if lora else model).train()
+
+
+def adapted(model: nn.Module, name: str) -> nn.Module:
+    """With LoRA in every linear layer but the head."""
+    task = "SEQ_CLS" if name == "bert" else "CAUSAL_LM"
+    model = get_peft_model(model, LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=name == "gpt2"))
+    for m in model.modules():  # B starts at zero, and then A has no gradient
+        if hasattr(m, "lora_B"):
+            nn.init.normal_(m.lora_B["default"].weight, std=0.1)
+    return model
 
 
 MODELS = ["bert", "gpt2", "llama", "llama-tied"]

@@ -50,11 +50,12 @@ def cases_of(*starts, function):
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
-@pytest.mark.parametrize("case", [c for c in cases_of("ddp", "fsdp", function=worker.train) if "noise" not in c])
+@pytest.mark.parametrize("case", [c for c in cases_of("ddp", "fsdp", "tp", function=worker.train) if "noise" not in c])
 def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
     """Every step's gradient, all parameters together, from different counts, an empty rank and an empty draw; the ranks agree exactly."""
     one = worker.train(tmp_path, **worker.unsharded(worker.CASES[case][1]))
-    assert one["counts"] == [2, 5, 2, 1, 0] == torch.tensor([rank["counts"] for rank in ranks[case]]).sum(0).tolist()
+    groups = ranks[case][:: worker.CASES[case][1].get("tp", 1)]
+    assert one["counts"] == [2, 5, 2, 1, 0] == torch.tensor([rank["counts"] for rank in groups]).sum(0).tolist()
     for rank in ranks[case]:
         assert rank["steps"] == len(one["gradients"]) == len(rank["gradients"])
         for mine, first, alone in zip(rank["gradients"], ranks[case][0]["gradients"], one["gradients"], strict=True):
@@ -62,7 +63,12 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
             assert relative(mine, alone) <= 1e-5 or (not alone.any() and not mine.any())
         assert relative(rank["parameters"], one["parameters"]) <= 1e-6
         assert rank["world"] == PROCESSES
-        if case.startswith("fsdp"):
+        if case.startswith("tp"):
+            layouts = {"(Shard(dim=0),)"}
+            if worker.CASES[case][1]["tp"] > 1:
+                layouts |= {"(Shard(dim=1),)"} if PROCESSES == 2 else {"(Shard(dim=0), Shard(dim=1))"}
+            assert layouts <= rank["placements"]
+        elif case.startswith("fsdp"):
             assert rank["sharded"] and rank["placements"] == {"(Replicate(), Shard(dim=0))" if "hsdp" in case else "(Shard(dim=0),)"}
         else:
             assert rank["wrapped"] == "DistributedDataParallel" and rank["placements"] == {"None"}
@@ -127,6 +133,51 @@ def test_fully_sharded_by_hand_is_exact(ranks, oracle, case):
         assert rank["placements"] == {"(Replicate(), Shard(dim=0))" if options.get("hsdp") else "(Shard(dim=0),)"}
 
 
+@pytest.mark.parametrize("case", cases_of("tp", function=worker.parts))
+def test_tensor_parallel_is_exact(ranks, part_oracle, case):
+    """Norms and clipped sums of two batches: every process of a group has all norms, and its part of the sum where the parameter lies."""
+    options = worker.CASES[case][1]
+    groups, _ = options.get("shape") or (PROCESSES // 2, 2)
+    bad, model, lora = options.get("bad"), options.get("model", "llama"), options.get("lora", False)
+    tolerance = 2e-2 if "bf16" in case else 1e-5
+    gradients = part_oracle(model, lora, worker.ROWS * groups)
+    norms, _ = clipped_sum(gradients, 0.9)
+    assert max(norms) > 0.9 or model == "qwen3-norms"
+    for rank in ranks[case]:
+        own = range(rank["group"] * worker.ROWS, (rank["group"] + 1) * worker.ROWS)
+        for i, got in zip(own, rank["norms"].tolist(), strict=True):
+            assert abs(got - norms[i]) <= tolerance * norms[i] if i != bad else not got < float("inf")
+        sums_all = options.get("fsdp") is not None or (options.get("load") and groups > 1)
+        weight = 2.0 * (1 - 2.0**-6 if case == "tp-fsdp-bf16-ghost" else 1)  # what SECOND_PASS_SLACK takes
+        _, total = clipped_sum(gradients, 0.9, [weight * (i != bad and (sums_all or i in own)) for i in range(len(gradients))])
+        assert distance(rank["sum"], total) <= tolerance * length(total)
+        assert rank["gradients lie as parameters"]
+        assert rank["mode"] == options.get("mode", "ghost" if options.get("checkpointed") else "book_keeping")
+        lies = dict(zip(rank["names"], rank["placements"], strict=True))
+        if model == "qwen3-norms":
+            assert set(lies.values()) == {"None"}
+        elif not sums_all:
+            assert {"(Shard(dim=0),)", "(Shard(dim=1),)"} <= set(lies.values())
+            replicated = [name for name, p in lies.items() if p in ("None", "(Replicate(),)")]
+            assert replicated and (lora or any("norm" in name.lower() or "last" in name for name in replicated))
+        else:
+            assert "(Shard(dim=0),)" in lies.values()
+            assert any(p.count("Shard") == 2 for p in lies.values()) or case == "tp-one-loaded-ghost"
+
+
+@pytest.fixture(scope="module")
+def part_oracle():
+    known = {}
+
+    def gradients(name, lora, size):
+        if (name, lora, size) not in known:
+            model = worker.whole_model(name, lora)
+            known[name, lora, size] = per_example_gradients(model, worker.losses_of(model), worker.rows_of(name, size))
+        return known[name, lora, size]
+
+    return gradients
+
+
 # ---- noise ----
 
 
@@ -166,6 +217,18 @@ def test_shards_get_independent_noise(ranks):
             assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
 
 
+def test_tensor_parallel_training_gets_noise_once(ranks):
+    """Parts independent of each other; the whole, gathered and with what every process holds, the same on all and of one size."""
+    case = ranks["tp-train-noise"]
+    streams = [step for rank in case for step in rank["shards"]]
+    for step in range(2):
+        assert all(torch.equal(rank["gradients"][step], case[0]["gradients"][step]) for rank in case)
+    for i, a in enumerate(streams):
+        assert float(a.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.02)
+        for b in streams[:i]:
+            assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
+
+
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_replicas_of_a_shard_get_equal_noise_and_other_shards_other(ranks, mode):
     replicas, shards = [rank["noise"].flatten() for rank in ranks[f"hand-hsdp-{mode}"]], PROCESSES // 2
@@ -174,6 +237,30 @@ def test_replicas_of_a_shard_get_equal_noise_and_other_shards_other(ranks, mode)
             assert torch.equal(a, b) if (i - j) % shards == 0 else abs(correlation(a, b)) < 5 / len(a) ** 0.5
     plain = [rank["noise"].flatten() for rank in ranks["hand-full-book_keeping"]]
     assert abs(correlation(plain[0], plain[-1])) < 5 / len(plain[0]) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "case", ["tp-qwen3-book_keeping", "tp-bert-book_keeping", "tp-sequence-ghost", "tp-lora-book_keeping", "tp-fsdp-ghost"]
+)
+def test_what_a_group_shares_gets_equal_noise_and_parts_get_their_own(ranks, case):
+    """No two parts may share a stream, within a process or between processes; what several processes hold must stay equal."""
+    first, second = [rank for rank in ranks[case] if rank["group"] == 0]
+    streams = {}
+    for i, (name, lies) in enumerate(zip(first["names"], first["placements"], strict=True)):
+        a, b = first["noise"][i].flatten(), second["noise"][i].flatten()
+        is_split = lies.replace("_StridedShard", "Shard").count("Shard") > ("fsdp" in case)
+        if is_split:
+            assert not torch.equal(a[: len(b)], b[: len(a)])
+        else:
+            assert torch.equal(a, b), name
+        for rank, noise in enumerate((a, b) if is_split else (a,)):
+            streams.setdefault((lies, rank), []).append(noise)
+    streams = {key: torch.cat(noise) for key, noise in streams.items()}
+    assert len(streams) >= 3
+    for i, a in enumerate(streams.values()):
+        assert float(a.std()) == pytest.approx(1, abs=5 / len(a) ** 0.5)
+        for b in list(streams.values())[:i]:
+            assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
 
 
 # ---- precision ----
@@ -215,6 +302,15 @@ def test_fsdp_sends_what_docs_scaling_says(ranks, case):
         assert ghost["reduce"] <= (2 if case == "fsdp-bytes-late" else 1) * plain["reduce"]
 
 
+def test_tensor_parallelism_sends_one_number_more_for_each_example(ranks):
+    """Going back over a batch in book-keeping; ghost goes back twice."""
+    norms = 2 * (PROCESSES - 1) / PROCESSES * 4 * worker.ROWS
+    for rank in ranks["tp-bytes"]:
+        assert rank["not private"] > 100 * norms
+        assert rank["book_keeping"] == rank["not private"] + norms
+        assert rank["ghost"] == 2 * rank["not private"] + norms
+
+
 # ---- checkpoints and refusals ----
 
 
@@ -226,9 +322,14 @@ def test_sharded_training_goes_on_from_its_checkpoint(ranks, what):
         assert (saved["steps"], resumed["step"], resumed["steps"]) == (2, 2, 4)
 
 
+def test_tensor_parallel_training_is_evaluated_and_saved_whole(ranks):
+    for rank in ranks["tp-saved"]:
+        assert rank["loss"] == pytest.approx(rank["loss of one"], rel=1e-5)
+        assert rank["same"] and rank["steps"] == 2
+
+
 def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
     for rank in ranks["hand-refusals"]:
-        assert "'model.layers.0.mlp.gate_proj.weight' is split over processes by tensor parallelism" in rank["tensor_parallel"]
         assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
         assert "'model.norm.weight' is trainable and not sharded" in rank["ignored"]
         assert "fsdp_config={'version': 2}" in rank["old_fsdp"]
@@ -236,3 +337,20 @@ def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
             assert "DistributedDataParallel" in rank[case] and "hand over the bare module" in rank[case]
         assert "hand over the criterion" in rank["followed"]
         assert "take ACCELERATE_USE_FSDP out of os.environ" in rank["left_in_the_environment"]
+
+
+def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
+    for rank in ranks["tp-refusals"]:
+        assert "'model.layers.0.mlp.gate_proj' (Linear) runs in the parallel style PackedColwiseParallel" in rank["packed"]
+        assert "holds parameter 'model.layers.0.self_attn.q_norm.weight', but their gradients differ" in rank["partial_norm"]
+        assert "mode 'per_sample'" in rank["per_sample"]
+        assert "tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer" in rank["in_a_loop"]
+        assert "were given different examples" in rank["other_examples"]
+        assert "at different random numbers" in rank["other_random_numbers"]
+        assert "parameter '0.weight' (1, 8) leaves nothing to the last of 2 processes" in rank["too_small"]
+        assert "cannot be resumed: its optimizer is not saved" in rank["resumed"]
+        assert "set expected_batch_size" in rank["derived_batch_size"]
+        assert "'0' (Own) is tensor-parallel, which only nn.Linear" in rank["own_layer"]
+        assert "'0' (Around) is tensor-parallel, which only nn.Linear" in rank["rerun"]
+        assert "no parameter says how it is split" in rank["plain_parts"]
+        assert "'model.layers.0.mlp.down_proj' (Linear) splits its activations as" in rank["split_sequence"]

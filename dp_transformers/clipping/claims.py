@@ -191,7 +191,7 @@ def hidden_parameters(claims: Iterable[Claim], shards: Shards) -> Iterator[None]
 
     def hide(claim: Claim) -> None:
         stack = ExitStack()
-        wholes = [shards.whole(p) for p in claim.names]
+        wholes = [whole for p in claim.names for whole in shards.wholes(p)]
         stack.enter_context(substituted(claim.module, {p: p.detach() for p in wholes}))
         open_.append((claim, stack))
 
@@ -220,12 +220,12 @@ def escaping(
     Raises:
         ValueError: the losses depend on no trainable parameter at all.
     """
-    wholes = [shards.whole(p) for p in parameters]
+    wholes = [(p, whole) for p in parameters for whole in shards.wholes(p)]
     with hidden_parameters(claims, shards), torch.enable_grad():
         # a leaf of its own keeps the graph alive where nothing escapes
-        total = losses().sum() + torch.zeros((), requires_grad=True, device=wholes[0].device)
-        gradients = torch.autograd.grad(total, wholes, allow_unused=True)
-    return [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
+        total = losses().sum() + torch.zeros((), requires_grad=True, device=wholes[0][1].device)
+        gradients = torch.autograd.grad(total, [whole for _, whole in wholes], allow_unused=True)
+    return list(dict.fromkeys(p for (p, _), g in zip(wholes, gradients, strict=True) if g is not None))
 
 
 def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:

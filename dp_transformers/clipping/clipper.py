@@ -33,7 +33,8 @@ from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .precision import FULL_PRECISION, HALF, SPLIT_ROUNDING, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
-from .shards import Shards
+from .shards import Shards, like, local
+from .tensor_parallel import TensorParallel
 from .terms import Dense, Norm, Term
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,9 @@ class _Use:
                 f"{claim} returns no tensor that a gradient could come from, but {type(output).__name__}. "
                 + ways_out(claim.path, claim.module)
             )
+        self.sums_positions = bool(clipper.parallel) and clipper.parallel.sums_positions(claim, self.inputs, self.outputs)
+        if clipper.parallel:
+            self.inputs, self.outputs = [local(x) for x in self.inputs], [local(x) for x in self.outputs]
         layouts = claim.layouts_of(self.inputs, self.outputs)
         self.input_layouts, self.output_layouts = layouts[: len(self.inputs)], layouts[len(self.inputs) :]
         if claim.rule not in WHOLE_CALL:
@@ -189,7 +193,7 @@ class _Use:
         probe = forward_pass.probe
         outputs = _Tap.apply(self, probe, len(self.outputs), *self.outputs, *saved)
         tapped = iter(outputs if isinstance(outputs, tuple) else (outputs,))
-        leaves = [next(tapped) if _differentiable(x) else x for x in self.output_leaves]
+        leaves = [like(next(tapped), x) if _differentiable(x) else x for x in self.output_leaves]
         del self.inputs, self.outputs, self.output_leaves  # autograd holds what is needed, and frees it
         return leaves[0] if self.output_spec is None else tree_unflatten(leaves, self.output_spec)
 
@@ -215,7 +219,7 @@ class _Use:
         given = {id(shards.shard(p)): term for p, term in found.items()}
         if missing := [name for p, name in claim.names.items() if id(p) not in given]:
             raise ValueError(f"the rule of {claim} gives no gradient for its trainable {missing}.")
-        return {p: as_term(given[id(p)]) for p in claim.names}
+        return {p: self.clipper.parallel.part(claim, p, as_term(given[id(p)]), self.sums_positions) for p in claim.names}
 
     def _by_example(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         claim, batch = self.claim, self.forward_pass.batch_size
@@ -252,7 +256,7 @@ class _Use:
             tolerance=3e-2 if enabled or any(x.dtype in HALF for x in saved) else 1e-4,
         )
         with self.clipper._suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
-            names = {self.clipper.shards.whole(p): name for p, name in claim.names.items()}
+            names = {whole: name for p, name in claim.names.items() for whole in self.clipper.shards.wholes(p)}
             return per_example_gradients(claim.path, claim.module, names, call)
 
     def begin_backward(self) -> None:
@@ -279,7 +283,7 @@ class _Use:
         with exact_arithmetic(device):
             for parameter, term in self._terms(saved, grads, input_gradients).items():
                 norm_sq_b = forward_pass.add(parameter, term)
-                if norm_sq_b is not None:
+                if norm_sq_b is not None and self.clipper.parallel.counts(parameter):
                     total_b = norm_sq_b.to(device) if total_b is None else total_b + norm_sq_b.to(device)
         return torch.zeros_like(forward_pass.probe) if total_b is None else total_b
 
@@ -347,14 +351,17 @@ class PerExampleClipper:
         if any(isinstance(other, PerExampleClipper) and not other._is_copy for other in others):
             raise ValueError("another PerExampleClipper is attached to this model: detach() that one first (or use it).")
         self.shards = Shards(self.model)
+        self.parallel = TensorParallel(self.model, self.shards)
+        if self.parallel and self.mode.name == "per_sample":
+            raise ValueError("mode 'per_sample' hands out whole gradients, which no process of a tensor-parallel model has: take another.")
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
         for name, p in self.model.named_parameters():
-            if p.requires_grad and (p.dtype not in TRAINABLE or (p.dtype == torch.bfloat16 and self.shards)):
+            if p.requires_grad and (p.dtype not in TRAINABLE or (p.dtype == torch.bfloat16 and (self.shards or self.parallel))):
                 raise ValueError(
-                    f"parameter '{name}' is {p.dtype}{', and sharded' if self.shards else ''}: load the model with dtype=torch.float32 "
+                    f"parameter '{name}' is {p.dtype}{', and sharded' if self.shards or self.parallel else ''}: load the model with dtype=torch.float32 "
                     "(frozen parameters may stay as they are) and use bf16 autocast, or MixedPrecisionPolicy under FSDP2, for speed."
                 )
         half = [p.dtype for p in self.model.parameters() if p.dtype in HALF]
@@ -373,6 +380,7 @@ class PerExampleClipper:
         # FSDP2's own hook gathers parameters; a check runs the model, which must not happen inside that
         self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=bool(self.shards))]
         for claim in self.claims:
+            self.parallel.refuse(claim, is_rerun=claim.may_be_rerun or claim.rule in INSIDE)
             if claim.rule in INSIDE:
                 continue
             if claim.rule is None:
@@ -579,8 +587,8 @@ class PerExampleClipper:
         """
         forward_pass = self._checked_pass(losses)
         weights_b = _checked_weights(weights, losses)
-        own_hooks = int(self._loss_reduction is not None)
-        if any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own_hooks for p in self.parameters):
+        own_hooks, native_hooks = int(self._loss_reduction is not None), self.parallel.native_hooks
+        if any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own_hooks + native_hooks(p) for p in self.parameters):
             raise ValueError(
                 "a trainable parameter has a gradient hook, which could change or use gradients that are not private yet: remove it."
             )
@@ -651,8 +659,8 @@ class PerExampleClipper:
             for p in self.parameters:
                 if p.grad is None and not self.shards:
                     p.grad_dtype = sum_dtype(p)
-            only = None if forward_pass.reentrant else [self.shards.whole(p) for p in self.parameters]
-            with self.shards.native_sum():
+            only = None if forward_pass.reentrant else [whole for p in self.parameters for whole in self.shards.wholes(p)]
+            with self.shards.native_sum(), self.parallel.native_sum(self.parameters):
                 torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
         return norms_b
 
@@ -680,8 +688,8 @@ class PerExampleClipper:
     def _measure(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor:
         """(B,) squared norms, by one backward pass that computes no weight gradient."""
         probes = [forward_pass.probe, *forward_pass.earlier_probes]
-        if forward_pass.reentrant and self.shards:
-            raise ValueError("reentrant activation checkpointing does not go with fully_shard here: use use_reentrant=False.")
+        if forward_pass.reentrant and (self.shards or self.parallel):
+            raise ValueError("reentrant activation checkpointing does not go with split parameters here: use use_reentrant=False.")
         if forward_pass.reentrant:
             norm_sq_b = self._gradient_of_probe(forward_pass, losses, retain_graph=retain_graph)
         else:
@@ -697,8 +705,9 @@ class PerExampleClipper:
         """``norm_sq_b`` and the squared norms of parameters with announced uses that the losses do not depend on."""
         with exact_arithmetic(norm_sq_b.device):
             for parameter in list(forward_pass.open):
-                norm_sq_b = norm_sq_b + forward_pass.close(parameter).to(norm_sq_b.device)
-        return norm_sq_b
+                found_b = forward_pass.close(parameter).to(norm_sq_b.device)
+                norm_sq_b = norm_sq_b + found_b if self.parallel.counts(parameter) else norm_sq_b
+            return self.parallel.added(norm_sq_b)
 
     def _gradient_of_probe(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor | None:
         """What autograd.grad would give, where reentrant checkpointing allows only a backward that fills every ``grad``."""
@@ -725,8 +734,8 @@ class PerExampleClipper:
                     self._unreduced[parameter] = total
                 elif reduce_now:
                     if total is None:
-                        total = torch.zeros(parameter.shape, dtype=sum_dtype(parameter), device=self.device)
-                    total = self.shards.summed(parameter, total)
+                        total = torch.zeros(self.parallel.shape(parameter), dtype=sum_dtype(parameter), device=self.device)
+                    total = self.shards.summed(parameter, total) if self.shards else like(total, parameter)
                     set_gradient(parameter, total if parameter.grad is None else parameter.grad.add_(total))
 
     def _clipped_sum(
@@ -740,7 +749,8 @@ class PerExampleClipper:
     ) -> torch.Tensor:
         for term in terms:
             term = term if bad_b is None else term.clean(bad_b)
-            part = term.weighted_sum(coef_b.to(self.shards.whole(parameter).device), memo).to(sum_dtype(parameter)).view(parameter.shape)
+            part = term.weighted_sum(coef_b.to(self.shards.whole(parameter).device), memo).to(sum_dtype(parameter))
+            part = part.view(self.parallel.shape(parameter))
             total = part.contiguous() if total is None else total.add_(part)
         return total
 

@@ -1,8 +1,9 @@
 """FSDP2 (`fully_shard`): parameters that lie in shards over processes.
 
 Under FSDP2 a parameter has two faces: its *shard*, a DTensor, is what is trained; its *whole*, an ordinary tensor, is what the modules
-hold while they run, and what autograd sees. Both stay the same two objects all along, so everything that is said about a parameter
-(claims, terms, sums) is said about its shard, and :class:`Shards` translates where a module or autograd is spoken to.
+hold while they run, and what autograd sees. They stay the same objects all along, so everything that is said about a parameter
+(claims, terms, sums) is said about its shard, and :class:`Shards` translates where a module or autograd is spoken to. A parameter tied over
+several units, as in models that transformers shards while it loads them, has a whole for each of them.
 
 The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or FSDP2's own backward
 does so, a group of parameters at a time, as a sum and not as a mean (the second pass of the other modes). Passes that only measure
@@ -12,6 +13,7 @@ communicate no gradient.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,44 +30,42 @@ class Shards:
     """The sharded parameters of ``model``; empty (false) where nothing is sharded.
 
     Raises:
-        ValueError: a layout whose clipped sums would not be exact: tensor parallelism, trainable parameters that FSDP2 was told to
-            ignore, gradients reduced over ranks in less than float32.
+        ValueError: a layout whose clipped sums would not be exact: trainable parameters that FSDP2 was told to ignore, gradients reduced
+            over ranks in less than float32.
     """
 
     def __init__(self, model: nn.Module):
         self.modules = [m for m in model.modules() if _is_fsdp(m)]
-        self._whole: dict[nn.Parameter, nn.Parameter] = {}
+        self._wholes: dict[nn.Parameter, list[nn.Parameter]] = defaultdict(list)
         self._shard: dict[nn.Parameter, nn.Parameter] = {}
         self.reshard()
         slots = [(m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
         sharded = [m._parameters[name] for m, name in slots]
         for module in self.modules:
-            if any(p not in self._whole for p in module.parameters()):
+            if module._get_fsdp_state()._fsdp_param_groups:
                 module.unshard()
                 for (m, name), shard in zip(slots, sharded, strict=True):
-                    if m._parameters[name] is not shard:
-                        self._whole[shard], self._shard[m._parameters[name]] = m._parameters[name], shard
+                    if (whole := m._parameters[name]) is not shard and whole not in self._shard:
+                        self._wholes[shard].append(whole)
+                        self._shard[whole] = shard
                 module.reshard()
-        self._refuse(model)
         self._groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
+        self._refuse(model)
 
     def __bool__(self) -> bool:
         return bool(self.modules)
 
     def _refuse(self, model: nn.Module) -> None:
         for name, p in model.named_parameters():
-            if _is_dtensor(self.whole(p)):
-                raise ValueError(
-                    f"parameter '{name}' is split over processes by tensor parallelism ({p.device_mesh}), where no process has the norm of an "
-                    "example's gradient. Use FSDP2 (fully_shard) over all processes instead."
-                )
-            if self and p.requires_grad and p not in self._whole:
+            if self and p.requires_grad and p not in self._wholes:
                 raise ValueError(
                     f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
                     "Take it out of fully_shard's ignored_params, or freeze it."
                 )
-        if len({p.device_mesh for p in self._whole if p.requires_grad}) > 1:
+        trained = [group for group in self._groups if any(p.sharded_param.requires_grad for p in group.fsdp_params)]
+        if len(meshes := {group.mesh_info.mesh for group in trained}) > 1:
             raise ValueError("trainable parameters are sharded over different device meshes: apply fully_shard with one mesh everywhere.")
+        self.mesh = next(iter(meshes), None)  # of data parallelism; that of tensor parallelism lies in the whole parameters
         for policy in (module._get_fsdp_state()._mp_policy for module in self.modules):
             if policy.param_dtype not in (None, torch.float32) and policy.reduce_dtype != torch.float32:
                 raise ValueError(
@@ -75,7 +75,11 @@ class Shards:
 
     def whole(self, p: nn.Parameter) -> nn.Parameter:
         """What modules hold for ``p`` while they run; ``p`` itself if it is not sharded."""
-        return self._whole.get(p, p)
+        return self.wholes(p)[0]
+
+    def wholes(self, p: nn.Parameter) -> list[nn.Parameter]:
+        """The same, for each unit of ``fully_shard`` that gathers it."""
+        return self._wholes.get(p, [p])
 
     def shard(self, whole: nn.Parameter) -> nn.Parameter:
         """The parameter that ``whole`` stands for."""
@@ -104,16 +108,17 @@ class Shards:
 
     def summed(self, p: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         """This process's part of the sum over processes of ``total``, shaped like ``p``; ``total`` itself if ``p`` is not sharded."""
-        if p not in self._whole:
+        if p not in self._wholes:
             return total
-        from torch.distributed.tensor import DTensor, Partial
+        from torch.distributed.tensor import DTensor, Partial, Shard
 
-        mesh, placements = p.device_mesh, [Partial()] * p.device_mesh.ndim
+        mesh, placements = self.mesh, [Partial()] * self.mesh.ndim
         grad = DTensor.from_local(total, mesh, placements, run_check=False)
         for dim in reversed(range(mesh.ndim)):  # first over the shards, so that replicas exchange no more than a shard
-            placements[dim] = p.placements[dim]
+            lies = p.placements[dim]
+            placements[dim] = lies if lies.is_replicate() else Shard(lies.dim)  # strided where tensor parallelism splits it too
             grad = grad.redistribute(placements=placements)
-        return grad.to(p.device)
+        return like(grad.to_local().to(p.device), p)
 
     @contextmanager
     def native_sum(self) -> Iterator[None]:
@@ -136,9 +141,8 @@ class Shards:
         if not self:
             return condition
         flag = torch.tensor(float(condition), device=device)
-        mesh = next(iter(self._whole)).device_mesh
-        for dim in range(mesh.ndim):
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for dim in range(self.mesh.ndim):  # a tensor-parallel group agrees already, on norms
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
         return bool(flag)
 
     def agreed(self, structure: Any, device: torch.device) -> Any:
@@ -155,16 +159,25 @@ def _is_fsdp(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """``tensor``, what this process holds, laid out over processes as ``other`` is."""
+    if not is_dtensor(other):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(tensor, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
 def everywhere(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors without shards, gathered where they had any."""
-    return [t.full_tensor() if _is_dtensor(t) else t for t in tensors]
+    return [t.full_tensor() if is_dtensor(t) else t for t in tensors]

@@ -28,8 +28,8 @@ from .claims import UnclaimedParameterError, announce, give_up, settle
 from .layout import batch_size_of, positions_of
 from .modes import MODES
 from .precision import set_gradient, sum_dtype
-from .rules.fallback import UnsupportedModuleError
-from .shards import everywhere, local
+from .rules.fallback import UnsupportedModuleError, random_state
+from .shards import everywhere, like, local
 
 if TYPE_CHECKING:
     from .clipper import PerExampleClipper
@@ -141,8 +141,9 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     clipper.checked = True  # the passes below must not check themselves
     try:
         with _forked_rng(clipper.device):
+            clipper.parallel.require_same((args, kwargs), random_state(clipper.device))
             given = clipper.shards.agreed((args, kwargs), clipper.device)
-            if clipper.shards:
+            if clipper.shards or clipper.parallel:
                 torch.manual_seed(0)  # processes that share parameters must take the same decisions
             if not clipper.batch_first:
                 given = _second_dimension_first(*given)
@@ -190,6 +191,7 @@ def run_checks(
         norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
         samples = [getattr(p, "grad_sample", None) for p in clipper.parameters]
         tolerance = TOLERANCE[low_precision]
+        _require_equal_replicas(clipper, total, tolerance)
         locality_error = max(worst_locality, _locality_error(clipper, losses_of, args, kwargs, batch, norms_b))
         _require_locality(locality_error, tolerance)
         single_b, reference, gradient_error = _one_at_a_time(clipper, losses_of, args, kwargs, batch, samples)
@@ -250,6 +252,15 @@ def _require_locality(error: float, tolerance: float) -> None:
         raise SelfCheckError(
             f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: the model or its loss "
             "mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...)."
+        )
+
+
+def _require_equal_replicas(clipper: PerExampleClipper, total: list[torch.Tensor], tolerance: float) -> None:
+    if differing := clipper.parallel.differing(clipper.parameters, total, tolerance):
+        name = next(name for name, p in clipper.model.named_parameters() if p is clipper.parameters[differing[0]])
+        raise SelfCheckError(
+            f"every process of the tensor-parallel group holds parameter '{name}', but their gradients differ: each sees a part of what it is "
+            "used on, and nobody adds them up. Give its module the plan's style 'replicated_with_grad_allreduce', or freeze it."
         )
 
 
@@ -466,22 +477,30 @@ def _clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwar
 def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list):
     """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for each parameter."""
     norms, total, worst, shards = [], [torch.zeros_like(p, dtype=sum_dtype(p)) for p in clipper.parameters], 0.0, clipper.shards
-    wholes = [shards.whole(p) for p in clipper.parameters]
+    wholes = [shards.wholes(p) for p in clipper.parameters]
     with clipper._suspended():
         for i in range(batch):
             one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if _batched(x, batch) else x, (args, kwargs))
             loss = losses_of(*one_args, **one_kwargs).sum()
-            grads = torch.autograd.grad(loss, wholes, allow_unused=True)
+            found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
+            grads = [_sum([next(found) for _ in its]) for its in wholes]
+            grads = [None if g is None else clipper.parallel.native_gradient(p, g) for p, g in zip(clipper.parameters, grads, strict=True)]
             norm = _length([g for g in grads if g is not None])
             coefficient = float((clipper.max_grad_norm / norm).clamp(max=1.0))
             for p, running, g in zip(clipper.parameters, total, grads, strict=True):
                 if g is not None:
-                    running.add_(shards.summed(p, g.to(sum_dtype(p)) * coefficient))
+                    g = local(g).to(sum_dtype(p)) * coefficient
+                    running.add_(shards.summed(p, g) if shards else like(g, p))
             norms.append(norm)
             given = [(s[i], torch.zeros_like(s[i]) if g is None else g) for s, g in zip(samples, grads, strict=True) if s is not None]
             if given:
                 worst = max(worst, float(_distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)))
     return torch.stack(norms), total, worst
+
+
+def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
+    given = [g for g in grads if g is not None]
+    return sum(given[1:], given[0]) if given else None
 
 
 def _length(tensors: list[torch.Tensor]) -> torch.Tensor:

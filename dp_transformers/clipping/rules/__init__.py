@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tensor_parallel import class_forward
 from ..terms import Dense, Term
 
 Rule = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, Term | torch.Tensor]]
@@ -108,7 +109,7 @@ def inside_rule(module_class: type[nn.Module], *, opened: Opening) -> Callable[[
 
 def find_opening(module: nn.Module) -> Opening | None:
     """How this module is opened while it runs, or None."""
-    return None if "forward" in vars(module) else _OPENINGS.get(type(module).forward)
+    return _OPENINGS.get(class_forward(module))
 
 
 def recogniser(function: Callable[[nn.Module], Rule | None]) -> Callable[[nn.Module], Rule | None]:
@@ -154,14 +155,15 @@ def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSam
 
 def find_norm_sampler(module: nn.Module) -> NormSampler | None:
     """What was registered for this module's class, if its forward is still the class's."""
-    return None if "forward" in vars(module) else _NORM_SAMPLERS.get(type(module).forward)
+    return _NORM_SAMPLERS.get(class_forward(module))
 
 
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule for this module, or None (then the fallback tries)."""
-    if "forward" in vars(module):  # replaced on the instance: not what the class says
+    forward = class_forward(module)
+    if forward is None:  # replaced on the instance: not what the class says
         return None
-    found = _RULES.get(type(module).forward)
+    found = _RULES.get(forward)
     if found is not None:
         return found
     for recognise in _RECOGNISERS:

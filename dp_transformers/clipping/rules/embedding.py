@@ -29,7 +29,7 @@ def embedding(module: nn.Embedding, activations: Sequence[torch.Tensor], backpro
     if not module.weight.requires_grad:
         return {}
     ids_bt = activations[0].flatten(1) if activations[0].dim() > 1 else activations[0].unsqueeze(1)
-    grad_btd = backprops.reshape(*ids_bt.shape, module.embedding_dim)
+    grad_btd = backprops.reshape(*ids_bt.shape, backprops.shape[-1])
     if module.padding_idx is not None:
         grad_btd = grad_btd.masked_fill((ids_bt == module.padding_idx).unsqueeze(-1), 0)
     return {module.weight: Rows(ids_bt, grad_btd, module.num_embeddings)}

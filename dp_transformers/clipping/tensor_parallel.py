@@ -1,0 +1,313 @@
+"""Tensor parallelism: weights that are split over a group of processes, all of which work on the same examples.
+
+Handled are transformers' plans (``DistributedConfig(tp_size=...)``) and torch's ``parallelize_module``, alone or under FSDP2. A split
+parameter's per-example gradient is split like the parameter: a rule gives a term of the whole or of this process's part of it, width by
+width as the activation and the output gradient lie, and :meth:`TensorParallel.part` cuts what is whole. So the squared norm of an example
+is the sum over the group of what the processes hold, a parameter that all of them hold being counted by one: (B,) numbers are added over
+the group once for each physical batch. Clipped sums are formed where the parameter lies and are not communicated.
+
+Two kinds of parameters are held by all. Most see whole activations, and have the same gradient everywhere. Norms between column- and
+row-wise layers (of queries and keys, by head) or on a split sequence see a part: their per-example gradients are added over the group
+before they are measured, for the norm of a sum does not follow from norms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from .shards import Shards, is_dtensor, local
+from .terms import Dense, Outer, Rows, Term
+
+_STYLES = "transformers.distributed.tensor_parallel"
+_PLAIN = {"TensorParallelLayer", "ColwiseParallel", "RowwiseParallel", "EmbeddingParallel"}
+_BY_HEAD = "ReplicatedWithGradAllReduce"
+_WAYS_OUT = "Take it out of the tensor-parallel plan, freeze it, or use FSDP2 (fully_shard) over all processes instead."
+
+
+def class_forward(module: nn.Module) -> Callable | None:
+    """The forward of the module's class, if that is what runs; None where the instance has another.
+
+    transformers' tensor parallelism gives the instance a function that moves tensors before and after it calls the class's.
+    """
+    if "forward" not in vars(module):
+        return type(module).forward
+    forward, original = type(module).forward, _closure(module).get("original_forward")
+    return forward if _style_of(module) in {*_PLAIN, _BY_HEAD} and getattr(original, "__func__", None) is forward else None
+
+
+def _closure(module: nn.Module) -> dict[str, Any]:
+    function = vars(module).get("forward")
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
+
+
+def _style_of(module: nn.Module) -> str | None:
+    """The class of transformers' parallel style that gave this module its forward; None if none did."""
+    function = vars(module).get("forward")
+    owner, _, rest = getattr(function, "__qualname__", "").partition(".")
+    if not getattr(function, "__module__", "").startswith("transformers.distributed.") or rest != "install_forward.<locals>.tp_forward":
+        return None
+    return type(_closure(module)["self"]).__name__ if owner == "TensorParallelLayer" else owner
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """This process's rows ``[start, start + shape[dim])`` of a parameter's dimension ``dim``."""
+
+    dim: int
+    start: int
+    whole: int
+    shape: torch.Size  # of what this process holds
+
+    def cut(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        length = self.shape[self.dim]
+        return x.narrow(dim, self.start, length) if x.shape[dim] == self.whole != length else x
+
+    def of(self, term: Term) -> Term | None:
+        """The part of ``term`` that belongs here; None where it cannot be told."""
+        if isinstance(term, Outer):
+            left, right = (self.cut(x, 2) if i == self.dim else x for i, x in enumerate((term.left, term.right)))
+            return Outer(left, right) if (left.shape[2], right.shape[2]) == self.shape else None
+        if isinstance(term, Rows):
+            ids, grad, num_rows = term.ids, term.grad, term.num_rows
+            if self.dim == 1:
+                grad = self.cut(grad, 2)
+            else:  # ids of rows that others hold count nothing, whichever row they are given
+                ids, num_rows = ids - self.start, self.shape[0]
+                elsewhere = (ids < 0) | (ids >= num_rows)
+                ids, grad = ids.masked_fill(elsewhere, 0), grad.masked_fill(elsewhere.unsqueeze(-1), 0)
+            return Rows(ids, grad, num_rows) if (num_rows, grad.shape[2]) == self.shape else None
+        if isinstance(term, Dense):
+            grad = self.cut(term.grad, 1 + self.dim)
+            parts = tuple(self.cut(x, x.dim() - 1) for x in term.parts)  # of a bias: positions by features
+            return Dense(grad, parts) if grad.shape[1:] == self.shape else None
+        return None
+
+
+class TensorParallel:
+    """The tensor parallelism of ``model``; empty (false) where there is none.
+
+    Raises:
+        ValueError: a layout whose norms or sums would not be exact.
+    """
+
+    def __init__(self, model: nn.Module, shards: Shards):
+        self._shards = shards
+        wholes = {name: (p, shards.whole(p)) for name, p in model.named_parameters()}
+        split = {name: (p, whole) for name, (p, whole) in wholes.items() if is_dtensor(whole)}
+        self._refuse_modules(model, bool(split))
+        meshes = {whole.device_mesh for _, whole in split.values()}
+        if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
+            raise ValueError(f"parameters are split over {sorted(map(str, meshes))}: tensor parallelism needs one mesh of one dimension.")
+        self.mesh = next(iter(meshes), None)
+        self.group = self.mesh.get_group() if self.mesh is not None else None
+        self._pieces = {p: _piece(name, whole) for name, (p, whole) in split.items() if p.requires_grad and whole.placements[0].is_shard()}
+        for name, (p, whole) in split.items():
+            if p.requires_grad and not (whole.placements[0].is_shard() or whole.placements[0].is_replicate()):
+                raise ValueError(f"parameter '{name}' lies as {whole.placements[0]}, which is not known here. {_WAYS_OUT}")
+        self._by_head = {p for m in model.modules() if _style_of(m) == _BY_HEAD for p in m.parameters(recurse=False)}
+
+    def __bool__(self) -> bool:
+        return self.mesh is not None
+
+    def _refuse_modules(self, model: nn.Module, has_split: bool) -> None:
+        if not has_split and (getattr(model, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                f"{type(model).__name__} was loaded with tensor parallelism over {model._tp_size} processes, but no parameter says how it "
+                "is split (none is a DTensor), so norms over the processes cannot be known. Load it with DistributedConfig(tp_size=...)."
+            )
+        for path, module in model.named_modules():
+            style = _style_of(module)
+            if style is None and getattr(vars(module).get("forward"), "__module__", "").startswith("transformers.distributed."):
+                style = vars(module)["forward"].__qualname__
+            if style is None:
+                continue
+            layouts = [getattr(_closure(module).get("self"), name, None) for name in ("input_layouts", "output_layouts")]
+            if style not in {*_PLAIN, _BY_HEAD}:
+                raise ValueError(
+                    f"'{path}' ({type(module).__name__}) runs in the parallel style {style}, which is not exact here. {_WAYS_OUT}"
+                )
+            if any(x is not None and not x.is_replicate() and getattr(x, "dim", 0) != -1 for x in layouts):
+                raise ValueError(f"'{path}' ({type(module).__name__}) splits its activations as {layouts}, not by features. {_WAYS_OUT}")
+
+    def refuse(self, claim: Any, *, is_rerun: bool) -> None:
+        """Nothing below a module that is re-run may be split, and split parameters need a rule that was written for parts."""
+        if not self:
+            return
+        module, splits = claim.module, any(p in self._pieces for p in claim.names)
+        below = any(is_dtensor(self._shards.whole(p)) for p in module.parameters()) or any(map(_style_of, module.modules()))
+        if (is_rerun and below) or (splits and class_forward(module) not in (nn.Linear.forward, nn.Embedding.forward)):
+            raise ValueError(f"{claim} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_WAYS_OUT}")
+
+    # ---- activations ----
+
+    def sums_positions(self, claim: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether this process sees a part of what ``claim``'s parameters, which all processes hold, were used on."""
+        activations = [x for x in (*inputs, *outputs) if is_dtensor(x)]
+        if not activations:
+            return _style_of(claim.module) == _BY_HEAD
+        kinds = {_kind(x) for x in activations}
+        partial = {"partial"} if not any(is_dtensor(x) and _kind(x) == "partial" for x in inputs) else set()
+        allowed = [{"whole", "features"} | partial] if any(p in self._pieces for p in claim.names) else [{"whole"}, {"positions"}]
+        if any(x.device_mesh != self.mesh for x in activations) or not any(kinds <= these for these in allowed):
+            layouts = [x.placements for x in activations]
+            raise ValueError(
+                f"{claim} works on activations that lie as {layouts}, of which it is not known what they add up to. {_WAYS_OUT}"
+            )
+        return kinds == {"positions"}
+
+    # ---- norms ----
+
+    def part(self, claim: Any, parameter: nn.Parameter, term: Term, sums_positions: bool) -> Term:
+        """This process's part of ``term``; the whole, if all processes hold the parameter."""
+        if sums_positions:
+            grad = term.instance().grad.clone()
+            dist.all_reduce(grad, group=self.group)
+            return Dense(grad)
+        if parameter not in self._pieces:
+            return term
+        found = self._pieces[parameter].of(term)
+        if found is None:
+            raise ValueError(
+                f"the gradient of {claim.names[parameter]} in {claim} does not lie as the parameter, {self._pieces[parameter]}. {_WAYS_OUT}"
+            )
+        return found
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this process counts the parameter's norm: its own part, and on one process what all hold."""
+        return not self or parameter in self._pieces or self.mesh.get_local_rank() == 0
+
+    def added(self, norm_sq_b: torch.Tensor) -> torch.Tensor:
+        """(B,) the sum over the group."""
+        if self:
+            norm_sq_b = norm_sq_b.clone()
+            dist.all_reduce(norm_sq_b, group=self.group)
+        return norm_sq_b
+
+    # ---- sums ----
+
+    def shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Of what this process computes with."""
+        return self._pieces[parameter].shape if parameter in self._pieces else parameter.shape
+
+    @contextmanager
+    def native_sum(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside, a native backward adds to ``grad``; afterwards that lies like the parameter, and sums are over all positions.
+
+        transformers adds the gradients of norms by head over the group where they lie in ``grad``, with what was there before.
+        """
+        if not self or self._shards:  # FSDP2 starts from no gradient, and gives it the parameter's layout
+            yield
+            return
+        before = {p: p.grad for p in parameters if p in self._by_head}
+        for p in before:
+            p.grad = None
+        yield
+        for p in parameters:
+            if is_dtensor(p.grad) and p.grad.placements != p.placements:
+                p.grad = p.grad.redistribute(placements=p.placements)
+        for p, grad in before.items():
+            if grad is not None:
+                p.grad = grad if p.grad is None else grad.add_(p.grad)
+
+    def native_hooks(self, parameter: nn.Parameter) -> int:
+        """How many of its gradient hooks are those of transformers' norms by head."""
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        return sum(
+            hook.__module__ == _STYLES and hook.__qualname__.startswith(_BY_HEAD)
+            for hook in hooks.values()
+            if hasattr(hook, "__qualname__")
+        )
+
+    # ---- checks ----
+
+    def native_gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """What autograd.grad gave for one example, over all positions and laid out like the parameter over the group."""
+        whole = self._shards.whole(parameter)
+        if is_dtensor(grad):
+            return grad.redistribute(placements=whole.placements)
+        if parameter in self._by_head:
+            dist.all_reduce(grad := grad.clone(), group=self.group)
+        return grad
+
+    def require_same(self, inputs: Any, random_state: Any) -> None:
+        """All processes of the group must have been given the same examples, and draw the same masks of dropout for them.
+
+        Raises:
+            ValueError: they were not, or would not.
+        """
+        if not self:
+            return
+        if len(set(self._gathered(_digest(inputs)))) > 1:
+            raise ValueError(
+                "the processes of one tensor-parallel group were given different examples, of which they would compute a mixture: give all of them "
+                "the same, and different ones to different groups."
+            )
+        if len(set(self._gathered(_digest(random_state)))) > 1:
+            raise ValueError(
+                "the processes of one tensor-parallel group are at different random numbers of torch, so dropout would not be the same where they "
+                "hold the same activations: call torch.manual_seed with one number on all of them."
+            )
+
+    def differing(self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], tolerance: float) -> list[int]:
+        """Which of the parameters that all processes hold have other gradients on some process: they see a part that nobody adds up."""
+        held = [i for i, p in enumerate(parameters) if self and p not in self._pieces]
+        if not held:
+            return []
+        far, length = [], []
+        for grad in (local(grads[i]).contiguous() for i in held):
+            dist.broadcast(first := grad.clone(), group=self.group, group_src=0)
+            far.append((grad - first).norm())
+            length.append(first.norm())
+        far, length = torch.stack(far), torch.stack(length)
+        dist.all_reduce(far, op=dist.ReduceOp.MAX, group=self.group)
+        is_far = far > tolerance * (length + 1e-3 * length.max())  # one that cancels is only rounding
+        return [i for i, differs in zip(held, is_far.tolist(), strict=True) if differs]
+
+    def _gathered(self, value: Any) -> list[Any]:
+        box = [None] * self.mesh.size()
+        dist.all_gather_object(box, value, group=self.group)
+        return box
+
+
+def _digest(structure: Any) -> bytes:
+    digest = hashlib.sha256()
+    for x in tree_flatten(structure)[0]:
+        if isinstance(x, torch.Tensor):
+            x = (tuple(x.shape), x.dtype, x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(repr(x).encode())
+    return digest.digest()
+
+
+def _piece(name: str, whole: torch.Tensor) -> _Piece:
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placement, held = whole.placements[0], whole.to_local().shape
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    if type(placement) is not Shard or torch.Size(shape) != held:
+        raise ValueError(f"parameter '{name}' lies as {placement}, of which this process holds {tuple(held)}: not exact here. {_WAYS_OUT}")
+    dim, size = placement.dim % whole.dim(), whole.device_mesh.size()
+    if -(-whole.shape[dim] // size) * (size - 1) >= whole.shape[dim]:  # by what is known to all, so that all of them stop
+        raise ValueError(f"parameter '{name}' {tuple(whole.shape)} leaves nothing to the last of {size} processes. {_WAYS_OUT}")
+    return _Piece(dim, offset[dim], whole.shape[dim], held)
+
+
+def _kind(activation: torch.Tensor) -> str:
+    """What a process has of it."""
+    placement = activation.placements[0]
+    if placement.is_replicate():
+        return "whole"
+    if placement.is_partial():
+        return "partial"
+    dim = placement.dim % activation.dim() if placement.is_shard() and activation.is_floating_point() else 0
+    return "examples" if dim == 0 else "features" if dim == activation.dim() - 1 else "positions"
