@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +49,7 @@ class GaussianNoise:
             entropy = [secrets.randbits(256) if dp_seed is None else dp_seed]
         self._entropy = list(entropy)
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._is_secure = secure
+        self._is_secure, self._process = secure, os.getpid()
         self._bits = (_chacha20 if secure else _pcg64)(self._entropy)
 
     def __getstate__(self) -> None:
@@ -58,6 +59,10 @@ class GaussianNoise:
         """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws nothing."""
         if std == 0:
             return
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this process was forked from the one that made the noise, and would draw the same numbers: make a new one here."
+            )
         for tensor in tensors:
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"noise is added in float32 before any cast to a lower precision, not to {tensor.dtype}.")
@@ -80,7 +85,7 @@ def standard_normal(bits: Bits, count: int) -> torch.Tensor:
     In chunks that stay in the processor's cache.
     """
     numbers = torch.empty(count)
-    for chunk in numbers.split(_CHUNK):
+    for chunk in numbers.split(_CHUNK) if count else ():
         pairs = (len(chunk) + 1) // 2
         random = bits(pairs + (pairs + 1) // 2)
         r = random[:pairs].float().abs_().add_(0.5).mul_(2.0**-63).log_().mul_(-2.0).sqrt_()

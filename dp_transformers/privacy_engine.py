@@ -251,7 +251,7 @@ class PrivacyEngine:
         """
         run, content = self._made_private(), dict(checkpoint_dict or {})
         content["module"], content["optimizer"] = run.states(module, optimizer)
-        content["privacy"] = {**asdict(run.state), "steps": run.steps, "saved_by": run.id}
+        content["privacy"] = {**asdict(run.state), "steps": run.steps, "saved_by": run.writer}
         if distributed.rank() != 0:
             return
         path = Path(path)
@@ -480,7 +480,7 @@ class _Run:
         self.state = state
         if ledger is not None:
             executed -= self.counted[state.run_id]  # the ledger holds them all, and its lines only become more
-        elif saved.get("saved_by") == self.id:
+        elif saved.get("saved_by") == self.writer:
             executed = 0  # all counted when they were taken
         self._count(executed)
         self._begin_ledger()
@@ -490,6 +490,11 @@ class _Run:
         self.counted[self.state.run_id] += steps
         self.steps_left -= steps
         self.engine.accountant.step(noise_multiplier=self.state.noise_multiplier, sample_rate=self.loader.sample_rate, steps=steps)
+
+    @property
+    def writer(self) -> str:
+        """Who saves: this engine in this process. A fork of it counts on its own."""
+        return f"{self.id}-{os.getpid()}"
 
     # ---- batches ----
 

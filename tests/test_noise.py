@@ -1,5 +1,7 @@
 """The Gaussian mechanism: variance, shape, independence; who can and who cannot reproduce it."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -82,6 +84,27 @@ def test_it_is_added():
     assert abs(x.mean() - 5) < 0.05
     GaussianNoise().add_([y := torch.ones(3)], 0)
     assert torch.equal(y, torch.ones(3))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (), (1,), (3, 1)])
+def test_any_shape(shape, secure):
+    """Also nothing: a shard of a parameter with fewer rows than there are ranks."""
+    x = noise([shape], 1.0, secure=secure)[0]
+    assert x.shape == shape and x.isfinite().all() and (x != 0).all()
+
+
+def test_a_forked_process_does_not_draw_the_same():
+    source = GaussianNoise()
+    child = os.fork()
+    if child == 0:
+        try:
+            source.add_([torch.zeros(1)], 1.0)
+        except RuntimeError as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    source.add_([torch.zeros(1)], 1.0)
 
 
 def test_misuse():

@@ -30,7 +30,7 @@ from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
-from .precision import FULL_PRECISION, HALF, SPLIT_ROUNDING, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype
+from .precision import FULL_PRECISION, HALF, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
 from .shards import Shards, like, local
@@ -105,7 +105,7 @@ class _Pass:
     def restart(self, *, measure: bool, instantiate: bool = False, keep: bool = False) -> None:
         """Begin a backward pass that measures norms (instantiating always or by cost, keeping the terms or not), or does nothing."""
         self.measure, self.instantiate, self.keep = measure, instantiate, keep
-        self.rounding = term_algebra.ROUNDING  # of the second pass, where there is one
+        self.rounding = term_algebra.FP32  # of the second pass, where there is one
         self.open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}
         self.memo = term_algebra.Memo()
@@ -130,10 +130,12 @@ class _Pass:
             terms = term_algebra.merge([t.instance() if self.instantiate or t.prefers_instance else t for t in terms])
         self.kept[parameter] = terms if self.keep else []
         norm_sq_b = term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
-        unit = self.rounding
-        if self.keep:  # the sum is of these very terms; only factors in bf16 are rounded, when they are multiplied with a coefficient
-            terms, unit = [t for t in terms if t.is_bf16], SPLIT_ROUNDING
-        return term_algebra.longer(norm_sq_b, term_algebra.rounding_error(terms, unit, self.memo)) if terms else norm_sq_b
+        rounding = self.rounding
+        if self.keep:  # the sum is of these very terms, and most norms know what it may be off by
+            terms = [t for t in terms if t.is_bf16 or isinstance(t, term_algebra.Routed | term_algebra.Stacked)]
+            rounding = term_algebra.SPLIT if any(t.is_bf16 for t in terms) else term_algebra.FP32
+        lengths_bn = term_algebra.position_lengths(terms, self.memo)
+        return norm_sq_b if lengths_bn is None else rounding.lengthened(norm_sq_b, lengths_bn)
 
 
 class _Use:
@@ -643,7 +645,7 @@ class PerExampleClipper:
         mode = self.mode
         forward_pass.restart(measure=True, instantiate=mode.instantiate, keep=mode.keep)
         if any(dtype in HALF for dtype in (losses.dtype, forward_pass.low_precision, self.low_precision)):
-            forward_pass.rounding = torch.finfo(torch.bfloat16).eps / 2
+            forward_pass.rounding = term_algebra.BF16
         norm_sq_b = self._measure(forward_pass, losses, retain_graph=not mode.keep)
         if mode.keep:
             return self._sum_kept(forward_pass, norm_sq_b, weights_b)

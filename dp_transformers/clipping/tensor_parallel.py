@@ -88,7 +88,7 @@ class _Piece:
             return Rows(ids, grad, num_rows) if (num_rows, grad.shape[2]) == self.shape else None
         if isinstance(term, Dense):
             grad = self.cut(term.grad, 1 + self.dim)
-            parts = tuple(self.cut(x, x.dim() - 1) for x in term.parts)  # of a bias: positions by features
+            parts = tuple((self.cut(x, x.dim() - 1), dims) for x, dims in term.parts)  # of a bias: positions by features
             return Dense(grad, parts) if grad.shape[1:] == self.shape else None
         return None
 

@@ -28,7 +28,7 @@ is cheaper is by floating-point operations: T²(d+p) against T·d·p.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate, pairwise
@@ -37,16 +37,42 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from .precision import factor, is_bf16, product, split
+from .precision import SPLIT_ROUNDING, factor, is_bf16, product, split
 
 T = TypeVar("T")
+LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
 
 # A ghost norm is a difference of large numbers. Adding this fraction of the largest value it could have had keeps it from
 # coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary data.
 GHOST_SLACK = torch.finfo(torch.float32).eps / 16
+# Where positions cancel so far that inner products' own rounding shows, this fraction is added instead.
+GHOST_ERROR, GHOST_ERROR_TOLERATED = 16 * torch.finfo(torch.float32).eps, 1e-2
 
-# What each part of a fp32 sum may be off by, relative.
-ROUNDING = torch.finfo(torch.float32).eps / 2
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a sum over positions may be off by that is not the one that was measured.
+
+    ``part`` is the relative rounding of each position's part; sums are in float32. Roundings of unlike parts add up like random numbers;
+    those of equal parts all point the same way. The second counts only for what exceeds ``tolerated`` · norm, so that norms of ordinary
+    data, where positions do not cancel, stay what they are.
+    """
+
+    part: float
+    tolerated: float
+
+    def lengthened(self, norm_sq_b: torch.Tensor, lengths_bn: torch.Tensor) -> torch.Tensor:
+        """(B,): the squared norm, with what positions' parts of these lengths may add to the norm."""
+        n, norm_b = lengths_bn.shape[1], norm_sq_b.sqrt()
+        unlike_b = torch.linalg.vector_norm(lengths_bn, dim=1) * (self.part**2 + n * FP32_UNIT**2) ** 0.5
+        alike_b = lengths_bn.sum(1) * (self.part + n * FP32_UNIT) - self.tolerated * norm_b
+        return (norm_b + torch.maximum(unlike_b, alike_b)).square()
+
+
+FP32_UNIT = torch.finfo(torch.float32).eps / 2
+FP32 = Rounding(0.0, 1e-3)
+SPLIT = Rounding(SPLIT_ROUNDING, 1e-5)  # factors in bf16, times a coefficient
+BF16 = Rounding(torch.finfo(torch.bfloat16).eps / 2, 2.0**-6)  # a backward pass in bf16 or fp16, whose coefficients have slack
 
 # Scratch memory of one norm computation, in bytes; examples are taken in chunks that fit.
 SCRATCH_BYTES = 64 * 2**20
@@ -66,30 +92,32 @@ class Memo:
     """The last result of each kind and the tensor it came from: layers that share their input (query, key, value) share work."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[torch.Tensor, Any]] = {}
+        self._last: dict[Hashable, tuple[torch.Tensor, Any]] = {}
 
-    def get(self, kind: str, x: torch.Tensor, compute: Callable[[torch.Tensor], T]) -> T:
+    def get(self, kind: Hashable, x: torch.Tensor, compute: Callable[[torch.Tensor], T]) -> T:
         result = self.known(kind, x)
         if result is None:
             result = compute(x)
             self._last[kind] = (x, result)
         return result
 
-    def known(self, kind: str, x: torch.Tensor) -> Any:
+    def known(self, kind: Hashable, x: torch.Tensor) -> Any:
         """The last result, if it came from ``x``; else None."""
         seen = self._last.get(kind)
         # holding the tensor keeps its memory from being given to another, so an equal address means the same content
-        if seen is not None and seen[0].data_ptr() == x.data_ptr() and seen[0].shape == x.shape and seen[0].stride() == x.stride():
-            return seen[1]
-        return None
+        return seen[1] if seen is not None and _identity(seen[0]) == _identity(x) else None
+
+
+def _identity(x: torch.Tensor) -> tuple:
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
 @dataclass
 class Dense:
-    """The per-example gradient itself, ``(B, *p.shape)``, and where it was summed, the ``parts`` (B, ...) it is the sum of."""
+    """The per-example gradient itself, ``(B, *p.shape)``; where it was summed, what ``parts`` (B, ...) over which dimensions."""
 
     grad: torch.Tensor
-    parts: tuple[torch.Tensor, ...] = ()
+    parts: tuple[tuple[torch.Tensor, tuple[int, ...]], ...] = ()
 
     prefers_instance = is_bf16 = False
 
@@ -98,6 +126,9 @@ class Dense:
         if flat.dtype != torch.float32:
             flat = flat.float()
         return torch.linalg.vector_norm(flat, dim=1).square()
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return [_lengths(x, dims, memo) for x, dims in self.parts]
 
     def instance(self) -> Dense:
         return Dense(self.grad) if self.parts else self
@@ -124,6 +155,9 @@ class Norm:
 
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         return self.norm_b.float().square()
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return []
 
 
 @dataclass
@@ -155,7 +189,9 @@ class Outer:
             return Dense(self._factor(self.left)).squared_norm() * Dense(self._factor(self.right)).squared_norm()
         by_instance = instantiate or self.prefers_instance
         if not by_instance and memo is not None and 4 * b * t * t <= SCRATCH_BYTES:
-            return _gram_product(memo.get("left gram", self.left, gram), memo.get("right gram", self.right, gram))
+            return _gram_product(
+                memo.get((LEFT_GRAM, self.is_bf16), self.left, gram), memo.get((RIGHT_GRAM, self.is_bf16), self.right, gram)
+            )
         norm_sq_b = []
         for rows in _chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
             left, right = self.left[rows], self.right[rows]
@@ -164,6 +200,9 @@ class Outer:
             else:
                 norm_sq_b.append(_gram_product(gram(left), gram(right)))
         return torch.cat(norm_sq_b)
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return [_lengths(self.left, (1,), memo) * _lengths(self.right, (1,), memo)]
 
     def instance(self) -> Dense:
         return Dense(product(self._factor(self.left).mT, self._factor(self.right), bf16=self.is_bf16))
@@ -175,10 +214,10 @@ class Outer:
         left, right, memo = self.left, self.right, memo or Memo()
         if left.shape[2] < right.shape[2]:
             right = self._factor(right)
-            pairs = [(part, right) for part in memo.get("scaled left", left, scaled)]
+            pairs = [(part, right) for part in memo.get(("scaled left", self.is_bf16), left, scaled)]
         else:
             left = self._factor(left)
-            pairs = [(left, part) for part in memo.get("scaled right", right, scaled)]
+            pairs = [(left, part) for part in memo.get(("scaled right", self.is_bf16), right, scaled)]
         return sum_of(product(x.flatten(0, 1).t(), y.flatten(0, 1), bf16=self.is_bf16) for x, y in pairs)
 
     def clean(self, bad_b: torch.Tensor) -> Outer:
@@ -201,6 +240,9 @@ class Stacked:
 
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         return torch.stack([block.squared_norm(instantiate=instantiate, memo=memo) for block in self.blocks]).sum(0)
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return [x for block in self.blocks for x in block.lengths(memo)]
 
     def instance(self) -> Dense:
         return Dense(torch.cat([block.instance().grad for block in self.blocks], 1))
@@ -239,10 +281,10 @@ class Rows:
         slot_sorted[:, 1:] = (~is_repeated).cumsum(1)
         slot = torch.empty_like(slot_sorted).scatter_(1, order, slot_sorted)
         slot += torch.arange(b, device=slot.device)[:, None] * t
-        norm_sq_bt = torch.linalg.vector_norm(self.grad, dim=2, dtype=torch.float32).square()
-        error_b = (norm_sq_bt.sum(1) * t).sqrt() * ROUNDING  # the sum rounds every position anew, after it is multiplied
+        lengths_bt = torch.linalg.vector_norm(self.grad, dim=2, dtype=torch.float32)
         if slot.device.type != "cpu":
-            return longer(Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).squared_norm(), error_b)
+            norm_sq_b = Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).squared_norm()
+            return FP32.lengthened(norm_sq_b, lengths_bt)  # the sum rounds every position anew, after it is multiplied
         # Where looking costs no synchronisation, only rows that come from several positions are summed.
         shares = torch.zeros_like(self.ids, dtype=torch.bool)
         shares[:, 1:] = is_repeated
@@ -250,8 +292,12 @@ class Rows:
         shares = torch.empty_like(shares).scatter_(1, order, shares)
         slots, row = slot[shares].unique(return_inverse=True)
         rows = _sum_rows(self.grad[shares], row, len(slots))
-        norm_sq_b = norm_sq_bt.masked_fill_(shares, 0.0).sum(1)
-        return longer(norm_sq_b.index_add_(0, slots // t, torch.linalg.vector_norm(rows, dim=1).square()), error_b)
+        norm_sq_b = lengths_bt.square().masked_fill_(shares, 0.0).sum(1)
+        norm_sq_b.index_add_(0, slots // t, torch.linalg.vector_norm(rows, dim=1).square())
+        return FP32.lengthened(norm_sq_b, lengths_bt)
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return [_lengths(self.grad, (1,), None)]
 
     def instance(self) -> Dense:
         b, d = len(self.ids), self.grad.shape[2]
@@ -307,6 +353,9 @@ class Routed:
                 norm_sq = Outer(left, right).squared_norm(instantiate=instantiate)
                 norm_sq_b.index_add_(0, pairs[members[rows]] // self.num_experts, norm_sq)
         return norm_sq_b
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return [_lengths(self.left, (1,), None) * _lengths(self.right, (1,), None)]
 
     def instance(self) -> Dense:
         b, p, d = len(self.ids), self.left.shape[2], self.right.shape[2]
@@ -398,12 +447,11 @@ class Convolved:
         grad = self.grad.float().unflatten(2, (groups, p)).movedim(1, 3).reshape(b * groups, p, t)
         return _gram_product(_gram(grad.mT), _gram(patches.mT)).view(b, groups).sum(1)
 
-    def squared_lengths(self) -> torch.Tensor:
-        """(B,): the sum over positions of the squared norms of their outer products."""
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         groups, dims = self.how.groups, len(self.how.stride)
         image, grad = (x.float().square().unflatten(2, (groups, -1)).sum(3) for x in (self.image, self.grad))
         patches = self.how.patches(image).flatten(3 + dims).sum(-1)
-        return (patches * grad).flatten(1).sum(1)
+        return [(patches * grad).sum(2).flatten(1).sqrt()]
 
     def instance(self) -> Dense:
         b = len(self.grad)
@@ -434,7 +482,14 @@ def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> torch.Tensor:
 def _gram_product(left_bts: torch.Tensor, right_bts: torch.Tensor) -> torch.Tensor:
     """(B,): sum_{t,s} left[t, s]·right[t, s], the ghost norm, with its slack."""
     largest_b = left_bts.diagonal(dim1=1, dim2=2).sum(1) * right_bts.diagonal(dim1=1, dim2=2).sum(1)
-    return (left_bts * right_bts).sum((1, 2)).add_(largest_b, alpha=GHOST_SLACK)
+    return _with_slack((left_bts * right_bts).sum((1, 2)), largest_b)
+
+
+def _with_slack(norm_sq_b: torch.Tensor, largest_b: torch.Tensor) -> torch.Tensor:
+    """A sum of squares cannot be negative, and must not come out too small."""
+    norm_sq_b = norm_sq_b.clamp(min=0)
+    error_b = (GHOST_ERROR * largest_b - GHOST_ERROR_TOLERATED * norm_sq_b).clamp_(min=0)
+    return error_b.add_(norm_sq_b).add_(largest_b, alpha=GHOST_SLACK)
 
 
 def sum_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -444,7 +499,7 @@ def sum_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def summed(x: torch.Tensor, dims: Sequence[int]) -> Dense:
     """``x`` (B, ...) summed over ``dims`` in float32: the gradient of what is added, or scales one by one."""
-    return Dense(x.sum(tuple(dims), dtype=torch.float32), (x,)) if dims else Dense(x.float())
+    return Dense(x.sum(tuple(dims), dtype=torch.float32), ((x, tuple(dims)),)) if dims else Dense(x.float())
 
 
 def _sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -530,54 +585,30 @@ def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo
     cross_b, reach_b = [], []
     (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
     for chunk in _chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
-        left, right = outer.left[chunk].float(), outer.right[chunk]
-        right = factor(right, bf16=outer.is_bf16).float()
+        left, right = (factor(x[chunk], bf16=outer.is_bf16).float() for x in (outer.left, outer.right))
         grad, ids = rows.grad[chunk].float(), rows.ids[chunk]
         picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
         cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
         reach_b.append(_flat_norm(left) * _flat_norm(right) + s**0.5 * _flat_norm(grad))
     norm_sq = outer.squared_norm() + rows.squared_norm() + 2 * torch.cat(cross_b)
-    # The two uses may cancel; a sum of squares cannot be negative, and must not come out too small.
-    return norm_sq.clamp(min=0) + GHOST_SLACK * torch.cat(reach_b).square()
+    return _with_slack(norm_sq, torch.cat(reach_b).square())  # the two uses may cancel
 
 
-def rounding_error(terms: Sequence[Term], unit: float, memo: Memo | None = None) -> torch.Tensor | float:
-    """(B,): by how much the length of a sum may differ that another backward pass forms, where each position's part is rounded anew.
-
-    ``unit`` is the relative rounding of one part. Where positions cancel, such a sum is longer than what was measured; on ordinary data
-    the error is far below the norm.
-    """
-    squared_b: torch.Tensor | float = 0.0
-    accumulates = unit <= ROUNDING  # what is rounded to less is still added up in fp32
-    for term in terms:
-        if isinstance(term, Stacked):
-            squared_b = squared_b + rounding_error(term.blocks, unit, memo).square()
-        elif isinstance(term, Outer | Routed):
-            products_b = (_squared_lengths(term.left, memo) * _squared_lengths(term.right, memo)).sum(1)
-            squared_b = squared_b + products_b * ((term.left.shape[1] if accumulates else 1) * unit**2)
-        elif isinstance(term, Convolved):
-            squared_b = squared_b + term.squared_lengths() * ((term.num_positions if accumulates else 1) * unit**2)
-        elif isinstance(term, Dense) and term.parts and len(term.grad):
-            count = sum(x.numel() for x in term.parts) // term.grad.numel()
-            lengths_b = sum(_squared_lengths(x, memo).flatten(1).sum(1) for x in term.parts)
-            squared_b = squared_b + lengths_b * ((count if accumulates else 1) * unit**2)
-        elif isinstance(term, Rows):
-            squared_b = squared_b + _flat_norm(term.grad.float()).square() * ((term.ids.shape[1] if accumulates else 1) * unit**2)
-    return squared_b**0.5
+def position_lengths(terms: Sequence[Term], memo: Memo | None = None) -> torch.Tensor | None:
+    """(B, n): how long every position's part of the gradient is; None where that is not known, or there are no positions."""
+    lengths = [x for term in terms for x in term.lengths(memo) if x.shape[1]]
+    return torch.cat(lengths, 1) if lengths else None
 
 
-def _squared_lengths(x_btd: torch.Tensor, memo: Memo | None) -> torch.Tensor:
-    """(B, T, ...): of the vectors in the last dimension, read off the inner products where a norm has just computed them."""
-    for gram in ("left gram", "right gram") if memo is not None else ():
-        products_bts = memo.known(gram, x_btd)
+def _lengths(x: torch.Tensor, summed_dims: Sequence[int], memo: Memo | None) -> torch.Tensor:
+    """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just computed them."""
+    for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)) if memo is not None else ():
+        products_bts = memo.known(kind, x)
         if products_bts is not None:
-            return products_bts.diagonal(dim1=1, dim2=2)
-    return torch.linalg.vector_norm(x_btd, dim=-1, dtype=torch.float32).square()
-
-
-def longer(norm_sq_b: torch.Tensor, by_b: torch.Tensor | float) -> torch.Tensor:
-    """The squared norm of what is longer by that much."""
-    return (norm_sq_b.sqrt() + by_b).square()
+            return products_bts.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+    kept = [dim for dim in range(1, x.dim()) if dim not in summed_dims]
+    lengths = torch.linalg.vector_norm(x, dim=kept, dtype=torch.float32) if kept else x.float().abs()
+    return lengths.flatten(1)
 
 
 def _flat_norm(x: torch.Tensor) -> torch.Tensor:

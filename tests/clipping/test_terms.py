@@ -2,12 +2,14 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_transformers.clipping import terms as algebra
+from dp_transformers.clipping.clipper import _Pass
 from dp_transformers.clipping.precision import SPLIT_ROUNDING
 from dp_transformers.clipping.terms import Dense, Memo, Outer, Routed, Rows, Stacked
 
@@ -90,6 +92,29 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
     total = term.weighted_sum(coef, Memo()).double()
     expected, within = (torch.einsum("b,b...->...", coef.double(), x) for x in (exact, reach))
     assert ((total - expected).abs() <= (SPLIT_ROUNDING + 1e-6) * within).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_slots_of_an_expert_that_cancel(dtype):
+    """The sum of one example, clipped by the norm that was measured, is no longer than the bound."""
+    g, slots, bound = torch.Generator().manual_seed(0), 512, 1e-3
+    left = torch.where(torch.arange(slots) < slots // 4, 3.0, -1.0)[:, None] * torch.randint(1, 8, (16,), generator=g)
+    term = Routed(torch.zeros(1, slots, dtype=torch.long), left[None].to(dtype), torch.randn(1, 1, 32, generator=g).expand(1, slots, 32).to(dtype), 64)  # fmt: skip
+    parameter, forward_pass = torch.nn.Parameter(torch.zeros(1)), _Pass(1, torch.zeros(1))
+    forward_pass.uses[parameter] = 1
+    forward_pass.restart(measure=True, keep=True)
+    norm_b = forward_pass.add(parameter, term).sqrt()
+    (kept,) = forward_pass.kept[parameter]
+    assert kept.weighted_sum((bound / norm_b).clamp(max=1), Memo()).norm() <= bound * (1 + 1e-5)
+
+
+def test_tied_factors_of_which_one_is_bf16():
+    ids = torch.arange(8)[None]
+    left = 1.0039 * torch.eye(40)[None, :8]
+    terms = [Outer(left, torch.ones(1, 8, 50).bfloat16()), Rows(ids, -0.98 * torch.ones(1, 8, 50), 40)]
+    norm_b, memo = algebra.squared_norm(terms).sqrt(), Memo()
+    total = sum(t.weighted_sum(torch.ones(1), memo) for t in terms)
+    assert total.norm() <= norm_b * (1 + 1e-5)
 
 
 def test_chunks_change_nothing(monkeypatch):

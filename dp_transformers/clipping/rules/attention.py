@@ -49,7 +49,9 @@ def multihead_attention(
     else:
         terms = dict(zip((module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), blocks, strict=True))
     if module.in_proj_bias is not None:
-        terms[module.in_proj_bias] = Dense(torch.cat([g_btp.sum(1, dtype=torch.float32) for g_btp in projected], 1), tuple(projected))
+        terms[module.in_proj_bias] = Dense(
+            torch.cat([g_btp.sum(1, dtype=torch.float32) for g_btp in projected], 1), tuple((g_btp, (1,)) for g_btp in projected)
+        )
     if added:
         terms |= {p: Dense(g_b1p.unsqueeze(1)) for p, g_b1p in zip((module.bias_k, module.bias_v), added, strict=True)}
     return terms
