@@ -507,7 +507,7 @@ def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
             super().create_accelerator_and_postprocess()
             self.accelerator.state.parallelism_config = ParallelismConfig(cp_size=2)
 
-    with pytest.raises(ValueError, match="context or sequence parallelism is switched on.*use FSDP2"):
+    with pytest.raises(ValueError, match="context or sequence parallelism is switched on.*use tensor parallelism or FSDP2"):
         LaunchedWithContextParallelism(build("bert"), arguments(tmp_path), collate, dataset())
 
     class LaunchedWithDeepSpeed(DPTrainer):

@@ -209,7 +209,7 @@ class Outer:
 
     def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
         def scaled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return split((x.bfloat16() if self.is_bf16 else x) * coef_b[:, None, None], bf16=self.is_bf16)
+            return split((x.bfloat16() if self.is_bf16 else x.float()) * coef_b[:, None, None], bf16=self.is_bf16)
 
         left, right, memo = self.left, self.right, memo or Memo()
         if left.shape[2] < right.shape[2]:
