@@ -71,6 +71,16 @@ class ModelArguments(fine_tuning.ModelArguments):
     )
     prompt: str = field(default="The movie", metadata={"help": "What the sample begins with that is generated before and after."})
     max_new_tokens: int = field(default=40, metadata={"help": "Longest sample to generate; 0: none."})
+    tp_size: int = field(default=1, metadata={"help": "So many processes share every layer (tensor parallelism); with --full."})
+    fsdp_size: int = field(default=1, metadata={"help": "So many groups of tp_size processes shard what each holds (FSDP2)."})
+
+    def __post_init__(self) -> None:
+        if self.is_split and not self.full:
+            raise ValueError("--tp_size and --fsdp_size split a model that is trained whole: add --full (LoRA is in docs/scaling.md).")
+
+    @property
+    def is_split(self) -> bool:
+        return self.tp_size > 1 or self.fsdp_size > 1
 
 
 @dataclass
@@ -126,7 +136,12 @@ def tokenize(data: DatasetDict, args: DataArguments, tokenizer) -> DatasetDict:
 
 def build_model(path: str, args: ModelArguments):
     config = fine_tuning.set_dropout(AutoConfig.from_pretrained(path), args.dropout)
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    split = {}
+    if args.is_split:
+        from transformers.distributed import DistributedConfig
+
+        split = {"distributed_config": DistributedConfig(tp_size=args.tp_size, fsdp_size=args.fsdp_size)}
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, **split)
     return model if args.full else fine_tuning.add_lora(model, args, TaskType.CAUSAL_LM, last_layers=args.lora_layers or None)
 
 
@@ -195,7 +210,7 @@ def main() -> dict:
         if when == "after":
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         results[f"perplexity_{when}"] = trainer.evaluate()["eval_perplexity"]
-        if model_args.max_new_tokens and trainer.is_world_process_zero():
+        if model_args.max_new_tokens and (model_args.is_split or trainer.is_world_process_zero()):
             samples[f"sample_{when}"] = sample(model, tokenizer, model_args, args.seed)
     trainer.save_model()
     rows = {
@@ -203,7 +218,7 @@ def main() -> dict:
         "perplexity after": f"{results['perplexity_after']:.2f}",
     }
     report = fine_tuning.report(trainer, {**results, **samples}, rows)
-    for name, text in samples.items():
+    for name, text in samples.items() if trainer.is_world_process_zero() else ():
         print(f"\n  {name.replace('_', ' ')} training:  {text.strip()}")
     return report
 

@@ -227,6 +227,21 @@ def test_causal_lm_launched_with_two_processes(language, tmp_path):
     assert report["steps"] == 2
 
 
+@pytest.mark.parametrize(("tp_size", "fsdp_size"), [(2, 1), (1, 2)])
+def test_causal_lm_split_over_processes(language, tmp_path, tp_size, fsdp_size):
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / "accelerate" / "fsdp2_tp.yaml"),
+                "--num_processes", "2", "--num_cpu_threads_per_process", "1"]  # fmt: skip
+    result = command(*lm_flags(language, tmp_path), "--train_file", language / "lines.txt", "--max_steps", 2, "--full", "--tp_size", tp_size,
+                     "--fsdp_size", fsdp_size, recipe="causal_lm", launcher=launcher, HF_DATASETS_CACHE=str(tmp_path / "datasets_cache"))  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.count("sample after") == 1
+    report = json.loads((tmp_path / "privacy_report.json").read_text())
+    assert (report["num_examples"], report["steps"]) == (120, 2)
+    assert report["perplexity_after"] != report["perplexity_before"]
+    saved = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert {p.shape for p in saved.parameters()} == {p.shape for p in tiny_llama().parameters()}
+
+
 def test_two_machines_of_multi_node_yaml(task, tmp_path):
     """Two launchers that find each other by address and port, as on two machines, of one process each."""
     with socket.socket() as free:
