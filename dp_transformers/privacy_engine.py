@@ -467,6 +467,10 @@ class _Run:
         self._handles = []
 
     def restore(self, saved: dict[str, Any]) -> None:
+        if not self._handles:
+            raise ValueError(
+                "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a new engine."
+            )
         steps = int(saved.pop("steps"))
         state = PrivacyState(**{f.name: saved[f.name] for f in fields(PrivacyState)})
         state.require({name: value for name, value in asdict(self.state).items() if name != "run_id"})

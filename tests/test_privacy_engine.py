@@ -887,6 +887,8 @@ def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
     save(*first, "12.pt")
     assert first[0].accountant.steps == 12
     first[0].detach()
+    with pytest.raises(ValueError, match="taken off with detach"):
+        load(*first, "8.pt")
 
     second = start()
     load(*second, "8.pt")
