@@ -452,17 +452,19 @@ def parts_traffic(folder):
     return found
 
 
+def message(make):
+    """Of the error that stops it."""
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def parts_refusals(folder):
     """The messages of tensor-parallel layouts that cannot be exact."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-
-    def message(make):
-        try:
-            make()
-        except ValueError as error:
-            return str(error)
-        return "nothing was refused"
 
     def packed():
         PerExampleClipper(split("llama", mesh, plan={"model.layers.*.mlp.gate_proj": "packed_colwise"}), 1.0)
@@ -565,13 +567,6 @@ def checkpoint(folder, kind="FULL_STATE_DICT", lora=False, resume=False):
 
 def refusals(folder):
     """The messages of layouts that cannot be exact."""
-
-    def message(make):
-        try:
-            make()
-        except ValueError as error:
-            return str(error)
-        return "nothing was refused"
 
     def low_precision_sums():
         PerExampleClipper(shard(build("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), 1.0)

@@ -124,7 +124,8 @@ def test_fully_sharded_by_hand_is_exact(ranks, oracle, case):
     options = worker.CASES[case][1]
     bad, tolerance = options.get("bad"), 2e-2 if "bf16" in case else 1e-5
     gradients = oracle(options.get("model", "llama"), options.get("lora", False))
-    norms, total = clipped_sum(gradients, 0.9, [float(i != bad) for i in range(len(gradients))])
+    shrunk = 1 - 2.0**-6 if case == "hand-bf16-ghost" else 1.0  # what SECOND_PASS_SLACK takes
+    norms, total = clipped_sum(gradients, 0.9, [shrunk * (i != bad) for i in range(len(gradients))])
     assert max(norms) > 0.9
     for i, (got, expected) in enumerate(zip(torch.cat([rank["norms"] for rank in ranks[case]]).tolist(), norms, strict=True)):
         assert abs(got - expected) <= tolerance * expected if i != bad else not got < float("inf")
