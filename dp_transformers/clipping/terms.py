@@ -415,13 +415,9 @@ class Convolved:
         assert self.image.shape[:2] == self.grad.shape[:2] and self.image.dim() == self.grad.dim() == len(self.how.shape) + 1
 
     @property
-    def num_positions(self) -> int:
-        return self.grad.shape[1] * self.grad.shape[3:].numel()
-
-    @property
     def _sizes(self) -> tuple[int, int, int]:
         """t positions, p rows and d columns, of one group."""
-        return self.num_positions, self.how.shape[0] // self.how.groups, self.how.shape[1:].numel()
+        return self.grad.shape[1] * self.grad.shape[3:].numel(), self.how.shape[0] // self.how.groups, self.how.shape[1:].numel()
 
     @property
     def prefers_instance(self) -> bool:
