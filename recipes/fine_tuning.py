@@ -221,6 +221,9 @@ def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
 def run(main: Callable[[], dict]) -> dict:
     """Run a recipe; what the user can set right is an error of one line."""
     try:
-        return main()
+        result = main()
     except (assets.AssetError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # a group that outlives the interpreter can abort the process
+    return result
