@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
+from .graph import parameter_past_taps
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .precision import FULL_PRECISION, HALF, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype
@@ -147,6 +148,8 @@ class _Use:
         self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         self.constants = [None if is_tensor else x for x, is_tensor in zip(leaves, self.is_tensor, strict=True)]
         self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+        self.sources = {x.grad_fn or x for x in self.inputs if x.requires_grad}
+        self.claimed, self.has_modules = claim.names, bool(claim.module._modules)
         self.output_leaves, self.output_spec = _flatten(output)
         self.outputs = [x for x in self.output_leaves if _differentiable(x)]
         if not self.outputs:
@@ -303,8 +306,7 @@ class PerExampleClipper:
         self_check: Before the first training forward pass, check on synthetic input of the same shapes that every trainable
             parameter is covered and that norms and sums equal one-example-at-a-time gradients, see
             :mod:`dp_transformers.clipping.verify`. The losses themselves are yours and come later: compute them from the model's
-            outputs alone. A loss that uses a parameter directly (weight decay, say) is not clipped in the two-pass modes; check such
-            losses with ``check_model(model, batch, loss_function=...)``.
+            outputs alone. One that uses a parameter directly (weight decay, say) is refused.
         batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the second.
 
     Raises:
@@ -585,7 +587,8 @@ class PerExampleClipper:
             (B,) float32: the gradient norms ‖g_i‖ before clipping and weighting.
 
         Raises:
-            ValueError: wrong shapes, weights outside [0, 1], losses without a graph, or a graph from before ``attach``.
+            ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before ``attach``, or a parameter
+                that reaches the losses past the modules that own it.
         """
         forward_pass = self._checked_pass(losses)
         weights_b = _checked_weights(weights, losses)
@@ -635,10 +638,14 @@ class PerExampleClipper:
 
     def _refuse_native_gradient(self, parameter: nn.Parameter) -> None:
         parameter.grad = None  # it is not clipped
+        self._refuse_past_taps(parameter)
+
+    def _refuse_past_taps(self, parameter: nn.Parameter) -> None:
         name = next((name for name, p in self.model.named_parameters() if p is parameter), "?")
         raise ValueError(
             f"parameter '{name}' got a gradient past its module, which cannot be clipped: the loss uses the parameter directly (a weight "
-            "penalty: use the optimizer's weight_decay), or the forward pass ran outside the model given to make_private."
+            "penalty: use the optimizer's weight_decay), the forward pass ran outside the model that is clipped, or it took a way through it "
+            "that its first call did not, and used the parameter, or an activation from inside the module, without the module's call."
         )
 
     def _backward(self, forward_pass: _Pass, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
@@ -647,6 +654,9 @@ class PerExampleClipper:
         if any(dtype in HALF for dtype in (losses.dtype, forward_pass.low_precision, self.low_precision)):
             forward_pass.rounding = term_algebra.BF16
         norm_sq_b = self._measure(forward_pass, losses, retain_graph=not mode.keep)
+        parameter_of = {whole: p for p in self.parameters for whole in self.shards.wholes(p)}
+        if (parameter := parameter_past_taps(losses, _Tap._backward_cls, parameter_of)) is not None:
+            self._refuse_past_taps(parameter)
         if mode.keep:
             return self._sum_kept(forward_pass, norm_sq_b, weights_b)
         norms_b, coef_b, bad_b = self._coefficients(norm_sq_b, weights_b)
