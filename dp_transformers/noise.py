@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -63,19 +63,35 @@ class GaussianNoise:
             raise RuntimeError(
                 "this process was forked from the one that made the noise, and would draw the same numbers: make a new one here."
             )
+        tensors = list(tensors)
         for tensor in tensors:
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise TypeError(f"noise is added in float32 before any cast to a lower precision, not to {tensor.dtype}.")
-            tensor.add_(self._standard_normal(tensor), alpha=std)
+        for group in _groups(tensors):
+            sizes = [tensor.numel() for tensor in group]
+            numbers = self._standard_normal(sum(sizes), group[0].device).split(sizes)
+            torch._foreach_add_(group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std)
 
-    def _standard_normal(self, like: torch.Tensor) -> torch.Tensor:
-        if like.device.type == "cpu" or self._is_secure:
-            return standard_normal(self._bits, like.numel()).view(like.shape).to(like.device)
-        if like.device not in self._generators:
+    def _standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" or self._is_secure:
+            return standard_normal(self._bits, count).to(device)
+        if device not in self._generators:
             # the number keeps two devices of one process apart, and is the same on ranks that must add equal noise
             state = np.random.SeedSequence([*self._entropy, len(self._generators)]).generate_state(1, np.uint64)
-            self._generators[like.device] = torch.Generator(like.device).manual_seed(int(state[0] >> np.uint64(1)))
-        return torch.randn(like.shape, generator=self._generators[like.device], device=like.device, dtype=torch.float32)
+            self._generators[device] = torch.Generator(device).manual_seed(int(state[0] >> np.uint64(1)))
+        return torch.randn(count, generator=self._generators[device], device=device, dtype=torch.float32)
+
+
+def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive tensors of one device that are small together: a draw costs 0.1 ms, however few numbers it has."""
+    group: list[torch.Tensor] = []
+    for tensor in tensors:
+        if group and (tensor.device != group[0].device or sum(t.numel() for t in group) + tensor.numel() > _CHUNK):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
 
 
 def standard_normal(bits: Bits, count: int) -> torch.Tensor:

@@ -51,6 +51,21 @@ def test_any_random_bits_give_finite_numbers_and_the_longest_tail(word):
 
 
 @pytest.mark.parametrize("secure", [False, True])
+def test_small_tensors_that_are_drawn_together_share_no_number(secure):
+    tensors = [
+        torch.full(shape, 7.0, dtype=dtype)
+        for shape in [(3,), (), (0, 2), (2**15, 2), (5, 4), (2**16 - 1,), (2,)]
+        for dtype in (torch.float32, torch.float64)
+    ]
+    GaussianNoise(secure=secure).add_(iter(tensors), 0.5)
+    numbers = torch.cat([(t.flatten().double() - 7) / 0.5 for t in tensors])
+    assert len(numbers) == sum(t.numel() for t in tensors)
+    assert stats.kstest(numbers.numpy(), "norm").pvalue > 1e-4
+    exact = torch.cat([(t.flatten() - 7) / 0.5 for t in tensors if t.dtype == torch.float64])
+    assert len(exact.unique()) > 0.999 * len(exact)
+
+
+@pytest.mark.parametrize("secure", [False, True])
 def test_no_public_seed_reproduces_it(secure):
     runs = []
     for _ in range(2):
