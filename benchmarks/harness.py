@@ -214,7 +214,7 @@ def readable(figures: Row) -> dict[str, str]:
 def short(value: Any) -> str:
     if not isinstance(value, float):
         return "" if value is None else str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 100 or abs(value) < 0.01 else f"{value:.2f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 100 or abs(value) < 0.1 else f"{value:.2f}"
 
 
 def machine(device: torch.device) -> Row:

@@ -6,6 +6,7 @@ python -m benchmarks.report results/*.json
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,13 +24,34 @@ def table(rows: Sequence[Row]) -> list[str]:
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
+def side_by_side(rows: Sequence[Row]) -> list[Row]:
+    """One row for every case with a cell for every contender, where the rows are times; else the rows."""
+    if not any("factor" in row and "ms" in row for row in rows):
+        return list(rows)
+    cases = [dict(itertools.takewhile(lambda item: item[0] != "contender", row.items())) for row in rows]
+    columns = dict.fromkeys(column for case in cases for column in case)
+    lines: dict[str, Row] = {}
+    for case, row in zip(cases, rows, strict=True):
+        lines.setdefault(str(case), dict.fromkeys(columns) | case)[row["contender"]] = cell(row)
+    return list(lines.values())
+
+
+def cell(row: Row) -> str:
+    """Milliseconds, the ratio with its quartiles, and its inverse; of plain training the first."""
+    figures = readable(row)
+    text = [figures["ms"].split(" (")[0] + " ms"] if figures.get("ms") else []
+    if row.get("ratio") != 1:
+        text += [figures[name] + sign for name, sign in (("ratio", ""), ("factor", "×")) if figures.get(name)]
+    return figures.get("failed") or ", ".join(text)
+
+
 def section(document: dict) -> list[str]:
     """Heading, machine and settings, and one table for every part."""
     conditions = [", ".join(f"{k} {v}" for k, v in document[what].items()) for what in ("machine", "settings")]
     lines = [f"## {document['benchmark']}", "", *(f"{line}." for line in conditions), ""]
     for part in dict.fromkeys(row.get("part", "") for row in document["rows"]):
         rows = [{k: v for k, v in row.items() if k != "part"} for row in document["rows"] if row.get("part", "") == part]
-        lines += [f"### {part}", ""] * bool(part) + [*table(rows), ""]
+        lines += [f"### {part}", ""] * bool(part) + [*table(side_by_side(rows)), ""]
     return lines
 
 
@@ -41,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [
         "# Results",
         "",
-        "As run, written by `python -m benchmarks.report`. A ratio is plain time / this time; brackets are quartiles.",
+        "As run, written by `python -m benchmarks.report`. Times are medians: milliseconds, plain time / this time with its quartiles, and the",
+        "inverse of that (×). *published* is what the papers that `benchmarks/` names report, on their hardware.",
         "",
     ]
     for path in args.files:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
-_CHUNK = 2**16
+_CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at once for several tensors
 
 
 class GaussianNoise:
@@ -86,7 +86,7 @@ def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Consecutive tensors of one device that are small together: a draw costs 0.1 ms, however few numbers it has."""
     group: list[torch.Tensor] = []
     for tensor in tensors:
-        if group and (tensor.device != group[0].device or sum(t.numel() for t in group) + tensor.numel() > _CHUNK):
+        if group and (tensor.device != group[0].device or sum(t.numel() for t in group) + tensor.numel() > _TOGETHER):
             yield group
             group = []
         group.append(tensor)
