@@ -71,6 +71,7 @@ class GaussianNoise:
             sizes = [tensor.numel() for tensor in group]
             numbers = self._standard_normal(sum(sizes), group[0].device).split(sizes)
             torch._foreach_add_(group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std)
+            del numbers  # before the next are drawn
 
     def _standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" or self._is_secure:
@@ -85,11 +86,13 @@ class GaussianNoise:
 def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Consecutive tensors of one device that are small together: a draw costs 0.1 ms, however few numbers it has."""
     group: list[torch.Tensor] = []
+    count = 0
     for tensor in tensors:
-        if group and (tensor.device != group[0].device or sum(t.numel() for t in group) + tensor.numel() > _TOGETHER):
+        if group and (tensor.device != group[0].device or count + tensor.numel() > _TOGETHER):
             yield group
-            group = []
+            group, count = [], 0
         group.append(tensor)
+        count += tensor.numel()
     if group:
         yield group
 

@@ -61,6 +61,7 @@ class Claim:
         self.allows_in_place = self.rule in DOES_NOT_SAVE_OUTPUT
         self.layouts: dict[tuple[int, int], list[Layout]] = {}
         self.gave_single = False
+        self.started: list[int] = []  # of the calls that run now, the number of autograd's next node then
         self.random_state: Any = None  # before the call that runs now, for the fallback
 
     @property

@@ -142,14 +142,13 @@ class _Pass:
 class _Use:
     """One call of a claimed module in one forward pass: what its tap knows."""
 
-    def __init__(self, clipper: PerExampleClipper, claim: Claim, args: tuple, kwargs: dict, output: Any):
+    def __init__(self, clipper: PerExampleClipper, claim: Claim, args: tuple, kwargs: dict, output: Any, started: int):
         self.clipper, self.claim, self.forward_pass = clipper, claim, clipper._pass
+        self.started, self.claimed = started, claim.names
         leaves, self.input_spec = _flatten((args, kwargs))
         self.is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         self.constants = [None if is_tensor else x for x, is_tensor in zip(leaves, self.is_tensor, strict=True)]
         self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
-        self.sources = {x.grad_fn or x for x in self.inputs if x.requires_grad}
-        self.claimed, self.has_modules = claim.names, bool(claim.module._modules)
         self.output_leaves, self.output_spec = _flatten(output)
         self.outputs = [x for x in self.output_leaves if _differentiable(x)]
         if not self.outputs:
@@ -385,6 +384,7 @@ class PerExampleClipper:
         self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=bool(self.shards))]
         for claim in self.claims:
             self.parallel.refuse(claim, is_rerun=claim.may_be_rerun or claim.rule in INSIDE)
+            self._handles.append(claim.module.register_forward_pre_hook(partial(self._before_module, claim), prepend=True))
             if claim.rule in INSIDE:
                 continue
             if claim.rule is None:
@@ -418,7 +418,7 @@ class PerExampleClipper:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes with them."""
-        return {"_is_copy": True, "_paused": True, "_tapping": False, "_pass": None, "_hidden": set(), "_opened": []}
+        return {"_is_copy": True, "_paused": True, "_tapping": False, "_pass": None, "_hidden": set(), "_opened": [], "claims": []}
 
     def follow(self, follower: Follower, loss_reduction: str | None) -> None:
         """Ask ``follower`` before every clipped sum for the examples' weights, and tell it afterwards.
@@ -488,6 +488,7 @@ class PerExampleClipper:
         self._tapping = True
         if just_checked:  # hooks that the check gave to the model itself come too late for the call that is going on
             for claim in [claim for claim in self.claims if claim.module is module]:
+                self._before_module(claim, module, args)
                 if claim.may_be_rerun:
                     self._before_fallback(claim, module, args)
                 if self._loss_reduction is not None:
@@ -522,6 +523,8 @@ class PerExampleClipper:
     def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._tapping = False
         self._show()
+        for claim in self.claims:
+            claim.started.clear()  # of calls that raised
 
     def _hide(self, claim: Claim, module: nn.Module, args: tuple) -> None:
         if self._paused or not torch.is_grad_enabled() or self._pass is None or not (self._tapping or self._pass.in_backward):
@@ -537,12 +540,15 @@ class PerExampleClipper:
             p.requires_grad_(True)
             self._hidden.discard(p)
 
+    def _before_module(self, claim: Claim, module: nn.Module, args: tuple) -> None:
+        claim.started.append(torch.autograd._get_sequence_nr())
+
     def _before_fallback(self, claim: Claim, module: nn.Module, args: tuple) -> None:
         if not self._paused:
             claim.random_state = random_state(next(iter(claim.names)).device)
 
     def _after_module(self, claim: Claim, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        forward_pass = self._pass
+        forward_pass, started = self._pass, claim.started.pop()
         self._show(claim.names)
         if self._paused or not (self._tapping or (forward_pass is not None and forward_pass.in_backward)):
             if torch.is_grad_enabled() and not self._paused:
@@ -562,7 +568,7 @@ class PerExampleClipper:
         if not torch.is_grad_enabled():
             forward_pass.reentrant = True
             return None
-        return _Use(self, claim, args, kwargs, output).tapped_output()
+        return _Use(self, claim, args, kwargs, output, started).tapped_output()
 
     @contextlib.contextmanager
     def _suspended(self) -> Iterator[None]:
@@ -653,7 +659,11 @@ class PerExampleClipper:
         forward_pass.restart(measure=True, instantiate=mode.instantiate, keep=mode.keep)
         if any(dtype in HALF for dtype in (losses.dtype, forward_pass.low_precision, self.low_precision)):
             forward_pass.rounding = term_algebra.BF16
+        gradients = [(p.grad, None if p.grad is None else p.grad._version) for p in self.parameters]
         norm_sq_b = self._measure(forward_pass, losses, retain_graph=not mode.keep)
+        for p, (grad, version) in zip(self.parameters, gradients, strict=True):
+            if p.grad is not grad or (grad is not None and grad._version != version):  # some Function's own backward wrote to it
+                self._refuse_native_gradient(p)
         parameter_of = {whole: p for p in self.parameters for whole in self.shards.wholes(p)}
         if (parameter := parameter_past_taps(losses, _Tap._backward_cls, parameter_of)) is not None:
             self._refuse_past_taps(parameter)

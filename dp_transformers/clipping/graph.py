@@ -1,31 +1,32 @@
-"""Whether a parameter reaches the losses past the taps, read off the autograd graph before every backward pass.
+"""Whether a parameter reaches the losses past the taps, read off the autograd graph before every clipped sum.
 
 The checks of :mod:`.verify` see the model as it is called first. A way through its forward that is taken only later may use a weight
 where no rule sees it, or take an activation out of a module before its tap; nothing would measure that gradient. The graph shows it:
-walked from the losses to the inputs, with what lies between a tap and its module's inputs left out, it must not reach a trainable
-parameter. That takes about a microsecond for each operation between the modules.
+walked from the losses to the inputs, it may reach a trainable parameter only inside a call whose tap answers for that parameter.
+
+Autograd numbers its nodes in the order in which they are made. What a tap leads to and is not older than the call of its module was
+computed inside that call. The walk takes a few microseconds for each module.
 
 Reentrant activation checkpointing builds its graph only in backward, and so hides it from this walk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-_LEAF = torch._C._functions.AccumulateGrad
+_LEAF, _CAST = torch._C._functions.AccumulateGrad, "ToCopyBackward0"
 
 
 class TappedCall(Protocol):
-    """One call of a module, as its tap knows it: where its inputs came from, a leaf being its own source, and what it answers for."""
+    """One call of a module, as its tap knows it: the number of the next node when it began, and what it answers for."""
 
-    sources: set[Node | torch.Tensor]
-    claimed: Mapping[nn.Parameter, str]
-    has_modules: bool
+    started: int
+    claimed: Container[nn.Parameter]
 
 
 def parameter_past_taps(losses: torch.Tensor, tap: type, parameter_of: Mapping[torch.Tensor, nn.Parameter]) -> nn.Parameter | None:
@@ -35,22 +36,29 @@ def parameter_past_taps(losses: torch.Tensor, tap: type, parameter_of: Mapping[t
         tap: The type of the taps' nodes, whose ``use`` is the :class:`TappedCall`.
         parameter_of: For each tensor that modules hold for a trainable parameter, that parameter.
     """
-    todo: list[tuple[Node | torch.Tensor | None, tuple[TappedCall, ...]]] = [(losses.grad_fn, ())]  # and inside which calls it was computed
+    todo: list[tuple[Node, tuple[TappedCall, ...]]] = [(losses.grad_fn, ())]  # and inside which calls it was computed
     seen = set()
     while todo:
         entry = node, inside = todo.pop()
-        if node is None or entry in seen or (inside and node in inside[-1].sources):
+        if entry in seen:
             continue
         seen.add(entry)
         if type(node) is tap:
-            call = node.use
-            todo += [(source, inside) for source in call.sources]
-            if not call.has_modules:  # all that is trained in there is claimed by this call
-                continue
-            inside = (*inside, call)
-        leaf = node if isinstance(node, torch.Tensor) else node.variable if type(node) is _LEAF else None
-        if leaf is None:
-            todo += [(before, inside) for before, _ in node.next_functions]
-        elif (parameter := parameter_of.get(leaf)) is not None and not any(parameter in call.claimed for call in inside):
-            return parameter
+            inside = (*inside, node.use)
+        for before, _ in node.next_functions:
+            leaf = _leaf(before)
+            if leaf is not None:
+                parameter = parameter_of.get(leaf)
+                if parameter is not None and not any(parameter in call.claimed for call in inside):
+                    return parameter
+            elif before is not None:
+                number = before._sequence_nr() if inside else 0
+                todo.append((before, tuple(call for call in inside if call.started <= number)))
     return None
+
+
+def _leaf(node: Node | None) -> torch.Tensor | None:
+    """The leaf that a gradient is accumulated in here; autocast keeps a leaf's copy from one call for the next."""
+    if type(node).__name__ == _CAST:
+        node = node.next_functions[0][0]
+    return node.variable if type(node) is _LEAF else None
