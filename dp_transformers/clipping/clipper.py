@@ -484,7 +484,7 @@ class PerExampleClipper:
             if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
                 self._pass.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
         if self.batch_first:
-            self._pass.positions |= positions_of((args, kwargs), batch_size)
+            self._pass.positions |= positions_of(args, kwargs, batch_size)
         self._tapping = True
         if just_checked:  # hooks that the check gave to the model itself come too late for the call that is going on
             for claim in [claim for claim in self.claims if claim.module is module]:

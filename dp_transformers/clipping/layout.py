@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,11 +40,18 @@ class Layout:
 BATCH_FIRST, FLAT, SHARED = Layout(0), Layout(flat=True), Layout()
 
 
-def positions_of(structure: Any, batch: int) -> set[int]:
+def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    given = [*args, *kwargs.values()]
+    if not all(isinstance(x, torch.Tensor) for x in given):  # a walk through containers takes as long as a small layer
+        given = tree_leaves(given)
+    return [x for x in given if isinstance(x, torch.Tensor)]
+
+
+def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:
     """How many positions an example of this input may have: lengths of its dimensions, and of leading ones together."""
     found = set()
-    for x in tree_leaves(structure):
-        if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == batch:
+    for x in _tensors(args, kwargs):
+        if x.dim() > 1 and len(x) == batch:
             found |= {*x.shape[1:], *(x.shape[1:k].numel() for k in range(3, x.dim() + 1))}
     return found - {1}
 
@@ -69,9 +75,7 @@ def learn_layout(shape: Sequence[int], other: Sequence[int], batch: int, other_b
 def batch_size_of(model: nn.Module, args: tuple, kwargs: dict, batch_first: bool = True) -> int:
     """How many examples the model is called with, by its main input or the first tensor it is given."""
     main = kwargs.get(getattr(model, "main_input_name", ""))
-    tensors = (
-        [main] if isinstance(main, torch.Tensor) else [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.dim()]
-    )
+    tensors = [main] if isinstance(main, torch.Tensor) else [x for x in _tensors(args, kwargs) if x.dim()]
     if not tensors:
         raise ValueError("the model was called without a tensor, so the batch size is unknown: pass inputs with the batch in dimension 0.")
     return tensors[0].shape[0 if batch_first or tensors[0].dim() == 1 else 1]

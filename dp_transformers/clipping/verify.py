@@ -312,7 +312,7 @@ def _settle(
 
     try:
         # positions are not looked for where they come before the examples: flattened rows would not lie example by example
-        positions = positions_of((args, kwargs), batch) if clipper.batch_first else set()
+        positions = positions_of(args, kwargs, batch) if clipper.batch_first else set()
         settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes), positions, clipper.shards)
     except UnclaimedParameterError as error:
         raise SelfCheckError(str(error)) from None
