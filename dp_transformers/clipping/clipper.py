@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ from .claims import Claim, announce, claim_parameters
 from .graph import parameter_past_taps
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
-from .precision import FULL_PRECISION, HALF, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype
+from .precision import FULL_PRECISION, HALF, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype, without_autocast
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
 from .shards import Shards, like, local
@@ -367,6 +368,7 @@ class PerExampleClipper:
                     f"parameter '{name}' is {p.dtype}{', and sharded' if self.shards or self.parallel else ''}: load the model with dtype=torch.float32 "
                     "(frozen parameters may stay as they are) and use bf16 autocast, or MixedPrecisionPolicy under FSDP2, for speed."
                 )
+        self._parameter_of = {whole: p for p in self.parameters for whole in self.shards.wholes(p)}
         half = [p.dtype for p in self.model.parameters() if p.dtype in HALF]
         self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
         self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self.model.modules())
@@ -606,7 +608,7 @@ class PerExampleClipper:
         forward_pass.in_backward, forward_pass.followed = True, False
         try:
             weights_b = self._begin_sum(forward_pass, weights_b)
-            with torch.autocast(losses.device.type, enabled=False):  # if called inside an autocast region
+            with without_autocast(losses.device):
                 norms_b = self._backward(forward_pass, losses, weights_b)
         finally:
             self._pass = None  # used up, whatever happened
@@ -636,7 +638,7 @@ class PerExampleClipper:
                     "no gradient was clipped. Do that on a deepcopy of the model, which has no clipper."
                 )
             weights_b = self._begin_sum(forward_pass, torch.ones(forward_pass.batch_size, device=device))
-            with torch.autocast(device.type, enabled=False), torch.no_grad():
+            with without_autocast(device), torch.no_grad():
                 self._sum_kept(forward_pass, self._close_open(forward_pass, norm_sq_b), weights_b, scale)
         finally:
             self._pass = None
@@ -664,8 +666,7 @@ class PerExampleClipper:
         for p, (grad, version) in zip(self.parameters, gradients, strict=True):
             if p.grad is not grad or (grad is not None and grad._version != version):  # some Function's own backward wrote to it
                 self._refuse_native_gradient(p)
-        parameter_of = {whole: p for p in self.parameters for whole in self.shards.wholes(p)}
-        if (parameter := parameter_past_taps(losses, _Tap._backward_cls, parameter_of)) is not None:
+        if (parameter := parameter_past_taps(losses, _Tap._backward_cls, self._parameter_of)) is not None:
             self._refuse_past_taps(parameter)
         if mode.keep:
             return self._sum_kept(forward_pass, norm_sq_b, weights_b)
@@ -683,7 +684,7 @@ class PerExampleClipper:
                     p.grad_dtype = sum_dtype(p)
             only = None if forward_pass.reentrant else [whole for p in self.parameters for whole in self.shards.wholes(p)]
             with self.shards.native_sum(), self.parallel.native_sum(self.parameters):
-                torch.autograd.backward((coef_b.to(losses.dtype) * losses).sum(), inputs=only)
+                torch.autograd.backward(losses, coef_b.to(losses.dtype), inputs=only)
         return norms_b
 
     def _coefficients(
@@ -692,9 +693,9 @@ class PerExampleClipper:
         """(B,) each: the norms, what each example's gradient is multiplied with, and which examples are not finite (None: none)."""
         norms_b = norm_sq_b.sqrt() * scale
         coef_b = weights_b * (self.max_grad_norm / norms_b).clamp(max=1.0)
-        bad_b = ~torch.isfinite(norms_b)
-        if not bool(bad_b.any()):
+        if math.isfinite(norms_b.sum()):
             return norms_b, coef_b, None
+        bad_b = ~torch.isfinite(norms_b)
         return norms_b, coef_b.masked_fill(bad_b, 0.0), bad_b
 
     def _sum_kept(self, forward_pass: _Pass, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -715,7 +716,8 @@ class PerExampleClipper:
         if forward_pass.reentrant:
             norm_sq_b = self._gradient_of_probe(forward_pass, losses, retain_graph=retain_graph)
         else:
-            norm_sq_b = torch.autograd.grad(losses.sum(), probes, retain_graph=retain_graph, allow_unused=True)[0]
+            ones_b = torch.ones_like(losses)
+            norm_sq_b = torch.autograd.grad(losses, probes, ones_b, retain_graph=retain_graph, allow_unused=True)[0]
         if norm_sq_b is None:
             raise ValueError(
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "

@@ -46,18 +46,21 @@ def parameter_past_taps(losses: torch.Tensor, tap: type, parameter_of: Mapping[t
         if type(node) is tap:
             inside = (*inside, node.use)
         for before, _ in node.next_functions:
-            leaf = _leaf(before)
-            if leaf is not None:
+            if before is None:
+                continue
+            if (leaf := _leaf(before)) is not None:
                 parameter = parameter_of.get(leaf)
                 if parameter is not None and not any(parameter in call.claimed for call in inside):
                     return parameter
-            elif before is not None:
-                number = before._sequence_nr() if inside else 0
+            elif inside:
+                number = before._sequence_nr()
                 todo.append((before, tuple(call for call in inside if call.started <= number)))
+            else:
+                todo.append((before, inside))
     return None
 
 
-def _leaf(node: Node | None) -> torch.Tensor | None:
+def _leaf(node: Node) -> torch.Tensor | None:
     """The leaf that a gradient is accumulated in here; autocast keeps a leaf's copy from one call for the next."""
     if type(node).__name__ == _CAST:
         node = node.next_functions[0][0]

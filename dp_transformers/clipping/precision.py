@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,18 +21,28 @@ def product_settings(device: torch.device) -> tuple[Any, Any]:
     return (backends.cuda.matmul, backends.cudnn.conv) if device.type == "cuda" else (backends.mkldnn.matmul, backends.mkldnn.conv)
 
 
-@contextmanager
-def exact_arithmetic(device: torch.device) -> Iterator[None]:
+def exact_arithmetic(device: torch.device) -> AbstractContextManager:
     """Norms and sums in full fp32, without TF32 or bf16 products, whatever the rest of the program uses."""
-    changed = [(s, before) for s in product_settings(device) if (before := s.fp32_precision) not in FULL_PRECISION]
-    for setting, _ in changed:
+    reduced = [setting for setting in product_settings(device) if setting.fp32_precision not in FULL_PRECISION]
+    return _in_full(reduced) if reduced else torch.no_grad()
+
+
+@contextmanager
+def _in_full(settings: list[Any]) -> Iterator[None]:
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
         setting.fp32_precision = "ieee"
     try:
         with torch.no_grad():
             yield
     finally:
-        for setting, before in changed:
-            setting.fp32_precision = before
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Outside of an autocast region, if called inside one."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def is_bf16(*factors: torch.Tensor) -> bool:
