@@ -129,7 +129,7 @@ class _Pass:
     def close(self, parameter: nn.Parameter) -> torch.Tensor:
         terms = term_algebra.merge(self.open.pop(parameter))
         if self.keep:
-            terms = term_algebra.merge([t.instance() if self.instantiate or t.prefers_instance else t for t in terms])
+            terms = term_algebra.merge([t.instance() if self.instantiate or t.keeps_instance else t for t in terms])
         self.kept[parameter] = terms if self.keep else []
         norm_sq_b = term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
         rounding = self.rounding

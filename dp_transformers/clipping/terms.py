@@ -119,7 +119,7 @@ class Dense:
     grad: torch.Tensor
     parts: tuple[tuple[torch.Tensor, tuple[int, ...]], ...] = ()
 
-    prefers_instance = is_bf16 = False
+    keeps_instance = is_bf16 = False
 
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         flat = self.grad.flatten(1)
@@ -182,6 +182,12 @@ class Outer:
         t, p, d = *self.left.shape[1:], self.right.shape[2]
         return t * (p + d) >= p * d
 
+    @property
+    def keeps_instance(self) -> bool:
+        """Whether the gradients take no more memory than the factors."""
+        t, p, d = *self.left.shape[1:], self.right.shape[2]
+        return t * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * p * d
+
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         (b, t, p), d = self.left.shape, self.right.shape[2]
         gram = partial(_gram, bf16=self.is_bf16)
@@ -235,8 +241,8 @@ class Stacked:
         return any(block.is_bf16 for block in self.blocks)
 
     @property
-    def prefers_instance(self) -> bool:
-        return all(block.prefers_instance for block in self.blocks)
+    def keeps_instance(self) -> bool:
+        return all(block.keeps_instance for block in self.blocks)
 
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         return torch.stack([block.squared_norm(instantiate=instantiate, memo=memo) for block in self.blocks]).sum(0)
@@ -262,7 +268,7 @@ class Rows:
     grad: torch.Tensor
     num_rows: int
 
-    prefers_instance = is_bf16 = False
+    keeps_instance = is_bf16 = False
 
     def __post_init__(self) -> None:
         assert self.ids.dim() == 2 and self.grad.dim() == 3 and self.ids.shape == self.grad.shape[:2]
@@ -328,9 +334,9 @@ class Routed:
         return is_bf16(self.left, self.right)
 
     @property
-    def prefers_instance(self) -> bool:
+    def keeps_instance(self) -> bool:
         s, p, d = *self.left.shape[1:], self.right.shape[2]
-        return s * (p + d) >= self.num_experts * p * d
+        return s * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * self.num_experts * p * d
 
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were sent to it.
@@ -423,6 +429,10 @@ class Convolved:
     def prefers_instance(self) -> bool:
         t, p, d = self._sizes
         return t * (p + d) >= p * d
+
+    @property
+    def keeps_instance(self) -> bool:
+        return self.prefers_instance
 
     def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
         t, p, d = self._sizes

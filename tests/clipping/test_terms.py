@@ -153,6 +153,21 @@ def test_instance_is_preferred_where_it_costs_fewer_operations():
     assert Outer(torch.empty(1, 22, 64), torch.empty(1, 22, 32)).prefers_instance
 
 
+@pytest.mark.parametrize(
+    ("positions", "rows", "columns", "dtype", "keeps"),
+    [
+        (20, 64, 32, torch.float32, False),
+        (22, 64, 32, torch.float32, True),
+        (22, 64, 32, torch.bfloat16, False),  # whose numbers have half of an instance's bytes
+        (43, 64, 32, torch.bfloat16, True),
+    ],
+)
+def test_what_is_kept_for_the_sum(positions, rows, columns, dtype, keeps):
+    outer = Outer(torch.empty(1, positions, rows, dtype=dtype), torch.empty(1, positions, columns, dtype=dtype))
+    assert outer.keeps_instance == keeps
+    assert Stacked([outer, outer]).keeps_instance == keeps
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(b=st.integers(0, 4), e=st.integers(1, 5), rows=sizes, columns=sizes, lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
        dense=st.booleans(), seed=st.integers(0, 10**6), instantiate=st.booleans(), scratch=st.sampled_from([600, 2**26]))  # fmt: skip
