@@ -3,8 +3,8 @@
 How it works. A forward hook passes the output of every module that owns trainable parameters through an identity, the *tap*
 (:class:`_Tap`), together with a *probe*: a zero vector of shape (B,). When backward reaches a tap it holds the gradient g of the
 module's output; with the module's input a, its rule gives the terms of the parameters' per-example gradients
-(:mod:`~dp_transformers.clipping.terms`), and their squared norms are handed to autograd *as the gradient of the probe*. Autograd
-adds them up, so ``torch.autograd.grad(losses.sum(), probe)`` is the whole norm pass, and native layers are never asked for a weight
+(:mod:`~dp_transformers.clipping.terms`), whose norms the pass collects (:mod:`~dp_transformers.clipping.norms`). All taps lead to the
+probe, so ``torch.autograd.grad(losses.sum(), probe)`` is the whole norm pass, and native layers are never asked for a weight
 gradient. Nothing is wrapped or re-classed, native kernels stay, no activation is saved twice.
 
 In a loop that calls ``loss.backward()`` itself (:meth:`PerExampleClipper.follow`) it is that call's backward pass which fills the probe.
@@ -19,7 +19,7 @@ import inspect
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from . import norms
 from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
 from .graph import parameter_past_taps
@@ -56,7 +57,7 @@ class Follower(Protocol):
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on a module's outputs; its backward reports their gradients to ``use`` and the squared norms to the probe."""
+    """Identity on a module's outputs; its backward reports their gradients to ``use``. A gradient of the probe says that one was reached."""
 
     @staticmethod
     def forward(ctx, use: _Use, probe: torch.Tensor, num_outputs: int, *tensors: torch.Tensor):
@@ -80,19 +81,20 @@ class _Tap(torch.autograd.Function):
         grads = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
         saved, needed = [x.detach() for x in ctx.saved_tensors], ctx.needs_input_grad[3 + len(grads) :]
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
-        norm_sq_b = ctx.use.measure(saved, grads, input_gradients)
+        reached = ctx.use.measure(saved, grads, input_gradients)
         if any(g is None for g in input_gradients.values()):
             input_gradients = {}
         elif input_gradients:  # the rule went back through the module, so autograd need not
             grads = [None] * len(grads)
-        return None, norm_sq_b, None, *grads, *map(input_gradients.get, saved)
+        return None, reached, None, *grads, *map(input_gradients.get, saved)
 
 
 class _Pass:
     """One forward pass of the model and the backward passes over it."""
 
-    def __init__(self, batch_size: int, probe: torch.Tensor):
+    def __init__(self, batch_size: int, probe: torch.Tensor, counts: Callable[[nn.Parameter], bool] = lambda _: True):
         self.batch_size = batch_size
+        self.counts = counts  # whether this process counts a parameter's norm
         self.probe = probe
         self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
         self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
@@ -107,37 +109,82 @@ class _Pass:
     def restart(self, *, measure: bool, instantiate: bool = False, keep: bool = False) -> None:
         """Begin a backward pass that measures norms (instantiating always or by cost, keeping the terms or not), or does nothing."""
         self.measure, self.instantiate, self.keep = measure, instantiate, keep
-        self.rounding = term_algebra.FP32  # of the second pass, where there is one
+        self.rounding = norms.FP32  # of the second pass, where there is one
+        self.norms = norms.Norms()  # of the parameters all of whose uses were seen
+        self.is_reached = False
         self.open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}
+        self.small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)  # (B, n), kept to be laid side by side
+        self.together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
         self.memo = term_algebra.Memo()
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether no gradient is needed: nothing is kept, and the norm of each one's only use is the norm of its gradient."""
         return not (self.keep or self.instantiate) and all(self.uses[p] == 1 for p in parameters)
 
-    def add(self, parameter: nn.Parameter, term: Term) -> torch.Tensor | None:
-        """Note one use; at the last one the forward pass announced, (B,) the squared norm of all together."""
+    def reached(self) -> torch.Tensor | None:
+        """A gradient for the probe, once."""
+        if self.is_reached:
+            return None
+        self.is_reached = True
+        return self.probe.detach()
+
+    def add(self, parameter: nn.Parameter, term: Term) -> None:
+        """Note one use, and at the last one the forward pass announced the norm of all together."""
         if parameter in self.kept:
             raise RuntimeError(
                 "backward reached a use of a parameter that the forward pass did not announce: the forward pass was re-run by "
                 "something else than torch's activation checkpointing."
             )
-        self.open[parameter].append(term.instance() if self.keep and isinstance(term, Dense) else term)
-        return self.close(parameter) if len(self.open[parameter]) >= self.uses[parameter] else None
+        seen = self.open[parameter]
+        seen.append(term.instance() if self.keep and isinstance(term, Dense) else term)
+        if len(seen) >= self.uses[parameter]:
+            self.close(parameter)
 
-    def close(self, parameter: nn.Parameter) -> torch.Tensor:
+    def close(self, parameter: nn.Parameter) -> None:
         terms = term_algebra.merge(self.open.pop(parameter))
         if self.keep:
             terms = term_algebra.merge([t.instance() if self.instantiate or t.keeps_instance else t for t in terms])
-        self.kept[parameter] = terms if self.keep else []
-        norm_sq_b = term_algebra.squared_norm(terms, instantiate=self.instantiate, memo=self.memo)
+        counts, self.kept[parameter] = self.counts(parameter), []
+        if self.keep and counts and not self.instantiate and (small := term_algebra.small_gradient(terms)) is not None:
+            self.small[small.grad.device][parameter] = small.flat
+            return
+        if self.keep:
+            self.kept[parameter] = terms
+        if not counts:
+            return
+        measured = term_algebra.measure(terms, instantiate=self.instantiate, memo=self.memo)
         rounding = self.rounding
         if self.keep:  # the sum is of these very terms, and most norms know what it may be off by
             terms = [t for t in terms if t.is_bf16 or isinstance(t, term_algebra.Routed | term_algebra.Stacked)]
-            rounding = term_algebra.SPLIT if any(t.is_bf16 for t in terms) else term_algebra.FP32
-        lengths_bn = term_algebra.position_lengths(terms, self.memo)
-        return norm_sq_b if lengths_bn is None else rounding.lengthened(norm_sq_b, lengths_bn)
+            rounding = norms.SPLIT if any(t.is_bf16 for t in terms) else norms.FP32
+        self.norms.add(measured, term_algebra.position_lengths(terms, self.memo), rounding)
+
+    def squared_norms(self) -> torch.Tensor:
+        """(B,) of everything that was closed."""
+        for small in self.small.values():
+            together = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
+            self.together.append((list(small), [x.shape[1] for x in small.values()], together))
+            self.norms.add(together.measure())
+        self.small.clear()
+        total_b = self.norms.total(self.probe.device)
+        return torch.zeros_like(self.probe) if total_b is None else total_b
+
+    def small_sums(self, coef_b: torch.Tensor, bad_b: torch.Tensor | None) -> dict[nn.Parameter, torch.Tensor]:
+        """The clipped sums of small gradients, by one product for all of them."""
+        sums = {}
+        for parameters, sizes, gradients in self.together:
+            total = _weighted_sum(gradients, coef_b, bad_b, gradients.grad.device)
+            # .data: each counts its own changes
+            sums |= {p: piece.data for p, piece in zip(parameters, total.split(sizes), strict=True)}
+        return sums
+
+
+def _weighted_sum(
+    term: Term, coef_b: torch.Tensor, bad_b: torch.Tensor | None, device: torch.device, memo: term_algebra.Memo | None = None
+) -> torch.Tensor:
+    term = term if bad_b is None else term.clean(bad_b.to(device))
+    return term.weighted_sum(coef_b.to(device), memo)
 
 
 class _Use:
@@ -213,18 +260,19 @@ class _Use:
     def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> dict[nn.Parameter, Term]:
         claim, shards = self.claim, self.clipper.shards
         if claim.norm_sampler is not None and self.forward_pass.wants_only_norms_of(claim.names):
-            norms = claim.norm_sampler(claim.module, *self._by_example(saved, grads))
-            found = {p: Norm(norm_b) for p, norm_b in norms.items()}
+            sampled = claim.norm_sampler(claim.module, *self._by_example(saved, grads))
+            found = {p: Norm(norm_b) for p, norm_b in sampled.items()}
         elif claim.rule is None:
             found = self._rerun(saved, grads)
         elif claim.rule in WHOLE_CALL:
             found = claim.rule(self._whole_call(saved, grads, input_gradients))
         else:
             found = claim.rule(claim.module, *self._by_example(saved, grads))
-        given = {id(shards.shard(p)): term for p, term in found.items()}
-        if missing := [name for p, name in claim.names.items() if id(p) not in given]:
+        found = {shards.shard(p): as_term(term) for p, term in found.items()}
+        if missing := [name for p, name in claim.names.items() if p not in found]:
             raise ValueError(f"the rule of {claim} gives no gradient for its trainable {missing}.")
-        return {p: self.clipper.parallel.part(claim, p, as_term(given[id(p)]), self.sums_positions) for p in claim.names}
+        parallel = self.clipper.parallel
+        return {p: parallel.part(claim, p, found[p], self.sums_positions) if parallel else found[p] for p in claim.names}
 
     def _by_example(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         claim, batch = self.claim, self.forward_pass.batch_size
@@ -272,7 +320,7 @@ class _Use:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.clipper._finish, forward_pass))
 
     def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> torch.Tensor | None:
-        """(B,) squared norms of the parameters whose last use this is; None where the pass does not measure.
+        """Add what this call contributes; a gradient for the probe, if it is the first one in a pass that measures.
 
         ``input_gradients`` is for whole-call rules, see :class:`~dp_transformers.clipping.rules.ModuleCall`.
         """
@@ -284,13 +332,11 @@ class _Use:
             )
         if not forward_pass.measure:
             return None
-        device, total_b = forward_pass.probe.device, None
-        with exact_arithmetic(device):
+        reached = forward_pass.reached()
+        with exact_arithmetic(forward_pass.probe.device):
             for parameter, term in self._terms(saved, grads, input_gradients).items():
-                norm_sq_b = forward_pass.add(parameter, term)
-                if norm_sq_b is not None and self.clipper.parallel.counts(parameter):
-                    total_b = norm_sq_b.to(device) if total_b is None else total_b + norm_sq_b.to(device)
-        return torch.zeros_like(forward_pass.probe) if total_b is None else total_b
+                forward_pass.add(parameter, term)
+        return reached
 
 
 class PerExampleClipper:
@@ -449,7 +495,15 @@ class PerExampleClipper:
         self.detach()
 
     def _trainable(self) -> list[int]:
-        return [id(p) for p in self.model.parameters() if p.requires_grad]
+        """Of every step, so without the bookkeeping of names in ``model.parameters()``."""
+        found, seen, todo = [], set(), [self.model]
+        while todo:
+            module = todo.pop()
+            if module is not None and id(module) not in seen:
+                seen.add(id(module))
+                found += [id(p) for p in module._parameters.values() if p is not None and p.requires_grad]
+                todo += module._modules.values()
+        return found
 
     # ---- forward ----
 
@@ -502,7 +556,8 @@ class PerExampleClipper:
         return self.shards.whole(self.parameters[0]).device
 
     def _new_pass(self, batch_size: int) -> _Pass:
-        forward_pass = _Pass(batch_size, torch.zeros(batch_size, device=self.device, dtype=torch.float32, requires_grad=True))
+        probe = torch.zeros(batch_size, device=self.device, dtype=torch.float32, requires_grad=True)
+        forward_pass = _Pass(batch_size, probe, self.parallel.counts)
         if self._loss_reduction is not None:
             forward_pass.restart(measure=True, instantiate=self.mode.instantiate, keep=True)
             forward_pass.followed = True
@@ -600,8 +655,7 @@ class PerExampleClipper:
         """
         forward_pass = self._checked_pass(losses)
         weights_b = _checked_weights(weights, losses)
-        own_hooks, native_hooks = int(self._loss_reduction is not None), self.parallel.native_hooks
-        if any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > own_hooks + native_hooks(p) for p in self.parameters):
+        if any((p._backward_hooks or p._post_accumulate_grad_hooks) and self._has_foreign_hook(p) for p in self.parameters):
             raise ValueError(
                 "a trainable parameter has a gradient hook, which could change or use gradients that are not private yet: remove it."
             )
@@ -615,11 +669,16 @@ class PerExampleClipper:
         self._end_sum()
         return norms_b
 
-    def _begin_sum(self, forward_pass: _Pass, weights_b: torch.Tensor) -> torch.Tensor:
-        if self._follower is None:
-            return weights_b
-        given = self._follower.before_sum(forward_pass.batch_size)
-        return weights_b if given is None else weights_b * given.to(weights_b)
+    def _has_foreign_hook(self, p: nn.Parameter) -> bool:
+        own = int(self._loss_reduction is not None) + self.parallel.native_hooks(p)
+        return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > own
+
+    def _begin_sum(self, forward_pass: _Pass, weights_b: torch.Tensor | None) -> torch.Tensor | None:
+        """The examples' weights, None where all are one."""
+        given = None if self._follower is None else self._follower.before_sum(forward_pass.batch_size)
+        if given is None or weights_b is None:
+            return weights_b if given is None else given.to(forward_pass.probe)
+        return weights_b * given.to(weights_b)
 
     def _end_sum(self) -> None:
         if self._follower is not None:
@@ -631,15 +690,15 @@ class PerExampleClipper:
             if forward_pass is not self._pass:
                 raise ValueError("the model ran again while backward was going on.")
             scale = forward_pass.batch_size if self._loss_reduction == "mean" else 1
-            norm_sq_b, device = forward_pass.probe.grad, forward_pass.probe.device
-            if norm_sq_b is None:
+            device = forward_pass.probe.device
+            if forward_pass.probe.grad is None:
                 raise ValueError(
                     "the model's outputs were differentiated by something else than loss.backward() (torch.autograd.grad, or inputs=...), so "
                     "no gradient was clipped. Do that on a deepcopy of the model, which has no clipper."
                 )
-            weights_b = self._begin_sum(forward_pass, torch.ones(forward_pass.batch_size, device=device))
+            weights_b = self._begin_sum(forward_pass, None)
             with without_autocast(device), torch.no_grad():
-                self._sum_kept(forward_pass, self._close_open(forward_pass, norm_sq_b), weights_b, scale)
+                self._sum_kept(forward_pass, self._squared_norms(forward_pass), weights_b, scale)
         finally:
             self._pass = None
         self._end_sum()
@@ -656,11 +715,11 @@ class PerExampleClipper:
             "that its first call did not, and used the parameter, or an activation from inside the module, without the module's call."
         )
 
-    def _backward(self, forward_pass: _Pass, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
+    def _backward(self, forward_pass: _Pass, losses: torch.Tensor, weights_b: torch.Tensor | None) -> torch.Tensor:
         mode = self.mode
         forward_pass.restart(measure=True, instantiate=mode.instantiate, keep=mode.keep)
         if any(dtype in HALF for dtype in (losses.dtype, forward_pass.low_precision, self.low_precision)):
-            forward_pass.rounding = term_algebra.BF16
+            forward_pass.rounding = norms.BF16
         gradients = [(p.grad, None if p.grad is None else p.grad._version) for p in self.parameters]
         norm_sq_b = self._measure(forward_pass, losses, retain_graph=not mode.keep)
         for p, (grad, version) in zip(self.parameters, gradients, strict=True):
@@ -688,24 +747,25 @@ class PerExampleClipper:
         return norms_b
 
     def _coefficients(
-        self, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0
+        self, norm_sq_b: torch.Tensor, weights_b: torch.Tensor | None, scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(B,) each: the norms, what each example's gradient is multiplied with, and which examples are not finite (None: none)."""
-        norms_b = norm_sq_b.sqrt() * scale
-        coef_b = weights_b * (self.max_grad_norm / norms_b).clamp(max=1.0)
+        norms_b = norm_sq_b.sqrt() if scale == 1 else norm_sq_b.sqrt() * scale
+        coef_b = (self.max_grad_norm / norms_b).clamp(max=1.0)
+        coef_b = coef_b if weights_b is None else coef_b * weights_b
         if math.isfinite(norms_b.sum()):
             return norms_b, coef_b, None
         bad_b = ~torch.isfinite(norms_b)
         return norms_b, coef_b.masked_fill(bad_b, 0.0), bad_b
 
-    def _sum_kept(self, forward_pass: _Pass, norm_sq_b: torch.Tensor, weights_b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def _sum_kept(self, forward_pass: _Pass, norm_sq_b: torch.Tensor, weights_b: torch.Tensor | None, scale: float = 1.0) -> torch.Tensor:
         """Clip and add up what was kept, which is each example's gradient divided by ``scale``; (B,) the norms."""
         norms_b, coef_b, bad_b = self._coefficients(norm_sq_b, weights_b, scale)
         if self.mode.name == "per_sample":
             for p, terms in forward_pass.kept.items():
                 gradients = terms[0].grad.view(len(norms_b), *p.shape)
                 p.grad_sample = gradients if scale == 1 else gradients * scale
-        self._add_kept(forward_pass, coef_b * scale, bad_b, reduce_now=self.reduce_now or not self.shards)
+        self._add_kept(forward_pass, coef_b if scale == 1 else coef_b * scale, bad_b, reduce_now=self.reduce_now or not self.shards)
         return norms_b
 
     def _measure(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor:
@@ -714,24 +774,22 @@ class PerExampleClipper:
         if forward_pass.reentrant and (self.shards or self.parallel):
             raise ValueError("reentrant activation checkpointing does not go with split parameters here: use use_reentrant=False.")
         if forward_pass.reentrant:
-            norm_sq_b = self._gradient_of_probe(forward_pass, losses, retain_graph=retain_graph)
+            reached = self._gradient_of_probe(forward_pass, losses, retain_graph=retain_graph)
         else:
-            ones_b = torch.ones_like(losses)
-            norm_sq_b = torch.autograd.grad(losses, probes, ones_b, retain_graph=retain_graph, allow_unused=True)[0]
-        if norm_sq_b is None:
+            reached = torch.autograd.grad(losses, probes, torch.ones_like(losses), retain_graph=retain_graph, allow_unused=True)[0]
+        if reached is None:
             raise ValueError(
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "
                 "or through a submodule instead of the model given to PerExampleClipper."
             )
-        return self._close_open(forward_pass, norm_sq_b)
+        return self._squared_norms(forward_pass)
 
-    def _close_open(self, forward_pass: _Pass, norm_sq_b: torch.Tensor) -> torch.Tensor:
-        """``norm_sq_b`` and the squared norms of parameters with announced uses that the losses do not depend on."""
-        with exact_arithmetic(norm_sq_b.device):
+    def _squared_norms(self, forward_pass: _Pass) -> torch.Tensor:
+        """(B,) over all parameters, with those of announced uses that the losses do not depend on."""
+        with exact_arithmetic(forward_pass.probe.device):
             for parameter in list(forward_pass.open):
-                found_b = forward_pass.close(parameter).to(norm_sq_b.device)
-                norm_sq_b = norm_sq_b + found_b if self.parallel.counts(parameter) else norm_sq_b
-            return self.parallel.added(norm_sq_b)
+                forward_pass.close(parameter)
+            return self.parallel.added(forward_pass.squared_norms())
 
     def _gradient_of_probe(self, forward_pass: _Pass, losses: torch.Tensor, *, retain_graph: bool) -> torch.Tensor | None:
         """What autograd.grad would give, where reentrant checkpointing allows only a backward that fills every ``grad``."""
@@ -740,8 +798,8 @@ class PerExampleClipper:
             for p in self.parameters:
                 p.grad = None
             losses.sum().backward(retain_graph=retain_graph)
-            norm_sq_b, forward_pass.probe.grad = forward_pass.probe.grad, None
-            return norm_sq_b
+            reached, forward_pass.probe.grad = forward_pass.probe.grad, None
+            return reached
         finally:
             for p, grad in zip(self.parameters, before, strict=True):
                 set_gradient(p, grad)  # what backward left there is not clipped
@@ -749,11 +807,17 @@ class PerExampleClipper:
     def _add_kept(self, forward_pass: _Pass, coef_b: torch.Tensor, bad_b: torch.Tensor | None, *, reduce_now: bool = True) -> None:
         memo = term_algebra.Memo()
         with exact_arithmetic(coef_b.device):
+            small = forward_pass.small_sums(coef_b, bad_b)
             # under FSDP2 every process takes part in every sum, in one order, whatever its examples used
             for parameter in self.parameters if self.shards else list(forward_pass.kept)[::-1]:
                 total = self._unreduced.pop(parameter, None)
                 if parameter in forward_pass.kept:  # a record is freed as soon as its sum is formed
-                    total = self._clipped_sum(parameter, forward_pass.kept.pop(parameter), total, coef_b, bad_b, memo)
+                    terms = forward_pass.kept.pop(parameter)
+                    device = self.shards.whole(parameter).device
+                    parts = (_weighted_sum(term, coef_b, bad_b, device, memo) for term in terms)
+                    for part in [small[parameter]] if parameter in small else parts:
+                        part = part.to(sum_dtype(parameter)).view(self.parallel.shape(parameter))
+                        total = part.contiguous() if total is None else total.add_(part)
                 if not reduce_now and total is not None:
                     self._unreduced[parameter] = total
                 elif reduce_now:
@@ -761,22 +825,6 @@ class PerExampleClipper:
                         total = torch.zeros(self.parallel.shape(parameter), dtype=sum_dtype(parameter), device=self.device)
                     total = self.shards.summed(parameter, total) if self.shards else like(total, parameter)
                     set_gradient(parameter, total if parameter.grad is None else parameter.grad.add_(total))
-
-    def _clipped_sum(
-        self,
-        parameter: nn.Parameter,
-        terms: list[Term],
-        total: torch.Tensor | None,
-        coef_b: torch.Tensor,
-        bad_b: torch.Tensor | None,
-        memo: term_algebra.Memo,
-    ) -> torch.Tensor:
-        for term in terms:
-            term = term if bad_b is None else term.clean(bad_b)
-            part = term.weighted_sum(coef_b.to(self.shards.whole(parameter).device), memo).to(sum_dtype(parameter))
-            part = part.view(self.parallel.shape(parameter))
-            total = part.contiguous() if total is None else total.add_(part)
-        return total
 
     def _second_pass_slack(self, forward_pass: _Pass, losses: torch.Tensor) -> float:
         matmul, conv = (setting.fp32_precision for setting in product_settings(losses.device))
@@ -820,9 +868,9 @@ def _flatten(structure: Any) -> tuple[list[Any], Any]:
     return tree_flatten(structure)
 
 
-def _checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch.Tensor:
+def _checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch.Tensor | None:
     if weights is None:
-        return torch.ones(len(losses), device=losses.device, dtype=torch.float32)
+        return None
     weights = torch.as_tensor(weights, dtype=torch.float32, device=losses.device)
     if weights.shape != losses.shape:
         raise ValueError(f"weights have shape {tuple(weights.shape)}, losses {tuple(losses.shape)}: give one weight for each example.")

@@ -24,7 +24,9 @@ def product_settings(device: torch.device) -> tuple[Any, Any]:
 def exact_arithmetic(device: torch.device) -> AbstractContextManager:
     """Norms and sums in full fp32, without TF32 or bf16 products, whatever the rest of the program uses."""
     reduced = [setting for setting in product_settings(device) if setting.fp32_precision not in FULL_PRECISION]
-    return _in_full(reduced) if reduced else torch.no_grad()
+    if reduced:
+        return _in_full(reduced)
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 @contextmanager

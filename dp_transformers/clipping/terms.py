@@ -19,7 +19,7 @@ Norm       norm_b                          not known
 =========  ==============================  ======================================================
 
 The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that sum
-(adding squared norms is wrong in both directions), which :func:`squared_norm` gives for any mixture.
+(adding squared norms is wrong in both directions), which :func:`measure` gives for any mixture.
 
 All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4); the rule for when instantiating
 is cheaper is by floating-point operations: T²(d+p) against T·d·p.
@@ -30,50 +30,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from .precision import SPLIT_ROUNDING, factor, is_bf16, product, split
+from .norms import FP32, InnerProduct, Length, Measured
+from .precision import factor, is_bf16, product, split
 
 T = TypeVar("T")
 LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
 
-# A ghost norm is a difference of large numbers. Adding this fraction of the largest value it could have had keeps it from
-# coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary data.
-GHOST_SLACK = torch.finfo(torch.float32).eps / 16
-# Where positions cancel so far that inner products' own rounding shows, this fraction is added instead.
-GHOST_ERROR, GHOST_ERROR_TOLERATED = 16 * torch.finfo(torch.float32).eps, 1e-2
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """What a sum over positions may be off by that is not the one that was measured.
-
-    ``part`` is the relative rounding of each position's part; sums are in float32. Roundings of unlike parts add up like random numbers;
-    those of equal parts all point the same way. The second counts only for what exceeds ``tolerated`` · norm, so that norms of ordinary
-    data, where positions do not cancel, stay what they are.
-    """
-
-    part: float
-    tolerated: float
-
-    def lengthened(self, norm_sq_b: torch.Tensor, lengths_bn: torch.Tensor) -> torch.Tensor:
-        """(B,): the squared norm, with what positions' parts of these lengths may add to the norm."""
-        n, norm_b = lengths_bn.shape[1], norm_sq_b.sqrt()
-        unlike_b = torch.linalg.vector_norm(lengths_bn, dim=1) * (self.part**2 + n * FP32_UNIT**2) ** 0.5
-        alike_b = lengths_bn.sum(1) * (self.part + n * FP32_UNIT) - self.tolerated * norm_b
-        return (norm_b + torch.maximum(unlike_b, alike_b)).square()
-
-
-FP32_UNIT = torch.finfo(torch.float32).eps / 2
-FP32 = Rounding(0.0, 1e-3)
-SPLIT = Rounding(SPLIT_ROUNDING, 1e-5)  # factors in bf16, times a coefficient
-BF16 = Rounding(torch.finfo(torch.bfloat16).eps / 2, 2.0**-6)  # a backward pass in bf16 or fp16, whose coefficients have slack
-
+# Numbers of all examples' gradients of one parameter up to which they are laid side by side with others' rather than looked at alone.
+SMALL = 2**14
 # Scratch memory of one norm computation, in bytes; examples are taken in chunks that fit.
 SCRATCH_BYTES = 64 * 2**20
 
@@ -121,11 +92,18 @@ class Dense:
 
     keeps_instance = is_bf16 = False
 
-    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+    @property
+    def flat(self) -> torch.Tensor:
+        """(B, n)."""
         flat = self.grad.flatten(1)
-        if flat.dtype != torch.float32:
-            flat = flat.float()
-        return torch.linalg.vector_norm(flat, dim=1).square()
+        return flat if flat.dtype == torch.float32 else flat.float()
+
+    @property
+    def is_small(self) -> bool:
+        return self.grad.numel() <= SMALL
+
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+        return Length(torch.linalg.vector_norm(self.flat, dim=1))
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         return [_lengths(x, dims, memo) for x, dims in self.parts]
@@ -134,8 +112,7 @@ class Dense:
         return Dense(self.grad) if self.parts else self
 
     def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
-        flat = self.grad.flatten(1).float()
-        return torch.mv(flat.t(), coef_b).view(self.grad.shape[1:])
+        return torch.mv(self.flat.t(), coef_b).view(self.grad.shape[1:])
 
     def clean(self, bad_b: torch.Tensor) -> Dense:
         return Dense(_clean_rows(self.grad, bad_b))
@@ -153,8 +130,8 @@ class Norm:
         if self.norm_b.dim() != 1:
             raise ValueError(f"a norm sampler gives one norm for each example, (B,); got a tensor of shape {tuple(self.norm_b.shape)}.")
 
-    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
-        return self.norm_b.float().square()
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+        return Length(self.norm_b.float())
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         return []
@@ -188,24 +165,20 @@ class Outer:
         t, p, d = *self.left.shape[1:], self.right.shape[2]
         return t * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * p * d
 
-    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
         (b, t, p), d = self.left.shape, self.right.shape[2]
         gram = partial(_gram, bf16=self.is_bf16)
         if t == 1 and not instantiate:
-            return Dense(self._factor(self.left)).squared_norm() * Dense(self._factor(self.right)).squared_norm()
+            return Length(_flat_norm(self._factor(self.left)) * _flat_norm(self._factor(self.right)))
         by_instance = instantiate or self.prefers_instance
         if not by_instance and memo is not None and 4 * b * t * t <= SCRATCH_BYTES:
-            return _gram_product(
-                memo.get((LEFT_GRAM, self.is_bf16), self.left, gram), memo.get((RIGHT_GRAM, self.is_bf16), self.right, gram)
-            )
-        norm_sq_b = []
+            left = memo.get((LEFT_GRAM, self.is_bf16), self.left, gram)
+            return left.inner_product(memo.get((RIGHT_GRAM, self.is_bf16), self.right, gram))
+        measured = []
         for rows in _chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
             left, right = self.left[rows], self.right[rows]
-            if by_instance:
-                norm_sq_b.append(Outer(left, right).instance().squared_norm())
-            else:
-                norm_sq_b.append(_gram_product(gram(left), gram(right)))
-        return torch.cat(norm_sq_b)
+            measured.append(Outer(left, right).instance().measure() if by_instance else gram(left).inner_product(gram(right)))
+        return _joined(measured)
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         return [_lengths(self.left, (1,), memo) * _lengths(self.right, (1,), memo)]
@@ -244,8 +217,9 @@ class Stacked:
     def keeps_instance(self) -> bool:
         return all(block.keeps_instance for block in self.blocks)
 
-    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
-        return torch.stack([block.squared_norm(instantiate=instantiate, memo=memo) for block in self.blocks]).sum(0)
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+        norm_sq_b = [block.measure(instantiate=instantiate, memo=memo).squared() for block in self.blocks]
+        return Length(torch.stack(norm_sq_b).sum(0).sqrt())
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         return [x for block in self.blocks for x in block.lengths(memo)]
@@ -273,13 +247,13 @@ class Rows:
     def __post_init__(self) -> None:
         assert self.ids.dim() == 2 and self.grad.dim() == 3 and self.ids.shape == self.grad.shape[:2]
 
-    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
         (b, t), d = self.ids.shape, self.grad.shape[2]
         if instantiate:
             chunks = _chunks(b, 4 * self.num_rows * d)
-            return torch.cat([Rows(self.ids[r], self.grad[r], self.num_rows).instance().squared_norm() for r in chunks])
+            return _joined([Rows(self.ids[r], self.grad[r], self.num_rows).instance().measure() for r in chunks])
         if t == 1:
-            return Dense(self.grad).squared_norm()
+            return Dense(self.grad).measure()
         # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its gradient.
         sorted_ids, order = self.ids.sort(dim=1)
         is_repeated = sorted_ids[:, 1:] == sorted_ids[:, :-1]
@@ -287,10 +261,10 @@ class Rows:
         slot_sorted[:, 1:] = (~is_repeated).cumsum(1)
         slot = torch.empty_like(slot_sorted).scatter_(1, order, slot_sorted)
         slot += torch.arange(b, device=slot.device)[:, None] * t
-        lengths_bt = torch.linalg.vector_norm(self.grad, dim=2, dtype=torch.float32)
+        lengths_bt = _norms(self.grad, [2])
         if slot.device.type != "cpu":
-            norm_sq_b = Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).squared_norm()
-            return FP32.lengthened(norm_sq_b, lengths_bt)  # the sum rounds every position anew, after it is multiplied
+            (norm_b,) = Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).measure()
+            return _summed_anew(norm_b, lengths_bt)
         # Where looking costs no synchronisation, only rows that come from several positions are summed.
         shares = torch.zeros_like(self.ids, dtype=torch.bool)
         shares[:, 1:] = is_repeated
@@ -300,7 +274,7 @@ class Rows:
         rows = _sum_rows(self.grad[shares], row, len(slots))
         norm_sq_b = lengths_bt.square().masked_fill_(shares, 0.0).sum(1)
         norm_sq_b.index_add_(0, slots // t, torch.linalg.vector_norm(rows, dim=1).square())
-        return FP32.lengthened(norm_sq_b, lengths_bt)
+        return _summed_anew(norm_sq_b.sqrt_(), lengths_bt)
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         return [_lengths(self.grad, (1,), None)]
@@ -338,7 +312,7 @@ class Routed:
         s, p, d = *self.left.shape[1:], self.right.shape[2]
         return s * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * self.num_experts * p * d
 
-    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
         """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were sent to it.
 
         They are taken together by size, powers of two, so that padding at most doubles them and uneven routing costs little more.
@@ -356,9 +330,9 @@ class Routed:
             slots = order[(first[members, None] + offset).clamp(max=len(order) - 1)]
             for rows in _chunks(len(members), 4 * len(offset) * (self.left.shape[2] + self.right.shape[2])):
                 left, right = (x.flatten(0, 1)[slots[rows]].masked_fill(padding[rows], 0) for x in (self.left, self.right))
-                norm_sq = Outer(left, right).squared_norm(instantiate=instantiate)
+                norm_sq = Outer(left, right).measure(instantiate=instantiate).squared()
                 norm_sq_b.index_add_(0, pairs[members[rows]] // self.num_experts, norm_sq)
-        return norm_sq_b
+        return Length(norm_sq_b.sqrt_())
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         return [_lengths(self.left, (1,), None) * _lengths(self.right, (1,), None)]
@@ -434,24 +408,24 @@ class Convolved:
     def keeps_instance(self) -> bool:
         return self.prefers_instance
 
-    def squared_norm(self, *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
         t, p, d = self._sizes
         by_instance = instantiate or self.prefers_instance
         numbers = p * d if by_instance else t * (p + d + 2 * t)
-        norm_sq_b = []
+        measured = []
         for rows in _chunks(len(self.grad), 4 * self.how.groups * numbers):
             part = Convolved(self.image[rows], self.grad[rows], self.how)
-            norm_sq_b.append(part.instance().squared_norm() if by_instance else part._ghost_norm())
-        return torch.cat(norm_sq_b)
+            measured.append(part.instance().measure() if by_instance else part._ghost_norm())
+        return _joined(measured)
 
-    def _ghost_norm(self) -> torch.Tensor:
+    def _ghost_norm(self) -> Length:
         (t, p, d), groups, b = self._sizes, self.how.groups, len(self.grad)
         dims = len(self.how.stride)
         patches = self.how.patches(self.image.float()).unflatten(2, (groups, -1))  # b n groups c positions k
         positions, kernel = range(4, 4 + dims), range(4 + dims, 4 + 2 * dims)
         patches = patches.permute(0, 2, 3, *kernel, 1, *positions).reshape(b * groups, d, t)
         grad = self.grad.float().unflatten(2, (groups, p)).movedim(1, 3).reshape(b * groups, p, t)
-        return _gram_product(_gram(grad.mT), _gram(patches.mT)).view(b, groups).sum(1)
+        return Length(_gram(grad.mT).inner_product(_gram(patches.mT)).squared().view(b, groups).sum(1).sqrt())
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         groups, dims = self.how.groups, len(self.how.stride)
@@ -479,23 +453,38 @@ class Convolved:
 Term = Dense | Norm | Outer | Stacked | Rows | Routed | Convolved
 
 
-def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> torch.Tensor:
-    """(B, T, T) inner products between positions."""
+@dataclass
+class Gram:
+    """Inner products between the positions of each example, (B, T, T)."""
+
+    products_bts: torch.Tensor
+
+    @cached_property
+    def trace_b(self) -> torch.Tensor:
+        return self.products_bts.diagonal(dim1=1, dim2=2).sum(1)
+
+    @cached_property
+    def lengths_bt(self) -> torch.Tensor:
+        return self.products_bts.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+
+    def inner_product(self, other: Gram) -> InnerProduct:
+        """The ghost norm, sum_{t,s} left[t, s]·right[t, s]."""
+        return InnerProduct((self.products_bts * other.products_bts).sum((1, 2)), self.trace_b, other.trace_b)
+
+
+def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
     x_btd = factor(x_btd, bf16=bf16)
-    return product(x_btd, x_btd.mT, bf16=bf16)
+    return Gram(product(x_btd, x_btd.mT, bf16=bf16))
 
 
-def _gram_product(left_bts: torch.Tensor, right_bts: torch.Tensor) -> torch.Tensor:
-    """(B,): sum_{t,s} left[t, s]·right[t, s], the ghost norm, with its slack."""
-    largest_b = left_bts.diagonal(dim1=1, dim2=2).sum(1) * right_bts.diagonal(dim1=1, dim2=2).sum(1)
-    return _with_slack((left_bts * right_bts).sum((1, 2)), largest_b)
+def _joined(measured: Sequence[Measured]) -> Measured:
+    """Of chunks of examples, all."""
+    return measured[0] if len(measured) == 1 else type(measured[0])(*map(torch.cat, zip(*measured, strict=True)))
 
 
-def _with_slack(norm_sq_b: torch.Tensor, largest_b: torch.Tensor) -> torch.Tensor:
-    """A sum of squares cannot be negative, and must not come out too small."""
-    norm_sq_b = norm_sq_b.clamp(min=0)
-    error_b = (GHOST_ERROR * largest_b - GHOST_ERROR_TOLERATED * norm_sq_b).clamp_(min=0)
-    return error_b.add_(norm_sq_b).add_(largest_b, alpha=GHOST_SLACK)
+def _summed_anew(norm_b: torch.Tensor, lengths_bt: torch.Tensor) -> Length:
+    """A sum that rounds every position anew, after it is multiplied."""
+    return Length(FP32.lengthened(norm_b, lengths_bt))
 
 
 def sum_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -573,20 +562,20 @@ def merge(terms: Sequence[Term]) -> list[Term]:
     return merged
 
 
-def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | None = None) -> torch.Tensor:
-    """(B,) fp32: the squared norm per example of the sum of ``terms``, all uses of one parameter.
+def measure(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+    """The norm per example of the sum of ``terms``, all uses of one parameter, in float32.
 
     An embedding tied to the head that reads it out is E + H with ‖E+H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩, and
     ⟨E, H⟩ = sum_{t,s} left_H[t, id_s]·⟨right_H[t], grad_E[s]⟩ needs no (V, d) tensor. Other mixtures are instantiated.
     """
     terms = merge(terms)
     if len(terms) == 1:
-        return terms[0].squared_norm(instantiate=instantiate, memo=memo)
+        return terms[0].measure(instantiate=instantiate, memo=memo)
     if instantiate or [type(t) for t in terms] != [Outer, Rows]:
         total = terms[0].instance().grad.flatten(1)
         for term in terms[1:]:
             total = total + term.instance().grad.flatten(1)
-        return Dense(total).squared_norm()
+        return Dense(total).measure()
     outer, rows = terms
     cross_b, reach_b = [], []
     (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
@@ -596,25 +585,34 @@ def squared_norm(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo
         picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
         cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
         reach_b.append(_flat_norm(left) * _flat_norm(right) + s**0.5 * _flat_norm(grad))
-    norm_sq = outer.squared_norm() + rows.squared_norm() + 2 * torch.cat(cross_b)
-    return _with_slack(norm_sq, torch.cat(reach_b).square())  # the two uses may cancel
+    norm_sq_b, reach_b = outer.measure().squared() + rows.measure().squared() + 2 * torch.cat(cross_b), torch.cat(reach_b)
+    return InnerProduct(norm_sq_b, reach_b, reach_b)  # the two uses may cancel
+
+
+def small_gradient(terms: Sequence[Term]) -> Dense | None:
+    """The one term of a parameter, if that is a gradient so small that calls count more than numbers."""
+    return terms[0] if len(terms) == 1 and isinstance(terms[0], Dense) and terms[0].is_small else None
 
 
 def position_lengths(terms: Sequence[Term], memo: Memo | None = None) -> torch.Tensor | None:
     """(B, n): how long every position's part of the gradient is; None where that is not known, or there are no positions."""
     lengths = [x for term in terms for x in term.lengths(memo) if x.shape[1]]
-    return torch.cat(lengths, 1) if lengths else None
+    return (torch.cat(lengths, 1) if len(lengths) > 1 else lengths[0]) if lengths else None
 
 
 def _lengths(x: torch.Tensor, summed_dims: Sequence[int], memo: Memo | None) -> torch.Tensor:
     """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just computed them."""
     for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)) if memo is not None else ():
-        products_bts = memo.known(kind, x)
-        if products_bts is not None:
-            return products_bts.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        gram = memo.known(kind, x)
+        if gram is not None:
+            return gram.lengths_bt
     kept = [dim for dim in range(1, x.dim()) if dim not in summed_dims]
-    lengths = torch.linalg.vector_norm(x, dim=kept, dtype=torch.float32) if kept else x.float().abs()
-    return lengths.flatten(1)
+    return (_norms(x, kept) if kept else x.float().abs()).flatten(1)
+
+
+def _norms(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Over ``dims``, in float32 at least, as float32."""
+    return torch.linalg.vector_norm(x, dim=dims, dtype=torch.promote_types(x.dtype, torch.float32)).float()
 
 
 def _flat_norm(x: torch.Tensor) -> torch.Tensor:

@@ -103,8 +103,8 @@ def test_convolutions_by_ghost_norm_and_by_instance(layer, shape, ghost, scratch
     x = torch.randn(shape)
     term = convolution(layer, [x], torch.randn_like(layer(x)))[layer.weight]
     assert isinstance(term, Convolved) and term.prefers_instance == (not ghost)
-    by_instance = term.squared_norm(instantiate=True)
-    torch.testing.assert_close(term._ghost_norm(), by_instance, rtol=1e-5, atol=0)
+    by_instance = term.measure(instantiate=True).norm
+    torch.testing.assert_close(term._ghost_norm().norm, by_instance, rtol=1e-5, atol=0)
     torch.testing.assert_close(term.instance().weighted_sum(torch.ones(4)), term.weighted_sum(torch.ones(4)), rtol=1e-4, atol=1e-4)
     assert_exact_in_all_modes(overwritten(layer), x, self_check=True)
 
@@ -439,8 +439,8 @@ def test_low_precision_factors_are_contracted_in_fp32(shape):
     image, grad = torch.randn(shape).bfloat16().unsqueeze(1), torch.randn(4, 20, *shape[2:]).bfloat16().unsqueeze(1)
     low, full, coef = Convolved(image, grad, how), Convolved(image.float(), grad.float(), how), torch.rand(4)
     for a, b in zip(
-        (low.squared_norm(), low.weighted_sum(coef), low.instance().grad),
-        (full.squared_norm(), full.weighted_sum(coef), full.instance().grad),
+        (low.measure().norm, low.weighted_sum(coef), low.instance().grad),
+        (full.measure().norm, full.weighted_sum(coef), full.instance().grad),
         strict=True,
     ):
         assert a.dtype == torch.float32
@@ -486,4 +486,4 @@ def test_uses_that_are_not_alike_are_added_as_instances():
     torch.testing.assert_close(merged.grad.flatten(), together.flatten())
     mixed = [Outer(torch.randn(2, 3, 4), torch.randn(2, 3, 6)), first]
     expected = (mixed[0].instance().grad.flatten(1) + mixed[1].instance().grad.flatten(1)).square().sum(1)
-    torch.testing.assert_close(term_algebra.squared_norm(mixed), expected)
+    torch.testing.assert_close(term_algebra.measure(mixed).squared(), expected)

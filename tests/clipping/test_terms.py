@@ -50,7 +50,7 @@ def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiat
     }
     terms = [made[kind](t) for kind, t in lengths]
     exact = sum(written_out(t, rows, columns) for t in terms)
-    norm_sq = algebra.squared_norm(terms, instantiate=instantiate, memo=Memo())
+    norm_sq = algebra.measure(terms, instantiate=instantiate, memo=Memo()).squared()
     scale = sum(written_out(t, rows, columns).flatten(1).norm(dim=1) for t in terms).square()  # what rounding is relative to
     assert norm_sq.dtype == torch.float32
     assert norm_sq.shape == (b,)
@@ -84,7 +84,7 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
         ids = torch.randint(0, e, (b, t), generator=g)
         term = Routed(ids, term.left, term.right, e)
         exact, reach = (torch.einsum("bse,bsp,bsd->bepd", F.one_hot(ids, e).double(), f(left), f(right)) for f in (torch.clone, torch.abs))
-    norm_sq, scale = algebra.squared_norm([term], instantiate=instantiate, memo=Memo()), reach.flatten(1).square().sum(1)
+    norm_sq, scale = algebra.measure([term], instantiate=instantiate, memo=Memo()).squared(), reach.flatten(1).square().sum(1)
     assert ((norm_sq.double() - exact.flatten(1).square().sum(1)).abs() <= 2e-6 * scale).all()
     instance = term.instance().grad.double().view_as(exact)
     assert ((instance - exact).abs() <= 1e-6 * reach).all()
@@ -103,7 +103,8 @@ def test_equal_slots_of_an_expert_that_cancel(dtype):
     parameter, forward_pass = torch.nn.Parameter(torch.zeros(1)), _Pass(1, torch.zeros(1))
     forward_pass.uses[parameter] = 1
     forward_pass.restart(measure=True, keep=True)
-    norm_b = forward_pass.add(parameter, term).sqrt()
+    forward_pass.add(parameter, term)
+    norm_b = forward_pass.squared_norms().sqrt()
     (kept,) = forward_pass.kept[parameter]
     assert kept.weighted_sum((bound / norm_b).clamp(max=1), Memo()).norm() <= bound * (1 + 1e-5)
 
@@ -112,7 +113,7 @@ def test_tied_factors_of_which_one_is_bf16():
     ids = torch.arange(8)[None]
     left = 1.0039 * torch.eye(40)[None, :8]
     terms = [Outer(left, torch.ones(1, 8, 50).bfloat16()), Rows(ids, -0.98 * torch.ones(1, 8, 50), 40)]
-    norm_b, memo = algebra.squared_norm(terms).sqrt(), Memo()
+    norm_b, memo = algebra.measure(terms).squared().sqrt(), Memo()
     total = sum(t.weighted_sum(torch.ones(1), memo) for t in terms)
     assert total.norm() <= norm_b * (1 + 1e-5)
 
@@ -125,9 +126,9 @@ def test_chunks_change_nothing(monkeypatch):
         Rows(torch.randint(0, 4, (7, 9)), torch.randn(7, 9, 3), 4),
     ]
     tied = [Outer(torch.randn(7, 5, 4), torch.randn(7, 5, 3)), terms[2]]
-    whole = [t.squared_norm(instantiate=i) for t in terms for i in (False, True)] + [algebra.squared_norm(tied)]
+    whole = [t.measure(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.measure(tied).squared()]
     monkeypatch.setattr(algebra, "SCRATCH_BYTES", 600)
-    parts = [t.squared_norm(instantiate=i) for t in terms for i in (False, True)] + [algebra.squared_norm(tied)]
+    parts = [t.measure(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.measure(tied).squared()]
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
@@ -184,7 +185,7 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
         exact = exact + terms[-1].grad.double()
     before, algebra.SCRATCH_BYTES = algebra.SCRATCH_BYTES, scratch
     try:
-        norm_sq = algebra.squared_norm(terms, instantiate=instantiate)
+        norm_sq = algebra.measure(terms, instantiate=instantiate).squared()
     finally:
         algebra.SCRATCH_BYTES = before
     size = exact.flatten(1).square().sum(1)

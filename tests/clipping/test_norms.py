@@ -1,0 +1,151 @@
+"""Norms of many parameters, added up together."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import assert_exact
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.clipping import terms
+from dp_transformers.clipping.norms import BF16, FP32, SPLIT, InnerProduct, Length, Norms
+
+CPU = torch.device("cpu")
+VIEWS = {"view", "t", "transpose", "detach", "unsqueeze", "diagonal", "_unsafe_view", "expand", "split", "slice", "alias"}
+
+
+def weigh(out):
+    """(B,): a loss of which no gradient is zero."""
+    weight = torch.randn(out.shape[1:].numel(), generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+    return torch.tanh(out).flatten(1) @ weight
+
+
+measured = st.tuples(st.sampled_from(["length", "product"]), st.sampled_from([None, FP32, SPLIT, BF16]), st.integers(1, 3))
+
+
+def some(kind, rounding, positions, b, g):
+    if kind == "length":
+        found = Length(torch.rand(b, generator=g))
+    else:
+        found = InnerProduct(torch.rand(b, generator=g) - 0.1, 1 + torch.rand(b, generator=g), 1 + torch.rand(b, generator=g))
+    return (found, None, None) if rounding is None else (found, 100 * torch.rand(b, positions, generator=g), rounding)
+
+
+@settings(max_examples=80, deadline=None)
+@given(members=st.lists(measured, min_size=1, max_size=9), b=st.integers(0, 4), seed=st.integers(0, 10**6))
+def test_together_they_are_what_they_are_one_by_one(members, b, seed):
+    g = torch.Generator().manual_seed(seed)
+    together, added = Norms(), torch.zeros(b, dtype=torch.float64)
+    for member in members:
+        alone, of_one = Norms(), some(*member, b, g)
+        alone.add(*of_one)
+        together.add(*of_one)
+        added += alone.total(CPU)
+    torch.testing.assert_close(together.total(CPU).double(), added, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rounding", [FP32, SPLIT, BF16])
+def test_rounding_lengthens_by_what_positions_can_hide(rounding):
+    lengths = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    norms = Norms()
+    norms.add(Length(torch.tensor([0.0, 2.0])), lengths, rounding)
+    found = norms.total(CPU).sqrt()
+    assert found[0] >= 5 * rounding.part  # what is left of them is nothing, and their roundings do not cancel
+    assert found[0] >= 7 * rounding.part * (1 - 1e-6)  # which may all point the same way
+    assert found[1] == 2
+
+
+def test_of_nothing_there_is_no_norm():
+    assert Norms().total(CPU) is None
+
+
+def small_model(dtype=torch.float32):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 7, bias=False), nn.RMSNorm(7), nn.Linear(7, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("small", [0, 4 * 5, 2**30], ids=["none", "some", "all"])
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
+def test_small_gradients_side_by_side(mode, small, dtype, monkeypatch):
+    """Norms, sums and what is added to, however many are taken together; with weights, and an example that is not finite."""
+    monkeypatch.setattr(terms, "SMALL", small)
+    model = small_model(dtype)
+    batch = {"x": torch.randn(4, 3, 6, dtype=dtype)}
+    with PerExampleClipper(model, 0.05, mode=mode, self_check=False) as clipper:
+        for _ in range(2):
+            assert_exact(model, clipper, lambda batch: weigh(model(batch["x"])), batch)
+        reference = {}
+        for bad in (False, True):
+            model.zero_grad()
+            weights = torch.tensor([1.0, 0.5, 0.0, 1.0]) if bad else torch.tensor([1.0, 0.5, 0.0, 0.0])
+            x = batch["x"].clone()
+            if bad:
+                x[3] = float("nan")
+            for _ in range(2):  # the second is added to what lies in grad
+                clipper.backward(weigh(model(x)), weights)
+            reference[bad] = [p.grad for p in model.parameters()]
+    for without, taken_out in zip(*reference.values(), strict=True):
+        assert without.dtype == dtype and without.abs().sum() > 0
+        torch.testing.assert_close(without, taken_out, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "fast_gradient", "per_sample"])
+def test_float64(mode):
+    """Its norms are float32, which is no reason to refuse, nor to lose what is in the sums."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Conv1d(6, 3, 2), nn.Flatten(), nn.Linear(9, 2)).double()
+    batch = {"x": torch.randint(0, 5, (4, 6))}
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        assert_exact(model, clipper, lambda batch: weigh(model(batch["x"])), batch)
+    assert all(p.grad.dtype == torch.float64 for p in model.parameters())
+
+
+def test_gradients_that_were_summed_together_are_changed_one_by_one():
+    model = small_model()
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(weigh(model(torch.randn(4, 3, 6))))
+    grads = [p.grad for p in model.parameters()]
+    before = [(g.clone(), g._version) for g in grads]
+    grads[1].add_(1)
+    for i, (grad, (was, version)) in enumerate(zip(grads, before, strict=True)):
+        assert (torch.equal(grad, was) and grad._version == version) == (i != 1)
+        assert grad.is_contiguous() and grad.grad_fn is None and not grad.requires_grad
+
+
+class Calls(TorchDispatchMode):
+    """Counts what computes something."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func._schema.name.split("::")[1] not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("mode", "times_plain"), [("book_keeping", 3), ("ghost", 5)])
+def test_a_layer_costs_few_calls(mode, times_plain):
+    """Where models are small or devices fast, the number of calls is what a step costs: 6 of a Linear and a LayerNorm without privacy."""
+
+    def calls(depth, mode):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(depth)])
+        x = torch.randn(4, 5, 8)
+        if mode == "plain":
+            losses = weigh(model(x))
+            with Calls() as count:
+                losses.sum().backward()
+            return count.number
+        with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+            for _ in range(2):
+                losses = weigh(model(x))
+                model.zero_grad()
+                with Calls() as count:
+                    clipper.backward(losses)
+        return count.number
+
+    plain, ours = ((calls(8, m) - calls(4, m)) / 4 for m in ("plain", mode))
+    assert 0 < ours <= times_plain * (plain + 2)  # and 2 of the forward pass
