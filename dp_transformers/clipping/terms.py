@@ -92,6 +92,10 @@ class Dense:
 
     keeps_instance = is_bf16 = False
 
+    def __post_init__(self) -> None:
+        if self.grad.dim() == 1:  # the parameter is a single number
+            self.grad = self.grad[:, None]
+
     @property
     def flat(self) -> torch.Tensor:
         """(B, n)."""

@@ -576,3 +576,41 @@ def test_hooks_of_the_user_are_differentiated(mode):
     batch = {"x": torch.randn(4, 3, 4), "y": torch.randn(4, 3, 2)}
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         assert_exact(model, clipper, lambda b: (model(b["x"]) * b["y"]).sum((1, 2)), batch)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_float64_parameters(mode):
+    """Measured in float32, and handed back in the dtype of the parameters."""
+    torch.manual_seed(0)
+    model = Net().double().train()
+    ids = torch.randint(1, 50, (4, 9))
+    batch = {"input_ids": ids, "labels": torch.randint(0, 50, ids.shape)}
+    assert_exact(model, PerExampleClipper(model, 1.0, mode=mode), net_losses(model), batch)
+    assert all(p.grad.dtype == torch.float64 for p in trainable(model))
+
+
+class Tempered(nn.Module):
+    """A learned temperature, which has no dimension, on the way and at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.linear(torch.tanh(x * self.temperature)) * self.temperature.exp()
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_parameter_without_dimensions(mode):
+    torch.manual_seed(0)
+    model, batch = Tempered(), {"x": torch.randn(5, 4, 5), "y": torch.randn(5, 4, 5)}
+    losses_of = lambda batch: (model(batch["x"]) - batch["y"]).square().mean((1, 2))  # noqa: E731
+    clipper = PerExampleClipper(model, 1.0, mode=mode)
+    assert_exact(model, clipper, losses_of, batch)
+    if mode == "per_sample":
+        assert model.temperature.grad_sample.shape == (5,)
+    batch["x"][2] = float("nan")
+    model.zero_grad()
+    norms = clipper.backward(losses_of(batch))
+    assert norms.isfinite().tolist() == [True, True, False, True, True] and model.temperature.grad.isfinite()
