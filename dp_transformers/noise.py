@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import random
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -127,3 +129,23 @@ def _chacha20(entropy: Sequence[int]) -> Bits:
     key = hashlib.sha256(repr(list(entropy)).encode()).digest()
     keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key is used for one stream only
     return lambda count: torch.frombuffer(bytearray(keystream.update(bytes(8 * count))), dtype=torch.int64)
+
+
+@contextmanager
+def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Seed the global generators of Python, numpy and torch; afterwards they are as they were.
+
+    Dropout, augmentation and random masking draw from them. An example's numbers depend on where in the draw it lies, so taking out one
+    example changes those of others. That is covered by ε as long as nobody knows them: they have the same distribution with and without it.
+    """
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        numbers = np.random.SeedSequence(list(entropy)).generate_state(8, np.uint32)
+        random.seed(numbers.tobytes())
+        np.random.seed(numbers)
+        torch.manual_seed(int(numbers[:2].view(np.uint64)[0] >> np.uint64(1)))
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

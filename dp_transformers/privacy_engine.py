@@ -52,6 +52,8 @@ class PrivacyEngine:
       adds up their sums. Models under ``fully_shard`` (FSDP2) need losses of shape (B,): a ``criterion``, or ``loss_reduction="none"`` and
       ``engine.clipper.backward(losses)``.
     * Steps are counted when their noise is drawn. :meth:`get_epsilon` is the ε of those.
+    * Dropout and augmentation come from the global generators, which are yours. Who knows their seed can tell more than ε allows: call
+      ``torch.seed()`` (and what else you draw from) when the model is built, and save no state of them.
 
     Args:
         accountant: "pld" or "rdp", see :mod:`dp_transformers.accounting`.

@@ -28,6 +28,7 @@ from .clipping.shards import everywhere, is_dtensor
 from .clipping.verify import self_check
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
 from .mechanism import LayoutNoise, privatise
+from .noise import global_random_numbers
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
 from .validation import validate_lengths, validate_model, validate_training_data
@@ -383,8 +384,11 @@ class DPTrainer(Trainer):
         distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        together = self.is_fsdp_enabled or self.is_distributed_loading_by_transformers  # so that LayerDrop drops the same on all of them
+        entropy = [distributed.shared_secret(self.args.dp_seed), 0 if together else distributed.rank()]
         try:
-            return super()._inner_training_loop(*args, **kwargs)
+            with global_random_numbers(entropy, self.args.device):  # args.seed is known, and would tell the masks of dropout
+                return super()._inner_training_loop(*args, **kwargs)
         finally:
             if self._clipper is not None:
                 for p in self._clipper.parameters:
@@ -558,6 +562,14 @@ class DPTrainer(Trainer):
         self._complete(folder)
         if args.should_save and limit is not None and limit > 0:
             rotate(args.output_dir, limit, keep={name, os.path.basename(self.state.best_model_checkpoint or name)})
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing of what dropout has drawn or will draw: only what `args.seed` tells."""
+        with global_random_numbers([self.args.seed], self.args.device):
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Random numbers are fresh on resume, as draws and noise are."""
 
     def _complete(self, checkpoint: str) -> None:
         self.accelerator.wait_for_everyone()

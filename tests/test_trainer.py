@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import shutil
 from pathlib import Path
@@ -137,6 +138,39 @@ def test_the_seed_does_not_reproduce_the_noise(tmp_path):
         runs.append(grads.steps)
     for a, b in zip(*runs, strict=True):
         assert all(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_neither_the_seed_nor_a_checkpoint_reproduces_dropout(tmp_path):
+    """Who knows the masks knows sums that differ by more than C when one example is taken out: it moves the masks of others."""
+    q1 = {"noise_multiplier": 0.0, "seed": 42, "expected_batch_size": N, "save_strategy": "steps", "save_steps": 1}
+    runs, files, after = [], [], []
+    for k in range(2):
+        grads = Grads()
+        trainer = trainer_for(tmp_path / str(k), model=build("bert", dropout=0.1), callbacks=[grads], **q1)
+        global_state = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        trainer.train()
+        assert torch.equal(torch.get_rng_state(), global_state[0])
+        assert (np.random.get_state()[1].tolist(), random.getstate()) == global_state[1:]
+        files.append(torch.load(tmp_path / str(k) / "checkpoint-2" / "rng_state.pth", weights_only=False))
+        resumed = Grads()
+        trainer_for(tmp_path / str(k), model=build("bert", dropout=0.1), callbacks=[resumed], **q1).train(
+            resume_from_checkpoint=str(tmp_path / str(k) / "checkpoint-2")
+        )
+        runs.append(grads.steps[0])
+        after.append((grads.steps[2], resumed.steps[0]))
+    for a, b in [runs, *after]:  # the same examples and weights
+        assert distance(a, b) > 1e-3 * length(a)
+    assert torch.equal(files[0]["cpu"], files[1]["cpu"]) and files[0]["python"] == files[1]["python"]
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_dropout_and_collators_follow_the_fixed_seed_of_tests(tmp_path):
+    finals = []
+    for seed in (1, 2):
+        model = build("bert", dropout=0.1)
+        trainer_for(tmp_path / str(seed), model=model, seed=seed, noise_multiplier=0.0, dp_seed=1).train()
+        finals.append(trainable(model))
+    assert distance(*finals) == 0
 
 
 def test_empty_draws_are_noised_and_counted(tmp_path):
