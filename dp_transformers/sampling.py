@@ -6,6 +6,7 @@ privacy-relevant steps. It carries its *physical batches*, of the size that fits
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,16 +26,20 @@ class Draw:
 
 @dataclass
 class LogicalBatch:
-    """What one rank contributes to one step: collated physical batches, and how many examples each holds; possibly none."""
+    """What one rank contributes to one step: collated physical batches, possibly none.
+
+    Of each, how many examples it holds, and whether some were padded to the length of others.
+    """
 
     number: int
     physical_batches: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    padded: list[bool] = field(default_factory=list)
 
     def pin_memory(self) -> LogicalBatch:
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return LogicalBatch(self.number, [pin_memory(b) for b in self.physical_batches], self.sizes)
+        return LogicalBatch(self.number, [pin_memory(b) for b in self.physical_batches], self.sizes, self.padded)
 
 
 class PoissonSampler:
@@ -82,6 +87,7 @@ class LogicalBatches(Dataset):
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], physical_batch_size: int):
         self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
+        self._pads_by_others = False  # seen to, and not to a length of its own
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -94,17 +100,22 @@ class LogicalBatches(Dataset):
         examples.sort(key=_length)
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
-        return LogicalBatch(draw.number, [self._collated(part) for part in parts], [len(part) for part in parts])
+        batches = [self._collated(part) for part in parts]
+        return LogicalBatch(draw.number, [b for b, _ in batches], [len(part) for part in parts], [is_padded for _, is_padded in batches])
 
-    def _collated(self, examples: list[Any]) -> Any:
-        lengths = {_length(example) for example in examples}
+    def _collated(self, examples: list[Any]) -> tuple[Any, bool]:
+        is_ragged = _length(examples[0]) != _length(examples[-1])
+        shortest = copy.copy(examples[0]) if is_ragged else None  # collators may change what they are given
         batch = self.collate(examples)
-        if len(lengths) > 1 and isinstance(batch, Mapping) and "input_ids" in batch and "attention_mask" not in batch:
+        if not (is_ragged and isinstance(batch, Mapping) and "input_ids" in batch):
+            return batch, False  # no texts, or nothing was padded
+        if "attention_mask" not in batch:
             raise ValueError(
                 "examples of different lengths were padded without an attention_mask, so how much padding an example sees depends on the "
                 "others. Use a collator that returns the attention_mask (DataCollatorWithPadding does if the tokenizer's output has it)."
             )
-        return batch
+        self._pads_by_others = self._pads_by_others or self.collate([shortest])["input_ids"].shape[-1] != batch["input_ids"].shape[-1]
+        return batch, self._pads_by_others
 
 
 def _length(example: Any) -> int:

@@ -25,7 +25,7 @@ from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
 from .clipping.shards import everywhere, is_dtensor
-from .clipping.verify import self_check
+from .clipping.verify import check_padding, self_check
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
 from .mechanism import LayoutNoise, privatise
 from .noise import global_random_numbers
@@ -269,6 +269,7 @@ class DPTrainer(Trainer):
             self._filler: dict[str, Any] | None = None
             self._steps_left = self._affordable_steps()
             self._last_draw = -1
+            self._padding_checked = not self.args.self_check
             distributed.on_rank_zero(self._begin)
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
@@ -426,8 +427,21 @@ class DPTrainer(Trainer):
             self._clipper.backward(losses, None if size else torch.zeros_like(losses))
             if self.args.log_train_loss and size:
                 loss += losses.detach().nansum() / self._state.expected_batch_size
+        if not self._padding_checked:
+            self._check_padding(inputs)
         self._privatise_gradients()
         return loss
+
+    def _check_padding(self, inputs: LogicalBatch) -> None:
+        """With the first batch of examples that are padded to each other's length, before anything of it is released."""
+        padded = next((b for b, is_padded in zip(inputs.physical_batches, inputs.padded, strict=True) if is_padded), None)
+        if self._clipper.shards:
+            if not distributed.largest(int(padded is not None), self.args.device):
+                return
+            padded = distributed.first_given(padded)
+        if padded is not None:
+            check_padding(self._clipper, dict(self._prepare_inputs(padded)), lambda **rows: self._per_example_losses(rows)[0])
+            self._padding_checked = True
 
     def _batches_of_step(self, inputs: LogicalBatch) -> list[tuple[Any, int]]:
         """Physical batches and the number of examples in each, as many on every rank as on any where parameters are sharded."""

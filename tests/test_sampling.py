@@ -89,3 +89,17 @@ def test_empty_draw_is_an_empty_logical_batch():
     assert batch.number == 4
     assert batch.physical_batches == []
     assert batch.pin_memory().physical_batches == []
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_batches_say_whether_examples_are_padded_to_the_length_of_others(fixed):
+    def collate(rows):
+        longest = 9 if fixed else max(len(row["input_ids"]) for row in rows)
+        ids = np.array([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+        for row in rows:
+            row["input_ids"] = None  # some collators change what they are given
+        return {"input_ids": ids, "attention_mask": ids > 0}
+
+    batches = LogicalBatches(Rows(), collate, 2)
+    assert batches[Draw(0, [0, 7, 14, 3])].padded == [False, not fixed]  # lengths 1, 1 and 1, 4
+    assert batches[Draw(1, [1])].padded == [False]

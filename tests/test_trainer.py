@@ -16,7 +16,17 @@ from models import DeepSpeedEngine, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import BertConfig, BertForPreTraining, TrainerCallback, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    TrainerCallback,
+    TrainingArguments,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+)
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, PrivacyStateError
@@ -495,6 +505,65 @@ def test_padding_without_a_mask_is_refused(tmp_path):
         DPTrainer(build("bert"), arguments(tmp_path), no_mask, dataset()).train()
     same_length = [{"input_ids": [5, i, 7], "labels": i % 3} for i in range(N)]
     DPTrainer(build("bert"), arguments(tmp_path), no_mask, same_length).train()
+
+
+def padded(rows, side="right", longest=None):
+    """Collated with the pad token 0 on this side, to the longest or to a fixed length."""
+    longest = longest or max(len(r["input_ids"]) for r in rows)
+
+    def pad(ids, value):
+        padding = [value] * (longest - len(ids))
+        return ids + padding if side == "right" else padding + ids
+
+    batch = {"input_ids": [pad(r["input_ids"], 0) for r in rows], "attention_mask": [pad([1] * len(r["input_ids"]), 0) for r in rows]}
+    for name in rows[0].keys() - {"input_ids"}:
+        batch[name] = [pad(r[name], -100) if isinstance(r[name], list) else r[name] for r in rows]
+    return {name: torch.tensor(x) for name, x in batch.items()}
+
+
+PADDED = {  # model, side, fixed length, whether others' lengths then decide an example's gradient
+    "BERT": (lambda: build("bert"), "right", None, False),
+    "BERT on the left": (lambda: build("bert"), "left", None, True),
+    "BERT on the left, one length": (lambda: build("bert"), "left", 16, False),
+    "GPT-2": (lambda: build("gpt2"), "right", None, False),
+    "GPT-2 on the left": (lambda: build("gpt2"), "left", None, True),  # positions are counted from the padding on
+    "Llama on the left": (lambda: build("llama"), "left", None, True),  # the last padding predicts the first token
+    "Llama on the left, LoRA": (lambda: build("llama", lora=True), "left", None, True),
+    "XLNet": (lambda: XLNetForSequenceClassification(XLNetConfig(**TINY)), "right", None, True),  # looks at the last position
+    "XLNet on the left": (lambda: XLNetForSequenceClassification(XLNetConfig(**TINY)), "left", None, False),
+    "GPT-2 classifier": (lambda: GPT2ForSequenceClassification(GPT2Config(**TINY)), "right", None, False),
+    "question answering": (
+        lambda: BertForQuestionAnswering(BertConfig(**TINY | {"num_labels": 2})),
+        "right",
+        None,
+        True,
+    ),  # softmax over padding
+    "question answering, one length": (lambda: BertForQuestionAnswering(BertConfig(**TINY | {"num_labels": 2})), "right", 16, False),
+}
+TINY = {"vocab_size": 1000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "pad_token_id": 0,
+        "n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64, "n_embd": 32, "num_labels": 3}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+@pytest.mark.parametrize("case", PADDED)
+def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, case, mode):
+    make, side, longest, is_refused = PADDED[case]
+    model = make().train()
+    data = dataset(kind="lm" if model.__class__.__name__.endswith(("LMHeadModel", "CausalLM")) else "bert")
+    if "question" in case:
+        data = data.rename_column("labels", "start_positions").map(lambda row: {"end_positions": row["start_positions"] + 1})
+    if hasattr(model, "peft_config"):
+        data = dataset(kind="lm")
+    args = arguments(tmp_path, expected_batch_size=30, clipping_mode=mode, max_steps=1)
+    trainer = DPTrainer(model, args, lambda rows: padded(rows, side, longest), data)
+    before = [p.detach().clone() for p in trainable(model)]
+    if not is_refused:
+        trainer.train()
+        assert trainer.privacy_spent().steps == 1
+        return
+    with pytest.raises(ValueError, match=f"padded on the {side} to the length of a longer one"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 0 and distance(before, trainable(model)) == 0
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")

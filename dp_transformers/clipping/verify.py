@@ -162,6 +162,59 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     return report
 
 
+def check_padding(clipper: PerExampleClipper, batch: dict[str, Any], loss_function: LossFunction) -> float:
+    """Whether an example's gradient is the same with and without its padding, on synthetic input with the masks of ``batch``.
+
+    Where examples are padded to the length of others, one that is not lets those decide its gradient. Returns the relative change.
+
+    Raises:
+        SelfCheckError: it is not.
+    """
+    mask_bt = batch["attention_mask"].bool()
+    (size, length), lengths_b = mask_bt.shape, mask_bt.sum(1)
+    row = int(lengths_b.masked_fill(lengths_b == length, -1).argmax())
+    own_targets = getattr(getattr(clipper.model, "config", None), "is_encoder_decoder", False)  # with a length of their own
+
+    def in_place(name: str, x: Any) -> Any:
+        """The row with its own padding, and a label wherever there may be one."""
+        if not _batched(x, size) or (own_targets and _is_of_targets(name)):
+            return x[row : row + 1] if _batched(x, size) else x
+        if x.shape == mask_bt.shape:
+            x = x.masked_fill(x == -100, 1) if _is_of_targets(name) else x
+            x = x.where(mask_bt, batch[name])
+        return x[row : row + 1]
+
+    def own_positions(name: str, x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and not (own_targets and _is_of_targets(name)):
+            for dim in (d for d in range(1, x.dim()) if x.shape[d] == length):
+                x = x.index_select(dim, mask_bt[row].nonzero().flatten())
+        return x
+
+    with _forked_rng(clipper.device), _undisturbed(clipper):
+        if clipper.shards or clipper.parallel:
+            torch.manual_seed(0)
+        padded = {name: in_place(name, x) for name, x in synthetic_inputs(clipper.model, (), batch, size)[1].items()}
+        alone = {name: own_positions(name, x) for name, x in padded.items()}
+        _perturb(clipper.parameters)
+        clipper.model.eval()
+        clipper.max_grad_norm = float("inf")
+        _, with_padding, low_precision = _clip(clipper, loss_function, (), padded)
+        _, without, _ = _clip(clipper, loss_function, (), alone)
+        change = float(_distance(with_padding, without) / _length(without).clamp(min=1e-12))
+    if not change <= TOLERANCE[low_precision]:
+        side = "right" if bool(mask_bt[row, 0]) else "left"
+        raise SelfCheckError(
+            f"an example's gradient changes by {change:.1e} (relative) when it is padded on the {side} to the length of a longer one of its batch, so "
+            "every example has a say in the gradients of others, beyond the clipping bound. Pad on the other side (padding_side of the "
+            "tokenizer), or pad all examples to one length (padding='max_length'), or leave padding out in a per-example loss of your own."
+        )
+    return change
+
+
+def _is_of_targets(name: str) -> bool:
+    return "label" in name or name.startswith("decoder")
+
+
 def run_checks(
     clipper: PerExampleClipper,
     args: tuple,
