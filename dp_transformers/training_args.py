@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
+from transformers.debug_utils import DebugOption
 
 from .accounting import ACCOUNTANTS
 from .clipping.modes import MODES
@@ -134,6 +135,10 @@ class DPTrainingArguments(TrainingArguments):
             "parallelism_config": (self.parallelism_config, "an example split over processes has no norm on any of them"),
             "torch_compile": (self.torch_compile, "compiled models are not supported yet"),
             "use_liger_kernel": (self.use_liger_kernel, "its fused loss averages over the batch, so there is no loss per example"),
+            "debug": (
+                DebugOption.UNDERFLOW_OVERFLOW in self.debug,
+                "on the first inf or nan it prints the range of all activations, which are private, and stops where one example would not",
+            ),
             "neftune_noise_alpha": (
                 self.neftune_noise_alpha,
                 "its noise depends on the length the batch was padded to, so on the other examples",

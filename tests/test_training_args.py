@@ -54,6 +54,7 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"neftune_noise_alpha": 5.0}, "padded to"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["a"]}, "during backward"),
         ({"optim": "lomo"}, "during backward"),
+        ({"debug": "underflow_overflow"}, "range of all activations"),
         ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
