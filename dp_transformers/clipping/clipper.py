@@ -42,6 +42,8 @@ from .terms import Dense, Norm, Term
 
 logger = logging.getLogger(__name__)
 
+SMALLEST_BOUND = 1e-12
+
 
 class Follower(Protocol):
     """Who follows a clipper from batch to batch (:meth:`PerExampleClipper.follow`)."""
@@ -356,7 +358,7 @@ class PerExampleClipper:
         batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the second.
 
     Raises:
-        ValueError: nothing to train, unknown mode, or a bound that is not a positive number.
+        ValueError: nothing to train, unknown mode, or a bound that is not a number, or too small.
 
     Example::
 
@@ -368,9 +370,10 @@ class PerExampleClipper:
     _is_copy = False
 
     def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True, batch_first: bool = True):
-        if not (isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < float("inf")):
+        if not (isinstance(max_grad_norm, (int, float)) and SMALLEST_BOUND <= max_grad_norm < float("inf")):
             raise ValueError(
-                f"max_grad_norm must be a positive finite number, the bound on each example's gradient; got {max_grad_norm!r}."
+                f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's gradient (squares of smaller "
+                f"norms vanish in float32); got {max_grad_norm!r}."
             )
         if not (batch_first or self_check):
             raise ValueError("batch_first=False needs the self-check, which learns where every module has its examples.")

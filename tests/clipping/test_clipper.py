@@ -614,3 +614,10 @@ def test_a_parameter_without_dimensions(mode):
     model.zero_grad()
     norms = clipper.backward(losses_of(batch))
     assert norms.isfinite().tolist() == [True, True, False, True, True] and model.temperature.grad.isfinite()
+
+
+@pytest.mark.parametrize("bound", [1e-24, 0.0, -1.0, float("nan"), float("inf"), "1"])
+def test_bounds_that_bound_nothing_are_refused(bound):
+    """At 1e-24 every squared norm was 0 in float32, and three examples moved the sum by 103 C."""
+    with pytest.raises(ValueError, match="max_grad_norm must be a finite number of at least 1e-12"):
+        PerExampleClipper(nn.Linear(2, 2), bound)
