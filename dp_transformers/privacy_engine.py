@@ -28,7 +28,7 @@ from .clipping.shards import local
 from .mechanism import LayoutNoise, privatise
 from .noise import GaussianNoise
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
-from .validation import validate_model, validate_training_data
+from .validation import validate_model, validate_optimizer, validate_training_data
 
 logger = logging.getLogger(__name__)
 
@@ -672,11 +672,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
         raise ValueError("LBFGS evaluates the loss several times for one step; take a first-order optimizer.")
     names = {p: name for name, p in module.named_parameters()}
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    if foreign := [tuple(p.shape) for p in held if p not in names]:
-        raise ValueError(
-            f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes {foreign[:3]}): they would be trained without noise. "
-            "Build the optimizer from model.parameters(), after the last change of the model."
-        )
+    validate_optimizer(optimizer, module)
     if missed := [name for p, name in names.items() if p.requires_grad and p not in held]:
         raise ValueError(
             f"the optimizer misses {len(missed)} trainable parameters ({', '.join(missed[:3])}): they would take up the clipping bound without being "

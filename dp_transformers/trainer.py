@@ -31,7 +31,7 @@ from .mechanism import LayoutNoise, privatise
 from .noise import global_random_numbers
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
-from .validation import validate_lengths, validate_model, validate_training_data
+from .validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 
 FSDP_FLAG = "ACCELERATE_USE_FSDP"  # what `accelerate launch` says in the environment
 
@@ -358,6 +358,7 @@ class DPTrainer(Trainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
         args = self.args
+        validate_optimizer(self.optimizer, self.model)
         self._clipper = PerExampleClipper(self.model, self._state.max_grad_norm, mode=args.clipping_mode, self_check=args.self_check)
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError("FSDP was asked for, but accelerate did not shard the model. Check its configuration, or switch fsdp off.")

@@ -120,6 +120,16 @@ def validate_model(model: nn.Module) -> None:
     ModuleValidator.validate(model, strict=True)
 
 
+def validate_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError if the optimizer holds parameters that are not the model's: nothing clips their gradients, or adds noise."""
+    own = set(model.parameters())
+    if foreign := [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in own]:
+        raise ValueError(
+            f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes {foreign[:3]}): they would be trained without noise. "
+            "Build the optimizer from model.parameters(), after the last change of the model."
+        )
+
+
 def _problems(model: nn.Module) -> Iterator[Problem]:
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -581,6 +581,19 @@ def test_gradients_left_by_a_callback_do_not_reach_the_sum(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_parameters_outside_of_the_model_are_refused(tmp_path, reentrant):
+    """Where checkpointing is reentrant, the loss filled their gradients, unclipped, and the optimizer stepped with them."""
+    model, scale = build("bert"), nn.Parameter(torch.ones(3))
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    loss = lambda outputs, labels: (outputs.logits * scale).gather(1, labels[:, None]).squeeze(1)  # noqa: E731
+    trainer = DPTrainer(model, arguments(tmp_path), collate, dataset(), per_example_loss_func=loss, optimizers=(optimizer, None))
+    with pytest.raises(ValueError, match="1 parameters that are not the model's"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 0 and torch.equal(scale, torch.ones(3))
+
+
 def test_a_callback_cannot_train_beyond_the_budget(tmp_path):
     class GoOn(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
