@@ -147,6 +147,7 @@ class Outer:
 
     left: torch.Tensor
     right: torch.Tensor
+    instance_memory: int = 1  # how many times what the factors take an instance may take, to be kept in their place
 
     def __post_init__(self) -> None:
         assert self.left.dim() == self.right.dim() == 3 and self.left.shape[:2] == self.right.shape[:2]
@@ -165,9 +166,8 @@ class Outer:
 
     @property
     def keeps_instance(self) -> bool:
-        """Whether the gradients take no more memory than the factors."""
         t, p, d = *self.left.shape[1:], self.right.shape[2]
-        return t * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * p * d
+        return self.instance_memory * t * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * p * d
 
     def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
         (b, t, p), d = self.left.shape, self.right.shape[2]

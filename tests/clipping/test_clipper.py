@@ -426,7 +426,7 @@ def test_bf16_autocast_respects_the_bound():
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("size", [1e2, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["embedding", "linear", "bias", "layer norm", "convolution", "attention"])
+@pytest.mark.parametrize("kind", ["embedding", "linear", "bias", "layer norm", "convolution", "attention", "recurrent"])
 def test_parts_that_cancel(kind, dtype, size, mode):
     """Positions pull in opposite directions: what is left of them is rounding, and still bounded."""
     t, d = (512 if dtype == torch.float32 else 64), 4
@@ -442,6 +442,8 @@ def test_parts_that_cancel(kind, dtype, size, mode):
         model, x, pulls = nn.Conv1d(d, d, 3, padding=1), x.mT, pulls.mT
     elif kind == "attention":
         model = Attention(d)
+    elif kind == "recurrent":
+        model = Recurrent(d)
     else:
         model = nn.Linear(d, d, bias=kind == "bias")
         model.weight.requires_grad_(kind == "linear")
@@ -513,6 +515,19 @@ class Attention(nn.Module):
 
     def forward(self, x):
         return self.inner(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    """Without memory: each output is its input, many times over."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.inner = nn.RNN(d, d, nonlinearity="relu", bias=False, batch_first=True)
+        self.inner.weight_hh_l0.requires_grad_(False).zero_()
+        nn.init.constant_(self.inner.weight_ih_l0, 0.5)
+
+    def forward(self, x):
+        return self.inner(x)[0]
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)

@@ -27,6 +27,7 @@ from . import ModuleCall, whole_call_rule
 from .fallback import UnsupportedModuleError, replayed, ways_out
 
 ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
+INSTANCE_MEMORY = 2  # with steps in the hundreds instances halve the arithmetic
 
 Weights = Mapping[str, torch.Tensor]  # by role
 
@@ -279,20 +280,14 @@ def _add_terms(terms: dict[nn.Parameter, Term], parameters: Weights, direction: 
         if not p.requires_grad:
             continue
         if role == "ih":
-            term = _outer(dz_ih, rows.by_example(x_nd))
+            term = Outer(dz_ih, rows.by_example(x_nd), INSTANCE_MEMORY)
         elif role == "hh":
-            term = _outer(dz_hh, rows.by_example(h_np))
+            term = Outer(dz_hh, rows.by_example(h_np), INSTANCE_MEMORY)
         elif role == "projection":
-            term = _outer(rows.by_example(direction.d_output), rows.by_example(direction.hidden))
+            term = Outer(rows.by_example(direction.d_output), rows.by_example(direction.hidden), INSTANCE_MEMORY)
         else:
             term = summed(dz_ih if role == "bias_ih" else dz_hh, (1,))
         terms[p] = merge([terms[p], term])[0] if p in terms else term  # layers that share a parameter
-
-
-def _outer(left_btp: torch.Tensor, right_btd: torch.Tensor) -> Term:
-    """Instantiated where that takes at most twice the memory: with steps in the hundreds it halves the arithmetic."""
-    term, (t, p), d = Outer(left_btp, right_btd), left_btp.shape[1:], right_btd.shape[2]
-    return term.instance() if 2 * t * (p + d) >= p * d else term
 
 
 def _require_same(call: ModuleCall, recorded_np: torch.Tensor, recomputed_np: torch.Tensor) -> None:
