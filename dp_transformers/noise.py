@@ -131,6 +131,13 @@ def _chacha20(entropy: Sequence[int]) -> Bits:
     return lambda count: torch.frombuffer(bytearray(keystream.update(bytes(8 * count))), dtype=torch.int64)
 
 
+def forget_seeds() -> None:
+    """Let the global generators of Python, numpy and torch go on from numbers of the operating system."""
+    random.seed()
+    np.random.seed()
+    torch.seed()
+
+
 @contextmanager
 def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Iterator[None]:
     """Seed the global generators of Python, numpy and torch; afterwards they are as they were.

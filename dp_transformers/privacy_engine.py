@@ -26,7 +26,7 @@ from .clipping import PerExampleClipper
 from .clipping.precision import set_gradient
 from .clipping.shards import local
 from .mechanism import LayoutNoise, privatise
-from .noise import GaussianNoise
+from .noise import GaussianNoise, forget_seeds
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .validation import validate_model, validate_optimizer, validate_training_data
 
@@ -52,8 +52,8 @@ class PrivacyEngine:
       adds up their sums. Models under ``fully_shard`` (FSDP2) need losses of shape (B,): a ``criterion``, or ``loss_reduction="none"`` and
       ``engine.clipper.backward(losses)``.
     * Steps are counted when their noise is drawn. :meth:`get_epsilon` is the ε of those.
-    * Dropout and augmentation come from the global generators, which are yours. Who knows their seed can tell more than ε allows: call
-      ``torch.seed()`` (and what else you draw from) when the model is built, and save no state of them.
+    * Dropout and augmentation must be as unknown as the noise, so ``make_private`` seeds Python's, numpy's and torch's global generators
+      anew. Do not set their seeds after it, nor save their states.
 
     Args:
         accountant: "pld" or "rdp", see :mod:`dp_transformers.accounting`.
@@ -213,6 +213,8 @@ class PrivacyEngine:
             self._run = None
             clipper.detach()
             raise
+        if self._dp_seed is None:
+            forget_seeds()
         return self._run
 
     def get_epsilon(self, delta: float) -> float:
@@ -505,6 +507,12 @@ class _Run:
     # ---- batches ----
 
     def physical_batches(self, logical: LogicalBatch) -> Iterator[tuple[Any, _Given]]:
+        for batch, is_padded in zip(logical.physical_batches, logical.padded, strict=True):
+            if is_padded and not bool(batch["attention_mask"][:, 0].all()):
+                raise ValueError(
+                    "examples were padded on the left to the length of a longer one of their batch, where most models let the padding, and so the other "
+                    "examples, decide their gradients. Pad on the right (padding_side of the tokenizer), or all to one length (padding='max_length')."
+                )
         batches = [(batch, size, 1.0) for batch, size in zip(logical.physical_batches, logical.sizes, strict=True)]
         rounds = distributed.largest(len(batches), self.clipper.device) if self.clipper.shards else len(batches)
         while len(batches) < max(1, rounds):  # every draw is stepped, and every rank takes part in every sum of shards

@@ -381,13 +381,17 @@ class DPTrainer(Trainer):
                 f"DistributedConfig(tp_size={size}, fsdp_size={world // size})."
             )
 
+    def _data_rank(self) -> int:
+        """Which share of the examples is this process's; a tensor-parallel group works on the same ones."""
+        return distributed.rank() // self.get_tp_size()
+
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Equal on all ranks to start with. Trainer would also average their gradients here; a private step adds them up itself."""
         distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        together = self.is_fsdp_enabled or self.is_distributed_loading_by_transformers  # so that LayerDrop drops the same on all of them
-        entropy = [distributed.shared_secret(self.args.dp_seed), 0 if together else distributed.rank()]
+        # an example's masks must not depend on which others are drawn, so no two ranks share theirs, but in a tensor-parallel group
+        entropy = [distributed.shared_secret(self.args.dp_seed), self._data_rank()]
         try:
             with global_random_numbers(entropy, self.args.device):  # args.seed is known, and would tell the masks of dropout
                 return super()._inner_training_loop(*args, **kwargs)
@@ -524,7 +528,7 @@ class DPTrainer(Trainer):
             self._state.sample_rate,
             self._steps_per_epoch(expected),
             distributed.shared_secret(args.dp_seed),
-            distributed.rank() // self.get_tp_size(),  # a tensor-parallel group works on the same examples
+            self._data_rank(),
             distributed.world_size() // self.get_tp_size(),
         )
         return poisson_dataloader(

@@ -47,12 +47,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Gradients(TrainerCallback):
-    """The whole gradient that the optimizer is given, step by step, flat; and this rank's shard of it."""
+    """The whole gradient that the optimizer is given, step by step, flat; this rank's shard of it; and a number as dropout draws them."""
 
     def __init__(self):
-        self.steps, self.shards = [], []
+        self.steps, self.shards, self.drawn = [], [], []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.drawn.append(torch.rand(()).item())
         self.steps.append(torch.cat([whole(p.grad).flatten() for p in trainable(model)]))
         if any(hasattr(p, "placements") for p in trainable(model)):
             self.shards.append(torch.cat([p.grad.to_local().flatten() for p in trainable(model) if hasattr(p, "placements")]).clone())
@@ -83,6 +84,7 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
     return {
         "gradients": gradients.steps,
         "shards": gradients.shards,
+        "drawn": gradients.drawn,
         "parameters": torch.cat([whole(p).flatten() for p in trainable(trainer.model)]),
         "counts": trainer.counts,
         "steps": trainer.privacy_spent().steps,
@@ -593,10 +595,18 @@ def refusals(folder):
         loader, optimizer = DataLoader(dataset(), 3, collate_fn=collate), torch.optim.SGD(net.parameters(), lr=0.1)
         PrivacyEngine().make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
 
+    def layerdrop():
+        net = build("llama")
+        net.config.decoder_layerdrop = 0.1
+        PerExampleClipper(shard(net), 1.0)
+
     def followed():
         loop(folder, model="llama", sharded=True)
 
-    return {f.__name__: message(f) for f in (by_hand, in_a_loop, followed, low_precision_sums, ignored, old_fsdp, left_in_the_environment)}
+    return {
+        f.__name__: message(f)
+        for f in (by_hand, in_a_loop, layerdrop, followed, low_precision_sums, ignored, old_fsdp, left_in_the_environment)
+    }
 
 
 WORLD = int(os.environ.get("WORLD_SIZE") or os.environ.get("PROCESSES", 2))

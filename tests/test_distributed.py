@@ -54,7 +54,10 @@ def cases_of(*starts, function):
 def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
     """Every step's gradient, all parameters together, from different counts, an empty rank and an empty draw; the ranks agree exactly."""
     one = worker.train(tmp_path, **worker.unsharded(worker.CASES[case][1]))
-    groups = ranks[case][:: worker.CASES[case][1].get("tp", 1)]
+    tp = worker.CASES[case][1].get("tp", 1)
+    groups = ranks[case][::tp]
+    for step in zip(*(rank["drawn"] for rank in ranks[case]), strict=True):  # no two groups drop the same, or masks would tell who is drawn
+        assert len({step[k : k + tp] for k in range(0, PROCESSES, tp)}) == PROCESSES // tp == len(set(step))
     assert one["counts"] == [2, 5, 2, 1, 0] == torch.tensor([rank["counts"] for rank in groups]).sum(0).tolist()
     for rank in ranks[case]:
         assert rank["steps"] == len(one["gradients"]) == len(rank["gradients"])
@@ -337,6 +340,7 @@ def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
         for case in ("by_hand", "in_a_loop"):
             assert "DistributedDataParallel" in rank[case] and "hand over the bare module" in rank[case]
         assert "hand over the criterion" in rank["followed"]
+        assert "decoder_layerdrop=0.1" in rank["layerdrop"] and "model.config.decoder_layerdrop to 0" in rank["layerdrop"]
         assert "take ACCELERATE_USE_FSDP out of os.environ" in rank["left_in_the_environment"]
 
 

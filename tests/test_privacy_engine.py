@@ -3,7 +3,9 @@
 import copy
 import math
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -491,6 +493,48 @@ def test_other_refusals():
         engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
     engine.detach()
     assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def random_numbers():
+    return torch.rand(()).item(), random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize("dp_seed", [None, 1])
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_masks_of_dropout_follow_no_seed_that_is_known(dp_seed):
+    """They move with the examples, so who knows them could tell more than ε allows. With a fixed seed, for tests, they are left alone."""
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+        make(engine=PrivacyEngine(dp_seed=dp_seed))
+        drawn.append(random_numbers())
+    assert all((a == b) == (dp_seed is not None) for a, b in zip(*drawn, strict=True))
+
+
+@pytest.mark.parametrize("longest", [None, 9], ids=["to the longest", "to one length"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_the_left_to_the_length_of_others(side, longest):
+    def collate(rows):
+        length = longest or max(len(ids) for ids, _ in rows)
+        batch = {name: torch.zeros(len(rows), length, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+        for i, (ids, _) in enumerate(rows):
+            own = slice(-len(ids), None) if side == "left" else slice(len(ids))
+            batch["input_ids"][i, own], batch["attention_mask"][i, own] = torch.tensor(ids), 1
+        return {**batch, "labels": torch.tensor([label for _, label in rows])}
+
+    rows = [{"input_ids": [1] * (2 + i % 4), "label": i % CLASSES} for i in range(N)]
+    data = DataLoader(rows, batch_size=30, collate_fn=lambda rows: collate([tuple(row.values()) for row in rows]))
+    model = Net()
+    _, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=sgd(model.parameters()), data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    if side == "left" and longest is None:
+        with pytest.raises(ValueError, match="padded on the left to the length of a longer one"):
+            next(iter(loader))
+        return
+    batch = next(iter(loader))
+    F.cross_entropy(model(batch["input_ids"]), batch["labels"]).backward()
+    optimizer.step()
 
 
 def test_check_loss_knows_a_plain_mean():

@@ -62,6 +62,13 @@ class Shards:
                     f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
                     "Take it out of fully_shard's ignored_params, or freeze it."
                 )
+        config = getattr(model, "config", None)
+        drops = [name for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop") if self and getattr(config, name, 0)]
+        if drops:
+            raise ValueError(
+                f"{drops[0]}={getattr(config, drops[0])}: each process would drop layers of its own, and wait for ever for the others to gather "
+                f"what they do not use. Set {', '.join(f'model.config.{name}' for name in drops)} to 0 before the model is built."
+            )
         trained = [group for group in self._groups if any(p.sharded_param.requires_grad for p in group.fsdp_params)]
         if len(meshes := {group.mesh_info.mesh for group in trained}) > 1:
             raise ValueError("trainable parameters are sharded over different device meshes: apply fully_shard with one mesh everywhere.")
