@@ -1,7 +1,7 @@
 """The Gaussian mechanism: noise in fp32, from a generator that only the operating system seeds.
 
-``args.seed`` seeds data order, dropout and initialisation and is written into every run's configuration; whoever knows it must not
-be able to re-draw the noise and subtract it. So noise never comes from torch's or numpy's global generators.
+``args.seed`` seeds initialisation and is written into every run's configuration; whoever knows it must not be able to re-draw the noise
+and subtract it. So noise never comes from torch's or numpy's global generators, and what does (dropout) is seeded anew for training.
 """
 
 from __future__ import annotations

@@ -541,7 +541,7 @@ class DPTrainer(Trainer):
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
-            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=self._data_rank()),
         )
 
     def get_total_train_batch_size(self, args: DPTrainingArguments) -> int:
