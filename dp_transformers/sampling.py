@@ -119,7 +119,12 @@ class LogicalBatches(Dataset):
 
 
 def _length(example: Any) -> int:
+    """Positions; of several texts (multiple choice) those of the longest."""
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
+    if getattr(ids, "ndim", 1) > 1:
+        return ids.shape[-1]
+    if isinstance(ids, Sequence) and len(ids) and hasattr(ids[0], "__len__"):
+        return max(map(len, ids))
     return len(ids) if hasattr(ids, "__len__") else 0
 
 

@@ -18,8 +18,11 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import (
     BertConfig,
+    BertForMultipleChoice,
     BertForPreTraining,
     BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
     TrainerCallback,
@@ -509,6 +512,10 @@ def test_padding_without_a_mask_is_refused(tmp_path):
 
 def padded(rows, side="right", longest=None):
     """Collated with the pad token 0 on this side, to the longest or to a fixed length."""
+    if isinstance(rows[0]["input_ids"][0], list):  # one text for each choice
+        choices = padded([{"input_ids": ids} for r in rows for ids in r["input_ids"]], side, longest)
+        batch = {name: x.unflatten(0, (len(rows), -1)) for name, x in choices.items()}
+        return batch | {"labels": torch.tensor([r["labels"] for r in rows])}
     longest = longest or max(len(r["input_ids"]) for r in rows)
 
     def pad(ids, value):
@@ -517,7 +524,7 @@ def padded(rows, side="right", longest=None):
 
     batch = {"input_ids": [pad(r["input_ids"], 0) for r in rows], "attention_mask": [pad([1] * len(r["input_ids"]), 0) for r in rows]}
     for name in rows[0].keys() - {"input_ids"}:
-        batch[name] = [pad(r[name], -100) if isinstance(r[name], list) else r[name] for r in rows]
+        batch[name] = [pad(r[name], -100) if isinstance(r[name], list) and isinstance(r[name][0], int) else r[name] for r in rows]
     return {name: torch.tensor(x) for name, x in batch.items()}
 
 
@@ -538,6 +545,10 @@ PADDED = {  # model, side, fixed length, whether others' lengths then decide an 
         None,
         True,
     ),  # softmax over padding
+    "token classification": (lambda: BertForTokenClassification(BertConfig(**TINY)), "right", None, False),
+    "multiple choice": (lambda: BertForMultipleChoice(BertConfig(**TINY)), "right", None, False),
+    "multiple choice on the left": (lambda: BertForMultipleChoice(BertConfig(**TINY)), "left", None, True),
+    "as many classes as positions": (lambda: BertForSequenceClassification(BertConfig(**TINY | {"num_labels": 13})), "right", None, False),
     "question answering, one length": (lambda: BertForQuestionAnswering(BertConfig(**TINY | {"num_labels": 2})), "right", 16, False),
 }
 TINY = {"vocab_size": 1000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "pad_token_id": 0,
@@ -554,7 +565,17 @@ def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, c
         data = data.rename_column("labels", "start_positions").map(lambda row: {"end_positions": row["start_positions"] + 1})
     if hasattr(model, "peft_config"):
         data = dataset(kind="lm")
-    args = arguments(tmp_path, expected_batch_size=30, clipping_mode=mode, max_steps=1)
+    if "token classification" in case:
+        data = data.map(lambda row: {"labels": [i % 3 for i in row["input_ids"]]}, remove_columns="labels")
+    if "multiple choice" in case:
+        data = data.map(
+            lambda row: {"input_ids": [row["input_ids"], row["input_ids"][:2], row["input_ids"][1:]]}, remove_columns="input_ids"
+        )
+    if "classes" in case:
+        texts = [list(range(1, 13 + i % 2)) for i in range(N)]
+        data = [{"input_ids": ids, "labels": [float(i == len(ids)) for i in range(13)]} for ids in texts]
+    size = 64 if "classes" in case else 5
+    args = arguments(tmp_path, expected_batch_size=30, clipping_mode=mode, max_steps=1, per_device_train_batch_size=size)
     trainer = DPTrainer(model, args, lambda rows: padded(rows, side, longest), data)
     before = [p.detach().clone() for p in trainable(model)]
     if not is_refused:

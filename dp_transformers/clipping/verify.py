@@ -171,22 +171,27 @@ def check_padding(clipper: PerExampleClipper, batch: dict[str, Any], loss_functi
     Raises:
         SelfCheckError: it is not.
     """
-    mask_bt = batch["attention_mask"].bool()
+    masks = batch["attention_mask"].bool()
+    mask_bt = masks.flatten(1, -2).any(1) if masks.dim() > 2 else masks  # an example's choices are padded to each other's length anyway
     (size, length), lengths_b = mask_bt.shape, mask_bt.sum(1)
     row = int(lengths_b.masked_fill(lengths_b == length, -1).argmax())
     own_targets = getattr(getattr(clipper.model, "config", None), "is_encoder_decoder", False)  # with a length of their own
+
+    def is_of_classes(name: str, x: torch.Tensor) -> bool:
+        """Several labels of an example, of which there may happen to be as many as positions."""
+        return "label" in name and x.is_floating_point()
 
     def in_place(name: str, x: Any) -> Any:
         """The row with its own padding, and a label wherever there may be one."""
         if not _batched(x, size) or (own_targets and _is_of_targets(name)):
             return x[row : row + 1] if _batched(x, size) else x
-        if x.shape == mask_bt.shape:
+        if x.shape == masks.shape and not is_of_classes(name, x):
             x = x.masked_fill(x == -100, 1) if _is_of_targets(name) else x
-            x = x.where(mask_bt, batch[name])
+            x = x.where(masks, batch[name])
         return x[row : row + 1]
 
     def own_positions(name: str, x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and not (own_targets and _is_of_targets(name)):
+        if isinstance(x, torch.Tensor) and not (own_targets and _is_of_targets(name)) and not is_of_classes(name, x):
             for dim in (d for d in range(1, x.dim()) if x.shape[d] == length):
                 x = x.index_select(dim, mask_bt[row].nonzero().flatten())
         return x
@@ -624,6 +629,8 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None) or min(tables, default=2)
     num_labels = max(2, getattr(config, "num_labels", None) or 2)
+    reads_out = getattr(model, "get_output_embeddings", None)
+    token_labels = vocabulary if reads_out is None or reads_out() is not None else num_labels
     positional = list(inspect.signature(model.forward).parameters)
 
     def make(path: tuple, x: Any) -> Any:
@@ -639,7 +646,7 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
         if x.dtype == torch.bool or any(word in name for word in ("mask", "position", "token_type", "length")):
             return recycled
         if "label" in name:
-            classes = num_labels if x.dim() == 1 else vocabulary
+            classes = num_labels if x.dim() == 1 else token_labels
             drawn = torch.randint(0, classes, recycled.shape, device=x.device, dtype=x.dtype)
             return drawn.masked_fill(recycled < 0, -100)
         high = vocabulary if name.endswith("input_ids") else min(tables, default=2)
