@@ -33,9 +33,9 @@ from .validation import validate_model, validate_optimizer, validate_training_da
 logger = logging.getLogger(__name__)
 
 _REDUCTIONS = ("mean", "sum")
-_REPEATED_OPTIONS = (
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor",
-    "persistent_workers", "pin_memory_device",
+_REPEATED_OPTIONS = (  # not "generator": it seeds the workers, and may be known
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers",
+    "pin_memory_device",
 )  # fmt: skip
 
 

@@ -511,6 +511,25 @@ def test_masks_of_dropout_follow_no_seed_that_is_known(dp_seed):
     assert all((a == b) == (dp_seed is not None) for a, b in zip(*drawn, strict=True))
 
 
+class Augmented(TensorDataset):
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + torch.rand(1), y
+
+
+def test_augmentation_in_workers_follows_no_generator_that_is_known():
+    """A loader's generator seeds its workers."""
+    drawn = []
+    for _ in range(2):
+        model, data = nn.Linear(3, 2), Augmented(torch.zeros(20, 3), torch.zeros(20, dtype=torch.long))
+        loader = DataLoader(data, batch_size=20, num_workers=1, generator=torch.Generator().manual_seed(42))
+        _, _, loader = PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters()), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+        drawn.append(next(iter(loader))[0])
+    assert not torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("longest", [None, 9], ids=["to the longest", "to one length"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_on_the_left_to_the_length_of_others(side, longest):
