@@ -146,7 +146,8 @@ def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Itera
     example changes those of others. That is covered by ε as long as nobody knows them: they have the same distribution with and without it.
     """
     before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    everywhere = () if device.type == "cpu" else range(torch.accelerator.device_count())  # as manual_seed does
+    with torch.random.fork_rng(devices=everywhere):
         numbers = np.random.SeedSequence(list(entropy)).generate_state(8, np.uint32)
         random.seed(numbers.tobytes())
         np.random.seed(numbers)

@@ -1,13 +1,15 @@
 """The Gaussian mechanism: variance, shape, independence; who can and who cannot reproduce it."""
 
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from dp_transformers.noise import GaussianNoise, standard_normal
+from dp_transformers.clipping.verify import _forked_rng
+from dp_transformers.noise import GaussianNoise, global_random_numbers, standard_normal
 
 
 def noise(shapes, std, **options):
@@ -142,3 +144,15 @@ def test_equal_entropy_gives_equal_noise_and_no_other_does(secure):
     for other in ([4, 3], [3], None):
         assert abs(torch.corrcoef(torch.stack([drawn([3, 4]), drawn(other)]))[0, 1]) < 5 / 1000**0.5
     assert not torch.equal(drawn(None), drawn(None))
+
+
+@pytest.mark.parametrize("seeded", [lambda device: global_random_numbers([1], device), _forked_rng])
+def test_every_device_gets_its_random_numbers_back(seeded, monkeypatch):
+    """torch.manual_seed seeds all: of a model that lies on two, dropout on the other would go on from a seed that is known."""
+    forked = []
+    with torch.random.fork_rng(devices=[]):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.append(list(devices)) or nullcontext())
+        with seeded(torch.device("cuda:1")):
+            pass
+    assert forked == [[0, 1]]

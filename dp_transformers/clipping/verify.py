@@ -718,6 +718,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forked_rng(device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    """On all devices: manual_seed seeds all, and what some of them drew afterwards would be known."""
+    is_anywhere = device.type != "cpu" or torch.cuda.is_initialized()
+    with torch.random.fork_rng(devices=range(torch.accelerator.device_count()) if is_anywhere else ()):
         yield
