@@ -175,6 +175,21 @@ def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:
     return {"decoder_input_ids": prepare(labels=labels)}
 
 
+def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names: list[str]) -> None:
+    """Raise ValueError where padding comes before the labels that decoder inputs are made from: nothing masks what stands there."""
+    labels = batch.get(label_names[0]) if label_names and "decoder_attention_mask" not in batch else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.shape[1] == 0:
+        return
+    if not bool(((labels[:, 0] == IGNORE_INDEX) & (labels[:, -1] != IGNORE_INDEX)).any()):
+        return
+    made = decoder_inputs(model, labels).get("decoder_input_ids")
+    if made is not None and torch.equal(batch.get("decoder_input_ids", made), made):
+        raise ValueError(
+            "targets were padded on the left, so how much padding the decoder sees before an example's own depends on the others. Pad labels "
+            "on the right (padding_side of the tokenizer), or give decoder_input_ids and a decoder_attention_mask."
+        )
+
+
 def _virtual_tokens(model: nn.Module) -> int:
     """How many positions prompt learning (peft) puts before the text, for which there are no labels."""
     config = getattr(model, "active_peft_config", None)

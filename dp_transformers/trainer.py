@@ -26,7 +26,7 @@ from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint
 from .clipping import PerExampleClipper
 from .clipping.shards import everywhere, is_dtensor
 from .clipping.verify import check_padding, self_check
-from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
+from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss, refuse_targets_padded_on_the_left
 from .mechanism import LayoutNoise, privatise
 from .noise import global_random_numbers
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
@@ -416,6 +416,8 @@ class DPTrainer(Trainer):
             self.optimizer.train()
         loss = torch.zeros((), device=self.args.device)
         batches = self._batches_of_step(inputs)
+        for batch in inputs.physical_batches:
+            refuse_targets_padded_on_the_left(self.model, batch, self.label_names)
         for i, (batch, size) in enumerate(batches):
             batch = self._prepare_inputs(batch)
             if not self._clipper.checked:

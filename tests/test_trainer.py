@@ -25,6 +25,8 @@ from transformers import (
     BertForTokenClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainerCallback,
     TrainingArguments,
     XLNetConfig,
@@ -585,6 +587,33 @@ def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, c
     with pytest.raises(ValueError, match=f"padded on the {side} to the length of a longer one"):
         trainer.train()
     assert trainer.privacy_spent().steps == 0 and distance(before, trainable(model)) == 0
+
+
+@pytest.mark.parametrize("made", [False, True])  # by the collator, or from the labels
+@pytest.mark.parametrize("side", ["right", "left", "masked start"])
+def test_targets_padded_on_the_left_are_refused(tmp_path, side, made):
+    """Nothing masks what a decoder is given in their place, so the longest target of the batch decides how much of it there is."""
+    sizes = {"vocab_size": 1000, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
+    data = [{"input_ids": [5, i, 7], "labels": list(range(5, 8 + i % 4))} for i in range(N)]
+
+    def collator(rows):
+        targets = padded([{"input_ids": r["labels"]} for r in rows], "left" if side == "left" else "right")
+        batch = padded([{"input_ids": r["input_ids"]} for r in rows])
+        batch["labels"] = targets["input_ids"].masked_fill(targets["attention_mask"] == 0, -100)
+        made_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+        if side == "masked start":  # of the loss, not of what the decoder is given
+            batch["labels"][:, :2] = -100
+        return batch | {"decoder_input_ids": made_ids} if made or side == "masked start" else batch
+
+    trainer = DPTrainer(model, arguments(tmp_path, max_steps=1), collator, data)
+    if side != "left":
+        trainer.train()
+        assert trainer.privacy_spent().steps == 1
+        return
+    with pytest.raises(ValueError, match="targets were padded on the left"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 0
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
