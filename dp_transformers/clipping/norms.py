@@ -23,6 +23,8 @@ GHOST_SLACK = torch.finfo(torch.float32).eps / 16
 # Where positions cancel so far that inner products' own rounding shows, this fraction is added instead.
 GHOST_ERROR, GHOST_ERROR_TOLERATED = 16 * torch.finfo(torch.float32).eps, 1e-2
 FP32_UNIT = torch.finfo(torch.float32).eps / 2
+# Numbers of one parameter's positions up to which they are held, to be looked at together with others'.
+HELD = 2**14
 
 
 class Length(NamedTuple):
@@ -84,6 +86,8 @@ class Norms:
 
     def add(self, measured: Measured, lengths_bt: torch.Tensor | None = None, rounding: Rounding | None = None) -> None:
         """Of one parameter; of a sum over positions whose parts have these lengths, from which ``rounding`` may have taken something."""
+        if lengths_bt is not None and lengths_bt.numel() > HELD:
+            measured, lengths_bt = Length(rounding.lengthened(measured.squared().sqrt(), lengths_bt)), None
         positions = None if lengths_bt is None else lengths_bt.shape[1]
         self._alike[type(measured), measured[0].device, positions, rounding].append((measured, lengths_bt))
 

@@ -1,5 +1,7 @@
 """Norms of many parameters, added up together."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,3 +151,16 @@ def test_a_layer_costs_few_calls(mode, times_plain):
 
     plain, ours = ((calls(8, m) - calls(4, m)) / 4 for m in ("plain", mode))
     assert 0 < ours <= times_plain * (plain + 2)  # and 2 of the forward pass
+
+
+def test_many_positions_are_not_held():
+    """As many as a parametric ReLU has on images: with eight of them a pass took 128 MiB for 76."""
+    norms, norm_b, total_b = Norms(), torch.rand(4), torch.zeros(4)
+    for positions in (2, 2**13):
+        lengths_bt = torch.rand(4, positions)
+        norms.add(Length(norm_b), lengths_bt, FP32)
+        total_b += FP32.lengthened(norm_b, lengths_bt).square()
+    held = weakref.ref(lengths_bt)
+    del lengths_bt
+    assert held() is None
+    assert torch.allclose(norms.total(norm_b.device), total_b, rtol=1e-6, atol=0)
