@@ -46,7 +46,7 @@ def privatise(
     """``p.grad = (sum over ranks of p.grad + N(0, std²)) / divisor`` for every parameter; no gradient counts as zero.
 
     Noise and sums are in float32; the result is cast to the parameter's dtype last. ``sharded``: gradients are DTensors, summed already.
-    The step must be accounted for before this is called.
+    The step must be accounted for before this is called. Per-example gradients (``p.grad_sample``) are gone afterwards.
     """
     for p in parameters:
         if p.grad is None:
@@ -59,3 +59,4 @@ def privatise(
     torch._foreach_div_(grads, divisor)
     for p in parameters:
         set_gradient(p, p.grad.to(p.dtype))
+        vars(p).pop("grad_sample", None)  # torch.save(model) would write it

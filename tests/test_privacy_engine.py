@@ -208,6 +208,7 @@ def test_gradients_can_be_seen_at_every_stage():
     clipped = [p.grad.clone() for p in model.parameters()]
     assert distance(clipped, total) <= 1e-5 * length(total)
     optimizer.step()
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
     noise = torch.cat([(p.grad * 10 - g).flatten() for p, g in zip(model.parameters(), clipped, strict=True)])
     assert 0.8 < noise.std() / 0.3 < 1.25  # 112 parameters
     assert len(noise.unique()) > 0.95 * len(noise)
