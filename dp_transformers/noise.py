@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
+_TWISTER = slice(3, 3 + 624)  # where torch keeps the words of its generator for the CPU (mt19937), counted in 64 bits
 _CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at once for several tensors
 
 
@@ -133,9 +134,22 @@ def _chacha20(entropy: Sequence[int]) -> Bits:
 
 def forget_seeds() -> None:
     """Let the global generators of Python, numpy and torch go on from numbers of the operating system."""
-    random.seed()
-    np.random.seed()
-    torch.seed()
+    _seed_globally([secrets.randbits(256)])
+
+
+def seed_worker(worker_id: int) -> None:
+    """A DataLoader's ``worker_init_fn``: from all 64 bits that torch gave the worker."""
+    _seed_globally([torch.initial_seed()])
+
+
+def _seed_globally(entropy: Sequence[int]) -> None:
+    words = np.random.SeedSequence(list(entropy)).generate_state(8 + _TWISTER.stop - _TWISTER.start, np.uint32)
+    random.seed(words[:8].tobytes())
+    np.random.seed(words[:8])
+    torch.manual_seed(int(words[:2].view(np.uint64)[0] >> np.uint64(1)))
+    state = torch.get_rng_state()  # on the CPU of 32 bits of that seed, few enough to try them all, so it is written anew
+    state.view(torch.int64)[_TWISTER] = torch.from_numpy(words[8:].astype(np.int64))
+    torch.set_rng_state(state)
 
 
 @contextmanager
@@ -148,10 +162,7 @@ def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Itera
     before = random.getstate(), np.random.get_state()
     everywhere = () if device.type == "cpu" else range(torch.accelerator.device_count())  # as manual_seed does
     with torch.random.fork_rng(devices=everywhere):
-        numbers = np.random.SeedSequence(list(entropy)).generate_state(8, np.uint32)
-        random.seed(numbers.tobytes())
-        np.random.seed(numbers)
-        torch.manual_seed(int(numbers[:2].view(np.uint64)[0] >> np.uint64(1)))
+        _seed_globally(entropy)
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ from .clipping import PerExampleClipper
 from .clipping.precision import set_gradient
 from .clipping.shards import local
 from .mechanism import LayoutNoise, privatise
-from .noise import GaussianNoise, forget_seeds
+from .noise import GaussianNoise, forget_seeds, seed_worker
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .validation import validate_model, validate_optimizer, validate_training_data
 
@@ -318,6 +318,7 @@ class PoissonLoader:
         self.sample_rate = loader.batch_size / len(loader.dataset)
         self.steps_per_epoch = max(1, round(1 / self.sample_rate))
         options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
+        options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
         sampler = PoissonSampler(
             len(self.dataset), self.sample_rate, self.steps_per_epoch, secret, distributed.rank(), distributed.world_size()
         )

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
+_MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")  # as models of transformers call texts and sounds
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -81,7 +83,7 @@ class PoissonSampler:
 class LogicalBatches(Dataset):
     """A map-style dataset seen through draws: item ``draw`` is the :class:`LogicalBatch` of its examples.
 
-    Examples are ordered by length before they are cut into physical batches, where they have a length (``input_ids``): less padding,
+    Examples are ordered by length before they are cut into physical batches, where they have a length (texts and sounds): less padding,
     and no influence on anybody's gradient.
     """
 
@@ -106,26 +108,33 @@ class LogicalBatches(Dataset):
     def _collated(self, examples: list[Any]) -> tuple[Any, bool]:
         is_ragged = _length(examples[0]) != _length(examples[-1])
         shortest = copy.copy(examples[0]) if is_ragged else None  # collators may change what they are given
+        name = _main_input(examples[0])
         batch = self.collate(examples)
-        if not (is_ragged and isinstance(batch, Mapping) and "input_ids" in batch):
-            return batch, False  # no texts, or nothing was padded
-        if "attention_mask" not in batch:
+        if not (is_ragged and isinstance(batch, Mapping) and name in batch):
+            return batch, False  # no texts or sounds, or nothing was padded
+        self._pads_by_others = self._pads_by_others or self.collate([shortest])[name].shape[1:] != batch[name].shape[1:]
+        if self._pads_by_others and "attention_mask" not in batch:
             raise ValueError(
-                "examples of different lengths were padded without an attention_mask, so how much padding an example sees depends on the "
-                "others. Use a collator that returns the attention_mask (DataCollatorWithPadding does if the tokenizer's output has it)."
+                f"examples of different lengths ('{name}') were padded without an attention_mask, so how much padding an example sees depends on the "
+                "others. Use a collator that returns the attention_mask (DataCollatorWithPadding does if the tokenizer's output has it), or pad "
+                "all to one length (padding='max_length')."
             )
-        self._pads_by_others = self._pads_by_others or self.collate([shortest])["input_ids"].shape[-1] != batch["input_ids"].shape[-1]
-        return batch, self._pads_by_others
+        return batch, self._pads_by_others and name == "input_ids"
+
+
+def _main_input(example: Any) -> str | None:
+    return next((name for name in _MAIN_INPUTS if name in example), None) if isinstance(example, Mapping) else None
 
 
 def _length(example: Any) -> int:
     """Positions; of several texts (multiple choice) those of the longest."""
-    ids = example.get("input_ids") if isinstance(example, Mapping) else None
-    if getattr(ids, "ndim", 1) > 1:
-        return ids.shape[-1]
-    if isinstance(ids, Sequence) and len(ids) and hasattr(ids[0], "__len__"):
-        return max(map(len, ids))
-    return len(ids) if hasattr(ids, "__len__") else 0
+    name = _main_input(example)
+    x = None if name is None else example[name]
+    if name == "input_ids" and getattr(x, "ndim", 1) > 1:
+        return x.shape[-1]
+    if name == "input_ids" and isinstance(x, Sequence) and len(x) and hasattr(x[0], "__len__"):
+        return max(map(len, x))
+    return len(x) if hasattr(x, "__len__") else 0
 
 
 def _only_item(items: list[LogicalBatch]) -> LogicalBatch:

@@ -9,7 +9,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import TrainOutput, seed_worker
+from transformers.trainer_utils import TrainOutput
 
 from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
@@ -28,7 +27,7 @@ from .clipping.shards import everywhere, is_dtensor
 from .clipping.verify import check_padding, self_check
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss, refuse_targets_padded_on_the_left
 from .mechanism import LayoutNoise, privatise
-from .noise import global_random_numbers
+from .noise import global_random_numbers, seed_worker
 from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
 from .training_args import DPTrainingArguments
 from .validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
@@ -543,7 +542,7 @@ class DPTrainer(Trainer):
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
-            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=self._data_rank()),
+            worker_init_fn=seed_worker,
         )
 
     def get_total_train_batch_size(self, args: DPTrainingArguments) -> int:

@@ -1,6 +1,7 @@
 """The Gaussian mechanism: variance, shape, independence; who can and who cannot reproduce it."""
 
 import os
+import random
 from contextlib import nullcontext
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from scipy import stats
 
 from dp_transformers.clipping.verify import _forked_rng
-from dp_transformers.noise import GaussianNoise, global_random_numbers, standard_normal
+from dp_transformers.noise import _TWISTER, GaussianNoise, forget_seeds, global_random_numbers, seed_worker, standard_normal
 
 
 def noise(shapes, std, **options):
@@ -156,3 +157,40 @@ def test_every_device_gets_its_random_numbers_back(seeded, monkeypatch):
         with seeded(torch.device("cuda:1")):
             pass
     assert forked == [[0, 1]]
+
+
+def test_where_torch_keeps_the_words_of_its_generator():
+    """Its own seeding writes the seed itself into the first, and there is nothing after the last."""
+    state = torch.Generator().manual_seed(1234).get_state().view(torch.int64)
+    assert state[_TWISTER][0] == 1234 and (state[_TWISTER] > 0).all() and not state[_TWISTER.stop :].any()
+
+
+@pytest.mark.parametrize("seeded", ["training", "loop", "worker"])
+def test_masks_are_no_function_of_32_bits(seeded):
+    """torch's CPU generator looks at no more of a seed, and so few can all be tried."""
+    entropy, drawn, states = [5, 5 + 2**32], [], []
+    with torch.random.fork_rng():
+        for k in range(2):
+            torch.manual_seed(entropy[k])
+            if seeded == "loop":
+                forget_seeds()
+            elif seeded == "worker":
+                seed_worker(0)
+            with nullcontext() if seeded != "training" else global_random_numbers([entropy[k]], torch.device("cpu")):
+                states.append(torch.get_rng_state())
+                drawn.append((torch.rand(4).tolist(), random.random(), np.random.rand()))
+                seed = torch.initial_seed()
+                torch.manual_seed(seed)  # as somebody who tries all of them would
+                assert torch.rand(4).tolist() != drawn[-1][0]
+    assert all(a != b for a, b in zip(*drawn, strict=True))
+    words = torch.stack([state.view(torch.int64)[_TWISTER] for state in states])
+    assert (words[0] != words[1]).sum() > 600 and words.max() < 2**32 and words.double().mean() == pytest.approx(2**31, rel=0.1)
+
+
+def test_the_generator_runs_as_well_from_such_a_state():
+    with global_random_numbers([1], torch.device("cpu")):
+        numbers = torch.rand(10**6, dtype=torch.float64)
+        assert not torch.equal(torch.rand(3), torch.rand(3))
+    assert numbers.mean() == pytest.approx(0.5, abs=2e-3) and numbers.var() == pytest.approx(1 / 12, rel=1e-2)
+    with global_random_numbers([1], torch.device("cpu")):
+        assert torch.equal(torch.rand(10**6, dtype=torch.float64), numbers)
