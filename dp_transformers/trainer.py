@@ -393,6 +393,7 @@ class DPTrainer(Trainer):
         entropy = [distributed.shared_secret(self.args.dp_seed), self._data_rank()]
         try:
             with global_random_numbers(entropy, self.args.device):  # args.seed is known, and would tell the masks of dropout
+                self._mask_seed = torch.initial_seed()
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
             if self._clipper is not None:
@@ -408,6 +409,11 @@ class DPTrainer(Trainer):
         if self._steps_left <= 0:
             raise RuntimeError("training goes on although the privacy budget is spent: a callback undoes should_training_stop.")
         self._last_draw = inputs.number
+        if torch.initial_seed() != self._mask_seed:
+            raise RuntimeError(
+                "torch's seed was set during training (torch.manual_seed, set_seed, another Trainer made in a callback), so dropout would go on from "
+                "a seed that may be known, and epsilon would be too small. Do that inside torch.random.fork_rng()."
+            )
         for p in self._clipper.parameters:
             p.grad = None  # whatever a callback left there was not clipped
         model.train()

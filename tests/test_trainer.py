@@ -32,6 +32,7 @@ from transformers import (
     TrainingArguments,
     XLNetConfig,
     XLNetForSequenceClassification,
+    set_seed,
 )
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
@@ -633,6 +634,20 @@ def test_gradients_left_by_a_callback_do_not_reach_the_sum(tmp_path):
         trainer_for(tmp_path, noise_multiplier=0.0, dp_seed=2, callbacks=[*callbacks, grads]).train()
         sums.append(grads.steps[0])
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+
+
+def test_a_seed_set_during_training_is_refused(tmp_path):
+    """By a callback, as every Trainer that is made does: the masks of dropout would be known from there on."""
+
+    class Seeds(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            with torch.random.fork_rng(enabled=state.global_step == 1):
+                set_seed(42)
+
+    trainer = trainer_for(tmp_path, max_steps=4, callbacks=[Seeds()])
+    with pytest.raises(RuntimeError, match="torch's seed was set during training"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 2
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
