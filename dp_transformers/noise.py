@@ -160,11 +160,16 @@ def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Itera
     example changes those of others. That is covered by ε as long as nobody knows them: they have the same distribution with and without it.
     """
     before = random.getstate(), np.random.get_state()
-    everywhere = () if device.type == "cpu" else range(torch.accelerator.device_count())  # as manual_seed does
-    with torch.random.fork_rng(devices=everywhere):
+    of_mps = torch.mps.get_rng_state() if device.type == "mps" else None  # which fork_rng does not know
+    many = device.type in ("cuda", "xpu")  # manual_seed seeds all of them
+    with torch.random.fork_rng(
+        devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"
+    ):
         _seed_globally(entropy)
         try:
             yield
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+            if of_mps is not None:
+                torch.mps.set_rng_state(of_mps)

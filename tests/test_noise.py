@@ -153,10 +153,10 @@ def test_every_device_gets_its_random_numbers_back(seeded, monkeypatch):
     forked = []
     with torch.random.fork_rng(devices=[]):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.random, "fork_rng", lambda devices: forked.append(list(devices)) or nullcontext())
+        monkeypatch.setattr(torch.random, "fork_rng", lambda devices, device_type: forked.append((device_type, *devices)) or nullcontext())
         with seeded(torch.device("cuda:1")):
             pass
-    assert forked == [[0, 1]]
+    assert forked == [("cuda", 0, 1)]
 
 
 def test_where_torch_keeps_the_words_of_its_generator():

@@ -719,6 +719,8 @@ def _kept_buffers(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _forked_rng(device: torch.device) -> Iterator[None]:
     """On all devices: manual_seed seeds all, and what some of them drew afterwards would be known."""
-    is_anywhere = device.type != "cpu" or torch.cuda.is_initialized()
-    with torch.random.fork_rng(devices=range(torch.accelerator.device_count()) if is_anywhere else ()):
+    many = device.type in ("cuda", "xpu")
+    with torch.random.fork_rng(
+        devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"
+    ):
         yield
