@@ -509,7 +509,7 @@ class _Run:
 
     def physical_batches(self, logical: LogicalBatch) -> Iterator[tuple[Any, _Given]]:
         for batch, is_padded in zip(logical.physical_batches, logical.padded, strict=True):
-            if is_padded and not bool(batch["attention_mask"][:, 0].all()):
+            if is_padded and not bool(batch["attention_mask"][..., 0].all()):
                 raise ValueError(
                     "examples were padded on the left to the length of a longer one of their batch, where most models let the padding, and so the other "
                     "examples, decide their gradients. Pad on the right (padding_side of the tokenizer), or all to one length (padding='max_length')."

@@ -557,6 +557,21 @@ def test_padding_on_the_left_to_the_length_of_others(side, longest):
     optimizer.step()
 
 
+def test_choices_padded_on_the_right_are_not_taken_for_padded_on_the_left():
+    def collate(rows):
+        longest = max(len(row["input_ids"][0]) for row in rows)
+        mask = torch.tensor([[[1] * len(c) + [0] * (longest - len(c)) for c in row["input_ids"]] for row in rows])
+        return {"input_ids": mask, "attention_mask": mask}
+
+    rows = [{"input_ids": [[1] * (2 + i % 4)] * 2} for i in range(N)]
+    model = Net()
+    _, _, loader = PrivacyEngine().make_private(
+        module=model, optimizer=sgd(model.parameters()), data_loader=DataLoader(rows, batch_size=30, collate_fn=collate),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    assert next(iter(loader))["attention_mask"].dim() == 3
+
+
 def test_check_loss_knows_a_plain_mean():
     engine, *_ = make()
     outputs, targets = torch.randn(5, CLASSES), torch.tensor([0, 1, 2, -100, 1])
