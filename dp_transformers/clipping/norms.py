@@ -37,15 +37,14 @@ class Length(NamedTuple):
 
 
 class InnerProduct(NamedTuple):
-    """A squared norm that is a sum of positive and negative parts; two factors of the largest value it could have had. (B,) or (M, B)."""
+    """A squared norm that is a sum of positive and negative parts, and the largest norm it could have been of. (B,) or (M, B)."""
 
     value: torch.Tensor
     reach: torch.Tensor
-    other_reach: torch.Tensor
 
     def squared(self) -> torch.Tensor:
         """A sum of squares cannot be negative, and must not come out too small."""
-        norm_sq, largest = self.value.clamp(min=0), self.reach * self.other_reach
+        norm_sq, largest = self.value.clamp(min=0), self.reach.square()
         error = (GHOST_ERROR * largest).sub_(norm_sq, alpha=GHOST_ERROR_TOLERATED).clamp_(min=0)
         return error.add_(norm_sq).add_(largest, alpha=GHOST_SLACK)
 

@@ -45,6 +45,8 @@ LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
 
 # Numbers of all examples' gradients of one parameter up to which they are laid side by side with others' rather than looked at alone.
 SMALL = 2**14
+# Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its input, is long.
+SHORTEST = 2.0**-57
 # Scratch memory of one norm computation, in bytes; examples are taken in chunks that fit.
 SCRATCH_BYTES = 64 * 2**20
 
@@ -464,16 +466,16 @@ class Gram:
     products_bts: torch.Tensor
 
     @cached_property
-    def trace_b(self) -> torch.Tensor:
-        return self.products_bts.diagonal(dim1=1, dim2=2).sum(1)
-
-    @cached_property
     def lengths_bt(self) -> torch.Tensor:
-        return self.products_bts.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        return self.products_bts.diagonal(dim1=1, dim2=2).clamp(min=SHORTEST**2).sqrt()
 
     def inner_product(self, other: Gram) -> InnerProduct:
-        """The ghost norm, sum_{t,s} left[t, s]·right[t, s]."""
-        return InnerProduct((self.products_bts * other.products_bts).sum((1, 2)), self.trace_b, other.trace_b)
+        """The ghost norm, sum_{t,s} left[t, s]·right[t, s].
+
+        Each product is rounded by a fraction of both positions' lengths, left times right. The traces' product would bound that too, but it
+        multiplies the inputs of some positions with the gradients of others, which dwarfs a norm where padding has gradients and no input.
+        """
+        return InnerProduct((self.products_bts * other.products_bts).sum((1, 2)), (self.lengths_bt * other.lengths_bt).sum(1))
 
 
 def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
@@ -588,9 +590,9 @@ def measure(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | No
         grad, ids = rows.grad[chunk].float(), rows.ids[chunk]
         picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
         cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
-        reach_b.append(_flat_norm(left) * _flat_norm(right) + s**0.5 * _flat_norm(grad))
-    norm_sq_b, reach_b = outer.measure().squared() + rows.measure().squared() + 2 * torch.cat(cross_b), torch.cat(reach_b)
-    return InnerProduct(norm_sq_b, reach_b, reach_b)  # the two uses may cancel
+        reach_b.append((_norms(left, [2]) * _norms(right, [2])).sum(1) + _norms(grad, [2]).sum(1))
+    norm_sq_b = outer.measure().squared() + rows.measure().squared() + 2 * torch.cat(cross_b)
+    return InnerProduct(norm_sq_b, torch.cat(reach_b))  # the two uses may cancel
 
 
 def small_gradient(terms: Sequence[Term]) -> Dense | None:

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_exact
@@ -31,7 +32,7 @@ def some(kind, rounding, positions, b, g):
     if kind == "length":
         found = Length(torch.rand(b, generator=g))
     else:
-        found = InnerProduct(torch.rand(b, generator=g) - 0.1, 1 + torch.rand(b, generator=g), 1 + torch.rand(b, generator=g))
+        found = InnerProduct(torch.rand(b, generator=g) - 0.1, 1 + torch.rand(b, generator=g))
     return (found, None, None) if rounding is None else (found, 100 * torch.rand(b, positions, generator=g), rounding)
 
 
@@ -115,6 +116,62 @@ def test_gradients_that_were_summed_together_are_changed_one_by_one():
     for i, (grad, (was, version)) in enumerate(zip(grads, before, strict=True)):
         assert (torch.equal(grad, was) and grad._version == version) == (i != 1)
         assert grad.is_contiguous() and grad.grad_fn is None and not grad.requires_grad
+
+
+class Tagger(nn.Module):
+    """Scores of every position, padding too, as extractive question answering has them; what is padding reaches the norm as zeros."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.embed = nn.Embedding(50, width, padding_idx=0)
+        self.proj, self.norm, self.head = nn.Linear(width, width, bias=False), nn.RMSNorm(width, eps=1e-6), nn.Linear(width, 1)
+
+    def forward(self, ids):
+        return self.head(self.norm(self.proj(self.embed(ids)))).squeeze(-1)
+
+
+def padded(vocabulary, lengths, generator):
+    ids = torch.randint(1, vocabulary, (len(lengths), max(lengths)), generator=generator)
+    is_token = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return ids * is_token, is_token.long()
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
+def test_gradients_of_padding_do_not_lengthen_norms(mode):
+    torch.manual_seed(0)
+    model = Tagger()
+    batch = {"ids": padded(50, [16, 12, 8], torch.Generator().manual_seed(0))[0], "y": torch.tensor([1, 3, 2])}
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        assert_exact(model, clipper, lambda b: nn.functional.cross_entropy(model(b["ids"]), b["y"], reduction="none"), batch)
+
+
+QWEN = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            head_dim=16, pad_token_id=0, initializer_range=0.2)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+NEXT = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
+READ_OUT = {  # the models that read answers out of every position, with the kinds of layers that give zeros for padding
+    "Qwen3": lambda: hf.Qwen3ForQuestionAnswering(hf.Qwen3Config(**QWEN)),
+    "Qwen3-Next": lambda: hf.Qwen3NextForQuestionAnswering(hf.Qwen3NextConfig(**QWEN, **EXPERTS, **NEXT, full_attention_interval=2)),
+    "Gemma 3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**QWEN, sliding_window=4)),
+    "Olmo 3": lambda: hf.Olmo3ForCausalLM(hf.Olmo3Config(**QWEN, sliding_window=4)),
+}
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+@pytest.mark.parametrize("name", list(READ_OUT))
+def test_architectures_whose_padding_is_zero(name, mode):
+    """The loss reads every position. Inputs of zero come of embeddings, masked convolutions, and rows of sliding windows that see nothing."""
+    torch.manual_seed(0)
+    model = READ_OUT[name]()
+    model.config.use_cache = False
+    ids, mask = padded(60, [12, 9, 6], torch.Generator().manual_seed(0))
+
+    def losses(batch):
+        found = model(**batch)
+        return weigh(torch.stack([found.start_logits, found.end_logits], 1) if "start_logits" in found else found.logits)
+
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        assert_exact(model, clipper, losses, {"input_ids": ids, "attention_mask": mask})
 
 
 class Calls(TorchDispatchMode):

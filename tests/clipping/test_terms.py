@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dp_transformers.clipping import terms as algebra
 from dp_transformers.clipping.clipper import _Pass
 from dp_transformers.clipping.precision import SPLIT_ROUNDING
-from dp_transformers.clipping.terms import Dense, Memo, Outer, Routed, Rows, Stacked
+from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Memo, Outer, Routed, Rows, Stacked
 
 sizes = st.integers(1, 9)
 
@@ -196,3 +196,58 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
     torch.testing.assert_close(total, torch.einsum("b,bepd->epd", coef.double(), exact), rtol=1e-4, atol=1e-4)
     (merged,) = algebra.merge(terms[: len(lengths)])
     torch.testing.assert_close(merged.instance().grad.double(), exact - (terms[-1].grad.double() if dense else 0), rtol=1e-4, atol=1e-4)
+
+
+def where_padding_has_gradients(kind, g):
+    """Terms, and what they amount to: of 12 positions of 2 examples, the last 4 have gradients that are long and inputs that are zero."""
+    p, d, t, b = 64, 48, 12, 2
+    padding = torch.arange(t) >= 8
+    left = torch.randn(b, t, p, generator=g).where(~padding[:, None], 1e5)
+    right = torch.randn(b, t, d, generator=g).masked_fill(padding[:, None], 0)
+    exact = torch.einsum("btp,btd->bpd", left.double(), right.double())
+    if kind == "stacked":
+        return [Stacked([Outer(left, right), Outer(left, right)])], torch.cat([exact, exact], 1)
+    if kind == "tied":
+        ids, grad = torch.randint(0, p, (b, 5), generator=g), torch.randn(b, 5, d, generator=g)
+        return [Outer(left, right), Rows(ids, grad, p)], exact + written_out(Rows(ids, grad, p), p, d)
+    if kind == "routed":
+        return [Routed(torch.zeros(b, t, dtype=torch.long), left, right, 3)], exact
+    if kind == "convolved":
+        how = Convolution(torch.Size((p, d, 1)), (1,), (0,), (1,), 1)
+        return [Convolved(right.mT[:, None], left.mT[:, None], how)], exact
+    return [Outer(left, right)], exact
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("kind", ["outer", "stacked", "tied", "routed", "convolved"])
+def test_long_gradients_of_positions_without_input_do_not_lengthen_norms(kind, chunks, monkeypatch):
+    if chunks:
+        monkeypatch.setattr(algebra, "SCRATCH_BYTES", 600)
+    terms, exact = where_padding_has_gradients(kind, torch.Generator().manual_seed(0))
+    norm_b = algebra.measure(terms, memo=Memo()).squared().sqrt().double()
+    torch.testing.assert_close(norm_b, exact.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(pairs=st.integers(1, 20), decades=st.floats(0, 12), left_over=st.floats(-6, 0), columns=st.sampled_from([512, 2048]),
+       seed=st.integers(0, 10**6), kind=st.sampled_from(["outer", "tied"]))  # fmt: skip
+def test_positions_of_unlike_lengths_that_cancel(pairs, decades, left_over, columns, seed, kind):
+    """A long input times a short gradient against a short input times a long one: the norm is not too small, whatever is left of them."""
+    g, b, rows = torch.Generator().manual_seed(seed), 3, 64
+    long = 10 ** (decades * (torch.rand(b, 2 * pairs, 1, generator=g) - 0.5))
+    sign = torch.tensor([1.0, -1.0]).repeat(pairs)[:, None]
+    right = (torch.randn(b, 1, columns, generator=g) + 10**left_over * torch.randn(b, 2 * pairs, columns, generator=g)) * long
+    left = sign * torch.randn(b, 1, rows, generator=g) / long
+    terms = [Outer(left, right)]
+    if kind == "tied":
+        terms.append(Rows(torch.arange(rows).expand(b, rows), -0.999 * (left.mT @ right), rows))
+    exact = sum(written_out(term, rows, columns) for term in terms).flatten(1).norm(dim=1)
+    norm_b = algebra.measure(terms, memo=Memo()).squared().sqrt()
+    assert (norm_b >= exact * (1 - 1e-5)).all()
+
+
+def test_an_input_whose_square_vanishes_times_a_gradient_that_is_long():
+    left, right = torch.full((1, 2, 64), 1e17), torch.full((1, 2, 48), 1e-24)
+    left[:, 1] = 0
+    exact = written_out(Outer(left, right), 64, 48).norm()
+    assert Outer(left, right).measure().squared().sqrt() >= exact
