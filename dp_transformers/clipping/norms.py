@@ -20,7 +20,8 @@ from .precision import SPLIT_ROUNDING
 # A ghost norm is a difference of large numbers. Adding this fraction of the largest value it could have had keeps it from
 # coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary data.
 GHOST_SLACK = torch.finfo(torch.float32).eps / 16
-# Where positions cancel so far that inner products' own rounding shows, this fraction is added instead.
+# The roundings of inner products add up like random numbers, to a fraction of the positions' own squares: 1e-6 relative on ordinary
+# data, and the more the fewer positions cancel. Where they cancel further than tolerated, the roundings may all be alike.
 GHOST_ERROR, GHOST_ERROR_TOLERATED = 16 * torch.finfo(torch.float32).eps, 1e-2
 FP32_UNIT = torch.finfo(torch.float32).eps / 2
 # Numbers of one parameter's positions up to which they are held, to be looked at together with others'.
@@ -37,16 +38,24 @@ class Length(NamedTuple):
 
 
 class InnerProduct(NamedTuple):
-    """A squared norm that is a sum of positive and negative parts, and the largest norm it could have been of. (B,) or (M, B)."""
+    """A squared norm that is a sum of positive and negative parts; (B,) or (M, B), as are these two of the lengths of its positions.
+
+    ``reach`` is their sum, the largest norm it could have been of; ``unlike`` is what they would come to if no two were alike.
+    """
 
     value: torch.Tensor
     reach: torch.Tensor
+    unlike: torch.Tensor
+
+    @classmethod
+    def between(cls, value: torch.Tensor, lengths_bt: torch.Tensor) -> InnerProduct:
+        return cls(value, lengths_bt.sum(1), torch.linalg.vector_norm(lengths_bt, dim=1))
 
     def squared(self) -> torch.Tensor:
         """A sum of squares cannot be negative, and must not come out too small."""
         norm_sq, largest = self.value.clamp(min=0), self.reach.square()
         error = (GHOST_ERROR * largest).sub_(norm_sq, alpha=GHOST_ERROR_TOLERATED).clamp_(min=0)
-        return error.add_(norm_sq).add_(largest, alpha=GHOST_SLACK)
+        return error.addcmul_(self.unlike, self.unlike, value=GHOST_ERROR).add_(norm_sq).add_(largest, alpha=GHOST_SLACK)
 
 
 Measured = Length | InnerProduct

@@ -475,7 +475,7 @@ class Gram:
         Each product is rounded by a fraction of both positions' lengths, left times right. The traces' product would bound that too, but it
         multiplies the inputs of some positions with the gradients of others, which dwarfs a norm where padding has gradients and no input.
         """
-        return InnerProduct((self.products_bts * other.products_bts).sum((1, 2)), (self.lengths_bt * other.lengths_bt).sum(1))
+        return InnerProduct.between((self.products_bts * other.products_bts).sum((1, 2)), self.lengths_bt * other.lengths_bt)
 
 
 def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
@@ -583,16 +583,16 @@ def measure(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | No
             total = total + term.instance().grad.flatten(1)
         return Dense(total).measure()
     outer, rows = terms
-    cross_b, reach_b = [], []
+    cross_b, lengths = [], []
     (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
     for chunk in _chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
         left, right = (factor(x[chunk], bf16=outer.is_bf16).float() for x in (outer.left, outer.right))
         grad, ids = rows.grad[chunk].float(), rows.ids[chunk]
         picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
         cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
-        reach_b.append((_norms(left, [2]) * _norms(right, [2])).sum(1) + _norms(grad, [2]).sum(1))
+        lengths.append(torch.cat([_norms(left, [2]) * _norms(right, [2]), _norms(grad, [2])], 1))
     norm_sq_b = outer.measure().squared() + rows.measure().squared() + 2 * torch.cat(cross_b)
-    return InnerProduct(norm_sq_b, torch.cat(reach_b))  # the two uses may cancel
+    return InnerProduct.between(norm_sq_b, torch.cat(lengths))  # the two uses may cancel
 
 
 def small_gradient(terms: Sequence[Term]) -> Dense | None:

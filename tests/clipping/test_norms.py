@@ -32,7 +32,7 @@ def some(kind, rounding, positions, b, g):
     if kind == "length":
         found = Length(torch.rand(b, generator=g))
     else:
-        found = InnerProduct(torch.rand(b, generator=g) - 0.1, 1 + torch.rand(b, generator=g))
+        found = InnerProduct(torch.rand(b, generator=g) - 0.1, *(1 + torch.rand(2, b, generator=g)))
     return (found, None, None) if rounding is None else (found, 100 * torch.rand(b, positions, generator=g), rounding)
 
 

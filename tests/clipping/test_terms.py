@@ -246,6 +246,19 @@ def test_positions_of_unlike_lengths_that_cancel(pairs, decades, left_over, colu
     assert (norm_b >= exact * (1 - 1e-5)).all()
 
 
+@pytest.mark.parametrize("positions", [2, 8, 32])
+def test_few_positions_that_nearly_cancel(positions):
+    """No further than is tolerated, so that inner products' rounding must be added for its own sake: norms were too small by 3e-4."""
+    g, examples = torch.Generator().manual_seed(0), 512
+    left_over = 10 ** (-1 - 1.5 * torch.rand(examples, 1, 1, generator=g))
+    sign = torch.tensor([1.0, -1.0]).repeat(positions // 2)[:, None]
+    left = sign * torch.randn(examples, 1, 64, generator=g) + left_over * torch.randn(examples, positions, 64, generator=g)
+    right = torch.randn(examples, 1, 512, generator=g) + left_over * torch.randn(examples, positions, 512, generator=g)
+    exact = written_out(Outer(left, right), 64, 512).flatten(1).norm(dim=1)
+    norm_b = Outer(left, right).measure().squared().sqrt()
+    assert (norm_b >= exact * (1 - 1e-6)).all()
+
+
 def test_an_input_whose_square_vanishes_times_a_gradient_that_is_long():
     left, right = torch.full((1, 2, 64), 1e17), torch.full((1, 2, 48), 1e-24)
     left[:, 1] = 0
