@@ -47,6 +47,8 @@ LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
 SMALL = 2**14
 # Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its input, is long.
 SHORTEST = 2.0**-57
+# Numbers of one example that are squared and added up one after the other: of 2·10⁷ the norm would be too small by 1e-3.
+PIECE = 2**14
 # Scratch memory of one norm computation, in bytes; examples are taken in chunks that fit.
 SCRATCH_BYTES = 64 * 2**20
 
@@ -109,7 +111,7 @@ class Dense:
         return self.grad.numel() <= SMALL
 
     def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
-        return Length(torch.linalg.vector_norm(self.flat, dim=1))
+        return Length(_flat_norm(self.flat))
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         return [_lengths(x, dims, memo) for x, dims in self.parts]
@@ -622,4 +624,10 @@ def _norms(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 def _flat_norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x.flatten(1), dim=1)
+    """(B,): of long gradients the norm of their pieces' norms, because on the CPU torch adds up one number after the other."""
+    flat, norm = x.flatten(1), torch.linalg.vector_norm
+    if flat.shape[1] <= 2 * PIECE:
+        return norm(flat, dim=1)
+    whole = flat.shape[1] // PIECE * PIECE
+    pieces = norm(flat[:, :whole].unflatten(1, (-1, PIECE)), dim=2)
+    return norm(torch.cat([pieces, norm(flat[:, whole:], dim=1, keepdim=True)], 1), dim=1)

@@ -259,6 +259,14 @@ def test_few_positions_that_nearly_cancel(positions):
     assert (norm_b >= exact * (1 - 1e-6)).all()
 
 
+@pytest.mark.parametrize("numbers", [2**15 + 1, 2**22 + 5])
+def test_the_norm_of_a_long_gradient(numbers):
+    """A table of embeddings instantiated: on the CPU torch's own norm of 4 million numbers is too small by 8e-5."""
+    grad = torch.randn(2, numbers, generator=torch.Generator().manual_seed(0))
+    (norm_b,) = Dense(grad).measure()
+    torch.testing.assert_close(norm_b.double(), grad.double().norm(dim=1), rtol=1e-6, atol=0)
+
+
 def test_an_input_whose_square_vanishes_times_a_gradient_that_is_long():
     left, right = torch.full((1, 2, 64), 1e17), torch.full((1, 2, 48), 1e-24)
     left[:, 1] = 0
