@@ -5,7 +5,7 @@ for their per-example gradients. At first every module claims the parameters it 
 
 * the module's forward is bypassed (a weight read by a functional call, a ``ParameterDict``, a parametrisation), or
 * its output has no batch (a table of relative positions, tokens of all examples sorted by expert), or
-* giving each example its copy of a batch-less output does not fit what the model does with it.
+* giving each example its copy of a batch-less output does not fit what the model does with it, or it reads another example's copy.
 
 :func:`settle` finds out by running the model on two batches of different size, and lets the *parent* module answer, and its
 parent, until every use of every parameter is seen by a module whose outputs have a batch. A claim taken over by a parent goes
@@ -17,16 +17,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .layout import BATCH_FIRST, SHARED, Layout, learn_layout
 from .rules import DOES_NOT_SAVE_OUTPUT, INSIDE, WHOLE_CALL, find_norm_sampler, find_rule
 from .rules.fallback import substituted, ways_out, without_fused_attention
-from .shards import Shards
+from .shards import Shards, local
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +282,33 @@ def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], po
     return lost
 
 
+def _misread(claims: Sequence[Claim], losses_of: Callable[[int], torch.Tensor], batch: int) -> list[Claim]:
+    """The claims whose output for the whole batch, once every example has its copy, is not read by each example from its own.
+
+    A table of relative positions is one: flattened, then indexed, it is the first example's copy that everybody reads.
+    """
+    copies: list[tuple[Claim, torch.Tensor]] = []
+
+    def copied(claim: Claim, x: Any) -> Any:
+        if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.shape[:1] == (1,)):
+            return x
+        copy = x.expand(batch, *x.shape[1:]).clone()
+        copies.append((claim, copy if copy.requires_grad else copy.requires_grad_()))
+        return copy.clone()  # the model may write to it
+
+    with ExitStack() as stack, torch.enable_grad():
+        for claim in claims:
+            if claim.gave_single:
+                hook = partial(lambda claim, module, args, output: tree_map(partial(copied, claim), output), claim)
+                stack.callback(claim.module.register_forward_hook(hook).remove)
+        loss = losses_of(batch)[1]  # neither of the first example nor of the last, whose copies are the ones read by mistake
+        if not copies or not loss.requires_grad:
+            return []
+        gradients = torch.autograd.grad(loss, [copy for _, copy in copies], allow_unused=True)
+    own = torch.arange(batch) == 1
+    return list({claim: None for (claim, _), g in zip(copies, gradients, strict=True) if g is not None and bool(local(g)[~own].any())})
+
+
 def settle(
     model: nn.Module,
     claims: list[Claim],
@@ -313,6 +341,7 @@ def settle(
         if not lost and any(claim.gave_single for claim in claims):
             try:
                 tapped()
+                lost = _misread(claims, losses_of, batch_sizes[0])
             except Exception:
                 lost = [claim for claim in claims if claim.gave_single]
                 if not lost:

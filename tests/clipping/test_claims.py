@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from oracle import assert_exact
 from torch import nn
 
@@ -96,6 +97,31 @@ class Repeats(nn.Module):
         return self.linear(torch.cat([prompt, x], 1))
 
 
+class ReadsOneCopy(nn.Module):
+    """A bias table is computed once for the whole batch, and flattened: an index into its copies finds the same one for all examples."""
+
+    class Block(nn.Module):
+        def __init__(self, offset):
+            super().__init__()
+            self.table, self.offset = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), offset
+
+        def forward(self, x):
+            table = self.table(torch.linspace(-1, 1, 8).view(1, 4, 2)).reshape(-1, 3)
+            return x.unsqueeze(-1) * table[torch.tensor([0, 3, 3, 1]) + self.offset * (len(table) - 4)]
+
+    def __init__(self, offset=0):
+        super().__init__()
+        self.block, self.head = self.Block(offset), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.block(x)))
+
+
+class ReadsLastCopy(ReadsOneCopy):
+    def __init__(self):
+        super().__init__(offset=1)
+
+
 class Shares(nn.Module):
     """A parameter of a container, used by two modules."""
 
@@ -141,6 +167,9 @@ class Routes(nn.Module):
         (Transposed, "linear.weight", "linear"),
         (TransposedOwn, "gate.w", "gate"),
         (Repeats, "prompt.weight", ""),
+        (ReadsOneCopy, "block.table.0.weight", "block"),
+        (ReadsOneCopy, "block.table.2.bias", "block"),
+        (ReadsLastCopy, "block.table.0.weight", "block"),
         (Shares, "bank.w", ""),
         (Routes, "experts.0.weight", ""),
     ],
@@ -151,6 +180,34 @@ def test_who_answers_and_that_it_is_exact(build, name, answers, mode):
         for _ in range(2):
             assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 5, 4)})
         assert settled(clipper, name) == answers
+
+
+class AddsPositions(nn.Module):
+    """A table of positions is added, and a scale multiplied, for the whole batch at once: each example reads its own copy of either."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions, self.scale, self.head = nn.Embedding(5, 4), nn.Sequential(nn.Linear(2, 4), nn.ReLU()), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = x + self.positions(torch.arange(x.shape[1]).unsqueeze(0))
+        return self.head(torch.tanh(x * self.scale(torch.ones(1, 1, 2))))
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_copies_that_are_read_by_their_own_examples_stay_with_their_modules(mode):
+    model = AddsPositions()
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 5, 4)})
+        assert settled(clipper, "positions.weight") == "positions"
+
+
+def test_swin_with_positions_computed_once():
+    torch.manual_seed(0)
+    sizes = dict(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4, num_labels=3)
+    model = hf.Swinv2ForImageClassification(hf.Swinv2Config(**sizes, initializer_range=0.2))
+    with PerExampleClipper(model, 1.0) as clipper:
+        assert_exact(model.eval(), clipper, lambda b: weigh(lambda **b: model(**b).logits, b), {"pixel_values": torch.randn(3, 3, 32, 32)})
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
