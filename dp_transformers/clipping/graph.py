@@ -60,6 +60,19 @@ def parameter_past_taps(losses: torch.Tensor, tap: type, parameter_of: Mapping[t
     return None
 
 
+def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
+    """Of everything that the losses are computed from and that a gradient goes through."""
+    todo, seen = [losses.grad_fn], {None}
+    found = {losses.dtype}
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            found |= {metadata.dtype for metadata in node._input_metadata}
+            todo += [before for before, _ in node.next_functions]
+    return found
+
+
 def _leaf(node: Node) -> torch.Tensor | None:
     """The leaf that a gradient is accumulated in here; autocast keeps a leaf's copy from one call for the next."""
     if type(node).__name__ == _CAST:

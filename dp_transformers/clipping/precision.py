@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,12 +31,18 @@ def exact_arithmetic(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def _in_full(settings: list[Any]) -> Iterator[None]:
+    with full_products(settings), torch.no_grad():
+        yield
+
+
+@contextmanager
+def full_products(settings: Sequence[Any]) -> Iterator[bool]:
+    """Products in full float32 by these :func:`product_settings`; whether they were not."""
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"
     try:
-        with torch.no_grad():
-            yield
+        yield not set(before) <= FULL_PRECISION
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision

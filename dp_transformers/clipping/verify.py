@@ -6,6 +6,9 @@
   the trainable parameters shifted a little; and locality, as trained too: another example's content must not move an example's gradient,
   and no buffer or frozen weight may change.
 
+Both run in float32 wherever the model does, whatever precision it trains in, which is then looked at by itself: norms and sums, with more
+tolerance. Where parameters are split over processes, autocast is off, but weights in bf16 stay as they are.
+
 :func:`self_check` runs both on synthetic input with the shapes, dtypes and masks of the first batch (random ids and numbers, dropout
 off, random state restored), so that private data decides nothing; :func:`check_model` runs them on public data you hand over.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +29,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
 
 from .claims import UnclaimedParameterError, announce, give_up, settle
+from .graph import dtypes_in_graph
 from .layout import batch_size_of, positions_of
 from .modes import MODES
-from .precision import FULL_PRECISION, HALF, product_settings, set_gradient, sum_dtype
+from .precision import FULL_PRECISION, HALF, full_products, product_settings, set_gradient, sum_dtype, without_autocast
 from .rules.fallback import UnsupportedModuleError, random_state
 from .shards import everywhere, like, local
 
@@ -36,7 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is caught in fp32.
+# Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is caught in fp32, which is
+# where exactness and locality are decided: in bf16 a model may attend over the whole batch and stay below the error of its rounding.
 PADDING_TOLERANCE = 1e-4  # in full fp32, where padding changes a gradient by 1e-7 if it leaves it alone
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
@@ -196,12 +202,12 @@ def check_padding(clipper: PerExampleClipper, batch: dict[str, Any], loss_functi
                 x = x.index_select(dim, mask_bt[row].nonzero().flatten())
         return x
 
-    with _forked_rng(clipper.device), _undisturbed(clipper):
+    with _forked_rng(clipper.device), _undisturbed(clipper), contextlib.ExitStack() as stack:
         if clipper.shards or clipper.parallel:
             torch.manual_seed(0)
         padded = {name: in_place(name, x) for name, x in synthetic_inputs(clipper.model, (), batch, size)[1].items()}
         alone = {name: own_positions(name, x) for name, x in padded.items()}
-        _perturb(clipper.parameters)
+        stack.enter_context(_perturbed(clipper))
         clipper.model.eval()
         clipper.max_grad_norm = float("inf")
         _, with_padding, low_precision = _clip(clipper, loss_function, (), padded)
@@ -232,33 +238,70 @@ def run_checks(
 ) -> CheckReport:
     """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left as they were.
 
-    ``others(rows)`` gives other inputs like these for claims to settle on; default: these examples again.
+    The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like these for claims to settle on; default: these examples again.
     """
     start = time.perf_counter()
     losses_of = loss_function or _random_output_loss(clipper.model)
     batch = batch_size_of(clipper.model, args, kwargs)
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
+    others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
+    errors, replaced = None, []
     with _undisturbed(clipper):
-        _perturb(clipper.parameters)  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
+        try:
+            with _in_float32(clipper) as replaced:
+                inputs = _with_float32((args, kwargs))
+                if _stays_in_float32(clipper, losses_of, *inputs):
+                    errors = _compare(clipper, losses_of, *inputs, batch, lambda rows: _with_float32(others(rows)))
+        except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
+            replaced = ["weights"]
+        if replaced or errors is None:
+            as_trained = _compare(clipper, losses_of, args, kwargs, batch, others, locality=errors is None)
+    if errors is None:
+        errors = as_trained
+        logger.warning(
+            "%s could not be checked in float32 (it casts by itself, holds weights that stay as they are, is split over processes in less "
+            "precision, or does not fit), so small influences of one example on another may hide in rounding: check it in float32.",
+            type(clipper.model).__name__,
+        )
+    announce(clipper.claims)
+    norm_error, sum_error, locality_error, gradient_error = errors
+    return CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
+
+
+def _compare(
+    clipper: PerExampleClipper,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    others: Callable[[int], tuple[tuple, dict]],
+    *,
+    locality: bool = True,
+) -> tuple[float, float, float, float]:
+    """Worst errors of norms, sums, locality and per-example gradients, in the precision that this runs in; raises if one is too large.
+
+    Low precision adds nothing to what is known of locality, so it need not be looked at twice.
+    """
+    with _perturbed(clipper):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         with _evaluating(clipper.model):
-            _settle_and_run(clipper, losses_of, args, kwargs, batch, others or (lambda rows: _recycled(args, kwargs, batch, rows)))
-        worst_locality = _check_locality_as_trained(clipper, losses_of, args, kwargs, batch)
-        clipper.model.eval()
-        norms_b = _clip(clipper, losses_of, args, kwargs)[0]
-        if not bool(torch.isfinite(norms_b).all()):
-            raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
-        clipper.max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
-        norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
-        samples = [getattr(p, "grad_sample", None) for p in clipper.parameters]
-        tolerance = TOLERANCE[low_precision]
-        _require_equal_replicas(clipper, total, tolerance)
-        locality_error = max(worst_locality, _locality_error(clipper, losses_of, args, kwargs, batch, norms_b))
-        _require_locality(locality_error, tolerance)
-        single_b, reference, gradient_error = _one_at_a_time(clipper, losses_of, args, kwargs, batch, samples)
-        norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
-        sum_error = float(_distance(total, reference) / _length(reference).clamp(min=1e-12))
-    report = CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
+            _settle_and_run(clipper, losses_of, args, kwargs, batch, others)
+        locality_error = _check_locality_as_trained(clipper, losses_of, args, kwargs, batch) if locality else 0.0
+        with _evaluating(clipper.model):
+            norms_b = _clip(clipper, losses_of, args, kwargs)[0]
+            if not bool(torch.isfinite(norms_b).all()):
+                raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
+            clipper.max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
+            norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
+            samples = [getattr(p, "grad_sample", None) for p in clipper.parameters]
+            tolerance = TOLERANCE[low_precision]
+            _require_equal_replicas(clipper, total, tolerance)
+            if locality:
+                locality_error = max(locality_error, _locality_error(clipper, losses_of, args, kwargs, batch, norms_b))
+                _require_locality(locality_error, tolerance)
+            single_b, reference, gradient_error = _one_at_a_time(clipper, losses_of, args, kwargs, batch, samples)
+    norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
+    sum_error = float(_distance(total, reference) / _length(reference).clamp(min=1e-12))
     if not max(norm_error, sum_error, gradient_error) <= tolerance:
         raise SelfCheckError(
             f"clipping is not exact for {type(clipper.model).__name__} in mode '{clipper.mode.name}': relative error of per-example norms "
@@ -266,7 +309,7 @@ def run_checks(
             "against one example at a time. "
             "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or report the model."
         )
-    return report
+    return norm_error, sum_error, locality_error, gradient_error
 
 
 def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
@@ -325,12 +368,23 @@ def _require_equal_replicas(clipper: PerExampleClipper, total: list[torch.Tensor
         )
 
 
-def _perturb(parameters: list[nn.Parameter]) -> None:
+@contextlib.contextmanager
+def _perturbed(clipper: PerExampleClipper) -> Iterator[None]:
+    """Inside, the trainable parameters are shifted a little."""
+    values = [p.detach().clone() for p in clipper.parameters]
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in map(local, parameters):
-            p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
-    torch.clear_autocast_cache()  # it holds casts of the weights as they were
+    try:
+        with torch.no_grad():
+            for p in map(local, clipper.parameters):
+                p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
+        torch.clear_autocast_cache()  # it holds casts of the weights as they were
+        yield
+    finally:
+        clipper.shards.reshard()
+        with torch.no_grad():
+            for p, value in zip(clipper.parameters, values, strict=True):
+                p.copy_(value)
+        torch.clear_autocast_cache()
 
 
 def _settle_and_run(
@@ -348,7 +402,6 @@ def _settle_and_run(
                 give_up(clipper.model, clipper.claims, error.module)
             except UnclaimedParameterError:
                 raise error from None
-    announce(clipper.claims)
 
 
 def _settle(
@@ -683,7 +736,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
     clipper.shards.reshard()
     grads = [p.grad for p in clipper.parameters]
-    values = [p.detach().clone() for p in clipper.parameters]
     bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
     follower, clipper._follower = clipper._follower, None
     try:
@@ -694,13 +746,94 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
         clipper.shards.reshard()
         for m, training in modes.items():
             m.training = training
-        for p, grad, value in zip(clipper.parameters, grads, values, strict=True):
+        for p, grad in zip(clipper.parameters, grads, strict=True):
             set_gradient(p, grad)
-            with torch.no_grad():
-                p.copy_(value)
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
-        torch.clear_autocast_cache()
+
+
+# ---- float32, whatever precision trains ----
+
+
+@contextlib.contextmanager
+def _in_float32(clipper: PerExampleClipper) -> Iterator[list[str]]:
+    """Inside, what trains in less computes in float32: bf16's rounding would hide a tenth of a batch's influence on an example.
+
+    Autocast is off, also where the model enters it, products are full float32, and parameters and buffers in bf16 or fp16 have float32
+    values, for which memory must hold both for a moment. Afterwards each is the tensor it was. Left alone are quantised weights, tensors
+    of other classes, and the weights of a model that is split over processes. Call it with the gradients put aside (:func:`_undisturbed`).
+
+    The list that is given names what was replaced, as far as the model has run.
+    """
+    tensors = [*clipper.model.parameters(), *clipper.model.buffers()]
+    half = [t for t in tensors if t.dtype in HALF and type(t.data) is torch.Tensor]
+    kept = [] if clipper.shards or clipper.parallel else [(t, t.data) for t in half]
+    grad_dtypes, low_precision = [p.grad_dtype for p in clipper.parameters], clipper.low_precision
+    settings = product_settings(clipper.device)
+    replaced, enter = ["weights"] if kept else [], torch.autocast.__enter__
+
+    def enter_disabled(region: torch.autocast) -> torch.autocast:
+        enabled, region._enabled = region._enabled, False
+        replaced.extend(["autocast"] if enabled else [])
+        try:
+            return enter(region)
+        finally:
+            region._enabled = enabled
+
+    if torch.is_autocast_enabled(clipper.device.type):
+        replaced.append("autocast")
+    with without_autocast(clipper.device), full_products(settings if clipper.convolves else settings[:1]) as were_reduced:
+        if were_reduced:
+            replaced.append("products")
+        torch.autocast.__enter__ = enter_disabled
+        try:
+            for p in clipper.parameters:
+                p.grad = None
+            for t, data in kept:
+                t.data = data.float()
+            clipper.low_precision = next((p.dtype for p in clipper.model.parameters() if p.dtype in HALF), torch.float32)
+            yield replaced
+        finally:
+            torch.autocast.__enter__ = enter
+            clipper.low_precision = low_precision
+            for p in clipper.parameters:
+                p.grad = None
+            for t, data in kept:
+                t.data = data
+            for p, dtype in zip(clipper.parameters, grad_dtypes, strict=True):
+                if p.grad_dtype != dtype:
+                    p.grad_dtype = dtype
+
+
+def _with_float32(structure: Any) -> Any:
+    return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x, structure)
+
+
+def _stays_in_float32(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict) -> bool:
+    """Whether the model runs in float32 now, without casting to less by itself: read off the graph that one pass leaves."""
+    if clipper.low_precision in HALF:
+        return False
+    frozen = [
+        p for p in clipper.model.parameters() if p.is_floating_point() and not (p.requires_grad or clipper.shards or clipper.parallel)
+    ]
+    wholes = [whole for p in clipper.parameters for whole in clipper.shards.wholes(p)]
+    try:
+        with clipper._suspended(), _evaluating(clipper.model), _kept_buffers(clipper.model):
+            for p in frozen:
+                p.requires_grad_()  # so that the graph shows what they compute in
+            losses = losses_of(*args, **kwargs)
+            low = dtypes_in_graph(losses) & {*HALF}
+            if losses.requires_grad:
+                torch.autograd.grad(losses.sum(), wholes, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # anything else is what the comparison will stumble over too, and say
+        clipper.shards.recover()
+        return not re.search("d(ata )?type|BFloat16|Half|bf16|fp16", str(error))
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+    return not low
 
 
 @contextlib.contextmanager
