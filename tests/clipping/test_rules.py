@@ -101,6 +101,41 @@ def test_rms_norms_are_recognised_by_what_they_compute():
     assert find_rule(LooksLikeOne(6)) is None
 
 
+class LimitsItsInput(LlamaRMSNorm):
+    """An RMS norm of what an input is limited to, above, below or in training."""
+
+    def __init__(self, size, kind="above"):
+        super().__init__(size)
+        self.kind = kind
+
+    def forward(self, hidden_states):
+        x = hidden_states
+        if self.kind == "below":
+            x = x * (x.abs() > 1e-4)
+        elif self.kind == "above" or self.training:
+            x = x.clamp(-6, 6)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["above", "below", "in training"])
+def test_norms_of_a_limited_input_are_not_taken_for_plain_ones(kind):
+    module = LimitsItsInput(6, kind)
+    assert find_rule(module) is None and module.training
+    assert find_rule(module.eval()) is None and not module.training
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_norm_that_limits_its_input_is_clipped(mode):
+    """Taken for a plain one it saw none of the second column, and one example moved the sum of the two-pass modes by 70 C."""
+    model = nn.Sequential(LimitsItsInput(8), nn.Linear(8, 3, bias=False))
+    model[1].requires_grad_(False).weight[:, [0, *range(2, 8)]] = 0
+    x = torch.tensor([[1e4, 100.0, 0, 0, 0, 0, 0, 0], [1.0, 2, 3, 4, 5, 6, 7, 8]])
+    clipper = PerExampleClipper(model, 0.01, mode=mode)
+    losses = torch.nn.functional.cross_entropy(30 * model(x), torch.tensor([0, 1]), reduction="none")
+    clipper.backward(losses, torch.tensor([1.0, 0.0]))
+    assert length([model[0].weight.grad]) <= 0.01 * 1.001
+
+
 class GatedNorm(LlamaRMSNorm):
     def forward(self, x, gate=None):
         return super().forward(x) if gate is None else super().forward(x * torch.sigmoid(gate))

@@ -91,7 +91,8 @@ def _eps(module: nn.Module) -> float:
 def _rms_norm_by_behaviour(module: nn.Module) -> Rule | None:
     """Each model of transformers brings its own RMSNorm class: x̂·w, or x̂·(1+w) in Gemma. d out/d w is x̂ in both.
 
-    A module counts as one if a 1-d ``weight`` is all it owns and, on random input and a random weight, it computes either formula.
+    A module counts as one if a 1-d ``weight`` is all it owns and, on random input small and large and a random weight, in training and in
+    evaluation, it computes either formula. (One that limits its input does so on part of them only.)
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules or not _eps(module):
@@ -101,13 +102,22 @@ def _rms_norm_by_behaviour(module: nn.Module) -> Rule | None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, len(weight), generator=generator).to(weight.device)
     w = torch.randn(len(weight), generator=generator).to(weight.device)
+    spiked = x.clone()
+    spiked[..., 0] = 1e4
+    inputs, training = [x, 1e-3 * x, 1e3 * x, spiked], module.training
     try:
         with torch.no_grad(), substituted(module, {weight: w}):
-            out = type(module).forward(module, x)  # not the module itself, whose hooks would take this for a forward pass
+            # the forward of its class, not the module itself, whose hooks would take this for a forward pass
+            outputs = [(x, type(module).forward(module.train(mode), x)) for mode in (True, False) for x in inputs]
     except Exception:  # another signature: not an RMS norm
         return None
+    finally:
+        module.train(training)
+    scales = [scale for scale in (w, 1 + w) if all(_is_scaled_rms_norm(x, out, scale, _eps(module)) for x, out in outputs)]
+    return _weight_only_rms_norm if scales else None
+
+
+def _is_scaled_rms_norm(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, eps: float) -> bool:
     if not isinstance(out, torch.Tensor) or out.shape != x.shape:
-        return None
-    normalised = F.rms_norm(x, weight.shape, eps=_eps(module))
-    matches = any(torch.allclose(out.float(), normalised * scale, rtol=1e-5, atol=1e-6) for scale in (w, 1 + w))
-    return _weight_only_rms_norm if matches else None
+        return False
+    return torch.allclose(out.float(), F.rms_norm(x, scale.shape, eps=eps) * scale, rtol=1e-5, atol=1e-6)
