@@ -452,7 +452,8 @@ class DPTrainer(Trainer):
                 return
             padded = distributed.first_given(padded)
         if padded is not None:
-            check_padding(self._clipper, dict(self._prepare_inputs(padded)), lambda **rows: self._per_example_losses(rows)[0])
+            batch = dict(self._prepare_inputs(padded))
+            check_padding(self._clipper, (), batch, batch["attention_mask"], lambda **rows: self._per_example_losses(rows)[0])
             self._padding_checked = True
 
     def _batches_of_step(self, inputs: LogicalBatch) -> list[tuple[Any, int]]:

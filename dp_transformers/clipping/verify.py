@@ -32,7 +32,7 @@ from .claims import UnclaimedParameterError, announce, give_up, settle
 from .graph import dtypes_in_graph
 from .layout import batch_size_of, positions_of
 from .modes import MODES
-from .precision import FULL_PRECISION, HALF, full_products, product_settings, set_gradient, sum_dtype, without_autocast
+from .precision import HALF, full_products, product_settings, set_gradient, sum_dtype, without_autocast
 from .rules.fallback import UnsupportedModuleError, random_state
 from .shards import everywhere, like, local
 
@@ -169,60 +169,157 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     return report
 
 
-def check_padding(clipper: PerExampleClipper, batch: dict[str, Any], loss_function: LossFunction) -> float:
-    """Whether an example's gradient is the same with and without its padding, on synthetic input with the masks of ``batch``.
+def check_padding(
+    clipper: PerExampleClipper,
+    args: tuple,
+    kwargs: dict,
+    own_bt: torch.Tensor,
+    loss_function: LossFunction | None = None,
+    row: int | None = None,
+) -> float:
+    """Whether an example's gradient is the same with and without its padding, on synthetic input shaped and padded like the given one.
 
-    Where examples are padded to the length of others, one that is not lets those decide its gradient. Returns the relative change.
+    Where examples are padded to the length of others, one that is not lets those decide its gradient. Looked at in float32.
+
+    Args:
+        clipper: Attached to the model as it trains.
+        args: Positional arguments of the model, tensors with the batch first. Those that have T in a later dimension are cut to the example's
+            own positions; where they are padding, they keep the numbers they have.
+        kwargs: Keyword arguments likewise. Lengths, integers of shape (B,), stay true.
+        own_bt: (B, T), or (B, ..., T), of which one is enough: which positions are each example's own, as a mask says or lengths do.
+        loss_function: As of :func:`check_model`; default: a random linear function of every output at the example's own positions.
+        row: Of which example; default: the longest that has padding.
+
+    Returns:
+        The relative change of its gradient; 0 where nothing is padded.
 
     Raises:
-        SelfCheckError: it is not.
+        SelfCheckError: padding changes it, or the model cannot compute the example without.
     """
-    masks = batch["attention_mask"].bool()
-    mask_bt = masks.flatten(1, -2).any(1) if masks.dim() > 2 else masks  # an example's choices are padded to each other's length anyway
-    (size, length), lengths_b = mask_bt.shape, mask_bt.sum(1)
-    row = int(lengths_b.masked_fill(lengths_b == length, -1).argmax())
-    own_targets = getattr(getattr(clipper.model, "config", None), "is_encoder_decoder", False)  # with a length of their own
-
-    def is_of_classes(name: str, x: torch.Tensor) -> bool:
-        """Several labels of an example, of which there may happen to be as many as positions."""
-        return "label" in name and x.is_floating_point()
-
-    def in_place(name: str, x: Any) -> Any:
-        """The row with its own padding, and a label wherever there may be one."""
-        if not _batched(x, size) or (own_targets and _is_of_targets(name)):
-            return x[row : row + 1] if _batched(x, size) else x
-        if x.shape == masks.shape and not is_of_classes(name, x):
-            x = x.masked_fill(x == -100, 1) if _is_of_targets(name) else x
-            x = x.where(masks, batch[name])
-        return x[row : row + 1]
-
-    def own_positions(name: str, x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and not (own_targets and _is_of_targets(name)) and not is_of_classes(name, x):
-            for dim in (d for d in range(1, x.dim()) if x.shape[d] == length):
-                x = x.index_select(dim, mask_bt[row].nonzero().flatten())
-        return x
-
-    with _forked_rng(clipper.device), _undisturbed(clipper), contextlib.ExitStack() as stack:
+    if not clipper.checked:
+        self_check(clipper, args, kwargs, loss_function)
+    if not clipper.batch_first:
+        (args, kwargs), loss_function = _second_dimension_first(args, kwargs), loss_function and _batch_second(loss_function)
+    shape, own_bt = own_bt.shape, own_bt.bool().flatten(1, -2).any(1) if own_bt.dim() > 2 else own_bt.bool()
+    if row is None:
+        count_b = own_bt.sum(1)
+        row = int(count_b.masked_fill(count_b == own_bt.shape[1], 0).argmax())
+    own_t = own_bt[row]
+    if own_t.all() or not own_t.any():
+        return 0.0
+    with _forked_rng(clipper.device), _undisturbed(clipper), _evaluating(clipper.model):
         if clipper.shards or clipper.parallel:
             torch.manual_seed(0)
-        padded = {name: in_place(name, x) for name, x in synthetic_inputs(clipper.model, (), batch, size)[1].items()}
-        alone = {name: own_positions(name, x) for name, x in padded.items()}
-        stack.enter_context(_perturbed(clipper))
-        clipper.model.eval()
-        clipper.max_grad_norm = float("inf")
-        _, with_padding, low_precision = _clip(clipper, loss_function, (), padded)
-        _, without, _ = _clip(clipper, loss_function, (), alone)
-        change = float(_distance(with_padding, without) / _length(without).clamp(min=1e-12))
-    precise = {setting.fp32_precision for setting in product_settings(clipper.device)} <= FULL_PRECISION
-    is_low = low_precision in HALF or not precise
-    if not change <= (TOLERANCE[low_precision] if is_low else PADDING_TOLERANCE):
-        side = "right" if bool(mask_bt[row, 0]) else "left"
+        padded, alone = _with_and_without_padding(clipper.model, args, kwargs, own_bt, row, shape)
+        losses_of = loss_function or _random_output_loss(clipper.model, batch_first=clipper.batch_first)
+        with clipper._suspended():
+            losses_of(*padded[0], **padded[1])  # what raises here has nothing to do with padding
+
+        def change_in_float32() -> tuple[float, float]:
+            return _change_by_padding(clipper, loss_function, _with_float32(padded), _with_float32(alone), own_t)[0], PADDING_TOLERANCE
+
+        found, _ = _in_float32_if_possible(clipper, losses_of, padded, change_in_float32)
+        if found is None:
+            change, low_precision = _change_by_padding(clipper, loss_function, padded, alone, own_t)
+            found = change, TOLERANCE[low_precision]
+    change, tolerance = found
+    if not change <= tolerance:
+        first, last = bool(own_t[0]), bool(own_t[-1])
+        side = {(True, False): "on the right", (False, True): "on the left", (True, True): "inside", (False, False): "on both sides"}
         raise SelfCheckError(
-            f"an example's gradient changes by {change:.1e} (relative) when it is padded on the {side} to the length of a longer one of its batch, so "
-            "every example has a say in the gradients of others, beyond the clipping bound. Pad on the other side (padding_side of the "
-            "tokenizer), or pad all examples to one length (padding='max_length'), or leave padding out in a per-example loss of your own."
+            f"an example's gradient changes by {change:.1e} (relative) when it is padded {side[first, last]} to the length of a longer one of its "
+            "batch, so every example has a say in the gradients of others, beyond the clipping bound. Pad on the other side (padding_side of the "
+            "tokenizer), or pad all examples to one length (padding='max_length'), or leave padding out in a per-example loss of your own; "
+            "a recurrent model: pack its input (pack_padded_sequence), or read its states at each example's last own position."
         )
     return change
+
+
+def _change_by_padding(
+    clipper: PerExampleClipper, loss_function: LossFunction | None, padded: tuple, alone: tuple, own_t: torch.Tensor
+) -> tuple[float, torch.dtype]:
+    """How much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
+    with _perturbed(clipper):
+        clipper.max_grad_norm = float("inf")
+        try:
+            losses_of = loss_function or _own_output_loss(clipper, alone, own_t)
+            without = _clip(clipper, losses_of, *alone)[1]
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise SelfCheckError(
+                f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed without the padding "
+                f"({str(error).splitlines()[0]}), so nobody knows what the padding does to its gradient. Leave out examples that are so short, or "
+                "pad all to one length (padding='max_length')."
+            ) from error
+        _, with_padding, low_precision = _clip(clipper, losses_of, *padded)
+        return float(_distance(with_padding, without) / _length(without).clamp(min=1e-12)), low_precision
+
+
+def _with_and_without_padding(
+    model: nn.Module, args: tuple, kwargs: dict, own_bt: torch.Tensor, row: int, shape: torch.Size
+) -> tuple[tuple, tuple]:
+    """Synthetic arguments for this row, with the padding it has, and without; a label wherever there may be one."""
+    (size, length), own_t, count_b = own_bt.shape, own_bt[row], own_bt.sum(1)
+    own_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # with a length of their own
+    name_of = _names_of(model)
+
+    def position_dims(path: tuple, x: torch.Tensor) -> list[int]:
+        name, dims = name_of(path), [d for d in range(1, x.dim()) if x.shape[d] == length]
+        if _is_of_targets(name) and (own_targets or x.is_floating_point()):  # several classes may happen to be as many as positions
+            return []
+        if x.shape == shape:
+            return dims[-1:]
+        return dims if "mask" in name or x.dtype == torch.bool else dims[:1]
+
+    def is_of_lengths(path: tuple, x: torch.Tensor) -> bool:
+        if x.dim() != 1 or len(x) != size or x.is_floating_point() or x.dtype == torch.bool or _is_of_targets(name_of(path)):
+            return False
+        return "length" in name_of(path) or bool((x == count_b.to(x.device)).all()) or bool((x == length).all())
+
+    def in_place(path: tuple, given: Any, drawn: Any) -> Any:
+        if not isinstance(given, torch.Tensor) or not given.dim():
+            return drawn
+        given_row = given[row : row + 1] if len(given) == size else given
+        if is_of_lengths(path, given):
+            return given_row
+        if _is_of_targets(name_of(path)) and position_dims(path, given):
+            drawn = drawn.masked_fill(drawn == -100, 1)
+        for dim in position_dims(path, given):
+            drawn = drawn.where(own_t.to(drawn.device).view([-1 if d == dim else 1 for d in range(drawn.dim())]), given_row)
+        return drawn
+
+    def own_positions(path: tuple, given: Any, x: Any) -> Any:
+        if not isinstance(given, torch.Tensor) or not given.dim():
+            return x
+        if is_of_lengths(path, given):
+            return x.where(x != length, own_t.sum().to(x))
+        for dim in position_dims(path, given):
+            x = x.index_select(dim, own_t.nonzero().flatten().to(x.device))
+        return x
+
+    given = args, kwargs
+    drawn = synthetic_inputs(model, *tree_map(lambda x: x[row : row + 1] if _batched(x, size) else x, given), 1)
+    padded = tree_map_with_path(in_place, given, drawn)
+    return padded, tree_map_with_path(own_positions, given, padded)
+
+
+def _own_output_loss(clipper: PerExampleClipper, alone: tuple, own_t: torch.Tensor) -> LossFunction:
+    """A loss for models whose own is not known, of what they put out for ``alone``, and of as much of it where there is padding too."""
+    with clipper._suspended():
+        shapes = [x.shape for x in _outputs_by_example(clipper.model, *alone, batch_first=clipper.batch_first)]
+
+    def own(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        for dim, (size, wanted) in enumerate(zip(x.shape, shape, strict=True)):
+            if size == len(own_t) != wanted:
+                x = x.index_select(dim, own_t.nonzero().flatten().to(x.device))
+            elif size != wanted:  # of fewer positions than the input has, as convolutions make
+                x = x.narrow(dim, 0 if own_t[0] else size - wanted, wanted)
+        return x
+
+    def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = _outputs_by_example(clipper.model, args, kwargs, batch_first=clipper.batch_first)
+        return _projected([own(x, shape) for x, shape in zip(tensors, shapes, strict=True)])
+
+    return losses_of
 
 
 def _is_of_targets(name: str) -> bool:
@@ -246,24 +343,14 @@ def run_checks(
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
-    errors, replaced = None, []
     with _undisturbed(clipper):
-        try:
-            with _in_float32(clipper) as replaced:
-                inputs = _with_float32((args, kwargs))
-                if _stays_in_float32(clipper, losses_of, *inputs):
-                    errors = _compare(clipper, losses_of, *inputs, batch, lambda rows: _with_float32(others(rows)))
-        except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
-            replaced = ["weights"]
+        inputs = _with_float32((args, kwargs))
+        errors, replaced = _in_float32_if_possible(
+            clipper, losses_of, inputs, lambda: _compare(clipper, losses_of, *inputs, batch, lambda rows: _with_float32(others(rows)))
+        )
         if replaced or errors is None:
             as_trained = _compare(clipper, losses_of, args, kwargs, batch, others, locality=errors is None)
-    if errors is None:
-        errors = as_trained
-        logger.warning(
-            "%s could not be checked in float32 (it casts by itself, holds weights that stay as they are, is split over processes in less "
-            "precision, or does not fit), so small influences of one example on another may hide in rounding: check it in float32.",
-            type(clipper.model).__name__,
-        )
+    errors = errors or as_trained
     announce(clipper.claims)
     norm_error, sum_error, locality_error, gradient_error = errors
     return CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
@@ -644,15 +731,21 @@ def _random_output_loss(model: nn.Module, *, batch_first: bool = True) -> LossFu
     """A loss for models whose own is not known: a fixed random weight for every number an example puts out."""
 
     def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
-        batch = batch_size_of(model, args, kwargs, batch_first)
-        tensors = [x for x in _floating(model(*args, **kwargs)) if x.dim()]
-        return _projected([x.transpose(0, 1) if has_batch_second(x, batch) else x for x in tensors])
+        return _projected(_outputs_by_example(model, args, kwargs, batch_first=batch_first))
 
-    def has_batch_second(x: torch.Tensor, batch: int) -> bool:
+    return losses_of
+
+
+def _outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_first: bool) -> list[torch.Tensor]:
+    """Every tensor of numbers that the model returns for this input, examples first."""
+    batch = batch_size_of(model, args, kwargs, batch_first)
+
+    def has_batch_second(x: torch.Tensor) -> bool:
         """As the states of a recurrent layer have, whatever comes first in its outputs."""
         return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
-    return losses_of
+    tensors = [x for x in _floating(model(*args, **kwargs)) if x.dim()]
+    return [x.transpose(0, 1) if has_batch_second(x) else x for x in tensors]
 
 
 def _floating(structure: Any) -> list[torch.Tensor]:
@@ -684,15 +777,12 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     num_labels = max(2, getattr(config, "num_labels", None) or 2)
     reads_out = getattr(model, "get_output_embeddings", None)
     token_labels = vocabulary if reads_out is None or reads_out() is not None else num_labels
-    positional = list(inspect.signature(model.forward).parameters)
+    name_of = _names_of(model)
 
     def make(path: tuple, x: Any) -> Any:
         if not _batched(x, batch):
             return x
-        if len(path) == 2 and path[0].idx == 0:
-            name = dict(enumerate(positional)).get(path[1].idx, "")
-        else:
-            name = str(getattr(path[-1], "key", ""))
+        name = name_of(path)
         recycled = x[torch.arange(rows, device=x.device) % batch]
         if x.is_floating_point():
             return recycled if "mask" in name else torch.randn(recycled.shape, device=x.device).to(x.dtype)
@@ -706,6 +796,16 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
         return torch.randint(0, high, recycled.shape, device=x.device, dtype=x.dtype)
 
     return tree_map_with_path(make, (args, kwargs))
+
+
+def _names_of(model: nn.Module) -> Callable[[tuple], str]:
+    """From a path into (args, kwargs) to the name of that argument of the model."""
+    positional = dict(enumerate(inspect.signature(model.forward).parameters))
+
+    def name_of(path: tuple) -> str:
+        return positional.get(path[1].idx, "") if len(path) == 2 and path[0].idx == 0 else str(getattr(path[-1], "key", ""))
+
+    return name_of
 
 
 def _replace_example(args: tuple, kwargs: dict, batch: int, row: int, source: int) -> tuple[tuple, dict]:
@@ -803,6 +903,25 @@ def _in_float32(clipper: PerExampleClipper) -> Iterator[list[str]]:
             for p, dtype in zip(clipper.parameters, grad_dtypes, strict=True):
                 if p.grad_dtype != dtype:
                     p.grad_dtype = dtype
+
+
+def _in_float32_if_possible(
+    clipper: PerExampleClipper, losses_of: LossFunction, inputs: tuple[tuple, dict], compare: Callable[[], Any]
+) -> tuple[Any, list[str]]:
+    """What ``compare`` returns in float32, None where the model does not run in it, and what was replaced to make it run."""
+    replaced = ["weights"]
+    try:
+        with _in_float32(clipper) as replaced:
+            if _stays_in_float32(clipper, losses_of, *_with_float32(inputs)):
+                return compare(), replaced
+    except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
+        pass
+    logger.warning(
+        "%s could not be checked in float32 (it casts by itself, holds weights that stay as they are, is split over processes in less precision, "
+        "or does not fit), so small influences of one example on another may hide in its rounding.",
+        type(clipper.model).__name__,
+    )
+    return None, replaced
 
 
 def _with_float32(structure: Any) -> Any:
