@@ -227,9 +227,10 @@ class _Use:
             return x
         if x.dim() and len(x) == 1 and layout == BATCH_FIRST:
             return x.expand(batch, *x.shape[1:])
-        raise ValueError(
+        raise UnsupportedModuleError(  # which the self-check has answered by a parent
             f"{self.claim} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
-            "gradients per example cannot be told apart. " + ways_out(self.claim.path, self.claim.module)
+            "gradients per example cannot be told apart. " + ways_out(self.claim.path, self.claim.module),
+            self.claim.module,
         )
 
     def _holds_all_positions(self, x: torch.Tensor) -> bool:

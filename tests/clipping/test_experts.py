@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import clipped_sum, distance, length, per_example_gradients, trainable
+from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -170,3 +170,31 @@ def test_a_bad_example_leaves_the_others_untouched():
         torch.testing.assert_close(norms[[0, 2, 3]], expected, rtol=1e-5, atol=0)
         assert distance(total, [p.grad for p in trainable(model)]) <= 1e-5 * length(total)
         model.zero_grad()
+
+
+SWITCH = dict(vocab_size=50, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=4, pad_token_id=0,
+              dropout_rate=0.0, decoder_start_token_id=0, router_jitter_noise=0.0)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        # a cache makes the decoder be re-run, whose routers convert themselves in every forward pass
+        dict(use_cache=True, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
+        # some experts are called on so few tokens that their number is the batch's, until it is not
+        dict(use_cache=False, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2),
+    ],
+    ids=["converts itself", "few tokens"],
+)
+def test_switch_transformers(options, mode):
+    torch.manual_seed(0)
+    model = hf.SwitchTransformersForConditionalGeneration(hf.SwitchTransformersConfig(**SWITCH, **options))
+    for p in model.parameters():
+        nn.init.normal_(p.data, std=0.2)
+    generator = torch.Generator().manual_seed(0)
+    names = {"input_ids": 9, "decoder_input_ids": 7}
+    batch = {name: torch.randint(1, 50, (3, length), generator=generator) for name, length in names.items()}
+    weight = torch.randn(7 * 50, generator=generator)
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        assert_exact(model, clipper, lambda b: torch.tanh(model(**b).logits).flatten(1) @ weight, batch)

@@ -294,6 +294,57 @@ def test_what_vmap_cannot_run_is_run_one_by_one(mode):
     check(nn.Sequential(nn.Linear(5, 5), Branches()), torch.randn(4, 3, 5), mode)
 
 
+WAYS_TO_ASSIGN = {
+    "to": lambda inner: inner.to(torch.float32),
+    "data": lambda inner: setattr(inner.weight, "data", inner.weight.data.clone()),
+    "vector": lambda inner: nn.utils.vector_to_parameters(inner.weight.detach().flatten().clone(), [inner.weight]),
+}
+
+
+class Assigns(nn.Module):
+    """Assigns to the data of its parameters in its forward pass, in one of the ways there are."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.w, self.inner = way, nn.Parameter(torch.randn(5)), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x):
+        WAYS_TO_ASSIGN[self.way](self.inner)
+        return nn.functional.linear(x * self.w, self.inner.weight)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("way", list(WAYS_TO_ASSIGN))
+def test_modules_that_assign_to_data_do_not_crash_the_process(way, mode):
+    check(nn.Sequential(nn.Linear(5, 5), Assigns(way)), torch.randn(4, 3, 5), mode)
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw: in an attribute, in a buffer, in a module that it makes."""
+
+    def __init__(self, dropout, loops):
+        super().__init__()
+        self.w, self.dropout, self.loops = nn.Parameter(torch.randn(5)), nn.Dropout(dropout), loops
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.seen, self.last, self.made = x, x.detach(), nn.Identity()
+        rows = [row for row in x if self.loops and row.sum().item() < torch.inf]  # which no vmap can run
+        return self.dropout(torch.stack(rows) if rows else x) * self.w
+
+
+@pytest.mark.parametrize(("dropout", "loops"), [(0.0, False), (0.0, True), (0.5, False)], ids=["vmap", "one by one", "masked"])
+def test_a_re_run_leaves_nothing_behind(dropout, loops):
+    model = nn.Sequential(nn.Linear(5, 5), Remembers(dropout, loops))
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        losses = weigh(model, torch.randn(4, 3, 5))
+        before = {**vars(model[1]), **model[1]._buffers, **model[1]._modules}
+        clipper.backward(losses)
+        after = {**vars(model[1]), **model[1]._buffers, **model[1]._modules}
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in ("seen", "last", "made", "w", "dropout") if name in before)
+
+
 def test_flattened_batch_is_refused_unless_it_has_settled():
     model, x = Refused.Flat(), torch.randn(4, 3, 5)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper, pytest.raises(ValueError, match=r"'linear' .*neither the batch \(4\)"):

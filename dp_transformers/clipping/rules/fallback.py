@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..layout import Layout
 from ..terms import Dense, Term
@@ -28,6 +29,7 @@ from ..terms import Dense, Term
 logger = logging.getLogger(__name__)
 
 _EXAMPLES_AT_ONCE = 16
+_SET_DATA = torch.Tensor.data.__set__
 
 
 class UnsupportedModuleError(ValueError):
@@ -77,7 +79,7 @@ def per_example_gradients(path: str, module: nn.Module, parameters: dict[nn.Para
     reasons = []
     for way in (_masked,) if call.random_state is not None else (_vmapped, _one_by_one):
         try:
-            with without_fused_attention():
+            with without_fused_attention(), _unchanged(module):
                 gradients = way(module, parameters, call)
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -98,6 +100,31 @@ def _of_one_example(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[tuple, 
     return call.rebuild([x.unsqueeze(layout.batch_dim) if batched and not layout.flat else x for x, batched, layout in kinds])
 
 
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Afterwards, ``module`` and what it contains hold what they held: no tensor of the re-run, which functorch would not let live on."""
+    before = [(held, dict(held)) for owner in module.modules() for held in (vars(owner), owner._parameters, owner._buffers, owner._modules)]
+    try:
+        yield
+    finally:
+        for held, contents in before:
+            held.clear()
+            held.update(contents)
+
+
+class _NoNewData(TorchFunctionMode):
+    """Inside, an assignment of ``data`` raises.
+
+    ``Module.to``, ``float`` and their like assign to parameters, even where nothing changes. For what stands in a parameter's place while
+    functorch runs, torch does not refuse that: it leaves a tensor behind whose memory is gone, and the process crashes.
+    """
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func == _SET_DATA:  # each look-up makes another object
+            raise RuntimeError("its forward pass assigns to the data of a tensor, as Module.to does")
+        return func(*args, **(kwargs or {}))
+
+
 def _vmapped(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call) -> dict[str, torch.Tensor]:
     values = {name: p.detach() for p, name in parameters.items()}
 
@@ -105,7 +132,7 @@ def _vmapped(module: nn.Module, parameters: dict[nn.Parameter, str], call: Call)
         args, kwargs = _of_one_example(call, inputs)
 
         def run(values):
-            with substituted(module, _pairs(parameters, values)):
+            with substituted(module, _pairs(parameters, values)), _NoNewData():
                 return tuple(call.flatten(module(*args, **kwargs)))
 
         out, vjp = torch.func.vjp(run, values)
