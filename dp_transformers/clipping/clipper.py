@@ -81,7 +81,7 @@ class _Tap(torch.autograd.Function):
             )
         ctx.use.begin_backward()  # before activation checkpointing recomputes what was saved
         grads = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
-        saved, needed = [x.detach() for x in ctx.saved_tensors], ctx.needs_input_grad[3 + len(grads) :]
+        saved, needed = [x.detach() for x in ctx.use.recorded(ctx)], ctx.needs_input_grad[3 + len(grads) :]
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
         reached = ctx.use.measure(saved, grads, input_gradients)
         if any(g is None for g in input_gradients.values()):
@@ -259,6 +259,20 @@ class _Use:
 
     def _flatten_output(self, output: Any) -> list[torch.Tensor]:
         return [x for x in _flatten(output)[0] if _differentiable(x)]
+
+    def recorded(self, ctx: Any) -> tuple[torch.Tensor, ...]:
+        """What the tap saved, if that is still what the module was given and gave."""
+        try:
+            return ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            claim = self.claim
+            raise UnsupportedModuleError(  # which the self-check has answered by a parent
+                f"the model writes in place to a tensor that {claim} was given or returned, after it ran, so its per-example gradients cannot "
+                "be computed from that any more. Make it a copy there (x = x + y instead of x += y). " + ways_out(claim.path, claim.module),
+                claim.module,
+            ) from error
 
     def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> dict[nn.Parameter, Term]:
         claim, shards = self.claim, self.clipper.shards

@@ -319,6 +319,54 @@ def test_modules_that_assign_to_data_do_not_crash_the_process(way, mode):
     check(nn.Sequential(nn.Linear(5, 5), Assigns(way)), torch.randn(4, 3, 5), mode)
 
 
+class WritesToItsInput(nn.Module):
+    """Zeroes padding in place, as speech encoders do: doing it twice changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        x[:, -1] = 0
+        return x * self.w
+
+
+class WritesToAnothersInput(nn.Module):
+    """A sum needs neither of its parts to go back, so plain autograd lets them be overwritten."""
+
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5))
+
+        def forward(self, x):
+            return x + self.w
+
+    def __init__(self):
+        super().__init__()
+        self.adds = self.Adds()
+
+    def forward(self, x):
+        x = x * 2
+        y = torch.tanh(self.adds(x))
+        return x.mul_(3) + y
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("writes", [WritesToItsInput, WritesToAnothersInput])
+def test_modules_that_write_to_inputs(writes, mode):
+    check(nn.Sequential(nn.Linear(5, 5), writes()), torch.randn(4, 3, 5), mode)
+
+
+def test_what_was_overwritten_is_refused_by_name_without_the_check():
+    model = nn.Sequential(nn.Linear(5, 5), WritesToAnothersInput())
+    with (
+        PerExampleClipper(model, 1.0, self_check=False) as clipper,
+        pytest.raises(UnsupportedModuleError, match=r"writes in place .* '1.adds' \(Adds\) .*x = x \+ y.*Ways out"),
+    ):
+        clipper.backward(weigh(model, torch.randn(4, 3, 5)))
+
+
 class Remembers(nn.Module):
     """Keeps what it saw: in an attribute, in a buffer, in a module that it makes."""
 

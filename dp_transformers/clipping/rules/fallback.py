@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,7 +80,8 @@ def per_example_gradients(path: str, module: nn.Module, parameters: dict[nn.Para
     for way in (_masked,) if call.random_state is not None else (_vmapped, _one_by_one):
         try:
             with without_fused_attention(), _unchanged(module):
-                gradients = way(module, parameters, call)
+                # on copies: the module may write to what it is given, which autograd still needs as it is
+                gradients = way(module, parameters, replace(call, inputs=[x.clone() for x in call.inputs]))
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             continue
