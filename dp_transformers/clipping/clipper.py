@@ -727,10 +727,12 @@ class PerExampleClipper:
 
     def _refuse_past_taps(self, parameter: nn.Parameter) -> None:
         name = next((name for name, p in self.model.named_parameters() if p is parameter), "?")
-        raise ValueError(
+        answering = max((claim for claim in self.claims if parameter in claim.names), key=lambda claim: len(claim.path))
+        raise UnsupportedModuleError(  # which the self-check has answered by a parent, where there is one that sees it
             f"parameter '{name}' got a gradient past its module, which cannot be clipped: the loss uses the parameter directly (a weight "
             "penalty: use the optimizer's weight_decay), the forward pass ran outside the model that is clipped, or it took a way through it "
-            "that its first call did not, and used the parameter, or an activation from inside the module, without the module's call."
+            "that its first call did not, and used the parameter, or an activation from inside the module, without the module's call.",
+            answering.module,
         )
 
     def _backward(self, forward_pass: _Pass, losses: torch.Tensor, weights_b: torch.Tensor | None) -> torch.Tensor:

@@ -55,6 +55,27 @@ class ReadsPast(nn.Module):
         return self.head(self.block(x))
 
 
+class Collects(nn.Module):
+    """Takes hidden states out of an encoder past its output, whose first layer's weight only the encoder sees."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, hidden_states):
+            hidden_states.append(F.linear(torch.tanh(x), self.linear.weight, self.linear.bias))
+            return self.last(torch.tanh(hidden_states[-1]))
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.head = self.Encoder(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden_states = []
+        return self.head(self.encoder(x, hidden_states) + hidden_states[0])
+
+
 class Transposed(nn.Module):
     """Positions first, as recurrent networks like it."""
 
@@ -164,6 +185,8 @@ class Routes(nn.Module):
     ("build", "name", "answers"),
     [
         (ReadsPast, "block.linear.weight", "block"),
+        (Collects, "encoder.linear.weight", ""),
+        (Collects, "encoder.last.weight", "encoder.last"),
         (Transposed, "linear.weight", "linear"),
         (TransposedOwn, "gate.w", "gate"),
         (Repeats, "prompt.weight", ""),
