@@ -43,6 +43,7 @@ from .terms import Dense, Norm, Term
 logger = logging.getLogger(__name__)
 
 SMALLEST_BOUND = 1e-12
+_NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}  # nodes of autograd that save what they are given, at most
 
 
 class Follower(Protocol):
@@ -66,7 +67,7 @@ class _Tap(torch.autograd.Function):
         outputs, saved = tensors[:num_outputs], tensors[num_outputs:]
         ctx.use = use
         ctx.save_for_backward(*saved)
-        if use.claim.allows_in_place:
+        if use.allows_in_place:
             outputs = tuple(x.data for x in outputs)  # same memory, but not a view to autograd, which refuses in-place writes to those
         elif use.claim.rule is None:
             outputs = tuple(x.clone() for x in outputs)  # the module may need its output, and so does the fallback
@@ -246,11 +247,16 @@ class _Use:
         if any(x.dtype in HALF for x in self.outputs):
             forward_pass.low_precision = next(x.dtype for x in self.outputs if x.dtype in HALF)
         probe = forward_pass.probe
+        self.allows_in_place = self.claim.allows_in_place or self._ends_in_arithmetic()
         outputs = _Tap.apply(self, probe, len(self.outputs), *self.outputs, *saved)
         tapped = iter(outputs if isinstance(outputs, tuple) else (outputs,))
         leaves = [like(next(tapped), x) if _differentiable(x) else x for x in self.output_leaves]
         del self.inputs, self.outputs, self.output_leaves  # autograd holds what is needed, and frees it
         return leaves[0] if self.output_spec is None else tree_unflatten(leaves, self.output_spec)
+
+    def _ends_in_arithmetic(self) -> bool:
+        """Whether a module of somebody else, whose rule does not run it again, needs its only output no more than torch's layers do."""
+        return not self.claim.may_be_rerun and len(self.outputs) == 1 and type(self.outputs[0].grad_fn).__name__ in _NEEDS_NO_OUTPUT
 
     def _rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
         given = iter(tensors)

@@ -319,6 +319,20 @@ def test_modules_that_assign_to_data_do_not_crash_the_process(way, mode):
     check(nn.Sequential(nn.Linear(5, 5), Assigns(way)), torch.randn(4, 3, 5), mode)
 
 
+class Scales(nn.Module):
+    """In place, as a router's jitter does."""
+
+    def forward(self, x):
+        x *= 2
+        return x
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("norm", [T5LayerNorm, LlamaRMSNorm, Gemma2RMSNorm])
+def test_outputs_of_norms_may_be_overwritten(norm, mode):
+    check(nn.Sequential(nn.Linear(6, 6), norm(6), Scales(), nn.Linear(6, 2)), torch.randn(4, 3, 6), mode)
+
+
 class WritesToItsInput(nn.Module):
     """Zeroes padding in place, as speech encoders do: doing it twice changes nothing."""
 
