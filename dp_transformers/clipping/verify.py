@@ -32,7 +32,7 @@ from .claims import UnclaimedParameterError, announce, give_up, settle
 from .graph import dtypes_in_graph
 from .layout import batch_size_of, positions_of
 from .modes import MODES
-from .precision import HALF, full_products, product_settings, set_gradient, sum_dtype, without_autocast
+from .precision import HALF, full_products, product_settings, sum_dtype, without_autocast
 from .rules.fallback import UnsupportedModuleError, random_state
 from .shards import everywhere, like, local
 
@@ -835,7 +835,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
     clipper.shards.reshard()
-    grads = [p.grad for p in clipper.parameters]
+    grads = [(p.grad, p.grad_dtype) for p in clipper.parameters]
     bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
     follower, clipper._follower = clipper._follower, None
     try:
@@ -846,8 +846,11 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
         clipper.shards.reshard()
         for m, training in modes.items():
             m.training = training
-        for p, grad in zip(clipper.parameters, grads, strict=True):
-            set_gradient(p, grad)
+        for p, (grad, dtype) in zip(clipper.parameters, grads, strict=True):
+            p.grad = None
+            if p.grad_dtype != dtype:
+                p.grad_dtype = dtype
+            p.grad = grad
             if hasattr(p, "grad_sample"):
                 del p.grad_sample
 
@@ -868,8 +871,7 @@ def _in_float32(clipper: PerExampleClipper) -> Iterator[list[str]]:
     tensors = [*clipper.model.parameters(), *clipper.model.buffers()]
     half = [t for t in tensors if t.dtype in HALF and type(t.data) is torch.Tensor]
     kept = [] if clipper.shards or clipper.parallel else [(t, t.data) for t in half]
-    grad_dtypes, low_precision = [p.grad_dtype for p in clipper.parameters], clipper.low_precision
-    settings = product_settings(clipper.device)
+    low_precision, settings = clipper.low_precision, product_settings(clipper.device)
     replaced, enter = ["weights"] if kept else [], torch.autocast.__enter__
 
     def enter_disabled(region: torch.autocast) -> torch.autocast:
@@ -900,9 +902,6 @@ def _in_float32(clipper: PerExampleClipper) -> Iterator[list[str]]:
                 p.grad = None
             for t, data in kept:
                 t.data = data
-            for p, dtype in zip(clipper.parameters, grad_dtypes, strict=True):
-                if p.grad_dtype != dtype:
-                    p.grad_dtype = dtype
 
 
 def _in_float32_if_possible(

@@ -321,11 +321,22 @@ class CastsByItself(nn.Module):
     def __init__(self, inside, share=0.2):
         super().__init__()
         self.inner, self.inside = SubtractsFromHidden(share), inside
+        if inside == "both":
+            self.last = nn.Linear(4, 4, bias=False)
+        if inside == "frozen":
+            self.first = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.register_buffer("eye", torch.eye(4))
 
     def forward(self, x):
         if self.inside == "autocast":
             with torch.autocast("cpu", torch.bfloat16):
                 return self.inner(x).float()
+        if self.inside == "buffer":  # which is in float32 when the rest is
+            return F.linear(self.inner(x), self.eye)
+        if self.inside == "both":
+            return F.linear(self.inner(x).bfloat16(), self.last.weight.bfloat16()).to(x.dtype)
+        if self.inside == "frozen":
+            return self.inner(F.linear(x.bfloat16(), self.first.weight.bfloat16()).to(x.dtype))
         if self.inside == "weight":  # of another kind than the activations, once these are in float32
             return F.linear(self.inner(x), torch.eye(4, dtype=torch.bfloat16)).float()
         return self.inner(x.bfloat16()).float()
@@ -341,13 +352,18 @@ def test_autocast_that_the_model_enters_is_off_too(mode, caplog):
         assert nn.Linear(2, 2)(torch.randn(1, 2)).dtype == torch.bfloat16  # torch's own is as it was
 
 
-@pytest.mark.parametrize("inside", ["weight", "cast"])
+def test_buffers_are_in_float32_too(caplog):
+    PerExampleClipper(CastsByItself("buffer", share=0).bfloat16(), 1.0).model(torch.randn(6, 3, 8).bfloat16())
+    assert "could not be checked" not in caplog.text
+
+
+@pytest.mark.parametrize("inside", ["weight", "cast", "both", "frozen"])
 def test_what_does_not_run_in_float32_is_checked_as_it_trains(inside, caplog):
     """With bf16's tolerance and a warning, and still refused where it mixes by more than that."""
     model = CastsByItself(inside, share=0).bfloat16()
     PerExampleClipper(model, 1.0).model(torch.randn(6, 3, 8).bfloat16())
     assert "could not be checked in float32" in caplog.text
-    with pytest.raises(SelfCheckError, match="another example"):
+    with pytest.raises(ValueError, match="another example|mixes examples"):
         PerExampleClipper(CastsByItself(inside, share=0.9).bfloat16(), 1.0).model(torch.randn(6, 3, 8).bfloat16())
 
 
@@ -364,14 +380,15 @@ def test_a_rule_that_is_wrong_in_bf16_alone(monkeypatch):
             in_bf16(lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()), way, "book_keeping", torch.randn(6, 3, 8))
 
 
+@pytest.mark.parametrize("has_grad", [True, False])
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
-def test_a_check_in_float32_puts_everything_back(mode):
+def test_a_check_in_float32_puts_everything_back(mode, has_grad):
     model = build("llama-tied").bfloat16()
     model.lm_head.register_buffer("table", torch.randn(3).bfloat16())
     model.model.layers[0].requires_grad_(False)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for p in model.parameters():
-        p.grad = torch.ones_like(p)
+        p.grad = torch.ones_like(p) if has_grad else None
     before = {k: (t.clone(), t.data_ptr(), t.dtype, t.grad_dtype) for k, t in tensors.items()}
     versions = {k: p._version for k, p in model.named_parameters() if not p.requires_grad}  # frozen weights are not even written to
     PerExampleClipper(model, 1.0, mode=mode).model(torch.randint(0, 1000, (4, 6)))
@@ -382,7 +399,11 @@ def test_a_check_in_float32_puts_everything_back(mode):
         assert t is tensors[name] and t.dtype == dtype and torch.equal(t, value), name
         assert (t.data_ptr(), t.grad_dtype) == (pointer, grad_dtype), name
         assert versions.get(name, t._version) == t._version, name
-        assert t.grad is None or (t.grad.dtype == dtype and (t.grad == 1).all()), name
+        assert (
+            (t.grad is None)
+            if not has_grad or name not in dict(model.named_parameters())
+            else (t.grad.dtype == dtype and (t.grad == 1).all())
+        ), name
 
 
 # ---- padding ----
@@ -541,6 +562,23 @@ def test_padding_of_frames_that_convolutions_make():
         padding_of(ReadsSounds(kernel=8), (x,), {}, own_positions([4, 20, 2, 20]))
     with pytest.raises(SelfCheckError, match="an example with 2 positions"):
         padding_of(ReadsSounds(kernel=8), (x,), {}, own_positions([9, 20, 2, 20]), row=2)
+
+
+def test_padding_inside():
+    """Positions that are nobody's between those that are, and a model that looks at them or not."""
+    own_bt = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1]]).bool()
+    x = torch.randn(2, 6, 1)
+    assert padding_of(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 2)), (x,), {}, own_bt) <= 1e-5
+    with pytest.raises(SelfCheckError, match="padded inside to the length of a longer one"):
+        padding_of(Cumulated(), (x,), {}, own_bt)
+
+
+class Cumulated(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 4)
+
+    def forward(self, x):
+        return super().forward(x).cumsum(1)
 
 
 def test_padding_of_choices_and_of_targets():
