@@ -21,7 +21,8 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,7 @@ LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> 
 
 def check_model(
     model: nn.Module,
-    batch: dict[str, Any],
+    batch: Mapping[str, Any],
     *,
     mode: str = "auto",
     loss_function: LossFunction | None = None,
@@ -79,7 +80,7 @@ def check_model(
 
     Args:
         model: The model as it will be trained.
-        batch: Keyword arguments of its forward, tensors with the batch first, at least two examples.
+        batch: Keyword arguments of its forward, as a collator gives them, tensors with the batch first, at least two examples.
         mode: The clipping mode to check.
         loss_function: ``f(**batch) -> (B,)`` per-example losses; default: a random linear function of every output.
 
@@ -92,7 +93,7 @@ def check_model(
     from .clipper import PerExampleClipper
 
     with PerExampleClipper(model, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
-        return run_checks(clipper, (), batch, loss_function)
+        return run_checks(clipper, *_arguments(batch), loss_function)
 
 
 def check_per_sample_gradients_are_correct(
@@ -343,7 +344,7 @@ def run_checks(
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
-    with _undisturbed(clipper):
+    with _undisturbed(clipper), _true_causes(clipper, losses_of, args, kwargs, batch):
         inputs = _with_float32((args, kwargs))
         errors, replaced = _in_float32_if_possible(
             clipper, losses_of, inputs, lambda: _compare(clipper, losses_of, *inputs, batch, lambda rows: _with_float32(others(rows)))
@@ -397,6 +398,57 @@ def _compare(
             "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or report the model."
         )
     return norm_error, sum_error, locality_error, gradient_error
+
+
+@contextlib.contextmanager
+def _true_causes(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> Iterator[None]:
+    """Where a check fails for a reason that people know by another name, it is said by that name."""
+    try:
+        yield
+    except Exception as error:
+        if clipper.shards or clipper.parallel or not clipper.batch_first:  # where a pass of this process's own would leave others waiting
+            raise
+        dims, wrong_way = _seen_in_forward(clipper, losses_of, args, kwargs, batch)
+        one = tree_map(lambda x: x[:1] if _batched(x, batch) else x, (args, kwargs))
+        lost = [(a, b) for a, b in zip(dims, _seen_in_forward(clipper, losses_of, *one, 1)[0], strict=False) if b < a]
+        if wrong_way:
+            raise SelfCheckError(
+                f"{wrong_way[0]} has batch_first=False and is given a tensor with the batch first, so it takes examples for positions, and mixes "
+                "them: build it with batch_first=True."
+            ) from error
+        if lost:
+            raise SelfCheckError(
+                f"the model's output has {lost[0][0]} dimensions for {batch} examples and {lost[0][1]} for one: squeeze() takes the dimension of the "
+                "batch too where it is 1. Name the dimension, as in squeeze(-1)."
+            ) from error
+        raise
+
+
+def _seen_in_forward(
+    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
+) -> tuple[list[int], list[str]]:
+    """How many dimensions the model's outputs have, and the modules that expect the batch second and are given it first."""
+    dims: list[int] = []
+    wrong_way: list[str] = []
+
+    def note_output(module: nn.Module, args: tuple, output: Any) -> None:
+        dims.extend(x.dim() for x in _floating(output))
+
+    def note_input(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if x is not None and x.dim() == 3 and x.shape[0] == batch != x.shape[1]:
+            wrong_way.append(f"'{path}' ({type(module).__name__})")
+
+    with contextlib.ExitStack() as stack:
+        for path, module in clipper.model.named_modules():
+            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
+                stack.callback(module.register_forward_pre_hook(partial(note_input, path), with_kwargs=True).remove)
+        stack.callback(clipper.model.register_forward_hook(note_output).remove)
+        stack.enter_context(clipper._suspended())
+        stack.enter_context(_kept_buffers(clipper.model))
+        with contextlib.suppress(Exception):  # what the model does before it fails is enough
+            losses_of(*args, **kwargs)
+    return dims, wrong_way
 
 
 def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
@@ -744,12 +796,27 @@ def _outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fi
         """As the states of a recurrent layer have, whatever comes first in its outputs."""
         return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
-    tensors = [x for x in _floating(model(*args, **kwargs)) if x.dim()]
+    output = model(*args, **kwargs)
+    tensors = [x for x in _floating(output) if x.dim()]
+    if not tensors:
+        raise SelfCheckError(
+            f"{type(model).__name__} returns {type(output).__name__}, in which there is no tensor of floating-point numbers with a dimension for the "
+            "examples, so nothing can be checked: return one, in a tuple, dict or dataclass if need be, or hand over a loss_function."
+        )
     return [x.transpose(0, 1) if has_batch_second(x) else x for x in tensors]
 
 
 def _floating(structure: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(structure) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    """The tensors of numbers in it, also in mappings and dataclasses that torch does not know."""
+    found: list[torch.Tensor] = []
+    for x in tree_leaves(structure):
+        if isinstance(x, torch.Tensor):
+            found += [x] if x.is_floating_point() else []
+        elif isinstance(x, Mapping):
+            found += _floating(list(x.values()))
+        elif is_dataclass(x) and not isinstance(x, type):
+            found += _floating([getattr(x, field.name, None) for field in fields(x)])
+    return found
 
 
 def _projected(tensors: list[torch.Tensor]) -> torch.Tensor:

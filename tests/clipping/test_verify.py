@@ -1,11 +1,17 @@
 """The canary and the self-check: planted faults are caught, random state and gradients are left alone, nothing private is used."""
 
+import re
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from models import SHORT, batch_for, build, losses_function
 from torch import nn
 from transformers import (
+    BatchEncoding,
     BertConfig,
     BertForMultipleChoice,
     T5Config,
@@ -14,6 +20,7 @@ from transformers import (
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
 )
+from transformers.utils import ModelOutput
 
 from dp_transformers import PerExampleClipper, check_model, check_per_sample_gradients_are_correct
 from dp_transformers.clipping import rules
@@ -282,7 +289,7 @@ def in_bf16(make, way, mode, x, **kwargs):
 def test_examples_that_influence_each_other_in_bf16(make, way, mode):
     """Removing one of 32 examples moved the first three models' clipped sums by 5 to 9 C, and bf16's own tolerance is 10%."""
     x = torch.randint(0, 1000, (8, 6)) if make is bert_with_a_head_that_mixes else torch.randn(32, 6, 8)
-    with pytest.raises(ValueError, match="another example|mixes examples"):
+    with pytest.raises(ValueError, match="another example|mixes examples|batch_first=True"):
         in_bf16(make, way, mode, x)
 
 
@@ -404,6 +411,100 @@ def test_a_check_in_float32_puts_everything_back(mode, has_grad):
             if not has_grad or name not in dict(model.named_parameters())
             else (t.grad.dtype == dtype and (t.grad == 1).all())
         ), name
+
+
+# ---- refusals name the true cause ----
+
+
+class Squeezes(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(5, width)
+
+    def forward(self, x):
+        return self.linear(x[:, None]).squeeze()
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+@pytest.mark.parametrize(("width", "dims"), [(1, "1 dimensions for 6 examples and 0"), (3, "2 dimensions for 6 examples and 1")])
+def test_a_batch_of_one_that_is_squeezed(width, dims, mode):
+    model = Squeezes(width)
+    with pytest.raises(SelfCheckError, match=rf"{dims} for one: squeeze\(\)"):
+        check_model(model, {"x": torch.randn(6, 5)}, mode=mode)
+
+
+def test_a_batch_of_one_that_is_squeezed_before_the_loss():
+    model = Squeezes(3)
+    with pytest.raises(SelfCheckError, match=r"1 for one: squeeze\(\)"):
+        check_model(
+            model, {"x": torch.randn(6, 5)}, loss_function=lambda x: F.cross_entropy(model(x), torch.ones(len(x)).long(), reduction="none")
+        )
+
+
+class Encodes(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.emb, self.part, self.head = nn.Linear(4, 8), part, nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.emb(x)
+        x = self.part(x, x, x) if isinstance(self.part, nn.MultiheadAttention) else self.part(x)
+        return self.head(x[0] if isinstance(x, tuple) else x)
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda **options: nn.MultiheadAttention(8, 2, **options), "'part' (MultiheadAttention)"),
+     (lambda **options: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, **options), "'part.self_attn' (MultiheadAttention)"),
+     (lambda **options: nn.GRU(8, 8, **options), "'part' (GRU)")],
+)  # fmt: skip
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_first_that_was_forgotten(make, name, mode, frozen):
+    with pytest.raises(SelfCheckError, match=re.escape(name) + r".*batch_first=True"):
+        PerExampleClipper(Encodes(make().requires_grad_(not frozen)), 1.0, mode=mode).model(torch.randn(4, 6, 4))
+    PerExampleClipper(Encodes(make(batch_first=True).requires_grad_(not frozen)), 1.0, mode=mode).model(torch.randn(4, 6, 4))
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, BatchEncoding, OrderedDict])
+def test_a_batch_as_collators_give_it(kind):
+    batch = kind(batch_for("bert", SHORT))
+    assert check_model(build("bert"), batch).sum_error < 1e-5
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: UserDict
+    name: str = "?"
+
+
+class Returns(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(5, 3), kind
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.kind == "dataclass":
+            return Output(y, UserDict({"hidden": torch.tanh(y)}))
+        if self.kind == "mapping":
+            return UserDict({"logits": y})
+        if self.kind == "object":
+            return SimpleNamespace(logits=y)
+        return ModelOutput(logits=y) if self.kind == "ModelOutput" else y.mean()
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "mapping", "ModelOutput"])
+def test_outputs_that_are_looked_into(kind):
+    report = check_model(Returns(kind), {"x": torch.randn(4, 5)})
+    assert max(report.norm_error, report.sum_error) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "name"), [("object", "SimpleNamespace"), ("scalar", "Tensor")])
+def test_outputs_without_examples(kind, name):
+    with pytest.raises(SelfCheckError, match=f"Returns returns {name}, in which there is no tensor of floating-point.*loss_function"):
+        check_model(Returns(kind), {"x": torch.randn(4, 5)})
 
 
 # ---- padding ----
