@@ -199,8 +199,9 @@ def check_padding(
     """
     if not clipper.checked:
         self_check(clipper, args, kwargs, loss_function)
+    losses_of = loss_function or _random_output_loss(clipper.model, batch_first=clipper.batch_first)
     if not clipper.batch_first:
-        (args, kwargs), loss_function = _second_dimension_first(args, kwargs), loss_function and _batch_second(loss_function)
+        (args, kwargs), losses_of = _second_dimension_first(args, kwargs), _batch_second(losses_of)
     shape, own_bt = own_bt.shape, own_bt.bool().flatten(1, -2).any(1) if own_bt.dim() > 2 else own_bt.bool()
     if row is None:
         count_b = own_bt.sum(1)
@@ -212,18 +213,15 @@ def check_padding(
         if clipper.shards or clipper.parallel:
             torch.manual_seed(0)
         padded, alone = _with_and_without_padding(clipper.model, args, kwargs, own_bt, row, shape)
-        losses_of = loss_function or _random_output_loss(clipper.model, batch_first=clipper.batch_first)
         with clipper._suspended():
             losses_of(*padded[0], **padded[1])  # what raises here has nothing to do with padding
 
-        def change_in_float32() -> tuple[float, float]:
-            return _change_by_padding(clipper, loss_function, _with_float32(padded), _with_float32(alone), own_t)[0], PADDING_TOLERANCE
-
-        found, _ = _in_float32_if_possible(clipper, losses_of, padded, change_in_float32)
-        if found is None:
-            change, low_precision = _change_by_padding(clipper, loss_function, padded, alone, own_t)
-            found = change, TOLERANCE[low_precision]
-    change, tolerance = found
+        given = None if loss_function is None else losses_of
+        found, _ = _in_float32_if_possible(
+            clipper, losses_of, padded, lambda: _change_by_padding(clipper, given, _with_float32(padded), _with_float32(alone), own_t)
+        )
+        change, low_precision = found or _change_by_padding(clipper, given, padded, alone, own_t)
+    tolerance = PADDING_TOLERANCE if found else TOLERANCE[low_precision]
     if not change <= tolerance:
         first, last = bool(own_t[0]), bool(own_t[-1])
         side = {(True, False): "on the right", (False, True): "on the left", (True, True): "inside", (False, False): "on both sides"}
@@ -305,8 +303,13 @@ def _with_and_without_padding(
 
 def _own_output_loss(clipper: PerExampleClipper, alone: tuple, own_t: torch.Tensor) -> LossFunction:
     """A loss for models whose own is not known, of what they put out for ``alone``, and of as much of it where there is padding too."""
+
+    def outputs(args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        args, kwargs = (args, kwargs) if clipper.batch_first else _second_dimension_first(args, kwargs)
+        return _outputs_by_example(clipper.model, args, kwargs, batch_first=clipper.batch_first)
+
     with clipper._suspended():
-        shapes = [x.shape for x in _outputs_by_example(clipper.model, *alone, batch_first=clipper.batch_first)]
+        shapes = [x.shape for x in outputs(*alone)]
 
     def own(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         for dim, (size, wanted) in enumerate(zip(x.shape, shape, strict=True)):
@@ -317,7 +320,7 @@ def _own_output_loss(clipper: PerExampleClipper, alone: tuple, own_t: torch.Tens
         return x
 
     def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
-        tensors = _outputs_by_example(clipper.model, args, kwargs, batch_first=clipper.batch_first)
+        tensors = outputs(args, kwargs)
         return _projected([own(x, shape) for x, shape in zip(tensors, shapes, strict=True)])
 
     return losses_of

@@ -387,6 +387,20 @@ def test_a_rule_that_is_wrong_in_bf16_alone(monkeypatch):
             in_bf16(lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()), way, "book_keeping", torch.randn(6, 3, 8))
 
 
+def test_reduced_products_are_full_while_it_is_checked():
+    """Once, and once more as they are when it trains."""
+    setting, seen = torch.backends.mkldnn.matmul, []
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    model.register_forward_pre_hook(lambda module, args: seen.append(setting.fp32_precision))
+    before, setting.fp32_precision = setting.fp32_precision, "bf16"
+    try:
+        PerExampleClipper(model, 1.0).model(torch.randn(4, 3, 5))
+        assert setting.fp32_precision == "bf16"
+    finally:
+        setting.fp32_precision = before
+    assert seen[0] == "bf16" and seen[1] == "ieee" and "bf16" in seen[2:]  # the call itself, and those of the check
+
+
 @pytest.mark.parametrize("has_grad", [True, False])
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_a_check_in_float32_puts_everything_back(mode, has_grad):
@@ -616,6 +630,27 @@ def test_padding_of_recurrent_models(reads, kind):
         return
     with pytest.raises(SelfCheckError, match=r"padded on the right.*pack_padded_sequence"):
         padding_of(ReadsNames(reads, kind), args, {}, own_bt)
+
+
+@pytest.mark.parametrize("reads_last", [True, False])
+def test_padding_of_positions_that_come_first(reads_last):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            states = self.head(self.rnn(x)[0])
+            return states[-1:] if reads_last else states
+
+    own_bt = own_positions([3, 9, 7, 5])
+    x = torch.randn(9, 4, 5) * own_bt.T[..., None]
+    with PerExampleClipper(Reads(), 1.0, batch_first=False) as clipper:
+        if not reads_last:
+            assert check_padding(clipper, (x,), {}, own_bt) <= 1e-5
+            return
+        with pytest.raises(SelfCheckError, match="padded on the right"):
+            check_padding(clipper, (x,), {}, own_bt)
 
 
 def test_lengths_stay_true():
