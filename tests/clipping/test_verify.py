@@ -577,21 +577,21 @@ def padded_ids(side="right", lengths=(5, 9, 12, 7), value=0):
 
 
 def padding_of(model, args, kwargs, own_bt, loss_function=None, **options):
-    with PerExampleClipper(model.eval(), 1.0) as clipper:
+    with PerExampleClipper(model.train(), 1.0) as clipper:
         return check_padding(clipper, args, kwargs, own_bt, loss_function, **options)
 
 
 def tiny_wav2vec2(norm):
     config = Wav2Vec2Config(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3),
-        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, feat_extract_norm=norm, classifier_proj_size=8, do_stable_layer_norm=norm == "layer",
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, feat_extract_norm=norm, classifier_proj_size=8, apply_spec_augment=False, layerdrop=0.0, do_stable_layer_norm=norm == "layer",
     )  # fmt: skip
     return Wav2Vec2ForSequenceClassification(config)
 
 
 PADDED_BY_OTHERS = {  # model, side, whether others then decide an example's gradient
-    "GPT-2": (lambda: build("gpt2"), "right", False),
-    "GPT-2 on the left": (lambda: build("gpt2"), "left", True),
+    "GPT-2": (lambda: build("gpt2", dropout=0.3), "right", False),
+    "GPT-2 on the left": (lambda: build("gpt2", dropout=0.3), "left", True),
     "BERT": (lambda: build("bert"), "right", False),
     "BERT on the left": (lambda: build("bert"), "left", True),
     "average over padding": (lambda: ReadsTexts(masked=False), "right", True),
@@ -717,9 +717,13 @@ class Cumulated(nn.Linear):
         return super().forward(x).cumsum(1)
 
 
-def test_padding_of_choices_and_of_targets():
-    lengths = torch.tensor([[5, 3], [9, 12], [4, 7]])
-    mask = (torch.arange(12) < lengths[..., None]).long()
+@pytest.mark.parametrize("choices", [2, 3])
+def test_padding_of_choices(choices):
+    lengths = torch.tensor([[5, 3, 1], [2, 1, 1], [1, 2, 2]])[..., :choices]
+    mask = (torch.arange(lengths.max()) < lengths[..., None]).long()
+    if choices == 3:  # as many as positions
+        mask = mask[1:, :, :3].flip(0)
+        mask[0, 0, 2] = 1
     ids = torch.randint(1, 1000, mask.shape) * mask
     model = BertForMultipleChoice(
         BertConfig(vocab_size=1000, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
@@ -729,9 +733,12 @@ def test_padding_of_choices_and_of_targets():
     batch = {name: x.flip(-1) for name, x in batch.items()}
     with pytest.raises(SelfCheckError, match="padded on the left"):
         padding_of(model, (), batch, mask.flip(-1))
+
+
+def test_padding_of_an_encoder_whose_targets_are_as_long():
+    """They have a length of their own."""
     model, batch = T5ForConditionalGeneration(T5Config(**TINY_T5)), padded_ids()
-    batch["labels"] = torch.randint(1, 1000, (4, 12))  # as long as the input, and of a length of their own
-    batch["labels"][:, 8:] = -100
+    batch["labels"] = torch.randint(1, 1000, (4, 12))
     loss = find_per_example_loss(model)
 
     def losses_of(labels, **rows):
