@@ -852,7 +852,7 @@ def ids(n=4, t=3):
     ("model", "x", "module"),
     [
         (nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5)), nn.Linear(5, 2)), torch.randn(4, 5), "'1.0' (BatchNorm1d)"),
-        (nn.Sequential(nn.Linear(5, 5), nn.ReLU(inplace=True), Centred()), torch.randn(4, 5), "'2' (Centred)"),
+        (nn.Sequential(nn.Linear(5, 5), nn.LeakyReLU(inplace=True), Centred()), torch.randn(4, 5), "'2' (Centred)"),
         (nn.Sequential(Centred(), nn.Linear(5, 2)), torch.randn(4, 5), "'0' (Centred)"),
         (Centred(), torch.randn(4, 5), "Centred"),
         (Attends(swap=False), ids(), "'attention' (MultiheadAttention)"),
