@@ -13,7 +13,7 @@ _WHERE = {
     "ModuleValidator": "validation",
     "PerExampleClipper": "clipping",
     "PrivacyEngine": "privacy_engine",
-    "PrivacySpent": "trainer",
+    "PrivacySpent": "run",
     "calibrate_noise_multiplier": "accounting",
     "check_model": "clipping",
     "check_per_sample_gradients_are_correct": "clipping",
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
         register_norm_sampler,
     )
     from .privacy_engine import PrivacyEngine
-    from .trainer import DPTrainer, PrivacySpent
+    from .run import PrivacySpent
+    from .trainer import DPTrainer
     from .training_args import DPTrainingArguments
     from .validation import ModuleValidator
 

@@ -89,7 +89,7 @@ def compute_epsilon(noise_multiplier: float, sample_rate: float, steps: int, del
 
 
 def calibrate_noise_multiplier(
-    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str = "pld"
+    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str = "pld", rows: int = 1
 ) -> float:
     """The smallest σ with which `steps` steps spend at most `target_epsilon`, found to 0.1% of ε.
 
@@ -103,6 +103,7 @@ def calibrate_noise_multiplier(
         sample_rate: q, the probability with which an example takes part in a step, in [0, 1].
         steps: Number of optimizer steps of the whole run.
         accountant: `"pld"` (less noise) or `"rdp"`.
+        rows: Rows of one person: with more than one, the target is met for all of them together (`group_epsilon`).
 
     Raises:
         ValueError: An argument is out of range, or not even `MAX_NOISE_MULTIPLIER` meets the target.
@@ -114,10 +115,12 @@ def calibrate_noise_multiplier(
         return 0.0
 
     def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
-        epsilon = _epsilon(((sigma, q, steps),), delta, accountant)
+        phases = ((sigma, q, steps),)
+        epsilon = _epsilon(phases, delta, accountant) if rows == 1 else group_epsilon(phases, rows, delta)
         return math.log(min(max(epsilon / target, 1e-3), 1e9))
 
-    sigma = _decreasing_root(excess, _guess_noise_multiplier(target, delta, q, steps))
+    rows = _check_count("rows", rows)
+    sigma = _decreasing_root(excess, rows * _guess_noise_multiplier(target, delta, q, steps))
     if sigma is None:
         raise ValueError(
             f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {steps} steps at "
@@ -192,6 +195,53 @@ class PrivacyAccountant:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
+
+
+def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
+    """ε for adding or removing up to ``rows`` rows at once, an upper bound.
+
+    With a group, a Poisson draw takes j of its rows with the probabilities of Binomial(rows, q), and the sum moves by at most j bounds: a
+    mixture of Gaussians, which dominates (Ganesh 2024, arXiv:2401.10294, Theorem 3.1). ``group_epsilon(phases, 1, delta)`` is `epsilon`.
+
+    Args:
+        phases: `(noise_multiplier, sample_rate, steps)`, as `PrivacyAccountant.history`.
+        rows: Size of the group, at least 1.
+        delta: The δ of (ε, δ)-DP, in (0, 1).
+    """
+    rows = _check_count("rows", rows)
+    phases = tuple((min(sigma, MAX_NOISE_MULTIPLIER), _round_rate_up(q), n) for sigma, q, n in phases if q * n > 0)
+    if not phases or rows < 1:
+        return 0.0
+    if any(sigma < _NO_NOISE for sigma, _, _ in phases):
+        return math.inf
+    if rows == 1:
+        return _epsilon(phases, _check_delta("delta", delta), "pld")
+    phases = _merge_similar(phases)
+    # the worst case of a group, as if each of its draws took all its rows, at the rate of drawing any: looser, and always to be had
+    bound = _rdp_epsilon(tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases), _check_delta("delta", delta))
+    return min(bound, _mixture_epsilon(phases, rows, delta))
+
+
+def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> float:
+    from dp_accounting.pld import privacy_loss_distribution as pld
+    from scipy import stats
+
+    steps = sum(n for _, _, n in phases)
+    usable = delta - _FLOAT_ROUNDING * (10 + steps)
+    alike = tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases)
+    grid = _grid(alike, steps, delta)
+    if usable < delta / 2 or grid.interval > _MAX_INTERVAL:
+        return math.inf
+    total = None
+    for sigma, q, n in phases:
+        chances = stats.binom.pmf(range(rows + 1), rows, q)
+        one = pld.from_mixture_gaussian_mechanism(
+            sigma, list(range(rows + 1)), (chances / chances.sum()).tolist(), value_discretization_interval=grid.interval,
+            log_mass_truncation_bound=grid.log_mass,
+        )  # fmt: skip
+        some = one.self_compose(n, grid.tail_mass)
+        total = some if total is None else total.compose(some, grid.tail_mass)
+    return float(total.get_epsilon_for_delta(usable))
 
 
 def _epsilon(phases: Iterable[Phase], delta: float, accountant: str) -> float:

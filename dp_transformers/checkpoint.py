@@ -9,6 +9,7 @@ checkpoint with their sizes: a checkpoint without it, or without one of them, is
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -19,7 +20,7 @@ import secrets
 import shutil
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -187,9 +188,24 @@ class Ledger:
         counts = self._counts()
         return counts[run_id] + counts[None]
 
+    def read(self, run_id: str) -> tuple[int, list[str]]:
+        """How many steps of this run were executed, and why some of them were not private."""
+        reasons: list[str] = []
+        for entry in self._entries():
+            if entry.get("run") == run_id:
+                reasons += entry.get("not_private_because", [])
+        return self.steps(run_id), list(dict.fromkeys(reasons))
+
     def other_steps(self, run_id: str) -> int:
         """How many steps of other runs the same file holds."""
         return self._counts().total() - self.steps(run_id)
+
+    def _entries(self) -> Iterator[dict[str, Any]]:
+        with open(self.path, "rb") if self.path.exists() else io.BytesIO() as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    if isinstance(entry := json.loads(line), dict):
+                        yield entry
 
     def _counts(self) -> Counter[str | None]:
         """Steps of each run. A torn line may have been a step, of the run that wrote the line before; of any if there is none (None)."""
@@ -231,9 +247,9 @@ class Ledger:
             self._file.close()
             self._file = None
 
-    def begin(self, state: PrivacyState) -> None:
-        """Record that this run starts or goes on."""
-        self._append({"run": state.run_id, "event": "begin", **{k: v for k, v in asdict(state).items() if k != "run_id"}})
+    def begin(self, state: PrivacyState, facts: Mapping[str, Any] | None = None) -> None:
+        """Record that this run starts or goes on, with its mechanism and further facts (whether it is private, and why not)."""
+        self._append({"run": state.run_id, "event": "begin", **{k: v for k, v in asdict(state).items() if k != "run_id"}, **(facts or {})})
 
     def add_step(self, run_id: str, step: int) -> None:
         """Record one step, before its result exists. Returns when the line is on disk.

@@ -55,6 +55,12 @@ def largest(number: int, device: torch.device) -> int:
     return int(box)
 
 
+def wait_for_all() -> None:
+    """Return when every rank has come here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
 def first_given(value: Any) -> Any:
     """On every rank the value of the first rank where it is not None; there must be one."""
     if world_size() == 1:

@@ -11,7 +11,7 @@ from . import distributed
 from .clipping import PerExampleClipper
 from .clipping.precision import set_gradient, sum_dtype
 from .clipping.shards import is_dtensor, local
-from .noise import GaussianNoise
+from .noise import GaussianNoise, check_noise_source
 
 
 class LayoutNoise:
@@ -23,16 +23,21 @@ class LayoutNoise:
     Args:
         clipper: What clips the model on this process.
         dp_seed, secure: As of ``GaussianNoise``.
+        warn: Whether to say that noise with a ``dp_seed`` is not private; False for who has said so.
     """
 
-    def __init__(self, clipper: PerExampleClipper, *, dp_seed: int | None = None, secure: bool = False):
+    def __init__(self, clipper: PerExampleClipper, *, dp_seed: int | None = None, secure: bool = False, warn: bool = True):
+        if warn:
+            check_noise_source(dp_seed=dp_seed, secure=secure)
         self._streams: dict[object, GaussianNoise] = {}
         self._layouts = [(p.device_mesh, p.placements) if is_dtensor(p) else None for p in clipper.parameters]
         for p, layout in zip(clipper.parameters, self._layouts, strict=True):
             if layout not in self._streams:
                 replicas = None if is_dtensor(clipper.shards.whole(p)) else clipper.parallel.group
                 entropy = distributed.noise_entropy(p, dp_seed, layout=len(self._streams), replicas=replicas)
-                self._streams[layout] = GaussianNoise(dp_seed=dp_seed, secure=secure, entropy=entropy)
+                if entropy is None and dp_seed is not None:
+                    entropy = [dp_seed]
+                self._streams[layout] = GaussianNoise(secure=secure, entropy=entropy)
 
     def add_(self, grads: Sequence[torch.Tensor], std: float) -> None:
         """Add noise of standard deviation ``std`` to what this process holds of the gradients, in the order of the parameters."""

@@ -9,17 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import random
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
-_TWISTER = slice(3, 3 + 624)  # where torch keeps the words of its generator for the CPU (mt19937), counted in 64 bits
 _CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at once for several tensors
 
 
@@ -42,12 +39,7 @@ class GaussianNoise:
     """
 
     def __init__(self, *, dp_seed: int | None = None, secure: bool = False, entropy: Sequence[int] | None = None):
-        if secure and dp_seed is not None:
-            raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")
-        if dp_seed is not None:
-            warnings.warn(
-                f"dp_seed={dp_seed}: draws and noise can be reproduced, so this run is NOT private. For tests only.", stacklevel=2
-            )
+        check_noise_source(dp_seed=dp_seed, secure=secure)
         if entropy is None:
             entropy = [secrets.randbits(256) if dp_seed is None else dp_seed]
         self._entropy = list(entropy)
@@ -84,6 +76,16 @@ class GaussianNoise:
             state = np.random.SeedSequence([*self._entropy, len(self._generators)]).generate_state(1, np.uint64)
             self._generators[device] = torch.Generator(device).manual_seed(int(state[0] >> np.uint64(1)))
         return torch.randn(count, generator=self._generators[device], device=device, dtype=torch.float32)
+
+
+def check_noise_source(*, dp_seed: int | None, secure: bool) -> None:
+    """Warn of a fixed seed, and raise ImportError or ValueError where noise could not be drawn like this."""
+    if secure and dp_seed is not None:
+        raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")
+    if dp_seed is not None:
+        warnings.warn(f"dp_seed={dp_seed}: draws and noise can be reproduced, so this run is NOT private. For tests only.", stacklevel=3)
+    if secure:
+        _chacha20([0])
 
 
 def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -130,46 +132,3 @@ def _chacha20(entropy: Sequence[int]) -> Bits:
     key = hashlib.sha256(repr(list(entropy)).encode()).digest()
     keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key is used for one stream only
     return lambda count: torch.frombuffer(bytearray(keystream.update(bytes(8 * count))), dtype=torch.int64)
-
-
-def forget_seeds() -> None:
-    """Let the global generators of Python, numpy and torch go on from numbers of the operating system."""
-    _seed_globally([secrets.randbits(256)])
-
-
-def seed_worker(worker_id: int) -> None:
-    """A DataLoader's ``worker_init_fn``: from all 64 bits that torch gave the worker."""
-    _seed_globally([torch.initial_seed()])
-
-
-def _seed_globally(entropy: Sequence[int]) -> None:
-    words = np.random.SeedSequence(list(entropy)).generate_state(8 + _TWISTER.stop - _TWISTER.start, np.uint32)
-    random.seed(words[:8].tobytes())
-    np.random.seed(words[:8])
-    torch.manual_seed(int(words[:2].view(np.uint64)[0] >> np.uint64(1)))
-    state = torch.get_rng_state()  # on the CPU of 32 bits of that seed, few enough to try them all, so it is written anew
-    state.view(torch.int64)[_TWISTER] = torch.from_numpy(words[8:].astype(np.int64))
-    torch.set_rng_state(state)
-
-
-@contextmanager
-def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Seed the global generators of Python, numpy and torch; afterwards they are as they were.
-
-    Dropout, augmentation and random masking draw from them. An example's numbers depend on where in the draw it lies, so taking out one
-    example changes those of others. That is covered by ε as long as nobody knows them: they have the same distribution with and without it.
-    """
-    before = random.getstate(), np.random.get_state()
-    of_mps = torch.mps.get_rng_state() if device.type == "mps" else None  # which fork_rng does not know
-    many = device.type in ("cuda", "xpu")  # manual_seed seeds all of them
-    with torch.random.fork_rng(
-        devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"
-    ):
-        _seed_globally(entropy)
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            if of_mps is not None:
-                torch.mps.set_rng_state(of_mps)

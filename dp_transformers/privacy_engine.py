@@ -6,28 +6,28 @@ import copy
 import logging
 import math
 import os
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
-from .clipping.precision import set_gradient
+from .clipping.clipper import refuse_attached
 from .clipping.shards import local
-from .mechanism import LayoutNoise, privatise
-from .noise import GaussianNoise, forget_seeds, seed_worker
-from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
+from .mechanism import LayoutNoise
+from .noise import check_noise_source
+from .plan import describe, hopeless
+from .randomness import SecretSeeds, seed_worker
+from .run import PrivacySpent, PrivateRun, saved_state
+from .sampling import LogicalBatches, PoissonSampler, poisson_dataloader
+from .step import PrivateStep
 from .validation import validate_model, validate_optimizer, validate_training_data
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,11 @@ class PrivacyEngine:
         ledger_dir: str | os.PathLike | None = None,
         dp_seed: int | None = None,
     ):
+        check_noise_source(dp_seed=dp_seed, secure=secure_rng)
         self.accountant = PrivacyAccountant(accountant)
-        self._noise: GaussianNoise | LayoutNoise = GaussianNoise(secure=secure_rng, dp_seed=dp_seed)
         self._dp_seed, self._secure = dp_seed, secure_rng
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
-        self._run: _Run | None = None
+        self._loop: _Loop | None = None
 
     @property
     def clipper(self) -> PerExampleClipper:
@@ -109,6 +109,7 @@ class PrivacyEngine:
         clipping_mode: str = "auto",
         poisson_sampling: bool = True,
         self_check: bool = True,
+        max_examples_per_person: int = 1,
     ) -> tuple:
         """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by a loader of Poisson draws.
 
@@ -131,6 +132,8 @@ class PrivacyEngine:
                 "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
             poisson_sampling: Only True: ε is that of Poisson sampling.
             self_check: Compare with one example at a time on synthetic input before the first step.
+            max_examples_per_person: How many rows of the data one person may have. ε protects one row; :meth:`privacy_spent` then also says what
+                protects all rows of one person.
 
         Returns:
             ``(module, optimizer, data_loader)``, or ``(module, optimizer, criterion, data_loader)`` if a criterion was given.
@@ -138,11 +141,11 @@ class PrivacyEngine:
         Raises:
             ValueError: whatever cannot be trained privately like this, with the way out.
         """
-        run = self._prepare(
+        loop = self._prepare(
             module, optimizer, data_loader, criterion, loss_reduction, batch_first, max_physical_batch_size, clipping_mode, poisson_sampling,
             self_check, max_grad_norm,
         )  # fmt: skip
-        return run.begin(noise_multiplier)
+        return loop.begin(noise_multiplier, rows=max_examples_per_person)
 
     def make_private_with_epsilon(
         self,
@@ -161,42 +164,58 @@ class PrivacyEngine:
         clipping_mode: str = "auto",
         poisson_sampling: bool = True,
         self_check: bool = True,
+        max_examples_per_person: int = 1,
     ) -> tuple:
         """:meth:`make_private` with the least noise such that ``epochs`` passes over the loader spend ``target_epsilon`` at ``target_delta``.
 
-        A step that would exceed the target raises RuntimeError and leaves the model as it is.
+        A step that would exceed the target raises RuntimeError and leaves the model as it is. With ``max_examples_per_person`` the target is met
+        for all rows of one person together.
         """
-        run = self._prepare(
+        loop = self._prepare(
             module, optimizer, data_loader, criterion, loss_reduction, batch_first, max_physical_batch_size, clipping_mode, poisson_sampling,
             self_check, max_grad_norm, target_delta,
         )  # fmt: skip
-        steps = math.ceil(epochs * run.loader.steps_per_epoch)
+        steps = math.ceil(epochs * loop.loader.steps_per_epoch)
         sigma = calibrate_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=run.loader.sample_rate,
+            sample_rate=loop.loader.sample_rate,
             steps=steps,
             accountant=self.accountant.accountant,
+            rows=max_examples_per_person,
         )
-        logger.info("noise multiplier %.4f for epsilon %g at delta %g after %d steps", sigma, target_epsilon, target_delta, steps)
-        return run.begin(sigma, target_epsilon=target_epsilon, steps=steps)
+        return loop.begin(sigma, target_epsilon=target_epsilon, steps=steps, rows=max_examples_per_person)
 
     def _prepare(
-        self, module, optimizer, data_loader, criterion, loss_reduction, batch_first, max_physical_batch_size, clipping_mode, poisson_sampling,
-        self_check, max_grad_norm, delta=None,
-    ) -> _Run:  # fmt: skip
-        if self._run is not None:
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
+        criterion: nn.Module | None,
+        loss_reduction: str,
+        batch_first: bool,
+        max_physical_batch_size: int | None,
+        clipping_mode: str,
+        poisson_sampling: bool,
+        self_check: bool,
+        max_grad_norm: float,
+        delta: float | None = None,
+    ) -> _Loop:
+        if self._loop is not None:
             raise ValueError("this engine is already used: take another PrivacyEngine for another training; what both spend adds up.")
         if not poisson_sampling:
             raise ValueError("poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too small.")
         if loss_reduction not in (*_REDUCTIONS, "none"):
             raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {loss_reduction!r}.")
+        refuse_attached(module)
         _check_module(module)
         _check_loader(data_loader)
         _check_optimizer(optimizer, module)
         validate_training_data(data_loader.dataset, target_delta=delta, expected_batch_size=data_loader.batch_size)
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if local(t) is t)
-        loader = PoissonLoader(data_loader, distributed.shared_secret(self._dp_seed), max_physical_batch_size)
+        secret = distributed.shared_secret(self._dp_seed)
+        seeds = SecretSeeds(secret, distributed.rank())
+        loader = PoissonLoader(data_loader, secret, seeds, max_physical_batch_size)
         clipper = PerExampleClipper(module, max_grad_norm, mode=clipping_mode, self_check=self_check, batch_first=batch_first)
         try:
             if clipper.parallel:
@@ -204,22 +223,34 @@ class PrivacyEngine:
                     "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or PerExampleClipper with "
                     "LayoutNoise in a loop that gives each group its examples (docs/scaling.md)."
                 )
-            if clipper.shards:
-                self._noise = LayoutNoise(clipper, dp_seed=self._dp_seed, secure=self._secure)
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
-            self._run = _Run(self, clipper, optimizer, loader, private_criterion, delta)
-            clipper.follow(self._run, loss_reduction if criterion is None and loss_reduction != "none" else None)
+            reduction = loss_reduction if criterion is None and loss_reduction != "none" else None
+            self._loop = _Loop(self, clipper, optimizer, loader, private_criterion, reduction, delta, seeds)
         except BaseException:
-            self._run = None
             clipper.detach()
             raise
-        if self._dp_seed is None:
-            forget_seeds()
-        return self._run
+        return self._loop
 
     def get_epsilon(self, delta: float) -> float:
-        """ε at ``delta`` of every step taken so far."""
-        return self.accountant.epsilon(delta)
+        """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the run is not private."""
+        return self.accountant.epsilon(delta) if self._loop is None else self._loop.run.epsilon(delta)
+
+    def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
+        """What has been spent until now, at ``delta`` (default: ``target_delta``), with the mechanism and what it protects."""
+        run = self._made_private().run
+        if delta is None and run.state.delta is None:
+            raise ValueError("privacy_spent needs a delta: give the one that your guarantee is stated for (1e-6 is common, below 1/N).")
+        return run.spent(delta)
+
+    def drop_draw(self) -> None:
+        """Give up the draw that the loop was stopped in, and count it as a step.
+
+        For interrupts and errors that have nothing to do with the examples. Whether a draw is stepped must not depend on them: counting does
+        not mend that.
+        """
+        loop = self._made_private()
+        if loop.step.drop():
+            loop.run.spend_step()
 
     def check_loss(self, loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any) -> None:
         """Check on public or made-up ``outputs`` and ``targets`` that a loss is the mean (or sum) over rows it is taken for.
@@ -227,7 +258,7 @@ class PrivacyEngine:
         Raises:
             ValueError: the gradient of some row is not that of the row by itself.
         """
-        reduction = self._made_private().loss_reduction
+        reduction = self._made_private().loss_reduction or "mean"
         outputs = outputs.detach().requires_grad_()
         together = torch.autograd.grad(loss_function(outputs, targets), outputs)[0]
         share = 1 / len(outputs) if reduction == "mean" else 1.0
@@ -253,9 +284,11 @@ class PrivacyEngine:
 
         Of several processes the first writes; the others need to call it only where they hold shards, and should wait for it before they load.
         """
-        run, content = self._made_private(), dict(checkpoint_dict or {})
-        content["module"], content["optimizer"] = run.states(module, optimizer)
-        content["privacy"] = {**asdict(run.state), "steps": run.steps, "saved_by": run.writer}
+        loop, content = self._made_private(), dict(checkpoint_dict or {})
+        content["module"], content["optimizer"] = loop.states(module, optimizer)
+        run = loop.run
+        facts = {"steps": run.steps, "saved_by": loop.writer, "not_private_because": list(run.not_private_because)}
+        content["privacy"] = {**asdict(run.state), **facts}
         if distributed.rank() != 0:
             return
         path = Path(path)
@@ -277,25 +310,33 @@ class PrivacyEngine:
         Raises:
             PrivacyStateError: the file holds no privacy state, or one of another mechanism, or the ledger lacks steps.
         """
-        run = self._made_private()
+        loop = self._made_private()
         content = torch.load(path, map_location=map_location, weights_only=True)
         if "privacy" not in content:
             raise PrivacyStateError(f"'{path}' says nothing of what was spent: load a file that PrivacyEngine.save_checkpoint wrote.")
         moments = content.pop("optimizer", None)
         if optimizer is not None and moments is None:
             raise ValueError(f"'{path}' was saved without the optimizer: save it with save_checkpoint(..., optimizer=optimizer).")
-        run.restore(dict(content.pop("privacy")))
-        run.load_states(module, content.pop("module"), optimizer, moments)
+        loop.restore(dict(content.pop("privacy")))
+        loop.load_states(module, content.pop("module"), optimizer, moments)
         return content
 
     def detach(self) -> None:
-        """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger. ε stays counted."""
-        self._made_private().detach()
+        """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger. ε stays counted.
 
-    def _made_private(self) -> _Run:
-        if self._run is None:
+        Raises:
+            ValueError: a draw is unfinished. The engine is off nevertheless, and the clipped sums, which have no noise, are dropped.
+        """
+        if self._made_private().detach():
+            raise ValueError(
+                "engine.detach() between the loader's batch and optimizer.step(): the draw is not finished. Its clipped sums have no noise and were "
+                "dropped (p.grad is None), and epsilon counts the draw as a step. Call detach() after optimizer.step()."
+            )
+
+    def _made_private(self) -> _Loop:
+        if self._loop is None:
             raise ValueError("call make_private or make_private_with_epsilon first.")
-        return self._run
+        return self._loop
 
 
 class PoissonLoader:
@@ -310,7 +351,7 @@ class PoissonLoader:
         steps_per_epoch: Draws in one pass, ``round(1 / q)``.
     """
 
-    def __init__(self, loader: DataLoader, secret: int, max_physical_batch_size: int | None):
+    def __init__(self, loader: DataLoader, secret: int, seeds: SecretSeeds, max_physical_batch_size: int | None):
         if max_physical_batch_size is not None and max_physical_batch_size < 1:
             raise ValueError(f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}.")
         self.dataset, self.collate_fn, self.batch_size = loader.dataset, loader.collate_fn, loader.batch_size
@@ -322,9 +363,13 @@ class PoissonLoader:
         sampler = PoissonSampler(
             len(self.dataset), self.sample_rate, self.steps_per_epoch, secret, distributed.rank(), distributed.world_size()
         )
-        largest = max_physical_batch_size or len(self.dataset)
-        self._logical_batches = poisson_dataloader(self.dataset, self.collate_fn, largest, sampler, **options)
-        self._run: _Run | None = None
+        self.logical_batches = LogicalBatches(self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds)
+        self._draws = poisson_dataloader(self.logical_batches, sampler, **options)
+        self._step: PrivateStep | None = None
+
+    def hand_out_to(self, step: PrivateStep) -> None:
+        """Tell ``step`` of every batch before the loop sees it."""
+        self._step = step
 
     def __len__(self) -> int:
         if self.max_physical_batch_size is not None:
@@ -335,12 +380,9 @@ class PoissonLoader:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        before = None
-        for logical in self._logical_batches:
-            for batch, given in self._run.physical_batches(logical):
-                given.passed_over = before is not None and not before.summed
-                before = self._run.given = given
-                yield batch
+        for draw in self._draws:
+            for given in self._step.physical_batches(draw):
+                yield given.batch.rows
 
 
 class PrivateCriterion:
@@ -386,21 +428,8 @@ class _ClippedBackward(torch.autograd.Function):
         return None, None, None, None
 
 
-@dataclass
-class _Given:
-    """The batch that the loop is working on."""
-
-    draw: int
-    rows: int
-    weight: float
-    last_of_draw: bool
-    passed_over: bool = False  # the batch before, without a backward
-    summed: bool = False
-    stepped: bool = False
-
-
-class _Run:
-    """One private training: from the loader's batches over the clipped sums to the noised step."""
+class _Loop:
+    """A loop of the user's: the order of batch, backward and step in it, and what hangs on its model and optimizer."""
 
     def __init__(
         self,
@@ -409,215 +438,117 @@ class _Run:
         optimizer: torch.optim.Optimizer,
         loader: PoissonLoader,
         criterion: PrivateCriterion | None,
+        followed_reduction: str | None,
         delta: float | None,
+        seeds: SecretSeeds,
     ):
-        self.engine, self.clipper, self.optimizer, self.loader = engine, clipper, optimizer, loader
-        self.criterion, self.delta = criterion, delta
-        self.steps, self.steps_left = 0, math.inf
-        self.counted: Counter[str] = Counter()  # the steps of each run, by its id
+        self._engine, self.clipper, self.optimizer, self.loader = engine, clipper, optimizer, loader
+        self.criterion, self._delta, self._seeds, self._followed = criterion, delta, seeds, followed_reduction
+        self.loss_reduction = criterion.reduction if criterion else followed_reduction
+        self._noise = LayoutNoise(clipper, dp_seed=engine._dp_seed, secure=engine._secure, warn=False)
         self._handles: list[Any] = []
-        self.given: _Given | None = None
-        self.draw = -1  # that the sums below belong to
-        self.draw_is_complete = False  # and waits for its step
-        self.stepping: _Given | None = None
-        self.sums: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # with the version they had
-        self.loader._run = self
+        self._is_stepping = False
 
-    @property
-    def loss_reduction(self) -> str | None:
-        return self.criterion.reduction if self.criterion else self.clipper._loss_reduction
-
-    def begin(self, noise_multiplier: float, target_epsilon: float | None = None, steps: float = math.inf) -> tuple:
+    def begin(self, noise_multiplier: float, *, target_epsilon: float | None = None, steps: int | None = None, rows: int = 1) -> tuple:
+        engine, loader, clipper = self._engine, self.loader, self.clipper
         try:
-            self.state = PrivacyState(
+            state = PrivacyState(
                 run_id=distributed.on_rank_zero(PrivacyState.new_run_id),
-                num_examples=len(self.loader.dataset),
-                expected_batch_size=self.loader.expected_batch_size,
+                num_examples=len(loader.dataset),
+                expected_batch_size=loader.expected_batch_size,
                 noise_multiplier=_checked_noise_multiplier(noise_multiplier),
-                max_grad_norm=self.clipper.max_grad_norm,
-                delta=self.delta,
+                max_grad_norm=clipper.max_grad_norm,
+                delta=self._delta,
                 target_epsilon=target_epsilon,
                 sampling="poisson",
             )
-            if self.engine._ledger is not None:
-                distributed.on_rank_zero(self.engine._ledger.open)
-        except ValueError:
+            if engine._ledger is not None:
+                distributed.on_rank_zero(engine._ledger.open)
+            self.run = PrivateRun(
+                state,
+                engine.accountant,
+                engine._ledger,
+                dp_seed=engine._dp_seed,
+                verified=clipper.self_check,
+                max_examples_per_person=rows,
+            )
+            self.step = PrivateStep(
+                clipper, self.run, self._noise, self._seeds, loader.logical_batches.filler, at_least=1, own_optimizer=self.optimizer
+            )
+            clipper.follow(self.step, self._followed)
+        except BaseException:
             self.detach()
-            self.engine._run = None
+            engine._loop = None
             raise
-        self.id = self.state.run_id  # this engine's own, whatever runs it goes on with
-        if noise_multiplier == 0:
-            logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")
-        self.steps_left = steps
+        self._id, self._planned = state.run_id, steps  # this engine's own, whatever runs it goes on with
+        loader.hand_out_to(self.step)
         self._handles = [
-            self.optimizer.register_step_pre_hook(self.before_step),
-            self.optimizer.register_step_post_hook(self.after_step),
-            register_optimizer_step_pre_hook(partial(_refuse_unnoised_gradients, weakref.ref(self))),
+            self.optimizer.register_step_pre_hook(self._before_step),
+            self.optimizer.register_step_post_hook(self._after_step),
         ]
-        self._begin_ledger()
-        parts = (self.clipper.model, self.optimizer, self.criterion, self.loader)
+        self._plan()
+        self.run.begin()
+        self._seeds.reseed()
+        size = sum(p.numel() for p in clipper.parameters)
+        logger.info(describe(self.run, steps, size, clipper.mode.name))
+        if warning := hopeless(self.run, steps or loader.steps_per_epoch, size):
+            logger.warning(warning)
+        parts = (clipper.model, self.optimizer, self.criterion, loader)
         return tuple(part for part in parts if part is not None)
 
-    def _begin_ledger(self) -> None:
-        ledger = self.engine._ledger
-        if ledger is not None:
-            distributed.on_rank_zero(lambda: ledger.begin(self.state))
+    def _plan(self) -> None:
+        if self._planned is not None:
+            self.run.plan(max(0, self._planned - self.run.steps))
 
-    def detach(self) -> None:
+    def detach(self) -> bool:
+        """Whether a draw was unfinished; it is counted."""
+        unfinished = False
+        if hasattr(self, "step"):
+            unfinished = self.step.is_unfinished
+            self.step.close()
+            self.run.unfinished += unfinished
         self.clipper.detach()
-        if self.engine._ledger is not None:
-            self.engine._ledger.close()
+        if self._engine._ledger is not None:
+            self._engine._ledger.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        return unfinished
 
     def restore(self, saved: dict[str, Any]) -> None:
         if not self._handles:
             raise ValueError(
                 "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a new engine."
             )
-        steps = int(saved.pop("steps"))
-        state = PrivacyState(**{f.name: saved[f.name] for f in fields(PrivacyState)})
-        state.require({name: value for name, value in asdict(self.state).items() if name != "run_id"})
-        ledger = self.engine._ledger
-        executed = steps if ledger is None else distributed.on_rank_zero(lambda: ledger.steps(state.run_id))
-        if executed < max(steps, self.counted[state.run_id] * (ledger is not None)):
-            raise PrivacyStateError(
-                f"the ledger '{ledger.path}' holds {executed} steps of this run, but the checkpoint was saved after {steps}: lines are missing, so "
-                "what was spent is not known. Restore the file, or start a new run."
-            )
-        self.state = state
-        if ledger is not None:
-            executed -= self.counted[state.run_id]  # the ledger holds them all, and its lines only become more
-        elif saved.get("saved_by") == self.writer:
-            executed = 0  # all counted when they were taken
-        self._count(executed)
-        self._begin_ledger()
-
-    def _count(self, steps: int) -> None:
-        self.steps += steps
-        self.counted[self.state.run_id] += steps
-        self.steps_left -= steps
-        self.engine.accountant.step(noise_multiplier=self.state.noise_multiplier, sample_rate=self.loader.sample_rate, steps=steps)
+        state = saved_state(saved)
+        state.require({name: value for name, value in asdict(self.run.state).items() if name != "run_id"})
+        self.run.take_over(
+            state, int(saved["steps"]), is_own=saved.get("saved_by") == self.writer, reasons=saved.get("not_private_because", ())
+        )
+        self._plan()
+        self.run.begin()
 
     @property
     def writer(self) -> str:
         """Who saves: this engine in this process. A fork of it counts on its own."""
-        return f"{self.id}-{os.getpid()}"
+        return f"{self._id}-{os.getpid()}"
 
-    # ---- batches ----
+    # ---- optimizer.step() ----
 
-    def physical_batches(self, logical: LogicalBatch) -> Iterator[tuple[Any, _Given]]:
-        for batch, is_padded in zip(logical.physical_batches, logical.padded, strict=True):
-            if is_padded and not bool(batch["attention_mask"][..., 0].all()):
-                raise ValueError(
-                    "examples were padded on the left to the length of a longer one of their batch, where most models let the padding, and so the other "
-                    "examples, decide their gradients. Pad on the right (padding_side of the tokenizer), or all to one length (padding='max_length')."
-                )
-        batches = [(batch, size, 1.0) for batch, size in zip(logical.physical_batches, logical.sizes, strict=True)]
-        rounds = distributed.largest(len(batches), self.clipper.device) if self.clipper.shards else len(batches)
-        while len(batches) < max(1, rounds):  # every draw is stepped, and every rank takes part in every sum of shards
-            batches.append((self.loader.collate_fn([self.loader.dataset[0]]), 1, 0.0))
-        for i, (batch, size, weight) in enumerate(batches):
-            yield batch, _Given(logical.number, size, weight, last_of_draw=i == len(batches) - 1)
-
-    def current_batch(self) -> _Given | None:
-        return self.given
-
-    # ---- clipped sums (Follower) ----
-
-    def before_sum(self, batch_size: int) -> torch.Tensor:
-        given = self.given
-        if given is None:
-            raise ValueError("backward on data that did not come from the loader that make_private returned: iterate over that loader.")
-        if given.passed_over:
-            raise ValueError(
-                "the loader was asked for this batch before the one before it went backward. Take batches one at a time, without prefetching "
-                "(num_workers does that), and leave none out: which examples take part in a step must not depend on data."
-            )
-        if given.summed:
-            raise ValueError(
-                "backward ran a second time on one batch: an example's gradient would be added twice. Add the losses up first."
-            )
-        if batch_size != given.rows:
-            raise ValueError(
-                f"the model was called with {batch_size} rows, but the loader's batch has {given.rows} examples. One row for each example: no "
-                "augmentation into several rows, no packing, no part of the batch, and no data of another loader."
-            )
-        if given.draw != self.draw:
-            if self.draw_is_complete:
-                raise ValueError(
-                    "backward on a new draw before optimizer.step() on the last one. Every draw is one step; for larger batches raise the "
-                    "DataLoader's batch_size and set max_physical_batch_size."
-                )
-            self.draw, self.sums = given.draw, {}
-        for p in self.clipper.parameters:
-            set_gradient(p, self._sum_so_far(p))
-        return torch.full((batch_size,), given.weight)
-
-    def after_sum(self) -> None:
-        self.given.summed, self.draw_is_complete = True, self.given.last_of_draw
-        self.sums = {p: (p.grad, local(p.grad)._version) for p in self.clipper.parameters if p.grad is not None}
-
-    def _sum_so_far(self, p: nn.Parameter) -> torch.Tensor | None:
-        total, version = self.sums.get(p, (None, None))
-        if total is not None and local(total)._version != version:
-            raise ValueError(
-                "the gradient sum of an unfinished draw was overwritten in place: use optimizer.zero_grad(set_to_none=True), and change no "
-                "gradient before optimizer.step()."
-            )
-        return total
-
-    # ---- the step ----
-
-    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self.stepping is not None and self.stepping is self.given:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self._is_stepping:
             return None  # the step of a base class, called by that of the optimizer's own
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given = self.given
-        if given is None or not given.summed or given.stepped:
-            raise ValueError(
-                "optimizer.step() without a backward on a batch of the private loader since the last step: one backward, one step, for every "
-                "batch of the loader."
-            )
         _check_optimizer(optimizer, self.clipper.model)
-        for p in self.clipper.parameters:
-            if p.grad is not self._sum_so_far(p):
-                raise ValueError(
-                    "a gradient was replaced between backward() and optimizer.step(). Noise is added in step() to the sum that was clipped: call "
-                    "zero_grad() before backward(), and drop further clipping, scaling or averaging of gradients."
-                )
-        if given.last_of_draw:
-            self._privatise()
-        else:
-            for p in self.clipper.parameters:
-                p.grad = None  # torch's optimizers leave such parameters, and their state, as they are
-        given.stepped, self.stepping = True, given
+        self.step.finish_batch(optimizer)
+        self._is_stepping = True
         return None if closure is None else ((optimizer, lambda: loss), {})
 
-    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        if self.given.last_of_draw:
-            self.sums, self.draw_is_complete = {}, False
-        self.stepping = None
-
-    def _privatise(self) -> None:
-        """p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size, and the step is counted before that exists."""
-        if self.steps_left < 1:
-            raise RuntimeError(
-                f"the privacy budget is spent: {self.steps} steps were planned for target_epsilon={self.state.target_epsilon:g}. The model was not "
-                "changed."
-            )
-        ledger, clipper = self.engine._ledger, self.clipper
-        if ledger is not None and distributed.rank() == 0:
-            ledger.add_step(self.state.run_id, self.steps + 1)
-        if clipper.shards:
-            distributed.largest(self.steps, clipper.device)  # wait: each rank adds its own noise, and none before the line is there
-        self._count(1)
-        std = self.state.noise_multiplier * clipper.max_grad_norm
-        privatise(clipper.parameters, self.engine._noise, std=std, divisor=self.loader.expected_batch_size, sharded=bool(clipper.shards))
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        self._is_stepping = False
 
     # ---- states of the model and the optimizer, whole where they are sharded ----
 
@@ -642,18 +573,6 @@ class _Run:
         set_model_state_dict(module, weights, options=whole)
         if optimizer is not None:
             set_optimizer_state_dict(module, optimizer, moments, options=whole)
-
-
-def _refuse_unnoised_gradients(run: weakref.ref[_Run], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    """A hook of every optimizer there is: sums without noise are for the private one alone."""
-    run = run()
-    if run is None or optimizer is run.optimizer or not run.sums:
-        return
-    if any(p in run.sums and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(
-            f"{type(optimizer).__name__} would step with gradients that have no noise yet: it holds parameters of the private model, but is not the "
-            "optimizer that make_private was given."
-        )
 
 
 def _check_module(module: nn.Module) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-_MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")  # as models of transformers call texts and sounds
+from . import rows
+from .randomness import SecretSeeds
+from .rows import Padding
 
 
 @dataclass(frozen=True)
@@ -24,24 +27,51 @@ class Draw:
 
     number: int
     indices: Sequence[int]
+    starts_pass: bool = False
+
+
+@dataclass
+class PhysicalBatch:
+    """A collated part of a draw.
+
+    Attributes:
+        rows: What the collator returned.
+        size: How many examples it holds.
+        padding: How one of its rows was padded; None where none was.
+        traits: See :func:`dp_transformers.rows.traits_of`.
+        weight: 0 for a row that only keeps ranks in step, or stands for an empty draw.
+    """
+
+    rows: Any
+    size: int
+    padding: Padding | None = None
+    traits: frozenset = frozenset()
+    weight: float = 1.0
+
+    def pin_memory(self) -> PhysicalBatch:
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return replace(self, rows=pin_memory(self.rows))
 
 
 @dataclass
 class LogicalBatch:
-    """What one rank contributes to one step: collated physical batches, possibly none.
-
-    Of each, how many examples it holds, and whether some were padded to the length of others.
-    """
+    """What one rank contributes to one step: collated physical batches, possibly none. ``starts_pass``: it is the first of a pass."""
 
     number: int
-    physical_batches: list[Any] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    padded: list[bool] = field(default_factory=list)
+    batches: list[PhysicalBatch] = field(default_factory=list)
+    starts_pass: bool = False
 
     def pin_memory(self) -> LogicalBatch:
-        from torch.utils.data._utils.pin_memory import pin_memory
+        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
-        return LogicalBatch(self.number, [pin_memory(b) for b in self.physical_batches], self.sizes, self.padded)
+    @property
+    def physical_batches(self) -> list[Any]:
+        return [batch.rows for batch in self.batches]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [batch.size for batch in self.batches]
 
 
 class PoissonSampler:
@@ -57,13 +87,23 @@ class PoissonSampler:
         steps_per_epoch: How many draws count as an epoch (round(1/q) is usual).
         secret: Seed of the draws, from :func:`dp_transformers.distributed.shared_secret`; never written anywhere.
         rank, world_size: This process among those that share the secret.
+        ended: All draws were taken; there are no more.
     """
 
-    def __init__(self, num_examples: int, sample_rate: float, steps_per_epoch: int, secret: int, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        num_examples: int,
+        sample_rate: float,
+        steps_per_epoch: int,
+        secret: int,
+        rank: int = 0,
+        world_size: int = 1,
+        ended: bool = False,
+    ):
         if not 0 < sample_rate <= 1:
             raise ValueError(f"sample_rate must lie in (0, 1], got {sample_rate}.")
         self.num_examples, self.sample_rate, self.steps_per_epoch = num_examples, sample_rate, steps_per_epoch
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.ended = rank, world_size, ended
         self._generator = np.random.Generator(np.random.PCG64DXSM(secret))
         self._number = itertools.count()
 
@@ -71,8 +111,8 @@ class PoissonSampler:
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[Draw]]:
-        for _ in range(self.steps_per_epoch):
-            yield [self.draw()]
+        for position in range(0 if self.ended else self.steps_per_epoch):
+            yield [replace(self.draw(), starts_pass=position == 0)]
 
     def draw(self) -> Draw:
         size = int(self._generator.binomial(self.num_examples, self.sample_rate))
@@ -84,51 +124,75 @@ class LogicalBatches(Dataset):
     """A map-style dataset seen through draws: item ``draw`` is the :class:`LogicalBatch` of its examples.
 
     Examples are ordered by length before they are cut into physical batches, where they have a length (texts and sounds): less padding,
-    and no influence on anybody's gradient.
+    and no influence on anybody's gradient. Before they are loaded the global random generators, and those that the data set and the collator
+    keep, are seeded from ``seeds``, so that augmentation and random masking follow no seed that somebody set.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], physical_batch_size: int):
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], physical_batch_size: int, seeds: SecretSeeds | None = None):
         self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
-        self._pads_by_others = False  # seen to, and not to a length of its own
+        self._seeds = seeds or SecretSeeds(secrets.randbits(128))
+        self._collated_alone: set[tuple[int, int]] = set()  # by lengths, to within a factor of two
+        self._filler: PhysicalBatch | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, draw: Draw) -> LogicalBatch:
-        if hasattr(self.dataset, "__getitems__"):
-            examples = list(self.dataset.__getitems__(list(draw.indices))) if len(draw.indices) else []
-        else:
-            examples = [self.dataset[i] for i in draw.indices]
-        examples.sort(key=_length)
+        rows.require_known_to_nobody(self.collate)
+        self._reseed(draw.number)
+        examples = sorted(self._load(draw.indices), key=_length)
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
-        batches = [self._collated(part) for part in parts]
-        return LogicalBatch(draw.number, [b for b, _ in batches], [len(part) for part in parts], [is_padded for _, is_padded in batches])
+        if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # the first draws, and ever more rarely
+            rows.refuse_mixed(self.collate, examples[-4:], lambda: self._reseed(draw.number))
+            self._reseed(draw.number)
+        return LogicalBatch(draw.number, [self._collated(part) for part in parts], draw.starts_pass)
 
-    def _collated(self, examples: list[Any]) -> tuple[Any, bool]:
-        is_ragged = _length(examples[0]) != _length(examples[-1])
-        shortest = copy.copy(examples[0]) if is_ragged else None  # collators may change what they are given
-        name = _main_input(examples[0])
+    def filler(self) -> PhysicalBatch:
+        """A row of weight 0 that any rank can run where it has no examples left, or none was drawn."""
+        if self._filler is None:
+            self._filler = PhysicalBatch(self.collate(self._load([0])), 1, weight=0.0)
+        return self._filler
+
+    def _reseed(self, number: int) -> None:
+        self._seeds.reseed(number)
+        for generator in itertools.chain(rows.generators(self.dataset), rows.generators(self.collate)):
+            self._seeds.reseed_generator(generator, number)
+
+    def _load(self, indices: Sequence[int]) -> list[Any]:
+        if not hasattr(self.dataset, "__getitems__"):
+            return [self.dataset[i] for i in indices]
+        examples = list(self.dataset.__getitems__(list(indices))) if len(indices) else []
+        rows.require_one_each(indices, examples, self.dataset)
+        return examples
+
+    def _collated(self, examples: list[Any]) -> PhysicalBatch:
+        sizes = [rows.size_of(example) for example in examples]
+        row = sizes.index(min(sizes))
+        kind = (min(sizes).bit_length(), max(sizes).bit_length())
+        is_ragged = min(sizes) < max(sizes)
+        alone = (
+            copy.deepcopy(examples[row]) if is_ragged and kind not in self._collated_alone else None
+        )  # collators may change what they get
+        name = rows.main_input(examples[0])
         batch = self.collate(examples)
-        if not (is_ragged and isinstance(batch, Mapping) and name in batch):
-            return batch, False  # no texts or sounds, or nothing was padded
-        self._pads_by_others = self._pads_by_others or self.collate([shortest])[name].shape[1:] != batch[name].shape[1:]
-        if self._pads_by_others and "attention_mask" not in batch:
+        rows.refuse_packed(batch, examples)
+        padding = None
+        if alone is not None:
+            padding = rows.padding_by_others(batch, len(examples), row, alone, self.collate)
+            self._collated_alone.add(kind)
+        if name is not None and isinstance(batch, Mapping) and name in batch and padding is not None and "attention_mask" not in batch:
             raise ValueError(
                 f"examples of different lengths ('{name}') were padded without an attention_mask, so how much padding an example sees depends on the "
                 "others. Use a collator that returns the attention_mask (DataCollatorWithPadding does if the tokenizer's output has it), or pad "
                 "all to one length (padding='max_length')."
             )
-        return batch, self._pads_by_others and name == "input_ids"
-
-
-def _main_input(example: Any) -> str | None:
-    return next((name for name in _MAIN_INPUTS if name in example), None) if isinstance(example, Mapping) else None
+        return PhysicalBatch(batch, len(examples), padding or rows.padding_before(batch), rows.traits_of(batch, len(examples)))
 
 
 def _length(example: Any) -> int:
     """Positions; of several texts (multiple choice) those of the longest."""
-    name = _main_input(example)
+    name = rows.main_input(example)
     x = None if name is None else example[name]
     if name == "input_ids" and getattr(x, "ndim", 1) > 1:
         return x.shape[-1]
@@ -141,9 +205,6 @@ def _only_item(items: list[LogicalBatch]) -> LogicalBatch:
     return items[0]
 
 
-def poisson_dataloader(
-    dataset: Any, collate: Callable[[list[Any]], Any], physical_batch_size: int, sampler: PoissonSampler, **dataloader_options: Any
-) -> DataLoader:
+def poisson_dataloader(logical_batches: LogicalBatches, sampler: PoissonSampler, **dataloader_options: Any) -> DataLoader:
     """A DataLoader whose items are :class:`LogicalBatch`; ``dataloader_options`` are workers, pinning and the like."""
-    logical = LogicalBatches(dataset, collate, physical_batch_size)
-    return DataLoader(logical, batch_sampler=sampler, collate_fn=_only_item, **dataloader_options)
+    return DataLoader(logical_batches, batch_sampler=sampler, collate_fn=_only_item, **dataloader_options)

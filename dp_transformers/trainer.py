@@ -8,53 +8,39 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging as transformers_logging
 
 from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
 from .clipping.shards import everywhere, is_dtensor
-from .clipping.verify import check_padding, self_check
-from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss, refuse_targets_padded_on_the_left
-from .mechanism import LayoutNoise, privatise
-from .noise import global_random_numbers, seed_worker
-from .sampling import LogicalBatch, PoissonSampler, poisson_dataloader
+from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
+from .mechanism import LayoutNoise
+from .noise import check_noise_source
+from .overrides import refuse_overrides
+from .plan import describe, hopeless
+from .randomness import SecretSeeds, global_random_numbers, seed_worker
+from .run import PrivacySpent, PrivateRun
+from .sampling import LogicalBatch, LogicalBatches, PoissonSampler, poisson_dataloader
+from .step import PrivateStep
 from .training_args import DPTrainingArguments
 from .validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 
 FSDP_FLAG = "ACCELERATE_USE_FSDP"  # what `accelerate launch` says in the environment
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PrivacySpent:
-    """What a training run has spent so far: (epsilon, delta)-differential privacy for adding or removing one training example."""
-
-    epsilon: float
-    delta: float
-    steps: int
-    noise_multiplier: float
-    sample_rate: float
-    max_grad_norm: float
-    expected_batch_size: int
-    num_examples: int
-    accountant: str
-    sampling: str = "poisson"
-    neighboring_relation: str = "add_or_remove_one"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+progress = transformers_logging.get_logger(f"transformers.{__name__}")  # shown as transformers' own messages are
 
 
 class DPTrainer(Trainer):
@@ -75,6 +61,7 @@ class DPTrainer(Trainer):
         ValueError: at construction, for whatever would break the guarantee, with the way out.
     """
 
+    trains_privately = True
     loss_is_scaled_for_ga = True  # our step divides by the expected batch size, once
 
     def __init__(
@@ -98,21 +85,24 @@ class DPTrainer(Trainer):
             raise ValueError(
                 "compute_loss_func returns one loss for the whole batch. Pass per_example_loss_func=f with f(outputs, labels) -> (B,)."
             )
+        refuse_overrides(self, DPTrainer)
+        if packs := [name for name in ("packing", "padding_free") if getattr(args, name, False)]:
+            raise ValueError(
+                f"{packs[0]}=True joins several examples in one row, so the norm of a row is not the norm of an example: set {packs[0]}=False."
+            )
         validate_training_data(train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size)
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} devices in one process would train with nn.DataParallel, whose replicas cannot be clipped together. Start one "
                 "process per device (accelerate launch or torchrun), or set CUDA_VISIBLE_DEVICES to one."
             )
-        self._steps_spent: int = 0
-        self._state: PrivacyState | None = None
+        self._run: PrivateRun | None = None
         self._clipper: PerExampleClipper | None = None
-        if type(self).compute_loss is not DPTrainer.compute_loss:
-            raise ValueError(
-                f"{type(self).__name__} overrides compute_loss, which returns one loss for the whole batch and is not used in private training. "
-                "Pass per_example_loss_func=f with f(outputs, labels) -> (B,)."
-            )
-        super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
+        self._step: PrivateStep | None = None
+        self._has_ended = False
+        super().__init__(
+            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
+        )
         if self.get_tp_size() > 1 and args.expected_batch_size_is_derived:
             raise ValueError(
                 f"expected_batch_size was derived from {args.world_size} processes, but each {self.get_tp_size()} of them work on the same "
@@ -126,11 +116,12 @@ class DPTrainer(Trainer):
         if args.load_best_model_at_end:
             logger.warning("load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples.")
         self._per_example_loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)
-        self._accountant = PrivacyAccountant(args.accountant)
         self._ledger = Ledger(args.output_dir)
         if train_dataset is not None:
-            validate_lengths(self.model, train_dataset)
-            self._state = self._plan()
+            # a base class may have made other rows of it
+            validate_training_data(self.train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size)
+            validate_lengths(self.model, self.train_dataset)
+            self._run = self._new_run(self._plan())
 
     def _refuse_what_the_environment_adds(self) -> None:
         """`accelerate launch` and set_* methods can bring in what DPTrainingArguments refuses."""
@@ -185,13 +176,8 @@ class DPTrainer(Trainer):
                 sample_rate=sample_rate,
                 steps=steps,
                 accountant=args.accountant,
+                rows=args.max_examples_per_person,
             )
-        if noise_multiplier == 0:
-            logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")
-        logger.info(
-            "private training: N = %d, expected batch size %d (q = %.6f), noise multiplier %.4f, %d steps, delta %g",
-            n, args.expected_batch_size, sample_rate, noise_multiplier, steps, args.target_delta,
-        )  # fmt: skip
         return PrivacyState(
             run_id=PrivacyState.new_run_id(),
             num_examples=n,
@@ -217,20 +203,20 @@ class DPTrainer(Trainer):
         Raises:
             ValueError: the trainer has no training data, so it cannot have spent anything.
         """
-        if self._state is None:
+        if self._run is None:
             raise ValueError("this trainer has no train_dataset, so there is no private training to account for.")
-        state = self._state
-        return PrivacySpent(
-            epsilon=self._accountant.epsilon(state.delta),
-            delta=state.delta,
-            steps=self._steps_spent,
-            noise_multiplier=state.noise_multiplier,
-            sample_rate=state.sample_rate,
-            max_grad_norm=state.max_grad_norm,
-            expected_batch_size=state.expected_batch_size,
-            num_examples=state.num_examples,
-            accountant=self.args.accountant,
-            sampling=state.sampling,
+        return self._run.spent()
+
+    def _new_run(self, state: PrivacyState) -> PrivateRun:
+        args = self.args
+        check_noise_source(dp_seed=args.dp_seed, secure=args.secure_rng)
+        return PrivateRun(
+            state,
+            PrivacyAccountant(args.accountant),
+            self._ledger,
+            dp_seed=args.dp_seed,
+            verified=args.self_check,
+            max_examples_per_person=args.max_examples_per_person,
         )
 
     # ---- training ----
@@ -248,6 +234,7 @@ class DPTrainer(Trainer):
                 or another process trains in the same output_dir.
             ValueError: the privacy budget is spent.
         """
+        refuse_overrides(self, DPTrainer)
         if trial is not None:
             raise ValueError(
                 "hyperparameter search runs many private trainings, which compose; run them one by one and add up what they spend."
@@ -264,28 +251,57 @@ class DPTrainer(Trainer):
             if resume_from_checkpoint:
                 resume_from_checkpoint = self._restore(resume_from_checkpoint)
             else:
-                self._take_over(distributed.on_rank_zero(lambda: self._state), self._steps_spent)
-            self._filler: dict[str, Any] | None = None
-            self._steps_left = self._affordable_steps()
-            self._last_draw = -1
-            self._padding_checked = not self.args.self_check
-            distributed.on_rank_zero(self._begin)
+                self._run.take_over(distributed.on_rank_zero(lambda: self._run.state), self._run.steps, is_own=True)
+            self._budget(resume_from_checkpoint)
+            self._begin()
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             self._ledger.close()
+        spent = self._run.spent()
+        metrics = {**output.metrics, "epoch": self.state.epoch, "epsilon": spent.epsilon, "delta": spent.delta}
+        metrics["noise_multiplier"] = spent.noise_multiplier
         if self.args.log_train_loss:
-            return output
-        metrics = {k: v for k, v in output.metrics.items() if k != "train_loss"}  # it was never computed: see log_train_loss
+            return output._replace(metrics=metrics)
+        metrics.pop("train_loss", None)  # it was never computed: see log_train_loss
         return output._replace(training_loss=math.nan, metrics=metrics)
 
     def _begin(self) -> None:
-        if earlier := self._ledger.other_steps(self._state.run_id):
+        if earlier := distributed.on_rank_zero(lambda: self._ledger.other_steps(self._run.state.run_id)):
             logger.warning(
                 "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. If this model starts "
-                "from theirs, or several models trained on the same data are released, what they spent adds up.",
+                "from theirs, or several models trained on the same data are released, what they spent adds up. If nothing of those runs was kept, they "
+                "cost nothing.",
                 self._ledger.path, earlier,
             )  # fmt: skip
-        self._ledger.begin(self._state)
+        self._run.begin()
+
+    def _budget(self, checkpoint: str | None) -> None:
+        """Set how many more steps the budget allows. None is an error, unless the checkpoint is that of a run which ended."""
+        run, state = self._run, self._run.state
+        planned = self._planned_steps(state.expected_batch_size)
+        run.plan(planned)
+        done = 0 if checkpoint is None else TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
+        self._has_ended = done >= planned  # Trainer itself would take a step more
+        if run.steps_left >= 1 and not self._has_ended:
+            return
+        if self._has_ended:
+            self._say(
+                f"this run has ended after {run.steps} steps, epsilon is {run.epsilon(state.delta):.4g}: there is nothing left to train."
+            )
+            return
+        whole = PrivateRun(state, PrivacyAccountant(self.args.accountant))
+        whole.take_over(state, run.steps + planned - done)
+        raise ValueError(
+            f"the privacy budget is spent: epsilon is {run.epsilon(state.delta):.4g} after {run.steps} steps, and one "
+            f"more would exceed target_epsilon={state.target_epsilon:g}. Nothing was trained. All {planned - done} steps that are planned would make it "
+            f"{whole.epsilon(state.delta):.4g}. A run keeps its target: to go on, load the model that was trained and start a new run in another "
+            "output_dir (with a target_epsilon or noise_multiplier of its own); what both spend adds up."
+        )
+
+    def _say(self, text: str) -> None:
+        """Shown once, on the first process, also in scripts that configure no logging."""
+        if self.is_world_process_zero():
+            progress.warning(text)
 
     def _restore(self, checkpoint: str | bool) -> str:
         """Go on with the run that a checkpoint belongs to (True: the newest complete one), and return its folder."""
@@ -312,57 +328,35 @@ class DPTrainer(Trainer):
             )
         if distributed.on_rank_zero(lambda: state) != state:
             raise PrivacyStateError(f"'{checkpoint}' is of another run on this machine than on that of rank 0. Copy it from there.")
-        self._take_over(state, steps_at_save)
+        self._run = self._new_run(state)
+        self._run.take_over(state, steps_at_save)
         args.expected_batch_size = state.expected_batch_size
         return checkpoint
-
-    def _take_over(self, state: PrivacyState, at_least: int) -> None:
-        """Start from everything that the ledger says this run has spent."""
-        executed = distributed.on_rank_zero(lambda: self._ledger.steps(state.run_id))
-        if executed < at_least:
-            raise PrivacyStateError(
-                f"the ledger '{self._ledger.path}' holds {executed} steps of this run, which has executed {at_least} at least: lines "
-                "are missing, so what was spent is not known. Restore the file, or start a new run (resume_from_checkpoint=None)."
-            )
-        self._state = state
-        self._steps_spent = 0
-        self._accountant = PrivacyAccountant(self.args.accountant)
-        self._count_steps(executed)
-
-    def _count_steps(self, steps: int) -> None:
-        self._steps_spent += steps
-        self._accountant.step(noise_multiplier=self._state.noise_multiplier, sample_rate=self._state.sample_rate, steps=steps)
-
-    def _affordable_steps(self) -> float:
-        """How many more steps the budget allows."""
-        state = self._state
-        if state.target_epsilon is None:
-            return math.inf
-        limit = self._planned_steps(state.expected_batch_size)
-        left = self._accountant.max_steps(
-            target_epsilon=state.target_epsilon,
-            delta=state.delta,
-            noise_multiplier=state.noise_multiplier,
-            sample_rate=state.sample_rate,
-            limit=limit,
-        )
-        if left == 0:
-            raise ValueError(
-                f"the privacy budget is spent: epsilon is {self._accountant.epsilon(state.delta):.4g} after {self._steps_spent} steps, and one "
-                f"more would exceed target_epsilon={state.target_epsilon:g}. Nothing was trained."
-            )
-        return left
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
         args = self.args
         validate_optimizer(self.optimizer, self.model)
-        self._clipper = PerExampleClipper(self.model, self._state.max_grad_norm, mode=args.clipping_mode, self_check=args.self_check)
+        self._clipper = PerExampleClipper(self.model, self._run.state.max_grad_norm, mode=args.clipping_mode, self_check=args.self_check)
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError("FSDP was asked for, but accelerate did not shard the model. Check its configuration, or switch fsdp off.")
         self._refuse_groups()
-        self._noise = LayoutNoise(self._clipper, dp_seed=args.dp_seed, secure=args.secure_rng)
+        self._step = PrivateStep(
+            self._clipper,
+            self._run,
+            LayoutNoise(self._clipper, dp_seed=args.dp_seed, secure=args.secure_rng),
+            self._seeds,
+            self._logical_batches.filler,
+            announce=self._say,
+            label_names=self.label_names,
+            reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True),
+        )
+        self._clipper.follow(self._step, None)
+        steps, size = self._planned_steps(self._run.state.expected_batch_size), sum(p.numel() for p in self._clipper.parameters)
+        self._say(describe(self._run, steps, size, self._clipper.mode.name))
+        if warning := hopeless(self._run, steps, size):
+            self._say(warning)
         return prepared
 
     def _refuse_groups(self) -> None:
@@ -390,86 +384,36 @@ class DPTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         # an example's masks must not depend on which others are drawn, so no two ranks share theirs, but in a tensor-parallel group
-        entropy = [distributed.shared_secret(self.args.dp_seed), self._data_rank()]
+        secret = distributed.shared_secret(self.args.dp_seed)
+        self._seeds = SecretSeeds(secret, self._data_rank())
         try:
-            with global_random_numbers(entropy, self.args.device):  # args.seed is known, and would tell the masks of dropout
-                self._mask_seed = torch.initial_seed()
+            with global_random_numbers([secret], self.args.device):  # args.seed is known, and would tell the masks of dropout
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
-            if self._clipper is not None:
-                for p in self._clipper.parameters:
-                    p.grad = None  # a step that was cut off leaves no gradient without noise
+            if self._step is not None:
+                self._step.close()  # a step that was cut off leaves no gradient without noise
                 self._clipper.detach()
-            self._clipper = None
+            self._clipper = self._step = None
 
     def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """One private step: clipped sum over the draw, noise, division by the expected batch size. Leaves it in `.grad`."""
-        if inputs.number <= self._last_draw:
-            raise RuntimeError("a draw was replayed, so the examples are not drawn as epsilon assumes: the train dataloader was changed.")
-        if self._steps_left <= 0:
-            raise RuntimeError("training goes on although the privacy budget is spent: a callback undoes should_training_stop.")
-        self._last_draw = inputs.number
-        if torch.initial_seed() != self._mask_seed:
-            raise RuntimeError(
-                "torch's seed was set during training (torch.manual_seed, set_seed, another Trainer made in a callback), so dropout would go on from "
-                "a seed that may be known, and epsilon would be too small. Do that inside torch.random.fork_rng()."
-            )
-        for p in self._clipper.parameters:
-            p.grad = None  # whatever a callback left there was not clipped
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         loss = torch.zeros((), device=self.args.device)
-        batches = self._batches_of_step(inputs)
-        for batch in inputs.physical_batches:
-            refuse_targets_padded_on_the_left(self.model, batch, self.label_names)
-        for i, (batch, size) in enumerate(batches):
-            batch = self._prepare_inputs(batch)
-            if not self._clipper.checked:
-                self_check(self._clipper, (), dict(batch), lambda **rows: self._per_example_losses(rows)[0])
+        for given in self._step.physical_batches(inputs):
+            rows = self._prepare_inputs(given.batch.rows)
+            self._step.check((), dict(rows), lambda **rows: self._per_example_losses(rows)[0])
             with self.compute_loss_context_manager():
-                losses, _ = self._per_example_losses(batch)
-            if size and len(losses) != size:
-                raise ValueError(
-                    f"the collator made {len(losses)} rows of {size} examples, so the norm of a row is not the norm of an example. One row for "
-                    "each example: no augmentation into several rows, no packing or flattening (pack when the dataset is built; then the "
-                    "packed row is what is protected)."
-                )
-            self._clipper.reduce_now = self._reduces_every_batch or i == len(batches) - 1
-            self._clipper.backward(losses, None if size else torch.zeros_like(losses))
-            if self.args.log_train_loss and size:
-                loss += losses.detach().nansum() / self._state.expected_batch_size
-        if not self._padding_checked:
-            self._check_padding(inputs)
-        self._privatise_gradients()
+                losses, _ = self._per_example_losses(rows)
+            self._clipper.backward(losses)
+            if self.args.log_train_loss and given.batch.weight:
+                loss += losses.detach().nansum() / self._run.state.expected_batch_size
+        self._step.release()
+        if self._run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
+            logger.warning("the next step would exceed target_epsilon=%g: training stops here.", self._run.state.target_epsilon)
+            self.control.should_training_stop = self.control.should_save = True
         return loss
-
-    def _check_padding(self, inputs: LogicalBatch) -> None:
-        """With the first batch of examples that are padded to each other's length, before anything of it is released."""
-        padded = next((b for b, is_padded in zip(inputs.physical_batches, inputs.padded, strict=True) if is_padded), None)
-        if self._clipper.shards:
-            if not distributed.largest(int(padded is not None), self.args.device):
-                return
-            padded = distributed.first_given(padded)
-        if padded is not None:
-            batch = dict(self._prepare_inputs(padded))
-            check_padding(self._clipper, (), batch, batch["attention_mask"], lambda **rows: self._per_example_losses(rows)[0])
-            self._padding_checked = True
-
-    def _batches_of_step(self, inputs: LogicalBatch) -> list[tuple[Any, int]]:
-        """Physical batches and the number of examples in each, as many on every rank as on any where parameters are sharded."""
-        batches = list(zip(inputs.physical_batches, inputs.sizes, strict=True))
-        if not self._clipper.shards:
-            return batches
-        rounds = distributed.largest(len(batches), self.args.device)
-        if rounds and self._filler is None:  # a row that every rank can run with weight 0 where it has no examples left
-            self._filler = distributed.first_given(_first_row(*batches[0]) if batches else None)
-        return batches + [(self._filler, 0)] * (rounds - len(batches))
-
-    @property
-    def _reduces_every_batch(self) -> bool:
-        """Under FSDP2: reduce-scatter after every physical batch, or keep whole sums until the last (more memory, fewer messages)."""
-        return (self.args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -498,22 +442,6 @@ class DPTrainer(Trainer):
             )
         return losses, outputs
 
-    def _privatise_gradients(self) -> None:
-        """p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size, and the step is on the ledger before that exists."""
-        state, clipper = self._state, self._clipper
-        if distributed.rank() == 0:
-            self._ledger.add_step(state.run_id, self.state.global_step + 1)
-        if clipper.shards:
-            self.accelerator.wait_for_everyone()  # each adds its own noise, and none before the line is there
-        self._count_steps(1)  # at once: an interrupt from here on leaves it on the ledger
-        std = state.noise_multiplier * clipper.max_grad_norm
-        summed = bool(clipper.shards or clipper.parallel)
-        privatise(clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=summed)
-        self._steps_left -= 1
-        if self._steps_left <= 0 and self.state.global_step + 1 < self.state.max_steps:
-            logger.warning("the next step would exceed target_epsilon=%g: training stops here.", state.target_epsilon)
-            self.control.should_training_stop = self.control.should_save = True
-
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """The norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
         alike = defaultdict(list)  # by how they lie, so that few numbers are sent
@@ -530,19 +458,19 @@ class DPTrainer(Trainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        expected = self._state.expected_batch_size
+        state = self._run.state
         sampler = PoissonSampler(
             len(dataset),
-            self._state.sample_rate,
-            self._steps_per_epoch(expected),
+            state.sample_rate,
+            self._steps_per_epoch(state.expected_batch_size),
             distributed.shared_secret(args.dp_seed),
             self._data_rank(),
             distributed.world_size() // self.get_tp_size(),
+            ended=self._has_ended,
         )
+        self._logical_batches = LogicalBatches(dataset, collator, args.per_device_train_batch_size, self._seeds)
         return poisson_dataloader(
-            dataset,
-            collator,
-            args.per_device_train_batch_size,
+            self._logical_batches,
             sampler,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
@@ -568,10 +496,15 @@ class DPTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log `epsilon` with every line, and the training loss only where `log_train_loss` asks for it."""
-        if self._clipper is not None:
-            if not self.args.log_train_loss:
-                logs = {k: v for k, v in logs.items() if k not in ("loss", "train_loss")}
-            logs["epsilon"] = self._accountant.epsilon(self._state.delta)
+        if self._clipper is not None and not self.args.log_train_loss:
+            logs = {k: v for k, v in logs.items() if k not in ("loss", "train_loss")}
+        if self._run is not None and (self._clipper is not None or self._run.steps):
+            if self._run.steps < self.state.global_step:
+                raise RuntimeError(
+                    f"{self.state.global_step} steps were taken, but only {self._run.steps} were clipped, noised and counted: something else than "
+                    "DPTrainer's training step changed the model, so there is no epsilon to log."
+                )
+            logs["epsilon"] = self._run.epsilon(self._run.state.delta)
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -601,16 +534,12 @@ class DPTrainer(Trainer):
     def _complete(self, checkpoint: str) -> None:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            self._state.save(checkpoint, self._steps_spent)
+            self._run.state.save(checkpoint, self._run.steps)
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._complete(checkpoint_folder)
         super()._push_from_checkpoint(checkpoint_folder)
-
-
-def _first_row(batch: Any, size: int) -> dict[str, Any]:
-    return tree_map(lambda x: x[:1].clone() if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x, dict(batch))
 
 
 def allow_meshes_on_cpu(args: DPTrainingArguments, model: nn.Module | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -32,6 +33,9 @@ class DPTrainingArguments(TrainingArguments):
         expected_batch_size (`int`, *optional*):
             The expected number of examples in a step, over all processes; every example is taken with probability
             `expected_batch_size` / N. Defaults to `per_device_train_batch_size` × `gradient_accumulation_steps` × number of processes.
+        max_examples_per_person (`int`, defaults to 1):
+            How many rows of the training data one person may have. ε protects one row; with k > 1 `target_epsilon` is met for all rows of one
+            person together (σ is calibrated for groups of k rows), and both numbers are reported.
         clipping_mode (`str`, defaults to `"auto"`):
             `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or `"per_sample"`: same result, different time and memory.
         accountant (`str`, defaults to `"pld"`):
@@ -57,6 +61,9 @@ class DPTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Expected examples per step over all processes. Default: batch size x accumulation x processes."},
     )
+    max_examples_per_person: int = field(
+        default=1, metadata={"help": "Rows that one person may have; target_epsilon is then met for all of them together."}
+    )
     clipping_mode: str = field(
         default="auto", metadata={"help": "auto, book_keeping, ghost, fast_gradient or per_sample: same result, other cost."}
     )
@@ -78,7 +85,24 @@ class DPTrainingArguments(TrainingArguments):
             self.expected_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
         self.gradient_accumulation_steps = 1
 
+    @property
+    def train_batch_size(self) -> int:
+        """The physical batch size. Every Trainer reads it when it is made; one that is no DPTrainer would train without privacy."""
+        from transformers import Trainer
+
+        reader = sys._getframe(1).f_locals.get("self")
+        if isinstance(reader, Trainer) and not getattr(reader, "trains_privately", False):
+            raise ValueError(
+                f"these are DPTrainingArguments (epsilon, noise, clipping), but {type(reader).__name__} is no DPTrainer and would train without "
+                f"privacy. Derive it from DPTrainer, first in the order of bases: class Private{type(reader).__name__}(DPTrainer, "
+                f"{type(reader).__name__}). For evaluation alone use TrainingArguments."
+            )
+        return super().train_batch_size
+
     def _check_privacy(self) -> None:
+        for name in ("target_epsilon", "target_delta", "noise_multiplier", "max_grad_norm", "expected_batch_size"):
+            if not isinstance(value := getattr(self, name), (int, float, type(None))):
+                raise ValueError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
         if self.target_delta is None or not 0 < self.target_delta < 1:
             raise ValueError(
                 f"target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; got {self.target_delta}. "
@@ -99,6 +123,10 @@ class DPTrainingArguments(TrainingArguments):
             )
         if self.expected_batch_size is not None and self.expected_batch_size < 1:
             raise ValueError(f"expected_batch_size must be at least 1, got {self.expected_batch_size}.")
+        if self.per_device_train_batch_size < 1:
+            raise ValueError(f"per_device_train_batch_size must be at least 1, got {self.per_device_train_batch_size}.")
+        if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
+            raise ValueError(f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}.")
         if self.clipping_mode not in ("auto", *MODES):
             raise ValueError(f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}.")
         if self.accountant not in ACCOUNTANTS:

@@ -33,6 +33,7 @@ from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distrib
 from dp_transformers.checkpoint import Ledger
 from dp_transformers.mechanism import LayoutNoise
 from dp_transformers.noise import GaussianNoise
+from dp_transformers.step import PrivateStep
 from dp_transformers.trainer import allow_meshes_on_cpu
 
 SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0
@@ -59,14 +60,20 @@ class Gradients(TrainerCallback):
             self.shards.append(torch.cat([p.grad.to_local().flatten() for p in trainable(model) if hasattr(p, "placements")]).clone())
 
 
-class Counted(DPTrainer):
-    """Notes how many examples this rank holds in each step."""
+COUNTS: list[int] = []  # how many examples this rank held in each step of a training
 
-    counts: list[int]
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        self.counts = [*getattr(self, "counts", []), sum(inputs.sizes)]
-        return super().training_step(model, inputs, num_items_in_batch)
+def count_examples():
+    physical_batches = PrivateStep.physical_batches
+
+    def counted(step, draw):
+        COUNTS.append(sum(draw.sizes))
+        return physical_batches(step, draw)
+
+    PrivateStep.physical_batches = counted
+
+
+count_examples()
 
 
 def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **options):
@@ -79,14 +86,15 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
     fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5}
     args = arguments(folder, **{**fixed, **options})
     net = build(model, lora=lora) if tp is None else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
-    trainer = Counted(net, args, collate, dataset(kind=kind), callbacks=[gradients])
+    COUNTS.clear()
+    trainer = DPTrainer(net, args, collate, dataset(kind=kind), callbacks=[gradients])
     trainer.train(resume_from_checkpoint=resume)
     return {
         "gradients": gradients.steps,
         "shards": gradients.shards,
         "drawn": gradients.drawn,
         "parameters": torch.cat([whole(p).flatten() for p in trainable(trainer.model)]),
-        "counts": trainer.counts,
+        "counts": list(COUNTS),
         "steps": trainer.privacy_spent().steps,
         "world": distributed.world_size(),
         "wrapped": type(trainer.model_wrapped).__name__,
@@ -200,7 +208,7 @@ def loop(
         noise_multiplier=noise_multiplier, max_grad_norm=bound, max_physical_batch_size=2, clipping_mode=mode,
     )  # fmt: skip
     optimizer, loader, criterion = made[1], made[-1], made[2] if by == "criterion" else F.cross_entropy
-    sampler, draws, gradients, weights = loader._logical_batches.batch_sampler, [], [], []
+    sampler, draws, gradients, weights = loader._draws.batch_sampler, [], [], []
     draw = sampler.draw
     sampler.draw = lambda: draws.append(draw()) or draws[-1]
     for batch in loader:
@@ -222,7 +230,7 @@ def loop(
                 break
     found = {"rest": engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer), "loaded": flat_state(net, optimizer)}
     draws = [d.indices for d in draws[:steps]]
-    return {**found, "draws": draws, "gradients": gradients, "weights": weights, "ledger": Ledger(folder).steps(engine._run.state.run_id),
+    return {**found, "draws": draws, "gradients": gradients, "weights": weights, "ledger": Ledger(folder).steps(engine._loop.run.state.run_id),
             "counted": engine.accountant.steps}  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 def assert_exact(model: nn.Module, clipper, losses_of: Callable[[dict], torch.Tensor], batch: dict, tolerance: float = 1e-5) -> None:
     """Norms (each) and clipped sum (all parameters together) agree with the oracle; some are clipped and some are not."""
     gradients = per_example_gradients(model, losses_of, batch)
-    clipper.max_grad_norm = float(torch.tensor([length(g) for g in gradients]).median())
+    clipper.max_grad_norm = float(torch.tensor([length(g) for g in gradients]).median()) or 1.0
     norms, total = clipped_sum(gradients, clipper.max_grad_norm)
     model.zero_grad()
     got = clipper.backward(losses_of(batch))

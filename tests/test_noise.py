@@ -10,7 +10,8 @@ import torch
 from scipy import stats
 
 from dp_transformers.clipping.verify import _forked_rng
-from dp_transformers.noise import _TWISTER, GaussianNoise, forget_seeds, global_random_numbers, seed_worker, standard_normal
+from dp_transformers.noise import GaussianNoise, standard_normal
+from dp_transformers.randomness import _TWISTER, SecretSeeds, global_random_numbers, seed_worker
 
 
 def noise(shapes, std, **options):
@@ -173,7 +174,7 @@ def test_masks_are_no_function_of_32_bits(seeded):
         for k in range(2):
             torch.manual_seed(entropy[k])
             if seeded == "loop":
-                forget_seeds()
+                SecretSeeds(entropy[k]).reseed()
             elif seeded == "worker":
                 seed_worker(0)
             with nullcontext() if seeded != "training" else global_random_numbers([entropy[k]], torch.device("cpu")):

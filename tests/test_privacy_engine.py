@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PrivacyEngine, compute_epsilon
 from dp_transformers.checkpoint import PrivacyStateError
+from dp_transformers.randomness import SecretSeeds
 
 CLASSES, WIDTH, LENGTH, N = 3, 5, 4, 40
 
@@ -104,8 +105,8 @@ def test_loop_takes_the_steps_of_one_example_at_a_time(make_optimizer, physical,
             optimizer.zero_grad()
             F.cross_entropy(model(x), y, reduction=reduction).backward()
             optimizer.step()
-            given = loader._run.given
-            rows += [(x, y)] if given.weight else []
+            given = loader._step.given
+            rows += [(x, y)] if given.batch.weight else []
             if given.last_of_draw:
                 assert physical is None or all(len(x) <= physical for x, _ in rows)
                 oracle.step(*(torch.cat([row[k] for row in rows] or [torch.empty(0)]) for k in (0, 1)))
@@ -221,7 +222,7 @@ def test_removing_an_example_moves_the_sum_by_at_most_the_bound():
             _, model, _, loader = make(loss_reduction=reduction)
             x, y = torch.arange(24).view(6, 4) % 9, torch.arange(6) % CLASSES
             next(iter(loader))
-            loader._run.given.rows = len(x[rows])
+            loader._step.given.batch.size = len(x[rows])
             with torch.no_grad():
                 model.head.weight *= 50
             F.cross_entropy(model(x[rows]), y[rows], reduction=reduction).backward()
@@ -236,7 +237,7 @@ def test_empty_draws_are_steps_of_noise():
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        if loader._run.given.weight == 0:
+        if loader._step.given.batch.weight == 0:
             empty += 1
             assert length([p.grad for p in model.parameters()]) == 0
         optimizer.step()
@@ -246,14 +247,14 @@ def test_empty_draws_are_steps_of_noise():
 
 
 def test_epsilon_is_that_of_the_steps_taken():
-    engine, model, optimizer, loader = make(noise_multiplier=1.3, max_physical_batch_size=4)
+    engine, model, optimizer, loader = make(engine=PrivacyEngine(), noise_multiplier=1.3, max_physical_batch_size=4)
     assert engine.get_epsilon(1e-3) == 0
     steps = 0
     for x, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-        steps += loader._run.given.last_of_draw
+        steps += loader._step.given.last_of_draw
     assert steps == loader.steps_per_epoch == 4
     assert engine.get_epsilon(1e-3) == compute_epsilon(noise_multiplier=1.3, sample_rate=0.25, steps=4, delta=1e-3)
     with pytest.raises(TypeError, match="steps_per_epoch"):
@@ -366,11 +367,28 @@ def test_gradients_accumulated_over_draws():
         F.cross_entropy(model(x), y).backward()
 
 
-def test_a_loop_left_in_the_middle_of_a_draw_goes_on():
-    _, model, optimizer, loader = make(max_physical_batch_size=2)
+@pytest.mark.parametrize("how", ["break", "peek", "middle of a draw"])
+def test_a_draw_that_was_shown_is_stepped(how):
+    """Whether it is must not depend on the examples in it."""
+    engine, model, optimizer, loader = make(engine=PrivacyEngine(), noise_multiplier=1.0, max_physical_batch_size=2)
+    if how == "peek":
+        next(iter(loader))
+    else:
+        for x, y in loader:
+            if how == "middle of a draw":
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            break
     x, y = next(iter(loader))
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
+    assert engine.get_epsilon(1e-3) == compute_epsilon(noise_multiplier=1.0, sample_rate=0.25, steps=1, delta=1e-3), (
+        "it counts all the same"
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"leave none out.*drop_draw"):
+        F.cross_entropy(model(x), y).backward()
+    assert distance(list(model.parameters()), before) == 0 and engine.accountant.steps == 0
+    engine.drop_draw()
+    assert engine.accountant.steps == 1
     x, y = next(iter(loader))
     F.cross_entropy(model(x), y).backward()
     reference = copy_of(model)
@@ -533,7 +551,7 @@ def test_augmentation_in_workers_follows_no_generator_that_is_known():
 
 @pytest.mark.parametrize("longest", [None, 9], ids=["to the longest", "to one length"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_the_left_to_the_length_of_others(side, longest):
+def test_padding_to_the_length_of_others_is_refused_where_it_matters(side, longest):
     def collate(rows):
         length = longest or max(len(ids) for ids, _ in rows)
         batch = {name: torch.zeros(len(rows), length, dtype=torch.long) for name in ("input_ids", "attention_mask")}
@@ -548,11 +566,11 @@ def test_padding_on_the_left_to_the_length_of_others(side, longest):
     _, optimizer, loader = PrivacyEngine().make_private(
         module=model, optimizer=sgd(model.parameters()), data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
     )
-    if side == "left" and longest is None:
-        with pytest.raises(ValueError, match="padded on the left to the length of a longer one"):
-            next(iter(loader))
-        return
     batch = next(iter(loader))
+    if longest is None:  # the model averages over all positions
+        with pytest.raises(ValueError, match=f"padded on the {side} to the length of a longer one"):
+            model(batch["input_ids"])
+        return
     F.cross_entropy(model(batch["input_ids"]), batch["labels"]).backward()
     optimizer.step()
 
@@ -600,7 +618,7 @@ def test_copies_and_pickles_of_a_private_model_carry_nothing(tmp_path):
 def test_noise_is_never_copied():
     engine, *_ = make(engine=PrivacyEngine())
     with pytest.raises(TypeError, match="subtract the noise"):
-        pickle.dumps(engine._noise)
+        pickle.dumps(engine._loop._noise._streams)
 
 
 @pytest.mark.parametrize("iterators", [1, 2])
@@ -612,7 +630,7 @@ def test_losses_of_several_batches_in_one_backward(reduction, iterators):
     for _ in range(2):
         x, y = next(batches if iterators == 1 else iter(loader))
         losses.append(F.cross_entropy(model(x), y, reduction=reduction))
-    with pytest.raises(ValueError, match="earlier forward pass" if iterators == 2 else "earlier forward pass|before the one before it"):
+    with pytest.raises(ValueError, match="earlier forward pass|before the one before it"):
         sum(losses).backward() if reduction == "mean" else engine.clipper.backward(losses[0] + losses[1])
 
 
@@ -694,10 +712,14 @@ def test_criterion_with_the_batch_second(mode):
     torch.manual_seed(3)
     model = PerPosition()
     reference = copy.deepcopy(model)
-    _, model, _, criterion, loader = make(
+    engine, model, _, criterion, loader = make(
         model, batch_first=False, collate_fn=positions_first, criterion=nn.MSELoss(), clipping_mode=mode, batch_size=LENGTH
     )
-    x, y = next((x, y) for _ in range(20) for x, y in loader if x.shape == (LENGTH, LENGTH) and not loader._run.given.passed_over)
+    for batch in (batch for _ in range(20) for batch in loader):
+        x, y = batch
+        if x.shape == (LENGTH, LENGTH):
+            break
+        engine.drop_draw()
     criterion(model(x), y).backward()
     gradients = per_example_gradients(reference, lambda b: (reference(b["x"]) - b["y"]).square().mean(1), {"x": x.T, "y": y.T})
     total = clipped_sum(gradients, 0.3)[1]
@@ -717,7 +739,8 @@ class Penalised(nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("how", ["backward", "clipper"])
-def test_first_step_of_a_model_that_answers_itself(how, dropout):
+def test_first_step_of_a_model_that_answers_itself(how, dropout, monkeypatch):
+    monkeypatch.setattr(SecretSeeds, "reseed", lambda seeds, draw=None: torch.manual_seed(5))
     torch.manual_seed(3)
     model = Penalised()
     model.second.bias.requires_grad_(False)
@@ -731,7 +754,6 @@ def test_first_step_of_a_model_that_answers_itself(how, dropout):
     )  # fmt: skip
     twin = copy.deepcopy(model)
     x, y = next(iter(loader))
-    torch.manual_seed(5)
     losses = F.cross_entropy(model(x), y, reduction="none")
     losses.sum().backward() if how == "backward" else engine.clipper.backward(losses)
     torch.manual_seed(5)
@@ -822,7 +844,7 @@ def test_bf16_parameters(physical):
         F.cross_entropy(model(x).float(), y).backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
         optimizer.step()
-        if loader._run.given.last_of_draw:
+        if loader._step.given.last_of_draw:
             assert all(p.grad.dtype == p.dtype == torch.bfloat16 for p in model.parameters())
 
 

@@ -36,6 +36,7 @@ from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, check
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError
 from dp_transformers.clipping.shards import local
 from dp_transformers.noise import GaussianNoise
+from dp_transformers.step import PrivateStep
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
 DONE, SPENT, BEREFT = 0, 3, 4  # exit codes; the last of a rank whose peer was killed
@@ -149,25 +150,28 @@ class Attempt:
 
         def noted(noise, count, device):
             values = draw_noise(noise, count, device)
-            self.note(noise=hashlib.sha256(values.numpy().tobytes()).hexdigest(), run=self.trainer._state.run_id, draw=self.draw)
+            self.note(noise=hashlib.sha256(values.numpy().tobytes()).hexdigest(), run=self.trainer._run.state.run_id, draw=self.draw)
             self.at("between noise and optimizer")
             return values
 
         GaussianNoise._standard_normal = noted
+        release = PrivateStep.release
+
+        def noted_release(step):
+            self.draw = f"{os.getpid()} {self.trainer.state.global_step}"
+            release(step)
+
+        PrivateStep.release = noted_release
 
     def run(self):
         self.instrument()
         attempt = self
 
         class Noted(DPTrainer):
-            def _privatise_gradients(self):
-                attempt.draw = f"{os.getpid()} {self.state.global_step}"
-                super()._privatise_gradients()
-
             def _save_checkpoint(self, *args):
-                attempt.note(saving=self.state.global_step, run=self._state.run_id, digest=attempt.digest())
+                attempt.note(saving=self.state.global_step, run=self._run.state.run_id, digest=attempt.digest())
                 super()._save_checkpoint(*args)
-                attempt.note(saved=self.state.global_step, run=self._state.run_id)
+                attempt.note(saved=self.state.global_step, run=self._run.state.run_id)
 
         class Points(TrainerCallback):
             def on_train_begin(self, args, state, control, **kwargs):
@@ -200,7 +204,7 @@ class Attempt:
 
     def spent(self):
         spent = self.trainer.privacy_spent()
-        return {"run": self.trainer._state.run_id, "steps": spent.steps, "epsilon": spent.epsilon, "sigma": spent.noise_multiplier}
+        return {"run": self.trainer._run.state.run_id, "steps": spent.steps, "epsilon": spent.epsilon, "sigma": spent.noise_multiplier}
 
     def digest(self):
         """Of everything that a checkpoint must bring back to this rank: weights, optimizer, schedule."""

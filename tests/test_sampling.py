@@ -71,7 +71,7 @@ class Rows:
 def test_loader_carries_whole_draws(workers):
     sampler = PoissonSampler(40, 0.3, 6, secret=3)
     expected = [sorted(d.indices) for d in draws(PoissonSampler(40, 0.3, 6, secret=3), epochs=2)]
-    loader = poisson_dataloader(Rows(), list, 5, sampler, num_workers=workers)
+    loader = poisson_dataloader(LogicalBatches(Rows(), list, 5), sampler, num_workers=workers)
     assert isinstance(loader, DataLoader)
     assert len(loader) == 6
     got = [batch for _ in range(2) for batch in loader]
@@ -101,8 +101,12 @@ def test_batches_say_whether_examples_are_padded_to_the_length_of_others(fixed):
         return {"input_ids": ids, "attention_mask": ids > 0}
 
     batches = LogicalBatches(Rows(), collate, 2)
-    assert batches[Draw(0, [0, 7, 14, 3])].padded == [False, not fixed]  # lengths 1, 1 and 1, 4
-    assert batches[Draw(1, [1])].padded == [False]
+
+    def by_others(draw):
+        return [batch.padding is not None and batch.padding.by_others for batch in batches[draw].batches]
+
+    assert by_others(Draw(0, [0, 7, 14, 3])) == [False, not fixed]  # lengths 1, 1 and 1, 4
+    assert by_others(Draw(1, [1])) == [False]
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -115,9 +119,9 @@ def test_padding_that_no_mask_shows_is_refused(name, shape, fixed):
         return {name: np.stack([np.concatenate([row[name], np.zeros((longest - len(row[name]), *shape))]) for row in rows])}
 
     batches = LogicalBatches([{name: np.ones((1 + i % 4, *shape))} for i in range(20)], collate, 3)
-    assert batches[Draw(0, [0, 4, 8])].padded == [False]  # of one length
+    assert batches[Draw(0, [0, 4, 8])].batches[0].padding is None  # of one length
     if fixed:
-        assert batches[Draw(1, [3, 0, 1])].padded == [False]
+        assert batches[Draw(1, [3, 0, 1])].batches[0].padding is None
         return
     with pytest.raises(ValueError, match=f"'{name}'.*attention_mask.*max_length"):
         batches[Draw(1, [3, 0, 1])]

@@ -37,6 +37,8 @@ from transformers import (
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, PrivacyStateError
+from dp_transformers.run import PrivateRun
+from dp_transformers.step import PrivateStep
 
 N = 60
 
@@ -85,16 +87,17 @@ class Grads(TrainerCallback):
         self.steps.append([p.grad.clone() for p in trainable(model)])
 
 
-class Draws(DPTrainer):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.seen = []
+@pytest.fixture
+def draws(monkeypatch):
+    """The rows of every draw that is trained on."""
+    seen, physical_batches = [], PrivateStep.physical_batches
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        self.seen.append(
-            [row for b in inputs.physical_batches for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)]
-        )
-        return super().training_step(model, inputs, num_items_in_batch)
+    def noted(step, draw):
+        seen.append([row for b in draw.physical_batches for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)])
+        return physical_batches(step, draw)
+
+    monkeypatch.setattr(PrivateStep, "physical_batches", noted)
+    return seen
 
 
 # ---- the step ----
@@ -102,15 +105,15 @@ class Draws(DPTrainer):
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize(("name", "lora"), [("bert", False), ("gpt2", True), ("llama-tied", False)])
-def test_noiseless_run_is_one_example_at_a_time_for_every_physical_size(tmp_path, name, lora):
+def test_noiseless_run_is_one_example_at_a_time_for_every_physical_size(tmp_path, name, lora, draws):
     data = dataset(kind="bert" if name == "bert" else "lm")
     finals = {}
     for size in (1, 3, 16):
         model = build(name, lora=lora)
         args = arguments(tmp_path, noise_multiplier=0.0, max_grad_norm=0.3, dp_seed=5, per_device_train_batch_size=size)
-        trainer = Draws(model, args, collate, data)
-        trainer.train()
-        finals[size] = (model, trainer.seen)
+        draws.clear()
+        DPTrainer(model, args, collate, data).train()
+        finals[size] = (model, list(draws))
     reference, (_, seen) = build(name, lora=lora), finals[1]
     start = [p.detach().clone() for p in trainable(reference)]
     losses_of = losses_function(reference)
@@ -193,12 +196,12 @@ def test_dropout_and_collators_follow_the_fixed_seed_of_tests(tmp_path):
     assert distance(*finals) == 0
 
 
-def test_empty_draws_are_noised_and_counted(tmp_path):
+def test_empty_draws_are_noised_and_counted(tmp_path, draws):
     grads = Grads()
-    trainer = Draws(build("bert"), arguments(tmp_path, noise_multiplier=1.0, expected_batch_size=1, max_steps=25), collate, dataset(),
+    trainer = DPTrainer(build("bert"), arguments(tmp_path, noise_multiplier=1.0, expected_batch_size=1, max_steps=25), collate, dataset(),
                     callbacks=[grads])  # fmt: skip
     trainer.train()
-    empty = [k for k, rows in enumerate(trainer.seen) if not rows]
+    empty = [k for k, rows in enumerate(draws) if not rows]
     assert empty
     assert all(all((g != 0).any() for g in grads.steps[k]) for k in empty)
     assert trainer.privacy_spent().steps == trainer.state.global_step == 25
@@ -296,7 +299,7 @@ def test_resume_counts_every_executed_step_and_refreshes_the_secrets(tmp_path):
     for again, once in zip(after.steps, before.steps[4:], strict=False):
         assert all(not torch.equal(x, y) for x, y in zip(again, once, strict=True))
     lines = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()]
-    assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
+    assert [line["step"] for line in lines if "step" in line] == [*range(1, 11)]
     assert len({line["run"] for line in lines}) == 1
     third = trainer_for(tmp_path, max_steps=8, **{k: v for k, v in options.items() if k != "max_steps"})
     third._restore(str(tmp_path / "checkpoint-8"))
@@ -636,18 +639,41 @@ def test_gradients_left_by_a_callback_do_not_reach_the_sum(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
 
 
-def test_a_seed_set_during_training_is_refused(tmp_path):
-    """By a callback, as every Trainer that is made does: the masks of dropout would be known from there on."""
+def test_a_seed_set_during_training_does_not_matter(tmp_path):
+    """By a callback, as every Trainer that is made does: the masks of dropout, and of a collator, would be known from there on."""
 
     class Seeds(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            with torch.random.fork_rng(enabled=state.global_step == 1):
-                set_seed(42)
+        def __init__(self):
+            self.drawn = []
 
-    trainer = trainer_for(tmp_path, max_steps=4, callbacks=[Seeds()])
-    with pytest.raises(RuntimeError, match="torch's seed was set during training"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 2
+        def on_step_begin(self, args, state, control, **kwargs):
+            set_seed(42)
+
+    class Noisy(nn.Module):
+        """A dropout that notes what it drew, from each generator."""
+
+        def forward(self, x):
+            drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
+            return x
+
+    runs = []
+    for k in range(2):
+        drawn = []
+        model = build("bert")
+        model.dropout = Noisy()
+        collated = []
+
+        def collate_and_draw(rows, collated=collated):
+            if len(rows) == N:  # and not when rows are looked at one by one
+                collated.append((torch.rand(()).item(), random.random(), np.random.rand()))
+            return collate(rows)
+
+        args = arguments(tmp_path / str(k), max_steps=3, per_device_train_batch_size=N, expected_batch_size=N)
+        DPTrainer(model, args, collate_and_draw, dataset(), callbacks=[Seeds()]).train()
+        runs.append((drawn, collated))
+    for first, second in zip(*runs, strict=True):
+        numbers = [x for each in (*first[-3:], *second[-3:]) for x in each]
+        assert len(numbers) == len(set(numbers)) == 18
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -663,14 +689,14 @@ def test_parameters_outside_of_the_model_are_refused(tmp_path, reentrant):
     assert trainer.privacy_spent().steps == 0 and torch.equal(scale, torch.ones(3))
 
 
-def test_a_callback_cannot_train_beyond_the_budget(tmp_path):
+def test_a_callback_cannot_train_beyond_the_budget(tmp_path, monkeypatch):
     class GoOn(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = False
 
     trainer = trainer_for(tmp_path, callbacks=[GoOn()], num_train_epochs=2, max_steps=-1)
     trainer.train_dataset = trainer.train_dataset  # the loop itself ends after ten steps
-    trainer._affordable_steps = lambda: 3
+    monkeypatch.setattr(PrivateRun, "plan", lambda run, limit: setattr(run, "steps_left", 3))
     with pytest.raises(RuntimeError, match="budget is spent"):
         trainer.train()
     assert trainer.privacy_spent().steps == 3

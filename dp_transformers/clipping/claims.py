@@ -65,6 +65,10 @@ class Claim:
         self.started: list[int] = []  # of the calls that run now, the number of autograd's next node then
         self.random_state: Any = None  # before the call that runs now, for the fallback
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the random numbers of the call that runs: whoever has them knows its dropout masks."""
+        return {**vars(self), "random_state": None, "started": []}
+
     @property
     def path(self) -> str:
         return self.paths[0]

@@ -32,10 +32,20 @@ from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
 from .graph import parameter_past_taps
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
+from .model_state import ModelState
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
 from .precision import FULL_PRECISION, HALF, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype, without_autocast
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
-from .rules.fallback import Call, UnsupportedModuleError, per_example_gradients, random_state, same_state, ways_out
+from .rules.fallback import (
+    Call,
+    UnsupportedModuleError,
+    global_state,
+    per_example_gradients,
+    random_state,
+    same_state,
+    set_global_state,
+    ways_out,
+)
 from .shards import Shards, like, local
 from .tensor_parallel import TensorParallel
 from .terms import Dense, Norm, Term
@@ -48,6 +58,9 @@ _NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}  # nodes o
 
 class Follower(Protocol):
     """Who follows a clipper from batch to batch (:meth:`PerExampleClipper.follow`)."""
+
+    def before_forward(self, args: tuple, kwargs: dict) -> bool:
+        """The model is called with these, by somebody who will go backward. Whether the self-check ran. May raise."""
 
     def current_batch(self) -> object:
         """What stands for the batch that is worked on; forward passes on several are not clipped as one."""
@@ -83,6 +96,7 @@ class _Tap(torch.autograd.Function):
         ctx.use.begin_backward()  # before activation checkpointing recomputes what was saved
         grads = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
         saved, needed = [x.detach() for x in ctx.use.recorded(ctx)], ctx.needs_input_grad[3 + len(grads) :]
+        ctx.use.note_recomputed(saved)
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
         reached = ctx.use.measure(saved, grads, input_gradients)
         if any(g is None for g in input_gradients.values()):
@@ -104,6 +118,8 @@ class _Pass:
         self.in_backward = False
         self.positions: set[int] = set()  # how many an example may have
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
+        self.recomputes = False  # activation checkpointing runs modules again inside backward
+        self.recomputed: list[dict[tuple[Claim, int], list[torch.Tensor]]] = []  # of each backward pass, sizes of what calls were given
         self.low_precision = torch.float32
         self.followed = False  # by a loss.backward() of somebody else
         self.given: object = None  # the batch of the follower that it ran on
@@ -120,6 +136,8 @@ class _Pass:
         self.small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)  # (B, n), kept to be laid side by side
         self.together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
         self.memo = term_algebra.Memo()
+        self.recomputed.append({})
+        self.reached_calls: Counter[Claim] = Counter()
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether no gradient is needed: nothing is kept, and the norm of each one's only use is the norm of its gradient."""
@@ -342,6 +360,16 @@ class _Use:
             forward_pass.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(partial(self.clipper._finish, forward_pass))
 
+    def note_recomputed(self, saved: Sequence[torch.Tensor]) -> None:
+        """Two passes must see the same activations, or one gradient is measured and another one summed."""
+        forward_pass = self.forward_pass
+        if forward_pass.keep:
+            return
+        call = self.claim, forward_pass.reached_calls[self.claim]
+        forward_pass.reached_calls[self.claim] += 1
+        if forward_pass.recomputes:
+            forward_pass.recomputed[-1][call] = [torch.linalg.vector_norm(x.float(), 1) for x in saved if x.is_floating_point()]
+
     def measure(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> torch.Tensor | None:
         """Add what this call contributes; a gradient for the probe, if it is the first one in a pass that measures.
 
@@ -391,15 +419,13 @@ class PerExampleClipper:
     _is_copy = False
 
     def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True, batch_first: bool = True):
-        if not (isinstance(max_grad_norm, (int, float)) and SMALLEST_BOUND <= max_grad_norm < float("inf")):
-            raise ValueError(
-                f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's gradient (squares of smaller "
-                f"norms vanish in float32); got {max_grad_norm!r}."
-            )
         if not (batch_first or self_check):
             raise ValueError("batch_first=False needs the self-check, which learns where every module has its examples.")
+        if not (isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < float("inf")):
+            raise ValueError(f"max_grad_norm must be a finite number above 0, the bound on each example's gradient; got {max_grad_norm!r}.")
+        self._follower: Follower | None = None
         self.model = model
-        self.max_grad_norm = float(max_grad_norm)
+        self.max_grad_norm = max_grad_norm
         self.mode = choose_mode(mode, model)
         self.self_check = self_check
         self.batch_first = batch_first
@@ -409,11 +435,32 @@ class PerExampleClipper:
         self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
         self._tapping = False
         self._paused = False
-        self._follower: Follower | None = None
+        self._signature: list[int] = []  # of the trainable parameters, and the modules, when it was attached
+        self._modules: list[nn.Module] = []
+        self._summing = False  # autograd may fill gradients, for the second of two passes
         self._loss_reduction: str | None = None  # of the losses that others call backward on
         self._hidden: set[nn.Parameter] = set()  # ask for no gradient while the module that uses them runs
         self.attach()
         logger.info("clipping mode %s (asked for: %s), C = %g", self.mode.name, mode, self.max_grad_norm)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The clipping bound C. It may be set between batches where nobody accounts for it, but not in a private training."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, bound: float) -> None:
+        if not (isinstance(bound, (int, float)) and (bound >= SMALLEST_BOUND or bound == 0)):
+            raise ValueError(
+                f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's gradient (squares of smaller "
+                f"norms vanish in float32); got {bound!r}."
+            )
+        if self._follower is not None:
+            raise ValueError(
+                f"max_grad_norm is {self._max_grad_norm:g} for the whole of a private training: the noise and epsilon are made for it. Start another "
+                "training with another bound (make_private, DPTrainingArguments)."
+            )
+        self._max_grad_norm = float(bound)
 
     # ---- attaching ----
 
@@ -421,9 +468,11 @@ class PerExampleClipper:
         """Hook the modules that own trainable parameters. Does nothing if attached."""
         if self._handles:
             return
-        others = [getattr(hook, "__self__", None) for hook in self.model._forward_pre_hooks.values()]
-        if any(isinstance(other, PerExampleClipper) and not other._is_copy for other in others):
-            raise ValueError("another PerExampleClipper is attached to this model: detach() that one first (or use it).")
+        refuse_attached(self.model)
+        if self._is_as_detached():
+            self._state = ModelState(self.model, watch_parameters=not self.shards)
+            self._hook()
+            return
         self.shards = Shards(self.model)
         self.parallel = TensorParallel(self.model, self.shards)
         if self.parallel and self.mode.name == "per_sample":
@@ -442,12 +491,17 @@ class PerExampleClipper:
         half = [p.dtype for p in self.model.parameters() if p.dtype in HALF]
         self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
         self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in self.model.modules())
-        self._signature = self._trainable()
+        self._signature, self._modules = self._trainable(), list(self.model.modules())
+        self._state = ModelState(self.model, watch_parameters=not self.shards)
         self.claims = claim_parameters(self.model)
         self.checked = not self.self_check  # they settle in the check, so it must run again
         self._hook()
         if not self.self_check:
             announce(self.claims)
+
+    def _is_as_detached(self) -> bool:
+        """Whether the model is the one that was attached before, so that nothing needs to be found out again."""
+        return self._signature == self._trainable() and self._modules == list(self.model.modules())
 
     def _hook(self) -> None:
         for handle in self._handles:
@@ -466,9 +520,9 @@ class PerExampleClipper:
             self._handles.append(claim.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
             if claim.may_be_rerun:
                 self._handles.append(claim.module.register_forward_pre_hook(partial(self._before_fallback, claim)))
+        self._handles += [p.register_post_accumulate_grad_hook(self._refuse_native_gradient) for p in self.parameters]
         if self._loss_reduction is not None:
             self._handles += [claim.module.register_forward_pre_hook(partial(self._hide, claim)) for claim in self.claims]
-            self._handles += [p.register_post_accumulate_grad_hook(self._refuse_native_gradient) for p in self.parameters]
         taps = {claim.module: partial(self._after_module, claim) for claim in self.claims if claim.rule in INSIDE}
         for module in self.model.modules():
             opening = find_opening(module)
@@ -518,6 +572,31 @@ class PerExampleClipper:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
+    def require_same_parameters(self) -> None:
+        """Raise ValueError if other parameters are trainable than when the clipper was attached."""
+        if not self._handles:
+            raise ValueError(
+                "the clipper was taken off the model (detach()), so nothing bounds gradients: attach() it before the next batch."
+            )
+        if self._trainable() != self._signature:
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            now, before = set(self._trainable()), set(self._signature)
+            frozen, added = (
+                sorted(names.get(i, "a parameter that was replaced") for i in before - now),
+                sorted(names[i] for i in now - before),
+            )
+            what = (
+                f"'{frozen[0]}' was frozen or taken out"
+                if frozen
+                else f"'{added[0]}' became trainable"
+                if added
+                else "their order is another one"
+            )
+            raise ValueError(
+                f"the set of trainable parameters changed since make_private (or since train() began): {what}. Freeze, unfreeze, replace and add layers "
+                "and adapters before it, and build the optimizer from what is then trainable."
+            )
+
     def _trainable(self) -> list[int]:
         """Of every step, so without the bookkeeping of names in ``model.parameters()``."""
         found, seen, todo = [], set(), [self.model]
@@ -541,12 +620,9 @@ class PerExampleClipper:
         self._show()
         self._close_all()
         self.shards.reshard()
-        if self._trainable() != self._signature:  # something was frozen or unfrozen since
-            if self._follower is not None:
-                raise ValueError(
-                    "the set of trainable parameters changed since make_private. Freeze, unfreeze, replace and add layers before it, and "
-                    "build the optimizer from what is then trainable."
-                )
+        if self._follower is not None:
+            self.require_same_parameters()
+        elif self._trainable() != self._signature:  # something was frozen or unfrozen since
             logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
             self.detach()
             self.attach()
@@ -556,6 +632,9 @@ class PerExampleClipper:
             from .verify import self_check
 
             self_check(self, args, kwargs)
+        if self._follower is not None and self._follower.before_forward(args, kwargs):
+            just_checked = True
+        self._state.before_forward()
         given = None if self._follower is None else self._follower.current_batch()
         if self._pass is None or self._pass.batch_size != batch_size or self._pass.given is not given:
             unused = self._pass
@@ -643,13 +722,17 @@ class PerExampleClipper:
                 f"'{claim.path}' runs under reentrant activation checkpointing, which loss.backward() cannot be followed through: use "
                 "use_reentrant=False."
             )
-        if not forward_pass.in_backward:  # a call made while backward runs is activation checkpointing recomputing one already counted
+        if forward_pass.in_backward:  # activation checkpointing recomputes a call that was counted
+            forward_pass.recomputes = True
+        else:
             for p in claim.names:
                 forward_pass.uses[p] += 1
         if not torch.is_grad_enabled():
             forward_pass.reentrant = True
             return None
-        return _Use(self, claim, args, kwargs, output, started).tapped_output()
+        use = _Use(self, claim, args, kwargs, output, started)
+        claim.random_state = None  # of no use any more, and nobody shall find it in a saved model
+        return use.tapped_output()
 
     @contextlib.contextmanager
     def _suspended(self) -> Iterator[None]:
@@ -686,15 +769,17 @@ class PerExampleClipper:
         forward_pass.in_backward, forward_pass.followed = True, False
         try:
             weights_b = self._begin_sum(forward_pass, weights_b)
+            self._summing = True
             with without_autocast(losses.device):
                 norms_b = self._backward(forward_pass, losses, weights_b)
         finally:
+            self._summing = False
             self._pass = None  # used up, whatever happened
         self._end_sum()
         return norms_b
 
     def _has_foreign_hook(self, p: nn.Parameter) -> bool:
-        own = int(self._loss_reduction is not None) + self.parallel.native_hooks(p)
+        own = 1 + self.parallel.native_hooks(p)
         return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > own
 
     def _begin_sum(self, forward_pass: _Pass, weights_b: torch.Tensor | None) -> torch.Tensor | None:
@@ -705,6 +790,11 @@ class PerExampleClipper:
         return weights_b * given.to(weights_b)
 
     def _end_sum(self) -> None:
+        try:
+            self._state.require_unchanged()
+        except ValueError:
+            self._drop_gradients()
+            raise
         if self._follower is not None:
             self._follower.after_sum()
 
@@ -727,8 +817,21 @@ class PerExampleClipper:
             self._pass = None
         self._end_sum()
 
+    def _drop_gradients(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
     def _refuse_native_gradient(self, parameter: nn.Parameter) -> None:
-        parameter.grad = None  # it is not clipped
+        """Autograd filled a gradient by itself, which is not clipped."""
+        if self._summing or self._paused:
+            return
+        parameter.grad = None
+        if self._follower is None and self._loss_reduction is None:
+            raise ValueError(
+                "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients that are not clipped. Call "
+                "clipper.backward(losses) with losses of shape (B,) (reduction='none'); for a loss that is not the private one (a generator's, "
+                "an adversarial input's) call clipper.detach() before and clipper.attach() after it, or use a deepcopy of the model."
+            )
         self._refuse_past_taps(parameter)
 
     def _refuse_past_taps(self, parameter: nn.Parameter) -> None:
@@ -743,14 +846,17 @@ class PerExampleClipper:
 
     def _backward(self, forward_pass: _Pass, losses: torch.Tensor, weights_b: torch.Tensor | None) -> torch.Tensor:
         mode = self.mode
+        forward_pass.recomputed.clear()
         forward_pass.restart(measure=True, instantiate=mode.instantiate, keep=mode.keep)
+        numbers = None if mode.keep else global_state(losses.device)
         if any(dtype in HALF for dtype in (losses.dtype, forward_pass.low_precision, self.low_precision)):
             forward_pass.rounding = norms.BF16
         gradients = [(p.grad, None if p.grad is None else p.grad._version) for p in self.parameters]
         norm_sq_b = self._measure(forward_pass, losses, retain_graph=not mode.keep)
         for p, (grad, version) in zip(self.parameters, gradients, strict=True):
             if p.grad is not grad or (grad is not None and grad._version != version):  # some Function's own backward wrote to it
-                self._refuse_native_gradient(p)
+                p.grad = None
+                self._refuse_past_taps(p)
         if (parameter := parameter_past_taps(losses, _Tap._backward_cls, self._parameter_of)) is not None:
             self._refuse_past_taps(parameter)
         if mode.keep:
@@ -768,9 +874,27 @@ class PerExampleClipper:
                 if p.grad is None and not self.shards:
                     p.grad_dtype = sum_dtype(p)
             only = None if forward_pass.reentrant else [whole for p in self.parameters for whole in self.shards.wholes(p)]
+            set_global_state(losses.device, numbers)  # checkpointed blocks draw again what they drew when they were measured
             with self.shards.native_sum(), self.parallel.native_sum(self.parameters):
                 torch.autograd.backward(losses, coef_b.to(losses.dtype), inputs=only)
+            self._require_same_activations(forward_pass)
         return norms_b
+
+    def _require_same_activations(self, forward_pass: _Pass) -> None:
+        """Of what checkpointing recomputed in the two passes. A generator that nobody restores gives other masks in the second."""
+        first, second = forward_pass.recomputed
+        calls = [call for call in first if call in second]  # those before the first that was recomputed are in one of them only
+        if not calls:
+            return
+        a, b = (torch.stack([x.to(forward_pass.probe.device) for call in calls for x in sizes[call]]) for sizes in (first, second))
+        same = bool(((a == b) | (a - b).abs().le(1e-5 * a) | ~torch.isfinite(a)).all())
+        if self.shards.anywhere(not same, forward_pass.probe.device):
+            self._drop_gradients()
+            raise ValueError(
+                f"activation checkpointing recomputed other activations in the second backward pass of clipping mode '{self.mode.name}' than in the "
+                "first, so the gradient that is summed is not the one whose norm was measured: a checkpointed module draws random numbers from a "
+                "generator of its own. Use clipping_mode='book_keeping', which goes back once, or torch's global generator."
+            )
 
     def _coefficients(
         self, norm_sq_b: torch.Tensor, weights_b: torch.Tensor | None, scale: float = 1.0
@@ -867,12 +991,28 @@ class PerExampleClipper:
                 "reduction='none' and average inside each example only."
             )
         if not self._handles or self._pass is None:
-            raise ValueError("no forward pass to go back over: call attach() first, then the model, then backward(losses), once each.")
+            raise ValueError(
+                "no forward pass to go back over: call attach() first, then the model, then backward(losses), once each. Losses of one batch are "
+                "added up before backward(), not after."
+            )
         if not losses.requires_grad:
             raise ValueError("losses have no graph: the forward pass ran under no_grad(), or they were detached.")
         if len(losses) != self._pass.batch_size:
             raise ValueError(f"{len(losses)} losses for a batch of {self._pass.batch_size} examples: give one loss for each example.")
         return self._pass
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise ValueError if a clipper, that of an engine or a trainer included, is attached to ``model`` or a part of it."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, PerExampleClipper) and not owner._is_copy:
+                where = f"'{path}' of the model" if path else "this model"
+                raise ValueError(
+                    f"another PerExampleClipper is attached to {where}, of an earlier make_private or made by hand: call detach() of that engine "
+                    "or clipper first, or go on with it."
+                )
 
 
 def _in_backward() -> bool:

@@ -239,7 +239,7 @@ def _change_by_padding(
 ) -> tuple[float, torch.dtype]:
     """How much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
     with _perturbed(clipper):
-        clipper.max_grad_norm = float("inf")
+        clipper._max_grad_norm = float("inf")
         try:
             losses_of = loss_function or _own_output_loss(clipper, alone, own_t)
             without = _clip(clipper, losses_of, *alone)[1]
@@ -382,7 +382,7 @@ def _compare(
             norms_b = _clip(clipper, losses_of, args, kwargs)[0]
             if not bool(torch.isfinite(norms_b).all()):
                 raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
-            clipper.max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
+            clipper._max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
             norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
             samples = [getattr(p, "grad_sample", None) for p in clipper.parameters]
             tolerance = TOLERANCE[low_precision]
@@ -908,11 +908,13 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
     grads = [(p.grad, p.grad_dtype) for p in clipper.parameters]
     bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
     follower, clipper._follower = clipper._follower, None
+    paused, clipper._state.paused = clipper._state.paused, True
     try:
         with torch.enable_grad():
             yield
     finally:
-        clipper.max_grad_norm, clipper._pass, clipper._follower = bound, None, follower
+        clipper._max_grad_norm, clipper._pass, clipper._follower = bound, None, follower
+        clipper._state.paused = paused
         clipper.shards.reshard()
         for m, training in modes.items():
             m.training = training

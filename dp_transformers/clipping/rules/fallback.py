@@ -14,11 +14,13 @@ examples, is refused instead of trained wrongly.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -267,6 +269,19 @@ def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 def same_state(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def global_state(device: torch.device) -> tuple[Any, ...]:
+    """The states of all global generators: Python's, NumPy's and torch's."""
+    return (random.getstate(), np.random.get_state(legacy=False), *random_state(device))
+
+
+def set_global_state(device: torch.device, state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[3], device)
 
 
 @contextmanager

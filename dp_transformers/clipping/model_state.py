@@ -1,0 +1,209 @@
+"""What a forward pass leaves behind in a model, outside of what is trained.
+
+A buffer, a frozen weight or an attribute that one batch changes carries its examples to the next one, past clipping and noise: dynamic
+rotary embeddings keep the longest length seen, a model may switch its attention for good. :class:`ModelState` compares the model before
+and after every batch. What held tensors, or nothing, is put back, so that no later batch sees it; a table of positions that grew is kept,
+since its leading part, and so every other gradient, is the same; everything else is refused.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_SMALL = 2**16  # numbers of a buffer up to which its content is compared, and not just autograd's count of changes
+_SCALARS = (bool, int, float, complex, str, bytes)
+_CONTAINERS = (list, dict, set, deque)
+
+
+class ModelState:
+    """The buffers, frozen parameters and plain attributes of a model.
+
+    Args:
+        model: Its modules' attributes are watched, those of objects they hold (configurations) and the content of lists, dicts and sets.
+        watch_parameters: False where frozen parameters change in the forward pass by themselves (FSDP2 gathers them).
+    """
+
+    def __init__(self, model: nn.Module, *, watch_parameters: bool = True):
+        self.model, self._watch_parameters = model, watch_parameters
+        self._noted = False
+        self.paused = False  # while a check runs the model, which compares for itself
+        self._record()
+
+    def before_forward(self) -> None:
+        """Note the state, if no batch is under way. What was changed between batches is the user's own doing."""
+        if not self._noted and not self.paused:
+            if not self._is_as_recorded():
+                self._record()
+            self._noted = True
+
+    def require_unchanged(self) -> None:
+        """Put back what may be; raise ValueError that names what else the batch changed."""
+        if self.paused:
+            return
+        self._noted = False
+        if self._is_as_recorded():
+            return
+        changed = self._settle()
+        self._record()
+        if changed:
+            others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
+            raise ValueError(
+                f"'{changed[0]}'{others} of the model changed while a batch went through it, although it is not trained: it would carry private data "
+                "to later batches without clipping and noise. Switch that off (rope_type other than 'dynamic', attention_type='original_full', "
+                "running statistics, counters and caches kept in forward), or keep such numbers outside of the model."
+            )
+
+    # ---- comparing: a few microseconds a module ----
+
+    def _record(self) -> None:
+        self._places = list(_places(self.model))
+        self._holders = [place.holder for place in self._places]
+        self._before = [
+            dict(h) if isinstance(h, dict) else list(h) for h in self._holders
+        ]  # kept alive, so that no other object takes over an id
+        self._ids = _ids(self._before)
+        self._tensors = list({id(t): t for t in self._frozen()}.values())
+        self._versions = [t._version for t in self._tensors]
+        self._small_buffers = [(name, b, b.detach().clone()) for name, b in self.model.named_buffers() if b.numel() <= _SMALL]
+
+    def _frozen(self) -> Iterator[torch.Tensor]:
+        yield from self.model.buffers()
+        yield from (v for v in chain.from_iterable(map(_values, self._before)) if isinstance(v, torch.Tensor))
+        if self._watch_parameters:
+            yield from (p for p in self.model.parameters() if not p.requires_grad)
+
+    def _is_as_recorded(self) -> bool:
+        return _ids(self._holders) == self._ids and [t._version for t in self._tensors] == self._versions and not self._rewritten_buffers()
+
+    def _rewritten_buffers(self) -> list[str]:
+        """Buffers whose content is another one, although they are the same; ``.data`` and batch normalisation write without a trace."""
+        same = [((b == content) | (b != b)).all() for _, b, content in self._small_buffers]
+        if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):
+            return []
+        return [name for (name, *_), is_same in zip(self._small_buffers, same, strict=True) if not is_same]
+
+    # ---- what changed ----
+
+    def _settle(self) -> list[str]:
+        changed = self._written_in_place()
+        for place, before in zip(self._places, self._before, strict=True):
+            if _ids([place.holder]) != _ids([before]):
+                changed += _settle_dict(place, before) if isinstance(before, dict) else _settle_list(place, before)
+        return list(dict.fromkeys(changed))
+
+    def _written_in_place(self) -> list[str]:
+        written = {id(t) for t, version in zip(self._tensors, self._versions, strict=True) if t._version != version}
+        names = [(name, t) for named in (self.model.named_buffers(), self.model.named_parameters()) for name, t in named]
+        for place, before in zip(self._places, self._before, strict=True):
+            if isinstance(before, dict):
+                names += [(place.name_of(key), value) for key, value in before.items()]
+        return [name for name, t in names if id(t) in written] + self._rewritten_buffers()
+
+
+class _Place(NamedTuple):
+    """A dict of attributes, or a container among them."""
+
+    path: str
+    holder: Any
+    holds_buffers: bool = False
+
+    def name_of(self, key: Any) -> str:
+        return f"{self.path}.{key}".lstrip(".")
+
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        yield _Place(path, vars(module)["_buffers"], holds_buffers=True)
+        yield _Place(path, vars(module)["_modules"])
+        yield from _attributes(path, vars(module), seen)
+
+
+def _attributes(path: str, holder: dict, seen: set[int], depth: int = 1) -> Iterator[_Place]:
+    if id(holder) in seen:
+        return
+    seen.add(id(holder))
+    yield _Place(path, holder)
+    for key, value in list(holder.items()):
+        name = f"{path}.{key}".lstrip(".")
+        if key not in _INTERNAL and isinstance(value, _CONTAINERS) and id(value) not in seen:
+            seen.add(id(value))
+            yield _Place(name, value)
+        elif depth and _has_attributes(value):
+            yield from _attributes(name, vars(value), seen, depth - 1)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether it is an object like a configuration, whose attributes a forward pass might set."""
+    if isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)) or callable(value):
+        return False
+    return type(value).__module__.partition(".")[0] not in ("builtins", "torch") and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _values(holder: Any) -> Iterable[Any]:
+    return holder.values() if isinstance(holder, dict) else holder
+
+
+def _ids(holders: Iterable[Any]) -> list[int]:
+    return list(map(id, chain.from_iterable(map(_values, holders))))
+
+
+def _settle_dict(place: _Place, before: dict) -> list[str]:
+    holder, changed, grown = place.holder, {}, False
+    for key in [*before, *(key for key in holder if key not in before)]:
+        old, new = before.get(key), holder.get(key)
+        if old is new or key == "training" or _is_equal(old, new):
+            continue
+        if _has_grown(old, new):
+            grown = True
+        elif isinstance(old, (*_SCALARS, nn.Module)) or isinstance(new, nn.Module) or (place.holds_buffers and old is not None):
+            changed[key] = (old, new)
+        elif key in before:
+            holder[key] = old
+        else:
+            del holder[key]
+    if grown:  # the length of the table, beside it
+        changed = {key: (old, new) for key, (old, new) in changed.items() if not (type(old) is type(new) is int and new > old)}
+    return [place.name_of(key) for key in changed]
+
+
+def _settle_list(place: _Place, before: list) -> list[str]:
+    holder, now = place.holder, list(place.holder)
+    if len(now) == len(before) and all(a is b or _is_equal(a, b) for a, b in zip(before, now, strict=True)):
+        return []
+    if not isinstance(holder, set) and _ids([now[: len(before)]]) != _ids([before]) and any(isinstance(x, _SCALARS) for x in before):
+        return [place.path]
+    holder.clear()
+    holder.update(before) if isinstance(holder, set) else holder.extend(before)
+    return []
+
+
+def _is_equal(old: Any, new: Any) -> bool:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        if torch._C._functorch.is_functorch_wrapped_tensor(new):  # left by a module that was re-run by vmap
+            return False
+        return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device and torch.equal(old, new)
+    return isinstance(old, _SCALARS) and type(old) is type(new) and old == new
+
+
+def _has_grown(old: Any, new: Any) -> bool:
+    """Whether a table became longer in one dimension, and its leading part is what it was."""
+    if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or torch._C._functorch.is_functorch_wrapped_tensor(new):
+        return False
+    if old.dim() != new.dim() or old.dtype != new.dtype:
+        return False
+    longer = [d for d in range(old.dim()) if new.shape[d] != old.shape[d]]
+    if len(longer) != 1 or new.shape[longer[0]] < old.shape[longer[0]] or old.device != new.device:
+        return False
+    return torch.equal(new.narrow(longer[0], 0, old.shape[longer[0]]), old)

@@ -1,0 +1,105 @@
+"""The global generators of Python, NumPy and torch, from which dropout, augmentation and random masking draw.
+
+An example's random numbers depend on where in the draw it lies, so taking out one example changes those of others. ε covers that as long
+as nobody knows the numbers: they have the same distribution with and without the example. A seed that a user, a callback, a model or a
+worker sets would make them known. So both loops seed these generators anew from a secret before the examples of every draw are loaded and
+before every forward pass on them (:class:`SecretSeeds`); what was set before does not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+_TWISTER = slice(3, 3 + 624)  # where torch keeps the words of its generator for the CPU (mt19937), counted in 64 bits
+_BYTES = 32 + 32 + 8 + 4 * 624  # for Python, for NumPy, for torch's devices, and for its CPU generator
+
+
+class SecretSeeds:
+    """Seeds the global generators from a secret that only this training's processes hold.
+
+    Args:
+        secret: At least 128 bits from the operating system, the same on all ranks (:func:`dp_transformers.distributed.shared_secret`).
+        rank: Ranks with different examples draw apart; the ranks of a tensor-parallel group, which work on the same ones, alike.
+    """
+
+    def __init__(self, secret: int, rank: int = 0):
+        self._key = hashlib.sha256(f"{secret}/{rank}".encode()).digest()
+        self._count = 0
+
+    def reseed(self, draw: int | None = None) -> None:
+        """Seed every generator anew: from the number of a draw, or as in no earlier call.
+
+        The numbers come from SHAKE-256 of the secret, so whoever learns the state of a generator learns nothing of the others'.
+        """
+        if draw is None:
+            self._count += 1
+        purpose = f"forward {self._count}" if draw is None else f"draw {draw}"
+        _seed_globally(hashlib.shake_256(self._key + purpose.encode()).digest(_BYTES))
+
+    def reseed_generator(self, generator: Any, draw: int) -> None:
+        """Seed a generator that somebody made, of Python, NumPy or torch, as :meth:`reseed` does the global ones."""
+        numbers = hashlib.shake_256(self._key + f"generator {draw}".encode()).digest(32)
+        if isinstance(generator, np.random.Generator):
+            fresh = type(generator.bit_generator)(np.random.SeedSequence(int.from_bytes(numbers, "little")))
+            generator.bit_generator.state = fresh.state
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(np.frombuffer(numbers, np.uint32))
+        elif isinstance(generator, random.Random):
+            generator.seed(numbers)
+        else:
+            generator.manual_seed(int.from_bytes(numbers[:8], "little") >> 1)
+
+
+def forget_seeds() -> None:
+    """Reseed Python's, NumPy's and torch's global generators from the operating system."""
+    _seed_globally(secrets.token_bytes(_BYTES))
+
+
+def seed_worker(worker_id: int) -> None:
+    """A DataLoader's ``worker_init_fn``: seeds the worker from all 64 bits that torch gave it."""
+    _seed_globally(_expanded([torch.initial_seed()]))
+
+
+def _expanded(entropy: Sequence[int]) -> bytes:
+    return hashlib.shake_256(repr(list(entropy)).encode()).digest(_BYTES)
+
+
+def _seed_globally(numbers: bytes) -> None:
+    random.seed(numbers[:32])
+    np.random.seed(np.frombuffer(numbers, np.uint32, 8, offset=32))
+    if torch.accelerator.is_available():
+        torch.manual_seed(int.from_bytes(numbers[64:72], "little") >> 1)
+    # torch's own seeding of the CPU generator keeps 32 bits of a seed, few enough to try them all, so its words are written
+    state = torch.Generator().get_state()
+    state.view(torch.int64)[_TWISTER] = torch.from_numpy(np.frombuffer(numbers, np.uint32, offset=72).astype(np.int64))
+    torch.set_rng_state(state)
+
+
+@contextmanager
+def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Seed the global generators of Python, numpy and torch; afterwards they are as they were.
+
+    ``entropy`` tells them; :class:`SecretSeeds` makes them secret inside.
+    """
+    before = random.getstate(), np.random.get_state()
+    of_mps = torch.mps.get_rng_state() if device.type == "mps" else None  # which fork_rng does not know
+    many = device.type in ("cuda", "xpu")  # manual_seed seeds all of them
+    with torch.random.fork_rng(
+        devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"
+    ):
+        _seed_globally(_expanded(entropy))
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+            if of_mps is not None:
+                torch.mps.set_rng_state(of_mps)

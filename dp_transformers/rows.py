@@ -1,0 +1,245 @@
+"""A row is a row: what the examples of a draw, and the batches collated from them, must be for clipping by row to bound an example.
+
+Each function looks at what was loaded or collated just now. :class:`~dp_transformers.sampling.LogicalBatches` calls them for every draw, so
+they hold for both loops, for workers, and for data sets and collators that change while training goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves_with_path
+
+MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")  # as models of transformers call texts and sounds
+_PACKED = ("seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # what packing and flattening collators add
+_PACKING = (
+    "Packing joins several examples in one row, so the norm of a row is not the norm of an example. Switch packing, padding_free and flattening "
+    "collators off, and use one that pads (DataCollatorWithPadding, or that of your trainer without packing)."
+)
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Padding that one row of a physical batch was given.
+
+    Attributes:
+        row: Which row of the batch.
+        own_t: (T,) bool, the positions that are the row's own.
+        by_others: The row is shorter when it is collated alone, so others of its batch decide how much padding it gets. False: it was
+            padded before the collator saw it, to one length or to that of a longer example.
+        fills: Whether some row of the batch has no padding.
+    """
+
+    row: int
+    own_t: torch.Tensor
+    by_others: bool
+    fills: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.own_t)
+
+    @property
+    def kind(self) -> tuple:
+        """Paddings of one kind are checked once: side, and lengths to within a factor of two."""
+        own = self.own_t.nonzero().flatten().tolist() or [0]
+        sides = own[0] > 0, own[-1] < self.length - 1, len(own) < own[-1] - own[0] + 1
+        return (self.by_others, *sides, self.length.bit_length(), len(own).bit_length())
+
+
+def leaves(batch: Any) -> list[tuple[str, Any]]:
+    """Everything in a batch with its path, also inside mappings that are no dict (BatchEncoding, UserDict); arrays as tensors."""
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    named = [("/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), x) for path, x in tree_leaves_with_path(batch)]
+    return [(name, torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x) for name, x in named]
+
+
+def main_input(example: Any) -> str | None:
+    return next((name for name in MAIN_INPUTS if name in example), None) if isinstance(example, Mapping) else None
+
+
+def require_one_each(indices: Sequence[int], examples: Sequence[Any], dataset: Any) -> None:
+    """Raise ValueError unless the data set returned one row for each index."""
+    if len(examples) != len(indices):
+        raise ValueError(
+            f"the data set ({type(dataset).__name__}) returned {len(examples)} rows for {len(indices)} indices: a transform makes several rows of "
+            "one example (windows of a long text: return_overflowing_tokens, stride), and each would be clipped by itself. Make the windows "
+            "before training (datasets.map), so that a window is a row, and say with max_examples_per_person how many rows one person may have."
+        )
+
+
+def require_known_to_nobody(collate: Any) -> None:
+    """Raise ValueError for a collator with a seed of its own, which whoever reads the configuration knows."""
+    for part in _parts_of(collate):
+        seed = getattr(part, "keywords", {}).get("seed") if isinstance(part, functools.partial) else getattr(part, "seed", None)
+        if isinstance(seed, int):
+            raise ValueError(
+                f"the collator {type(part).__name__} draws from a generator of its own with seed={seed}. Its random choices move with the examples of "
+                "a batch, so whoever knows the seed can tell more than epsilon allows. Leave its seed out (seed=None): it then draws from numbers "
+                "that are secret."
+            )
+
+
+def generators(owner: Any, depth: int = 3) -> Iterator[Any]:
+    """Random generators that a data set or collator keeps in attributes, also in what it wraps."""
+    for part in _parts_of(owner, depth):
+        for value in list(getattr(part, "__dict__", {}).values()):
+            if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
+                yield value
+
+
+def _parts_of(owner: Any, depth: int = 3) -> Iterator[Any]:
+    yield owner
+    if depth:
+        inside = [
+            getattr(owner, name, None) for name in ("data_collator", "collate_fn", "dataset", "transform", "transforms", "func", "__self__")
+        ]
+        for part in inside:
+            for each in part if isinstance(part, (list, tuple)) else [part]:
+                if each is not None and not isinstance(each, (str, int, float, bool, type)):
+                    yield from _parts_of(each, depth - 1)
+
+
+def refuse_packed(batch: Any, examples: Sequence[Any]) -> None:
+    """Raise ValueError for a row that holds several examples, or fewer or more rows than examples."""
+    found = dict(leaves(batch))
+    packed = next((name for name in found if name in _PACKED), None) or (_PACKED[0] if _has_column(examples[0], _PACKED[0]) else None)
+    if packed is not None:
+        raise ValueError(f"the batch has '{packed}', as packed rows have. {_PACKING}")
+    positions = found.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and _restarts(positions, found.get("attention_mask")):
+        raise ValueError(f"the position_ids of a row start again at 0 in the middle of it, as packed rows have. {_PACKING}")
+    rows = next((len(x) for name, x in found.items() if name in MAIN_INPUTS and isinstance(x, torch.Tensor) and x.dim()), None)
+    if rows == 1 < len(examples):
+        raise ValueError(f"the collator made 1 rows of {len(examples)} examples. {_PACKING}")
+
+
+def _has_column(example: Any, name: str) -> bool:
+    return isinstance(example, Mapping) and name in example
+
+
+def _restarts(positions_bt: torch.Tensor, mask: Any) -> bool:
+    starts = (positions_bt[:, 1:] == 0) & (positions_bt[:, :-1] > 0)
+    if isinstance(mask, torch.Tensor) and mask.shape == positions_bt.shape:
+        starts &= (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    return bool(starts.any())
+
+
+def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[], None]) -> None:
+    """Raise ValueError if replacing one example changes the rows of others (MixUp, CutMix, normalisation over the batch).
+
+    Both are collated from the same random numbers. Collators that differ from themselves then have generators of their own, and are let be.
+    """
+
+    def collated(last: Any) -> list[tuple[str, torch.Tensor]]:
+        reseed()
+        part = copy.deepcopy([*examples[:-1], last])
+        return [(name, x) for name, x in leaves(collate(part)) if isinstance(x, torch.Tensor) and len(examples) in x.shape[:2]]
+
+    first, again, moved = collated(examples[-1]), collated(examples[-1]), collated(examples[0])
+    if not _agree(first, again):
+        return
+    for (name, x), (_, y) in zip(first, moved, strict=False):
+        batch_dims = [d for d in range(min(2, x.dim())) if x.shape[d] == len(examples)]
+        if x.shape == y.shape and not any(_equal(x.narrow(d, 0, x.shape[d] - 1), y.narrow(d, 0, x.shape[d] - 1)) for d in batch_dims):
+            raise ValueError(
+                f"the collator mixes examples: '{name}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
+                "over the batch). Such a row holds several people's data, and one example is in several rows. Take that out of the collator; "
+                "augment each example by itself."
+            )
+
+
+def _agree(a: list[tuple[str, torch.Tensor]], b: list[tuple[str, torch.Tensor]]) -> bool:
+    return len(a) == len(b) and all(x.shape == y.shape and _equal(x, y) for (_, x), (_, y) in zip(a, b, strict=True))
+
+
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def size_of(example: Any) -> int:
+    """How long an example is, whatever it is made of: the numbers and characters in its columns."""
+    columns = example.values() if isinstance(example, Mapping) else example if isinstance(example, (tuple, list)) else [example]
+    return sum(map(_size_of_column, columns))
+
+
+def _size_of_column(x: Any) -> int:
+    if isinstance(x, torch.Tensor):
+        return x.numel()
+    if isinstance(getattr(x, "size", None), int):  # an array of numpy
+        return x.size
+    if isinstance(x, (list, tuple)) and len(x) and hasattr(x[0], "__len__"):
+        return sum(map(len, x))
+    return len(x) if hasattr(x, "__len__") else 1
+
+
+def mask_of(batch: Any) -> torch.Tensor | None:
+    """(B, T) bool: which positions are not padding, as the batch itself says."""
+    found = dict(leaves(batch)).get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(found, torch.Tensor) or found.dim() < 2 or found.is_floating_point():
+        return None
+    mask = found != 0
+    return mask.flatten(1, -2).any(1) if mask.dim() > 2 else mask  # choices of an example are padded to each other's length anyway
+
+
+def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Collate) -> Padding | None:
+    """How ``row`` of ``size``, made of ``example``, was padded to the length of others: it is collated again, alone."""
+    alone = dict(leaves(collate([example])))
+    mask_bt = mask_of(batch)
+    for name, x in leaves(batch):
+        y = alone.get(name)
+        if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dim() == y.dim() > 1):
+            continue
+        batch_dim = next((d for d in (0, 1) if x.shape[d] == size and y.shape[d] == 1), None)
+        longer = [d for d in range(x.dim()) if d != batch_dim and x.shape[d] > y.shape[d]]
+        if batch_dim is None or not longer:
+            continue
+        if mask_bt is not None and mask_bt.shape[1] == x.shape[longer[0]]:
+            return Padding(row, mask_bt[row], True, bool(mask_bt.all(1).any()))
+        own = _own_positions(x.select(batch_dim, row), y.select(batch_dim, 0), longer[0] - (longer[0] > batch_dim))
+        return Padding(row, own, True, True)
+    return None
+
+
+def _own_positions(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor:
+    """Where in a padded row the row without padding lies: at its start, unless its end is the same."""
+    length, own = row.shape[dim], alone.shape[dim]
+    at_end = row.shape[:dim] == alone.shape[:dim] and torch.equal(row.narrow(dim, length - own, own), alone)
+    at_start = torch.equal(row.narrow(dim, 0, own), alone)
+    first = length - own if at_end and not at_start else 0
+    return (torch.arange(length) >= first) & (torch.arange(length) < first + own)
+
+
+def padding_before(batch: Any) -> Padding | None:
+    """The row with most padding, by the mask of the batch."""
+    mask_bt = mask_of(batch)
+    if mask_bt is None or bool(mask_bt.all()):
+        return None
+    lengths_b = mask_bt.sum(1)
+    row = int(lengths_b.masked_fill(lengths_b == 0, mask_bt.shape[1]).argmin())
+    return Padding(row, mask_bt[row], False, bool(mask_bt.all(1).any()))
+
+
+def traits_of(batch: Any, size: int) -> frozenset:
+    """What kinds of masks and counts a batch has, for which rules may compute otherwise: the self-check runs for each that is new.
+
+    Of every mask the sides on which it hides something; every column of whole numbers, one for each example, that varies.
+    """
+    traits = set()
+    for name, x in leaves(batch):
+        if not isinstance(x, torch.Tensor) or x.is_floating_point() or x.is_complex() or not x.dim() or len(x) != size:
+            continue
+        if x.dim() == 1 and size > 1 and "label" not in name:
+            traits |= {(name, "varies")} if bool((x != x[0]).any()) else set()
+        elif "mask" in name and x.numel():
+            traits |= {(name, side) for side, column in (("left", x[..., 0]), ("right", x[..., -1])) if bool((column == 0).any())}
+    return frozenset(traits)

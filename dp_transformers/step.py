@@ -1,0 +1,364 @@
+"""The private step: from the physical batches of one draw to the one noised gradient that may be stepped with.
+
+DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the contract of a release: whatever is looked at here is looked at
+in every step of both loops, when it matters, and not once before training.
+
+* Draws come one after the other, each is worked on in full, and none is left out (:meth:`PrivateStep.physical_batches`).
+* A row of a batch is one example, forward and backward run once over it (:meth:`PrivateStep.before_sum`).
+* Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
+* Exactness is checked again for masks and counts of another kind, padding for every new kind of it (:meth:`PrivateStep.check`).
+* The sums that are noised are those that were clipped, with the bound, the parameters and the mechanism of the run, and the step is on the
+  ledger before its noise exists (:meth:`PrivateStep.release`).
+* No optimizer steps with gradients of the private parameters that were not released (:meth:`PrivateStep.refuse_unreleased`).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from . import distributed
+from .clipping import PerExampleClipper
+from .clipping.layout import batch_size_of
+from .clipping.precision import set_gradient
+from .clipping.shards import local
+from .clipping.verify import LossFunction, check_padding, self_check
+from .losses import refuse_targets_padded_on_the_left
+from .mechanism import LayoutNoise, privatise
+from .randomness import SecretSeeds
+from .rows import Padding
+from .run import PrivateRun
+from .sampling import LogicalBatch, PhysicalBatch
+
+logger = logging.getLogger(__name__)
+
+
+class _Stage(Enum):
+    GIVEN, SUMMED, DONE = auto(), auto(), auto()
+
+
+@dataclass(eq=False)
+class Given:
+    """A physical batch in the hands of the loop. ``refusal``: why no sum may be formed of it."""
+
+    batch: PhysicalBatch
+    draw: int
+    last_of_draw: bool
+    refusal: str | None = None
+    stage: _Stage = _Stage.GIVEN
+
+
+class PrivateStep:
+    """Clips and sums the physical batches of one draw, then releases the noised sum.
+
+    Args:
+        clipper: Of the model that is trained. It asks this object before every sum.
+        run: Counts the releases.
+        noise: For the gradients of ``clipper.parameters``.
+        seeds: Of dropout and the like.
+        filler: Makes a row of weight 0, for ranks that have no examples left.
+        at_least: Physical batches of a draw, for loops that must see one to go on.
+        own_optimizer: The one that releases when it steps (PrivacyEngine); None where the release comes before (DPTrainer).
+        announce: Called with a sentence when the self-check has passed.
+        label_names: Names of the model's labels.
+        reduce_every_batch: Under FSDP2: reduce-scatter after every physical batch, or keep whole sums until the last of a draw.
+    """
+
+    def __init__(
+        self,
+        clipper: PerExampleClipper,
+        run: PrivateRun,
+        noise: LayoutNoise,
+        seeds: SecretSeeds,
+        filler: Callable[[], PhysicalBatch],
+        *,
+        at_least: int = 0,
+        own_optimizer: torch.optim.Optimizer | None = None,
+        announce: Callable[[str], None] = lambda text: None,
+        label_names: Sequence[str] = ("labels",),
+        reduce_every_batch: bool = True,
+    ):
+        self.clipper, self.run, self._noise, self._seeds, self._filler = clipper, run, noise, seeds, filler
+        self._at_least, self._own_optimizer = at_least, own_optimizer
+        self._announce, self._label_names, self._reduce_every_batch = announce, list(label_names), reduce_every_batch
+        self.given: Given | None = None
+        self._last_draw = self._draw = -1  # the last that came; the one that the sums belong to
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # clipped, of the draw so far
+        self._mark: torch.Tensor | None = None  # of the sums, while they can be seen in p.grad
+        self._released: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # noised, with the version they had
+        self._own = frozenset(clipper.parameters)
+        self._traits: frozenset | None = None  # of masks and counts, that the self-check has met
+        self._paddings: set[tuple] = set()  # kinds of padding that were checked
+        self._lengths: set[int] = set()  # of rows that came padded
+        self._handle = register_optimizer_step_pre_hook(partial(_before_any_step, weakref.ref(self)))
+
+    def close(self) -> None:
+        """Let go of the optimizers, and of the draw that is worked on."""
+        self._handle.remove()
+        self.drop()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a draw was shown and is not stepped."""
+        return self.given is not None and not (self.given.stage is _Stage.DONE and self.given.last_of_draw)
+
+    def drop(self) -> bool:
+        """Drop the sums of an unfinished draw, so that nobody steps with them; whether there was one."""
+        for p in self.clipper.parameters:
+            if p.grad is not None and not self._is_released(p):
+                p.grad = None
+        unfinished = self.is_unfinished
+        self._sums, self._mark, self.given, self.run.unfinished = {}, None, None, 0
+        return unfinished
+
+    # ---- draws ----
+
+    def physical_batches(self, draw: LogicalBatch) -> Iterator[Given]:
+        """The physical batches of a draw, one after the other; as many on every rank where parameters are sharded."""
+        self._require_next(draw)
+        self._sums, self._mark, self._released = {}, None, {}
+        batches, clipper = list(draw.batches), self.clipper
+        rounds = max(self._at_least, distributed.largest(len(batches), clipper.device) if clipper.shards else len(batches))
+        batches += [self._filler() for _ in range(rounds - len(batches))]
+        for i, batch in enumerate(batches):
+            self.given = Given(batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number))
+            self.run.unfinished = int(self._own_optimizer is not None)
+            yield self.given
+
+    def _require_next(self, draw: Any) -> None:
+        if not isinstance(draw, LogicalBatch):
+            raise ValueError(
+                f"the train dataloader gave a {type(draw).__name__}, and no Poisson draw, which is what epsilon is computed for: it was replaced. Leave "
+                "get_train_dataloader as it is; pass train_dataset and data_collator."
+            )
+        last, self._last_draw = self._last_draw, max(draw.number, self._last_draw)
+        if draw.number <= last:
+            raise RuntimeError("a draw was replayed, so the examples are not drawn as epsilon assumes: the train dataloader was changed.")
+        if last >= 0 and draw.number != last + 1 and not draw.starts_pass:
+            raise RuntimeError("a draw was left out, so the examples are not drawn as epsilon assumes: the train dataloader was changed.")
+
+    def _left_undone(self, draw: int) -> str | None:
+        before = self.given
+        if before is None or (before.stage is _Stage.DONE and (before.last_of_draw or before.draw == draw)):
+            return None
+        if before.stage is _Stage.SUMMED and before.draw != draw:
+            return (
+                "backward on a new draw before optimizer.step() on the last one. Every draw is one step; for larger batches raise the "
+                "DataLoader's batch_size and set max_physical_batch_size."
+            )
+        if before.stage is _Stage.SUMMED:
+            return None
+        return (
+            "the loader was asked for this batch before the one before it went backward. Take batches one at a time, without prefetching "
+            "(num_workers does that), and leave none out, at the end of a pass, by break or by next(iter(loader)): which examples take part in a step "
+            "must not depend on data. If the loop was stopped for a reason that has nothing to do with them, call engine.drop_draw(), which "
+            "counts the draw as a step."
+        )
+
+    # ---- before a forward pass (the clipper asks) ----
+
+    def before_forward(self, args: tuple, kwargs: dict) -> bool:
+        """Seed the random numbers; look at a batch of a new kind. Whether the self-check ran."""
+        self._seeds.reseed()
+        return self._own_optimizer is not None and self.given is not None and self.check(args, kwargs)
+
+    def current_batch(self) -> Given | None:
+        return self.given
+
+    def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> bool:
+        """Check exactness for the batch's kinds of masks and counts, and its padding; both once for each kind. Whether exactness was.
+
+        Raises:
+            SelfCheckError: clipping is not exact for such a batch, or its padding changes gradients.
+        """
+        if not self.clipper.self_check:
+            return False
+        refuse_targets_padded_on_the_left(self.clipper.model, kwargs, self._label_names)
+        batch, clipper = self.given.batch, self.clipper
+        is_new = self._traits is not None and not batch.traits <= self._traits
+        alone = not (clipper.shards or clipper.parallel)  # ranks meet different kinds, and must check the same input
+        runs = not clipper.checked or (is_new and alone)
+        if runs:
+            report = self_check(clipper, args, kwargs, loss_function)
+            self._announce(
+                f"self-check passed in {report.seconds:.1f} s: per-example norms are exact to {report.norm_error:.0e}, clipped sums to "
+                f"{report.sum_error:.0e}, and no example moves another's gradient by more than {report.locality_error:.0e}"
+            )
+        self._traits = batch.traits | (self._traits or frozenset())
+        self._check_padding(batch.padding, args, kwargs, loss_function)
+        return runs
+
+    def _check_padding(self, padding: Padding | None, args: tuple, kwargs: dict, loss_function: LossFunction | None) -> None:
+        clipper = self.clipper
+        wanted = padding is not None and padding.kind not in self._paddings and self._depends_on_others(padding)
+        given = (args, kwargs, padding) if wanted else None
+        if clipper.shards:
+            if not distributed.largest(int(wanted), clipper.device):
+                return
+            given = distributed.first_given(given)
+        if given is None:
+            return
+        args, kwargs, padding = given
+        rows = batch_size_of(clipper.model, args, kwargs, clipper.batch_first)
+        if any(isinstance(x, torch.Tensor) and padding.length in x.shape for x in tree_leaves((args, kwargs))):  # not packed since
+            own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
+            own_bt[padding.row] = padding.own_t
+            check_padding(clipper, args, kwargs, own_bt, loss_function, padding.row)
+        self._paddings.add(padding.kind)
+
+    def _depends_on_others(self, padding: Padding) -> bool:
+        """Rows that came padded may all have one length that is nobody's; if lengths differ, longer rows decided."""
+        if not padding.by_others:
+            self._lengths.add(padding.length)
+        return padding.by_others or len(self._lengths) > 1
+
+    # ---- clipped sums (the clipper asks) ----
+
+    def before_sum(self, batch_size: int) -> torch.Tensor | None:
+        """The weights of a batch that goes backward. Puts the sum so far in ``p.grad``."""
+        given = self.given
+        if given is None:
+            raise ValueError("backward on data that did not come from the loader that make_private returned: iterate over that loader.")
+        if given.refusal is not None:
+            raise ValueError(given.refusal)
+        if given.stage is not _Stage.GIVEN:
+            raise ValueError(
+                "backward ran a second time on one batch: an example's gradient would be added twice. Add the losses up first. For a loss that is "
+                "not the private one (a generator's, an adversarial input's) take the clipper off meanwhile (engine.clipper.detach(), then "
+                "attach()), or use a deepcopy of the model."
+            )
+        if batch_size != given.batch.size:
+            raise ValueError(
+                f"the model was called with {batch_size} rows, but the loader's batch has {given.batch.size} examples, so the norm of a row is not the "
+                "norm of an example. One row for each example: no augmentation into several rows, no packing or flattening, no part of the "
+                "batch, and no data of another loader."
+            )
+        if given.draw != self._draw:
+            self._draw, self._sums, self._mark = given.draw, {}, None
+        self._take_sums()
+        self.clipper.reduce_now = self._reduce_every_batch or given.last_of_draw
+        return None if given.batch.weight == 1 else torch.full((batch_size,), given.batch.weight)
+
+    def after_sum(self) -> None:
+        """Keep the sum; in a loop of the user's it can be seen, and must not be changed."""
+        self.given.stage = _Stage.SUMMED
+        self._sums = {p: p.grad for p in self.clipper.parameters if p.grad is not None}
+        if self._own_optimizer is not None:
+            self._mark = _mark(self._sums.values())
+        else:
+            self._hide_sums()
+
+    def _hide_sums(self) -> None:
+        for p in self.clipper.parameters:
+            p.grad = None
+
+    def _take_sums(self) -> None:
+        """Put the sum so far in ``p.grad``; it is what was clipped."""
+        if self._mark is not None and not torch.equal(self._mark, _mark(self._sums.values())):
+            raise ValueError(
+                "the gradient sum of an unfinished draw was overwritten in place: use optimizer.zero_grad(set_to_none=True), and change no "
+                "gradient before optimizer.step(), through .data, .numpy() and views neither. Noise is added to the sum that was clipped."
+            )
+        self._mark = None
+        for p in self.clipper.parameters:
+            set_gradient(p, self._sums.get(p))
+
+    # ---- the release ----
+
+    def release(self) -> None:
+        """``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``, counted before that exists.
+
+        Raises:
+            ValueError: what was clipped is not what would be released; nothing is.
+            RuntimeError: the budget is spent; nothing is released.
+        """
+        clipper, state, given = self.clipper, self.run.state, self.given
+        clipper.require_same_parameters()
+        if given is not None and not (given.stage is _Stage.SUMMED and given.last_of_draw) and given.draw == self._last_draw:
+            raise ValueError("the draw is not finished: every physical batch of it goes backward once before its sum is released.")
+        if clipper.max_grad_norm != state.max_grad_norm:
+            raise ValueError(f"examples were clipped to {clipper.max_grad_norm:g}, but the run's max_grad_norm is {state.max_grad_norm:g}.")
+        self._take_sums()
+        self.run.spend_step()
+        if clipper.shards:
+            distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
+        std = state.noise_multiplier * state.max_grad_norm
+        privatise(
+            clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=bool(clipper.shards or clipper.parallel)
+        )
+        self._released = {p: (p.grad, local(p.grad)._version) for p in clipper.parameters}
+        self._sums, self.run.unfinished = {}, 0
+        if given is not None:
+            given.stage = _Stage.DONE
+
+    def finish_batch(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step()`` of a loop: release a whole draw, and step with nothing before its last physical batch.
+
+        Raises:
+            ValueError: there is nothing to release, or gradients were changed.
+        """
+        given = self.given
+        if given is None or given.stage is not _Stage.SUMMED:
+            raise ValueError(
+                "optimizer.step() without a backward on a batch of the private loader since the last step: one backward, one step, for every "
+                "batch of the loader."
+            )
+        if any(p.grad is not self._sums.get(p) for p in self.clipper.parameters):
+            raise ValueError(
+                "a gradient was replaced between backward() and optimizer.step(). Noise is added in step() to the sum that was clipped: call "
+                "zero_grad() before backward(), and drop further clipping, scaling or averaging of gradients."
+            )
+        if given.last_of_draw:
+            self.release()
+        else:
+            self._take_sums()
+            self._hide_sums()  # torch's optimizers leave such parameters, and their state, as they are
+            given.stage = _Stage.DONE
+
+    def _is_released(self, p: nn.Parameter) -> bool:
+        grad, version = self._released.get(p, (None, None))
+        return p.grad is grad and local(grad)._version == version
+
+    def refuse_unreleased(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ValueError if ``optimizer`` would step with gradients of the private parameters that are not what was released."""
+        if optimizer is self._own_optimizer:
+            return
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p in self._own and p.grad is not None and not self._is_released(p):
+                name = next((name for name, q in self.clipper.model.named_parameters() if q is p), "?")
+                raise ValueError(
+                    f"{type(optimizer).__name__} would step with a gradient of '{name}' that has no noise yet, or was changed after it got it. It must "
+                    "come from this training's private step: leave gradients alone between training_step and optimizer.step(); in a loop of your "
+                    "own step with the optimizer that make_private was given."
+                )
+
+
+def _before_any_step(step: weakref.ref[PrivateStep], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """A hook of every optimizer there is: gradients that were not released are for none."""
+    step = step()
+    if step is not None:
+        step.refuse_unreleased(optimizer)
+
+
+def _mark(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """A number for each tensor that changes when its content does, whatever was used to write it."""
+    marks = [_bits(local(x.detach())) for x in tensors]
+    return torch.stack([mark.to(marks[0].device) for mark in marks]) if marks else None
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The sum of the bits, read as whole numbers: eight bytes at a time where they lie that way, which is seven times as fast."""
+    x = x.reshape(-1)
+    if x.dtype == torch.float32 and (x.numel() % 2 or x.storage_offset() % 2):
+        return x.view(torch.int32).sum()
+    return x.view(torch.int64).sum()
