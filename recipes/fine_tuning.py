@@ -202,7 +202,7 @@ def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
         return full
     Path(args.output_dir, "privacy_report.json").write_text(json.dumps(full, indent=2))
     table = {
-        "epsilon": f"{full['epsilon']:.3f}" if args.noise_multiplier != 0 else "infinite: NOT PRIVATE",
+        "epsilon": f"{full['epsilon']:.3f}" if full["private"] else "infinite: NOT PRIVATE",
         "delta": f"{full['delta']:g}",
         "noise multiplier (sigma)": f"{full['noise_multiplier']:.4f}",
         "sampling rate (q)": f"{full['sample_rate']:.5f}  ({full['expected_batch_size']} of {full['num_examples']} examples expected per step)",

@@ -53,6 +53,10 @@ from .terms import Dense, Norm, Term
 logger = logging.getLogger(__name__)
 
 SMALLEST_BOUND = 1e-12
+_WRONG_BOUND = (
+    f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's gradient (squares of smaller norms vanish in "
+    "float32); got {!r}."
+)
 _NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}  # nodes of autograd that save what they are given, at most
 
 
@@ -421,8 +425,8 @@ class PerExampleClipper:
     def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True, batch_first: bool = True):
         if not (batch_first or self_check):
             raise ValueError("batch_first=False needs the self-check, which learns where every module has its examples.")
-        if not (isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < float("inf")):
-            raise ValueError(f"max_grad_norm must be a finite number above 0, the bound on each example's gradient; got {max_grad_norm!r}.")
+        if not (isinstance(max_grad_norm, (int, float)) and SMALLEST_BOUND <= max_grad_norm < float("inf")):
+            raise ValueError(_WRONG_BOUND.format(max_grad_norm))
         self._follower: Follower | None = None
         self.model = model
         self.max_grad_norm = max_grad_norm
@@ -451,10 +455,7 @@ class PerExampleClipper:
     @max_grad_norm.setter
     def max_grad_norm(self, bound: float) -> None:
         if not (isinstance(bound, (int, float)) and (bound >= SMALLEST_BOUND or bound == 0)):
-            raise ValueError(
-                f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's gradient (squares of smaller "
-                f"norms vanish in float32); got {bound!r}."
-            )
+            raise ValueError(_WRONG_BOUND.format(bound))
         if self._follower is not None:
             raise ValueError(
                 f"max_grad_norm is {self._max_grad_norm:g} for the whole of a private training: the noise and epsilon are made for it. Start another "

@@ -167,7 +167,7 @@ def _settle_dict(place: _Place, before: dict) -> list[str]:
             continue
         if _has_grown(old, new):
             grown = True
-        elif isinstance(old, (*_SCALARS, nn.Module)) or isinstance(new, nn.Module) or (place.holds_buffers and old is not None):
+        elif isinstance(old, (*_SCALARS, nn.Module)) or (place.holds_buffers and old is not None):
             changed[key] = (old, new)
         elif key in before:
             holder[key] = old

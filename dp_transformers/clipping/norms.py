@@ -23,6 +23,8 @@ GHOST_SLACK = torch.finfo(torch.float32).eps / 16
 # The roundings of inner products add up like random numbers, to a fraction of the positions' own squares: 1e-6 relative on ordinary
 # data, and the more the fewer positions cancel. Where they cancel further than tolerated, the roundings may all be alike.
 GHOST_ERROR, GHOST_ERROR_TOLERATED = 16 * torch.finfo(torch.float32).eps, 1e-2
+# Squared norms that are nothing but allowances of an example without gradient; the smallest bound that a clipper takes is 1e-12.
+NEGLIGIBLE = 1e-34
 FP32_UNIT = torch.finfo(torch.float32).eps / 2
 # Numbers of one parameter's positions up to which they are held, to be looked at together with others'.
 HELD = 2**14
@@ -108,7 +110,10 @@ class Norms:
             if positions is not None:
                 norm_sq = rounding.lengthened(norm_sq.sqrt(), _stacked(lengths)).square()
             totals.append((norm_sq.sum(0) if len(members) > 1 else norm_sq).to(device))
-        return sum(totals[1:], totals[0]) if totals else None
+        if not totals:
+            return None
+        total_b = sum(totals[1:], totals[0])
+        return total_b.masked_fill(total_b < NEGLIGIBLE, 0.0)
 
 
 def _stacked(members: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -399,9 +399,8 @@ class Remembers(nn.Module):
 def test_a_re_run_leaves_nothing_behind(dropout, loops):
     model = nn.Sequential(nn.Linear(5, 5), Remembers(dropout, loops))
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
-        losses = weigh(model, torch.randn(4, 3, 5))
         before = {**vars(model[1]), **model[1]._buffers, **model[1]._modules}
-        clipper.backward(losses)
+        clipper.backward(weigh(model, torch.randn(4, 3, 5)))
         after = {**vars(model[1]), **model[1]._buffers, **model[1]._modules}
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in ("seen", "last", "made", "w", "dropout") if name in before)
