@@ -582,6 +582,8 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _check_loader(loader: Any) -> None:
+    if isinstance(loader, PoissonLoader):
+        raise ValueError("data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at first.")
     if not isinstance(loader, DataLoader):
         raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
     if loader.batch_size is None:

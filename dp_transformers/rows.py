@@ -112,7 +112,8 @@ def _parts_of(owner: Any, depth: int = 3) -> Iterator[Any]:
 def refuse_packed(batch: Any, examples: Sequence[Any]) -> None:
     """Raise ValueError for a row that holds several examples, or fewer or more rows than examples."""
     found = dict(leaves(batch))
-    packed = next((name for name in found if name in _PACKED), None) or (_PACKED[0] if _has_column(examples[0], _PACKED[0]) else None)
+    columns = [*(name.partition("/")[0] for name in found), *(examples[0] if isinstance(examples[0], Mapping) else ())]
+    packed = next((name for name in columns if name in _PACKED), None)
     if packed is not None:
         raise ValueError(f"the batch has '{packed}', as packed rows have. {_PACKING}")
     positions = found.get("position_ids")
@@ -121,10 +122,6 @@ def refuse_packed(batch: Any, examples: Sequence[Any]) -> None:
     rows = next((len(x) for name, x in found.items() if name in MAIN_INPUTS and isinstance(x, torch.Tensor) and x.dim()), None)
     if rows == 1 < len(examples):
         raise ValueError(f"the collator made 1 rows of {len(examples)} examples. {_PACKING}")
-
-
-def _has_column(example: Any, name: str) -> bool:
-    return isinstance(example, Mapping) and name in example
 
 
 def _restarts(positions_bt: torch.Tensor, mask: Any) -> bool:

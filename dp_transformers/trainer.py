@@ -113,6 +113,10 @@ class DPTrainer(Trainer):
         if self._has_own_loss and not self.label_names:
             self.label_names = ["labels"]
         validate_model(self.model)
+        if eval_dataset is not None and eval_dataset is train_dataset:
+            logger.warning(
+                "eval_dataset is train_dataset: what evaluation prints is computed from private rows without noise; epsilon does not cover it."
+            )
         if args.load_best_model_at_end:
             logger.warning("load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples.")
         self._per_example_loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)

@@ -158,7 +158,12 @@ def _batch_statistics(module: nn.Module) -> Iterator[Finding]:
         what = ": it normalises every example with statistics of the whole batch, so no example has a gradient of its own. Replace it by "
         groups = _num_groups(module)
         fix = f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None
-        yield f"{what}GroupNorm or LayerNorm.", fix, _group_norm if groups else None
+        frozen = (
+            " To keep the statistics of pretraining fixed, use torchvision.ops.FrozenBatchNorm2d."
+            if isinstance(module, nn.BatchNorm2d)
+            else ""
+        )
+        yield f"{what}GroupNorm or LayerNorm.{frozen}", fix, _group_norm if groups else None
     elif getattr(module, "track_running_stats", False) is True or (
         getattr(module, "running_var", None) is not None and hasattr(module, "momentum")  # frozen batch norms have no momentum
     ):

@@ -999,7 +999,10 @@ class PerExampleClipper:
         if not losses.requires_grad:
             raise ValueError("losses have no graph: the forward pass ran under no_grad(), or they were detached.")
         if len(losses) != self._pass.batch_size:
-            raise ValueError(f"{len(losses)} losses for a batch of {self._pass.batch_size} examples: give one loss for each example.")
+            raise ValueError(
+                f"{len(losses)} losses for a batch of {self._pass.batch_size} examples: give one loss for each example. Losses of positions, (B, T), are "
+                "averaged or summed within each example first; do not flatten them to (B·T,)."
+            )
         return self._pass
 
 

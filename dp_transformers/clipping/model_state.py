@@ -92,10 +92,10 @@ class ModelState:
     # ---- what changed ----
 
     def _settle(self) -> list[str]:
-        changed = self._written_in_place()
+        changed, grown = self._written_in_place(), set()
         for place, before in zip(self._places, self._before, strict=True):
             if _ids([place.holder]) != _ids([before]):
-                changed += _settle_dict(place, before) if isinstance(before, dict) else _settle_list(place, before)
+                changed += _settle_dict(place, before, grown) if isinstance(before, dict) else _settle_list(place, before)
         return list(dict.fromkeys(changed))
 
     def _written_in_place(self) -> list[str]:
@@ -159,21 +159,22 @@ def _ids(holders: Iterable[Any]) -> list[int]:
     return list(map(id, chain.from_iterable(map(_values, holders))))
 
 
-def _settle_dict(place: _Place, before: dict) -> list[str]:
-    holder, changed, grown = place.holder, {}, False
+def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:
+    """Of a module, whose buffers come first; ``grown`` are the paths of those with a table that grew."""
+    holder, changed = place.holder, {}
     for key in [*before, *(key for key in holder if key not in before)]:
         old, new = before.get(key), holder.get(key)
         if old is new or key == "training" or _is_equal(old, new):
             continue
         if _has_grown(old, new):
-            grown = True
+            grown.add(place.path)
         elif isinstance(old, (*_SCALARS, nn.Module)) or (place.holds_buffers and old is not None):
             changed[key] = (old, new)
         elif key in before:
             holder[key] = old
         else:
             del holder[key]
-    if grown:  # the length of the table, beside it
+    if place.path in grown:  # the length of the table, beside it
         changed = {key: (old, new) for key, (old, new) in changed.items() if not (type(old) is type(new) is int and new > old)}
     return [place.name_of(key) for key in changed]
 

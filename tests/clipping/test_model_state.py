@@ -1,0 +1,104 @@
+"""What a forward pass leaves behind: put back, kept where it is harmless, or refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.clipping.model_state import ModelState
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("mean", torch.zeros(3))
+        self.count, self.kind, self.kept, self.history, self.options = 0, "sparse", None, [], {"kind": "sparse"}
+        self.config = type("Config", (), {"__module__": "user"})()
+        self.config.length = 4
+
+    def forward(self, x):
+        self.change(x)
+        return self.layer(x * self.scale)
+
+    def change(self, x):
+        pass
+
+
+def change(**methods):
+    return type("Model", (Base,), methods)()
+
+
+REFUSED = {
+    "count": lambda self, x: setattr(self, "count", self.count + 1),
+    "kind": lambda self, x: setattr(self, "kind", "full"),
+    "mean": lambda self, x: self.mean.add_(x.detach().mean(0)),
+    "mean ": lambda self, x: self.mean.data.add_(x.detach().mean(0)),
+    "mean  ": lambda self, x: self.register_buffer("mean", x.detach().mean(0)),
+    "scale": lambda self, x: self.scale.detach().add_(0.1),
+    "options.kind": lambda self, x: self.options.update(kind="full"),
+    "config.length": lambda self, x: setattr(self.config, "length", 5),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_carries_a_batch_to_the_next_is_refused_by_name(name):
+    model = change(change=REFUSED[name])
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        losses = model(torch.randn(4, 3)).square().sum(1)
+        with pytest.raises(ValueError, match=rf"'{name.strip()}'.*would carry private data to later batches"):
+            clipper.backward(losses)
+        assert all(p.grad is None for p in model.parameters())
+
+
+PUT_BACK = {
+    "kept": lambda self, x: setattr(self, "kept", x.detach()),
+    "new": lambda self, x: setattr(self, "new", {"last": x.detach()}),
+    "history": lambda self, x: self.history.append(x.detach()),
+    "cache in a dict": lambda self, x: self.options.update(last=x.detach()),
+    "length": lambda self, x: setattr(self, "kept", len(x)),
+    "config": lambda self, x: setattr(self.config, "problem_type", "regression"),
+    "module": lambda self, x: setattr(self, "made", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("name", PUT_BACK)
+def test_what_held_nothing_or_tensors_is_put_back(name):
+    model = change(change=PUT_BACK[name])
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        for _ in range(2):
+            clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+            assert model.kept is None and model.history == [] and model.options == {"kind": "sparse"}
+            assert not hasattr(model, "new") and not hasattr(model, "made") and not hasattr(model.config, "problem_type")
+
+
+@pytest.mark.parametrize("as_buffer", [False, True])
+def test_a_table_that_grows_is_kept(as_buffer):
+    def grow(self, x):
+        self.count = max(self.count, 7)
+        self.register_buffer("table", torch.arange(7.0)) if as_buffer else setattr(self, "plain", torch.arange(7.0))
+
+    model = change(change=grow)
+    if not as_buffer:
+        model.plain = torch.arange(4.0)
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        for _ in range(2):
+            clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+    assert len(model.table if as_buffer else model.plain) == 7
+
+
+def test_what_a_user_changes_between_batches_is_theirs():
+    model = Base()
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        for k in range(2):
+            model.count, model.mean = k, torch.full((3,), float(k))
+            model.eval(), model.train()
+            clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+            assert model.count == k
+
+
+def test_nothing_is_found_where_nothing_changed():
+    state = ModelState(Base())
+    state.before_forward()
+    state.require_unchanged()

@@ -1,0 +1,160 @@
+"""A row is a row: what is refused when a draw is loaded and collated, and how padding is told."""
+
+import random
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from dp_transformers.randomness import SecretSeeds
+from dp_transformers.sampling import Draw, LogicalBatches
+
+
+def batches(dataset, collate, size=8):
+    return LogicalBatches(dataset, collate, size, SecretSeeds(1))
+
+
+class Windows(list):
+    """A data set that makes several rows of one example."""
+
+    def __getitems__(self, indices):
+        return [self[i] for i in indices for _ in range(3)]
+
+
+def test_more_rows_than_indices():
+    with pytest.raises(ValueError, match=r"returned 6 rows for 2 indices.*max_examples_per_person"):
+        batches(Windows([{"x": torch.ones(2)}] * 4), list)[Draw(3, [0, 1])]
+
+
+PACKED = {
+    "seq_lengths": {"input_ids": torch.ones(2, 6, dtype=torch.long), "seq_lengths": [[3, 3], [6]]},
+    "positions": {"input_ids": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])},
+    "flattened": {"input_ids": torch.ones(1, 12, dtype=torch.long)},
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("mapping", [dict, UserDict])
+def test_packed_rows(kind, mapping):
+    data = [{"input_ids": [1] * 6}] * 4
+    with pytest.raises(ValueError, match=r"Packing joins several examples.*uses? one that pads|Packing joins"):
+        batches(data, lambda rows: mapping(PACKED[kind]))[Draw(3, [0, 1])]
+
+
+def test_positions_that_begin_behind_padding_are_not_packed():
+    positions = torch.tensor([[1, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
+    batch = {
+        "input_ids": torch.ones(2, 6, dtype=torch.long),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]),
+        "position_ids": positions,
+    }
+    assert len(batches([{"input_ids": [1] * 6}] * 4, lambda rows: batch)[Draw(3, [0, 1])].batches) == 1
+
+
+def stack(rows):
+    return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+
+def mix_up(rows):
+    x, y = stack(rows)
+    share = np.random.beta(1, 1)
+    return share * x + (1 - share) * x.roll(1, 0), y
+
+
+def cut_mix_of_labels(rows):
+    x, y = stack(rows)
+    return x, (y + y.flip(0)) / 2
+
+
+def normalised(rows):
+    x, y = stack(rows)
+    return x - x.mean(0), y
+
+
+def augmented(rows):
+    x, y = stack(rows)
+    return x + torch.randn_like(x), y
+
+
+IMAGES = [(torch.randn(3, 4), torch.rand(2)) for _ in range(12)]
+
+
+@pytest.mark.parametrize("collate", [mix_up, cut_mix_of_labels, normalised])
+def test_rows_mixed_of_several_examples(collate):
+    with pytest.raises(ValueError, match=r"mixes examples.*MixUp.*augment each example by itself"):
+        batches(IMAGES, collate)[Draw(4, [0, 1, 2, 3])]
+
+
+def test_rows_that_are_augmented_by_themselves():
+    first, second = (batches(IMAGES, augmented)[Draw(4, [0, 1, 2, 3])].batches[0].rows[0] for _ in range(2))
+    assert torch.equal(first, second), "one secret and one draw, so the same numbers"
+    assert not torch.equal(first, batches(IMAGES, augmented)[Draw(8, [0, 1, 2, 3])].batches[0].rows[0])
+
+
+class Seeded:
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __call__(self, rows):
+        return stack(rows)
+
+
+def test_a_collator_with_a_seed():
+    with pytest.raises(ValueError, match=r"Seeded draws from a generator of its own with seed=42.*seed=None"):
+        batches(IMAGES, Seeded(42))[Draw(0, [0, 1])]
+    assert batches(IMAGES, Seeded(None))[Draw(0, [0, 1])].batches
+
+
+class Noisy:
+    """A data set with a generator of its own, of each kind, with a seed that everybody can read."""
+
+    def __init__(self, kind):
+        self.generator = {
+            "numpy": np.random.default_rng, "legacy": np.random.RandomState, "python": random.Random, "torch": lambda s: torch.Generator().manual_seed(s),
+        }[kind](0)  # fmt: skip
+        self.kind = kind
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        draw = {"numpy": lambda g: g.random(), "legacy": lambda g: g.rand(), "python": lambda g: g.random(),
+                "torch": lambda g: float(torch.rand((), generator=g))}[self.kind]  # fmt: skip
+        return torch.full((2,), draw(self.generator)), torch.zeros(1)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "legacy", "python", "torch"])
+def test_generators_of_a_data_set_follow_the_secret(kind):
+    drawn = [LogicalBatches(Noisy(kind), stack, 8, SecretSeeds(secret))[Draw(5, [0, 1])].batches[0].rows[0] for secret in (1, 2, 1)]
+    assert not torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_that_no_mask_shows_is_told_by_a_row_alone(side):
+    def collate(rows):
+        ids = pad_sequence([x for x, _ in rows], batch_first=True, padding_side=side)
+        return ids, torch.stack([y for _, y in rows])
+
+    data = [(torch.arange(1, 3 + i % 4), torch.zeros(1)) for i in range(12)]
+    padding = batches(data, collate)[Draw(3, [0, 1, 3])].batches[0].padding
+    assert padding.by_others and padding.length == 5 and int(padding.own_t.sum()) == 2
+    assert bool(padding.own_t[0]) == (side == "right")
+    assert batches(data, collate)[Draw(3, [0, 4, 8])].batches[0].padding is None
+
+
+def test_masks_and_counts_of_a_batch():
+    def collate(rows):
+        mask = torch.ones(len(rows), 4, dtype=torch.long)
+        mask[0, -1] = rows[0]["n"] < 4
+        return {
+            "input_ids": mask,
+            "attention_mask": mask,
+            "n": torch.tensor([row["n"] for row in rows]),
+            "labels": torch.tensor([0, 1][: len(rows)]),
+        }
+
+    data = [{"input_ids": [1] * 4, "n": n} for n in (4, 4, 3)]
+    assert batches(data, collate)[Draw(3, [2, 1])].batches[0].traits >= {("n", "varies")}
+    assert batches(data, collate)[Draw(3, [0, 1])].batches[0].traits == {("attention_mask", "right")}

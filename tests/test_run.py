@@ -1,0 +1,134 @@
+"""What a run counts, says and refuses; groups of rows; the plan in words."""
+
+import json
+import math
+
+import pytest
+
+from dp_transformers.accounting import PrivacyAccountant, calibrate_noise_multiplier, compute_epsilon, group_epsilon
+from dp_transformers.checkpoint import LEDGER_NAME, Ledger, PrivacyState, PrivacyStateError
+from dp_transformers.plan import describe, hopeless
+from dp_transformers.run import PrivateRun
+
+MECHANISM = {"num_examples": 1000, "expected_batch_size": 50, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "delta": 1e-5, "target_epsilon": None,
+             "sampling": "poisson"}  # fmt: skip
+
+
+def run_of(ledger=None, run_id="a", dp_seed=None, rows=1, verified=True, **changes):
+    state = PrivacyState(run_id=run_id, **{**MECHANISM, **changes})
+    return PrivateRun(state, PrivacyAccountant(), ledger, dp_seed=dp_seed, verified=verified, max_examples_per_person=rows)
+
+
+def test_what_was_spent():
+    run = run_of()
+    for _ in range(3):
+        run.spend_step()
+    spent = run.spent()
+    assert spent.epsilon == compute_epsilon(1.0, 0.05, 3, 1e-5) and spent.steps == 3
+    assert (
+        spent.unit == "one row of train_dataset (N = 1000)"
+        and spent.private
+        and spent.verified
+        and spent.epsilon_per_person == spent.epsilon
+    )
+    assert json.loads(json.dumps(spent.to_dict(), allow_nan=False))["private"] is True
+
+
+@pytest.mark.parametrize(("options", "reason"), [({"dp_seed": 3}, "dp_seed=3"), ({"noise_multiplier": 0.0}, "noise_multiplier=0")])
+def test_what_is_not_private_says_so_everywhere(tmp_path, options, reason):
+    ledger = Ledger(tmp_path)
+    ledger.open()
+    run = run_of(ledger, verified=False, **options)
+    assert run.spent().epsilon == 0, "nothing was released yet"
+    run.begin()
+    run.spend_step()
+    ledger.close()
+    spent = run.spent()
+    assert spent.epsilon == math.inf and not spent.private and not spent.verified and reason in spent.not_private_because[0]
+    written = json.loads(json.dumps(spent.to_dict(), allow_nan=False))
+    assert written["epsilon"] is None and written["private"] is False
+    line = json.loads((tmp_path / LEDGER_NAME).read_text().splitlines()[0])
+    assert line["private"] is False and line["verified"] is False and reason in line["not_private_because"][0]
+    assert (
+        reason in describe(run, 3, 10, "auto")
+        and "NOT PRIVATE" in describe(run, 3, 10, "auto")
+        and "NOT VERIFIED" in describe(run, 3, 10, "auto")
+    )
+
+
+def test_a_run_stays_what_it_was_when_it_is_resumed_without_its_seed(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.open()
+    first = run_of(ledger, dp_seed=3)
+    first.begin()
+    first.spend_step()
+    second = run_of(ledger)
+    second.take_over(first.state, 1)
+    second.begin()
+    ledger.close()
+    assert not second.spent().private and second.spent().epsilon == math.inf and "dp_seed=3" in second.spent().not_private_because[0]
+    other = run_of(Ledger(tmp_path), run_id="b")
+    other.take_over(other.state, 0)
+    assert other.spent().private
+
+
+def test_steps_that_the_ledger_lacks(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.open()
+    run = run_of(ledger)
+    run.begin()
+    run.spend_step()
+    ledger.close()
+    with pytest.raises(PrivacyStateError, match="holds 1 steps of this run, which has executed 4 at least"):
+        run_of(Ledger(tmp_path)).take_over(run.state, 4)
+
+
+def test_budget():
+    run = run_of(target_epsilon=1.0)
+    run.plan(10**4)
+    steps = int(run.steps_left)
+    assert compute_epsilon(1.0, 0.05, steps, 1e-5) <= 1.0 < compute_epsilon(1.0, 0.05, steps + 1, 1e-5)
+    for _ in range(steps):
+        run.spend_step()
+    with pytest.raises(RuntimeError, match="budget is spent.*larger target_epsilon"):
+        run.spend_step()
+    assert run.steps == steps
+
+
+def test_a_draw_that_was_shown_counts():
+    run = run_of()
+    run.spend_step()
+    run.unfinished = 1
+    assert run.epsilon(1e-5) == compute_epsilon(1.0, 0.05, 2, 1e-5) and run.steps == 1
+
+
+# Ganesh 2024 (arXiv 2401.10294): mixtures of Gaussians; composed by dp_accounting at its own discretisation of 1e-4
+@pytest.mark.parametrize(("rows", "epsilon"), [(1, 1.8282), (3, 6.3429), (8, 20.895)])
+def test_epsilon_of_all_rows_of_a_person(rows, epsilon):
+    found = group_epsilon([(1.0, 0.01, 1000)], rows, 1e-5)
+    assert epsilon * (1 - 1e-3) <= found <= epsilon * 1.08
+
+
+def test_sigma_for_all_rows_of_a_person():
+    sigma = calibrate_noise_multiplier(2.0, 1e-5, 0.05, 30, rows=4)
+    assert 1.99 < group_epsilon([(sigma, 0.05, 30)], 4, 1e-5) <= 2.0
+    assert sigma > 2 * calibrate_noise_multiplier(2.0, 1e-5, 0.05, 30)
+    run = run_of(noise_multiplier=sigma, target_epsilon=2.0, rows=4)
+    run.plan(30)
+    assert run.steps_left == 30
+    for _ in range(30):
+        run.spend_step()
+    spent = run.spent()
+    assert spent.epsilon < 0.8 < 1.9 < spent.epsilon_per_person <= 2.0 and spent.max_examples_per_person == 4
+    with pytest.raises(ValueError, match="max_examples_per_person"):
+        run_of(rows=0)
+
+
+def test_plan_in_words():
+    run = run_of(target_epsilon=8.0, rows=30)
+    text = describe(run, 100, 10_000, "book_keeping")
+    assert "one row of train_dataset (N = 1000)" in text and "30 at most" in text and "10,000 trainable parameters" in text
+    assert "noise 2 beside a signal of at most 1" in text, "σ·C·√d/B = 1 · 1 · 100 / 50"
+    assert hopeless(run, 100, 10_000) is None
+    warning = hopeless(run_of(noise_multiplier=239.0), 100, 10_000)
+    assert "nothing will be learned" in warning and "478" in warning and "LoRA" in warning
