@@ -27,7 +27,7 @@ from .plan import describe, hopeless
 from .randomness import SecretSeeds, seed_worker
 from .run import PrivacySpent, PrivateRun, saved_state
 from .sampling import LogicalBatches, PoissonSampler, poisson_dataloader
-from .step import PrivateStep
+from .step import Given, PrivateStep
 from .validation import validate_model, validate_optimizer, validate_training_data
 
 logger = logging.getLogger(__name__)
@@ -447,6 +447,7 @@ class _Loop:
         self.loss_reduction = criterion.reduction if criterion else followed_reduction
         self._noise = LayoutNoise(clipper, dp_seed=engine._dp_seed, secure=engine._secure, warn=False)
         self._handles: list[Any] = []
+        self._stepped: Given | None = None  # the batch that the last step was for, and whether it has not returned
         self._is_stepping = False
 
     def begin(self, noise_multiplier: float, *, target_epsilon: float | None = None, steps: int | None = None, rows: int = 1) -> tuple:
@@ -536,15 +537,17 @@ class _Loop:
     # ---- optimizer.step() ----
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self._is_stepping:
-            return None  # the step of a base class, called by that of the optimizer's own
+        if self._stepped is not None and self._stepped is self.step.given:
+            self.step.refuse_unreleased(optimizer, also_own=True)
+            if self._is_stepping:
+                return None  # the step of a base class, called by that of the optimizer's own; or again, after it raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         _check_optimizer(optimizer, self.clipper.model)
-        self.step.finish_batch(optimizer)
-        self._is_stepping = True
+        self.step.finish_batch()
+        self._stepped, self._is_stepping = self.step.given, True
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:

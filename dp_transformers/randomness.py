@@ -34,19 +34,19 @@ class SecretSeeds:
         self._key = hashlib.sha256(f"{secret}/{rank}".encode()).digest()
         self._count = 0
 
-    def reseed(self, draw: int | None = None) -> None:
-        """Seed every generator anew: from the number of a draw, or as in no earlier call.
+    def reseed(self, purpose: str | None = None) -> None:
+        """Seed every generator anew: for a purpose, the same numbers each time, or as in no earlier call.
 
         The numbers come from SHAKE-256 of the secret, so whoever learns the state of a generator learns nothing of the others'.
         """
-        if draw is None:
+        if purpose is None:
             self._count += 1
-        purpose = f"forward {self._count}" if draw is None else f"draw {draw}"
+            purpose = f"forward {self._count}"
         _seed_globally(hashlib.shake_256(self._key + purpose.encode()).digest(_BYTES))
 
-    def reseed_generator(self, generator: Any, draw: int) -> None:
+    def reseed_generator(self, generator: Any, purpose: str) -> None:
         """Seed a generator that somebody made, of Python, NumPy or torch, as :meth:`reseed` does the global ones."""
-        numbers = hashlib.shake_256(self._key + f"generator {draw}".encode()).digest(32)
+        numbers = hashlib.shake_256(self._key + f"generator for {purpose}".encode()).digest(32)
         if isinstance(generator, np.random.Generator):
             fresh = type(generator.bit_generator)(np.random.SeedSequence(int.from_bytes(numbers, "little")))
             generator.bit_generator.state = fresh.state

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import numbers
 import random
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,8 +84,8 @@ def require_one_each(indices: Sequence[int], examples: Sequence[Any], dataset: A
 def require_known_to_nobody(collate: Any) -> None:
     """Raise ValueError for a collator with a seed of its own, which whoever reads the configuration knows."""
     for part in _parts_of(collate):
-        seed = getattr(part, "keywords", {}).get("seed") if isinstance(part, functools.partial) else getattr(part, "seed", None)
-        if isinstance(seed, int):
+        seed = part.keywords.get("seed") if isinstance(part, functools.partial) else getattr(part, "seed", None)
+        if isinstance(seed, numbers.Integral):
             raise ValueError(
                 f"the collator {type(part).__name__} draws from a generator of its own with seed={seed}. Its random choices move with the examples of "
                 "a batch, so whoever knows the seed can tell more than epsilon allows. Leave its seed out (seed=None): it then draws from numbers "
@@ -89,24 +93,55 @@ def require_known_to_nobody(collate: Any) -> None:
             )
 
 
-def generators(owner: Any, depth: int = 3) -> Iterator[Any]:
-    """Random generators that a data set or collator keeps in attributes, also in what it wraps."""
-    for part in _parts_of(owner, depth):
-        for value in list(getattr(part, "__dict__", {}).values()):
-            if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
-                yield value
+def generators(owner: Any) -> list[Any]:
+    """Random generators that a data set or collator keeps: in attributes, closures, default arguments and module variables it uses."""
+    return [part for part in _parts_of(owner) if isinstance(part, _GENERATORS)]
 
 
-def _parts_of(owner: Any, depth: int = 3) -> Iterator[Any]:
-    yield owner
-    if depth:
-        inside = [
-            getattr(owner, name, None) for name in ("data_collator", "collate_fn", "dataset", "transform", "transforms", "func", "__self__")
-        ]
-        for part in inside:
-            for each in part if isinstance(part, (list, tuple)) else [part]:
-                if each is not None and not isinstance(each, (str, int, float, bool, type)):
-                    yield from _parts_of(each, depth - 1)
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_OPAQUE = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.ndarray, types.ModuleType, torch.nn.Module)
+_PARTS, _ENTRIES = 1000, 64  # objects that are looked into, and entries of each container
+
+
+def _parts_of(owner: Any) -> Iterator[Any]:
+    """What ``owner`` is made of, nearest first."""
+    seen, todo = set(), deque([owner])
+    while todo and len(seen) < _PARTS:
+        part = todo.popleft()
+        if isinstance(part, _OPAQUE) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        todo.extend(itertools.islice(_inside(part), _ENTRIES))
+
+
+def _inside(part: Any) -> Iterator[Any]:
+    if isinstance(part, Mapping):
+        yield from part.values() if isinstance(part, dict) else ()
+    elif isinstance(part, (list, tuple, set)):
+        yield from part
+    elif isinstance(part, functools.partial):
+        yield from (part.func, *part.args, *part.keywords.values())
+    elif isinstance(part, (types.MethodType, types.BuiltinMethodType)):
+        yield from (part.__self__, getattr(part, "__func__", None))
+    elif isinstance(part, types.FunctionType):
+        yield from (cell.cell_contents for cell in part.__closure__ or () if cell != types.CellType())
+        yield from (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values())
+        yield from (part.__globals__[name] for name in part.__code__.co_names if name in part.__globals__)
+    elif isinstance(part, type):
+        yield from (value for cls in part.__mro__[:-1] if not cls.__module__.startswith(_LIBRARIES) for value in list(vars(cls).values()))
+    elif not type(part).__module__.startswith(("pyarrow", "pandas", "tokenizers")):
+        yield from list(getattr(part, "__dict__", {}).values())
+        yield from (getattr(part, slot, None) for cls in type(part).__mro__ for slot in _slots(cls))
+        yield type(part)
+
+
+_LIBRARIES = ("builtins", "torch.", "datasets.", "transformers.", "numpy", "collections", "abc", "typing", "functools")
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def refuse_packed(batch: Any, examples: Sequence[Any]) -> None:
@@ -147,12 +182,18 @@ def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[],
         return
     for (name, x), (_, y) in zip(first, moved, strict=False):
         batch_dims = [d for d in range(min(2, x.dim())) if x.shape[d] == len(examples)]
-        if x.shape == y.shape and not any(_equal(x.narrow(d, 0, x.shape[d] - 1), y.narrow(d, 0, x.shape[d] - 1)) for d in batch_dims):
+        if x.shape == y.shape and not any(_have_other_rows(x.movedim(d, 0), y.movedim(d, 0)) for d in batch_dims):
             raise ValueError(
                 f"the collator mixes examples: '{name}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
                 "over the batch). Such a row holds several people's data, and one example is in several rows. Take that out of the collator; "
                 "augment each example by itself."
             )
+
+
+def _have_other_rows(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether all rows of ``x`` but one are rows of ``y`` too, in whatever order."""
+    same = (x[:, None] == y[None]) | ((x != x)[:, None] & (y != y)[None])
+    return int(same.flatten(2).all(2).any(1).sum()) >= len(x) - 1
 
 
 def _agree(a: list[tuple[str, torch.Tensor]], b: list[tuple[str, torch.Tensor]]) -> bool:
@@ -202,18 +243,21 @@ def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Co
             continue
         if mask_bt is not None and mask_bt.shape[1] == x.shape[longer[0]]:
             return Padding(row, mask_bt[row], True, bool(mask_bt.all(1).any()))
-        own = _own_positions(x.select(batch_dim, row), y.select(batch_dim, 0), longer[0] - (longer[0] > batch_dim))
-        return Padding(row, own, True, True)
+        dim = longer[0] - (longer[0] > batch_dim)
+        for at in sorted(range(size), key=lambda at: at != row):  # a collator may put rows in another order
+            own = _own_positions(x.select(batch_dim, at), y.select(batch_dim, 0), dim)
+            if own is not None:
+                return Padding(at, own, True, True)
     return None
 
 
-def _own_positions(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor:
-    """Where in a padded row the row without padding lies: at its start, unless its end is the same."""
+def _own_positions(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """Where in a padded row the row without padding lies: at its start, or at its end; None if it is another row."""
     length, own = row.shape[dim], alone.shape[dim]
-    at_end = row.shape[:dim] == alone.shape[:dim] and torch.equal(row.narrow(dim, length - own, own), alone)
-    at_start = torch.equal(row.narrow(dim, 0, own), alone)
-    first = length - own if at_end and not at_start else 0
-    return (torch.arange(length) >= first) & (torch.arange(length) < first + own)
+    if row.shape[:dim] != alone.shape[:dim] or row.shape[dim + 1 :] != alone.shape[dim + 1 :]:
+        return None
+    first = next((at for at in (0, length - own) if torch.equal(row.narrow(dim, at, own), alone)), None)
+    return None if first is None else (torch.arange(length) >= first) & (torch.arange(length) < first + own)
 
 
 def padding_before(batch: Any) -> Padding | None:

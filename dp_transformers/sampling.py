@@ -139,13 +139,14 @@ class LogicalBatches(Dataset):
 
     def __getitem__(self, draw: Draw) -> LogicalBatch:
         rows.require_known_to_nobody(self.collate)
-        self._reseed(draw.number)
+        self._reseed(f"rows of draw {draw.number}")
         examples = sorted(self._load(draw.indices), key=_length)
+        collating = f"batches of draw {draw.number}"
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
         if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # the first draws, and ever more rarely
-            rows.refuse_mixed(self.collate, examples[-4:], lambda: self._reseed(draw.number))
-            self._reseed(draw.number)
+            rows.refuse_mixed(self.collate, examples[-4:], lambda: self._reseed(collating))
+        self._reseed(collating)  # a data set may have set seeds, each example's own
         return LogicalBatch(draw.number, [self._collated(part) for part in parts], draw.starts_pass)
 
     def filler(self) -> PhysicalBatch:
@@ -154,10 +155,10 @@ class LogicalBatches(Dataset):
             self._filler = PhysicalBatch(self.collate(self._load([0])), 1, weight=0.0)
         return self._filler
 
-    def _reseed(self, number: int) -> None:
-        self._seeds.reseed(number)
-        for generator in itertools.chain(rows.generators(self.dataset), rows.generators(self.collate)):
-            self._seeds.reseed_generator(generator, number)
+    def _reseed(self, purpose: str) -> None:
+        self._seeds.reseed(purpose)
+        for generator in rows.generators((self.dataset, self.collate)):
+            self._seeds.reseed_generator(generator, purpose)
 
     def _load(self, indices: Sequence[int]) -> list[Any]:
         if not hasattr(self.dataset, "__getitems__"):

@@ -183,8 +183,9 @@ class PrivateStep:
         """
         if not self.clipper.self_check:
             return False
-        refuse_targets_padded_on_the_left(self.clipper.model, kwargs, self._label_names)
         batch, clipper = self.given.batch, self.clipper
+        clipper.recheck_if_changed()
+        refuse_targets_padded_on_the_left(clipper.model, kwargs, self._label_names)
         is_new = self._traits is not None and not batch.traits <= self._traits
         alone = not (clipper.shards or clipper.parallel)  # ranks meet different kinds, and must check the same input
         runs = not clipper.checked or (is_new and alone)
@@ -267,9 +268,9 @@ class PrivateStep:
         if self._mark is not None and not torch.equal(self._mark, _mark(self._sums.values())):
             raise ValueError(
                 "the gradient sum of an unfinished draw was overwritten in place: use optimizer.zero_grad(set_to_none=True), and change no "
-                "gradient before optimizer.step(), through .data, .numpy() and views neither. Noise is added to the sum that was clipped."
+                "gradient before optimizer.step(), through .data, .numpy() and views neither. Noise is added to the sum that was clipped. (After a "
+                "backward pass that was cut off: engine.drop_draw() counts the draw as a step, and goes on with the next.)"
             )
-        self._mark = None
         for p in self.clipper.parameters:
             set_gradient(p, self._sums.get(p))
 
@@ -289,6 +290,7 @@ class PrivateStep:
         if clipper.max_grad_norm != state.max_grad_norm:
             raise ValueError(f"examples were clipped to {clipper.max_grad_norm:g}, but the run's max_grad_norm is {state.max_grad_norm:g}.")
         self._take_sums()
+        self._mark = None
         self.run.spend_step()
         if clipper.shards:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
@@ -301,7 +303,7 @@ class PrivateStep:
         if given is not None:
             given.stage = _Stage.DONE
 
-    def finish_batch(self, optimizer: torch.optim.Optimizer) -> None:
+    def finish_batch(self) -> None:
         """``optimizer.step()`` of a loop: release a whole draw, and step with nothing before its last physical batch.
 
         Raises:
@@ -329,10 +331,10 @@ class PrivateStep:
         grad, version = self._released.get(p, (None, None))
         return p.grad is grad and local(grad)._version == version
 
-    def refuse_unreleased(self, optimizer: torch.optim.Optimizer) -> None:
+    def refuse_unreleased(self, optimizer: torch.optim.Optimizer, *, also_own: bool = False) -> None:
         """Raise ValueError if ``optimizer`` would step with gradients of the private parameters that are not what was released."""
-        if optimizer is self._own_optimizer:
-            return
+        if optimizer is self._own_optimizer and not also_own:
+            return  # it releases in a hook of its own
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p in self._own and p.grad is not None and not self._is_released(p):
                 name = next((name for name, q in self.clipper.model.named_parameters() if q is p), "?")

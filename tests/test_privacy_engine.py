@@ -740,7 +740,7 @@ class Penalised(nn.Module):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("how", ["backward", "clipper"])
 def test_first_step_of_a_model_that_answers_itself(how, dropout, monkeypatch):
-    monkeypatch.setattr(SecretSeeds, "reseed", lambda seeds, draw=None: torch.manual_seed(5))
+    monkeypatch.setattr(SecretSeeds, "reseed", lambda seeds, purpose=None: torch.manual_seed(5))
     torch.manual_seed(3)
     model = Penalised()
     model.second.bias.requires_grad_(False)

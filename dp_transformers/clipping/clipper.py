@@ -573,6 +573,12 @@ class PerExampleClipper:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
+    def recheck_if_changed(self) -> None:
+        """Let the self-check run again if the model may compute otherwise than the one that was checked."""
+        if self._state.runs_otherwise() and self.self_check and self.checked:
+            logger.warning("a class, method, hook or switch of the model was changed since it was checked; it is checked again.")
+            self.checked = False
+
     def require_same_parameters(self) -> None:
         """Raise ValueError if other parameters are trainable than when the clipper was attached."""
         if not self._handles:
@@ -627,6 +633,7 @@ class PerExampleClipper:
             logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
             self.detach()
             self.attach()
+        self.recheck_if_changed()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         just_checked = not self.checked and batch_size > 0  # an empty batch shows no shapes to check, and adds nothing
         if just_checked:

@@ -2,22 +2,28 @@
 
 A buffer, a frozen weight or an attribute that one batch changes carries its examples to the next one, past clipping and noise: dynamic
 rotary embeddings keep the longest length seen, a model may switch its attention for good. :class:`ModelState` compares the model before
-and after every batch. What held tensors, or nothing, is put back, so that no later batch sees it; a table of positions that grew is kept,
-since its leading part, and so every other gradient, is the same; everything else is refused.
+and after every batch. What held numbers, tensors or nothing is put back, so that no later batch sees it; a table of positions that grew is
+kept, since its leading part, and so every other gradient, is the same; buffers, weights, words and switches are refused.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
-_SMALL = 2**16  # numbers of a buffer up to which its content is compared, and not just autograd's count of changes
+logger = logging.getLogger(__name__)
+
+_SMALL = 2**16  # numbers of a buffer up to which its content is kept; of larger ones a sum of its bits
+_DEPTH = 4  # of containers and objects in attributes
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
 
@@ -34,28 +40,40 @@ class ModelState:
         self.model, self._watch_parameters = model, watch_parameters
         self._noted = False
         self.paused = False  # while a check runs the model, which compares for itself
+        self._switches: list[Any] | None = None
         self._record()
 
     def before_forward(self) -> None:
         """Note the state, if no batch is under way. What was changed between batches is the user's own doing."""
-        if not self._noted and not self.paused:
-            if not self._is_as_recorded():
-                self._record()
-            self._noted = True
+        if self._noted or self.paused:
+            return
+        if not self._is_as_recorded():
+            self._record()
+        self._trained_versions = [p._version for p in self._trained]
+        self._noted = True
+
+    def runs_otherwise(self) -> bool:
+        """Whether the model may compute otherwise than when this was asked last: a class, method, hook, word or switch is another one."""
+        if self.paused or self._noted or (self._switches is not None and self._is_as_recorded()):
+            return False
+        before, self._switches = self._switches, _switches(self.model)
+        return before is not None and before != self._switches
 
     def require_unchanged(self) -> None:
         """Put back what may be; raise ValueError that names what else the batch changed."""
         if self.paused:
             return
         self._noted = False
-        if self._is_as_recorded():
+        rewritten = [p for p, version in zip(self._trained, self._trained_versions, strict=True) if p._version != version]
+        if not rewritten and self._is_as_recorded():
             return
-        changed = self._settle()
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        changed = [names.get(id(p), "a parameter") for p in rewritten] + self._settle()
         self._record()
         if changed:
             others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
             raise ValueError(
-                f"'{changed[0]}'{others} of the model changed while a batch went through it, although it is not trained: it would carry private data "
+                f"'{changed[0]}'{others} of the model changed while a batch went through it, and not by the optimizer: it would carry private data "
                 "to later batches without clipping and noise. Switch that off (rope_type other than 'dynamic', attention_type='original_full', "
                 "running statistics, counters and caches kept in forward), or keep such numbers outside of the model."
             )
@@ -69,9 +87,19 @@ class ModelState:
             dict(h) if isinstance(h, dict) else list(h) for h in self._holders
         ]  # kept alive, so that no other object takes over an id
         self._ids = _ids(self._before)
+        self._modules = list(self.model.modules())
+        self._structure = list(map(_structure, self._modules))
         self._tensors = list({id(t): t for t in self._frozen()}.values())
         self._versions = [t._version for t in self._tensors]
-        self._small_buffers = [(name, b, b.detach().clone()) for name, b in self.model.named_buffers() if b.numel() <= _SMALL]
+        tensors = [(name, b) for name, b in self.model.named_buffers()]
+        tensors += [(place.name_of(key), value) for place, before in zip(self._places, self._before, strict=True) if isinstance(before, dict)
+                    for key, value in before.items() if type(value) is torch.Tensor and not place.holds_buffers]  # fmt: skip
+        self._contents = [(name, t, _content(t)) for name, t in tensors if not t.is_sparse and not t.is_meta]
+        self._arrays = [(place.name_of(key), value, value.copy()) for place, before in zip(self._places, self._before, strict=True)
+                        if isinstance(before, dict) for key, value in before.items()
+                        if isinstance(value, np.ndarray) and value.size <= _SMALL]  # fmt: skip
+        self._trained = [p for p in self.model.parameters() if p.requires_grad] if self._watch_parameters else []
+        self._trained_versions = [p._version for p in self._trained]
 
     def _frozen(self) -> Iterator[torch.Tensor]:
         yield from self.model.buffers()
@@ -80,14 +108,20 @@ class ModelState:
             yield from (p for p in self.model.parameters() if not p.requires_grad)
 
     def _is_as_recorded(self) -> bool:
-        return _ids(self._holders) == self._ids and [t._version for t in self._tensors] == self._versions and not self._rewritten_buffers()
+        return (
+            list(map(_structure, self._modules)) == self._structure
+            and _ids(self._holders) == self._ids
+            and [t._version for t in self._tensors] == self._versions
+            and not self._rewritten_buffers()
+        )
 
     def _rewritten_buffers(self) -> list[str]:
-        """Buffers whose content is another one, although they are the same; ``.data`` and batch normalisation write without a trace."""
-        same = [((b == content) | (b != b)).all() for _, b, content in self._small_buffers]
+        """Tensors whose content is another one, although they are the same; ``.data`` and batch normalisation write without a trace."""
+        changed = [name for name, array, content in self._arrays if not np.array_equal(array, content)]
+        same = [((now := _content(t)) == content).logical_or_(now != now).all() for _, t, content in self._contents]
         if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):
-            return []
-        return [name for (name, *_), is_same in zip(self._small_buffers, same, strict=True) if not is_same]
+            return changed
+        return changed + [name for (name, *_), is_same in zip(self._contents, same, strict=True) if not is_same]
 
     # ---- what changed ----
 
@@ -127,28 +161,60 @@ def _places(model: nn.Module) -> Iterator[_Place]:
     for path, module in model.named_modules():
         yield _Place(path, vars(module)["_buffers"], holds_buffers=True)
         yield _Place(path, vars(module)["_modules"])
-        yield from _attributes(path, vars(module), seen)
+        yield from _attributes(path, vars(module), seen, _DEPTH)
 
 
-def _attributes(path: str, holder: dict, seen: set[int], depth: int = 1) -> Iterator[_Place]:
+def _attributes(path: str, holder: Any, seen: set[int], depth: int) -> Iterator[_Place]:
+    """``holder`` and what it holds: a dict of attributes, or a container."""
     if id(holder) in seen:
         return
     seen.add(id(holder))
     yield _Place(path, holder)
-    for key, value in list(holder.items()):
-        name = f"{path}.{key}".lstrip(".")
-        if key not in _INTERNAL and isinstance(value, _CONTAINERS) and id(value) not in seen:
-            seen.add(id(value))
-            yield _Place(name, value)
-        elif depth and _has_attributes(value):
-            yield from _attributes(name, vars(value), seen, depth - 1)
+    items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+    for key, value in list(items)[:_WIDTH] if depth else ():
+        inside = value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value) if _has_attributes(value) else None
+        if inside is not None and key not in _INTERNAL:
+            costs = 1 if inside is value else 2  # objects that hold objects lead anywhere, to a trainer's own counters at last
+            if depth >= costs:
+                yield from _attributes(f"{path}.{key}".lstrip("."), inside, seen, depth - costs)
 
 
 def _has_attributes(value: Any) -> bool:
     """Whether it is an object like a configuration, whose attributes a forward pass might set."""
-    if isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)) or callable(value):
+    if isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)):
         return False
     return type(value).__module__.partition(".")[0] not in ("builtins", "torch") and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _content(t: torch.Tensor) -> torch.Tensor:
+    t = t.detach()
+    if t.numel() <= _SMALL:
+        return t.clone()
+    return t.reshape(-1).view(torch.uint8)[: t.numel() * t.element_size() // 8 * 8].view(torch.int64).sum()
+
+
+def _structure(module: nn.Module) -> tuple[type, int]:
+    return type(module), len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+
+
+def _switches(model: nn.Module) -> list[Any]:
+    """Of every module its class, hooks that are not a clipper's, and the methods, words and switches among its attributes."""
+    found: list[Any] = []
+    for module in model.modules():
+        hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
+        words = [(k, v) for k, v in vars(module).items() if k not in _INTERNAL and isinstance(v, (bool, str, *_FUNCTIONS))]
+        found += [type(module), module.training, hooks, words]
+    return found
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_WIDTH = 256  # entries of a container that are looked into
+
+
+def _is_ours(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return getattr(function, "__module__", "").startswith("dp_transformers.")
 
 
 def _values(holder: Any) -> Iterable[Any]:
@@ -161,26 +227,44 @@ def _ids(holders: Iterable[Any]) -> list[int]:
 
 def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:
     """Of a module, whose buffers come first; ``grown`` are the paths of those with a table that grew."""
-    holder, changed = place.holder, {}
+    holder, changed, numbers = place.holder, {}, {}
     for key in [*before, *(key for key in holder if key not in before)]:
         old, new = before.get(key), holder.get(key)
-        if old is new or key == "training" or _is_equal(old, new):
+        if old is new or _is_equal(old, new):
             continue
         if _has_grown(old, new):
             grown.add(place.path)
-        elif isinstance(old, (*_SCALARS, nn.Module)) or (place.holds_buffers and old is not None):
+        elif isinstance(old, (bool, str, bytes, nn.Module)) or (place.holds_buffers and old is not None):
             changed[key] = (old, new)
+        elif isinstance(old, _SCALARS):
+            numbers[key] = (old, new)
         elif key in before:
             holder[key] = old
         else:
             del holder[key]
-    if place.path in grown:  # the length of the table, beside it
-        changed = {key: (old, new) for key, (old, new) in changed.items() if not (type(old) is type(new) is int and new > old)}
+    for key, (old, new) in numbers.items():
+        if place.path in grown and type(old) is type(new) is int and new > old:
+            continue  # the length of the table, beside it
+        holder[key] = old
+        _say_once(place.name_of(key), old)
     return [place.name_of(key) for key in changed]
+
+
+_SAID: set[str] = set()
+
+
+def _say_once(name: str, value: Any) -> None:
+    if name not in _SAID:
+        _SAID.add(name)
+        logger.warning(
+            "'%s' of the model changes with every batch; it is put back to %r each time, so that no batch tells of others.", name, value
+        )
 
 
 def _settle_list(place: _Place, before: list) -> list[str]:
     holder, now = place.holder, list(place.holder)
+    if isinstance(holder, tuple):
+        return []
     if len(now) == len(before) and all(a is b or _is_equal(a, b) for a, b in zip(before, now, strict=True)):
         return []
     if not isinstance(holder, set) and _ids([now[: len(before)]]) != _ids([before]) and any(isinstance(x, _SCALARS) for x in before):

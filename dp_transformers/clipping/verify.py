@@ -849,6 +849,8 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     token_labels = vocabulary if reads_out is None or reads_out() is not None else num_labels
     name_of = _names_of(model)
 
+    longest = max((n for n in sizes if n < 2**20), default=0)
+
     def make(path: tuple, x: Any) -> Any:
         if not _batched(x, batch):
             return x
@@ -858,6 +860,8 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
             return recycled if "mask" in name else torch.randn(recycled.shape, device=x.device).to(x.dtype)
         if x.dtype == torch.bool or any(word in name for word in ("mask", "position", "token_type", "length")):
             return recycled
+        if x.dim() == 1 and "label" not in name and all(0 < n <= longest for n in x.tolist()):
+            return recycled  # lengths of rows, whatever they are called
         if "label" in name:
             classes = num_labels if x.dim() == 1 else token_labels
             drawn = torch.randint(0, classes, recycled.shape, device=x.device, dtype=x.dtype)
