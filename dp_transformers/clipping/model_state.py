@@ -13,6 +13,7 @@ import logging
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -77,6 +78,21 @@ class ModelState:
                 "to later batches without clipping and noise. Switch that off (rope_type other than 'dynamic', attention_type='original_full', "
                 "running statistics, counters and caches kept in forward), or keep such numbers outside of the model."
             )
+
+    @contextmanager
+    def during_check(self) -> Iterator[None]:
+        """A check runs the model on made-up input of the shapes of a private batch, so what it leaves behind tells of those.
+
+        Checks put the content of buffers back themselves.
+        """
+        self.before_forward()
+        paused, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = paused
+        self._versions = [t._version for t in self._tensors]
+        self.require_unchanged()
 
     # ---- comparing: a few microseconds a module ----
 

@@ -34,7 +34,7 @@ from .graph import dtypes_in_graph
 from .layout import batch_size_of, positions_of
 from .modes import MODES
 from .precision import HALF, full_products, product_settings, sum_dtype, without_autocast
-from .rules.fallback import UnsupportedModuleError, random_state
+from .rules.fallback import UnsupportedModuleError, global_state, random_state, set_global_state
 from .shards import everywhere, like, local
 
 if TYPE_CHECKING:
@@ -461,10 +461,12 @@ def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFuncti
     before = {name: (id(t), t._version) for name, t in watched.items()}
 
     def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        torch.manual_seed(0)
+        set_global_state(clipper.device, numbers)
         return losses_of(*args, **kwargs)
 
     with _forked_rng(clipper.device), _kept_buffers(clipper.model):
+        torch.manual_seed(0)
+        numbers = global_state(clipper.device)
         norms_b, _, low_precision = _clip(clipper, replayed, args, kwargs)
         error = _locality_error(clipper, replayed, args, kwargs, batch, norms_b)
         clipper.shards.reshard()
@@ -497,7 +499,8 @@ def _require_locality(error: float, tolerance: float) -> None:
     if not error <= tolerance:
         raise SelfCheckError(
             f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: the model or its loss "
-            "mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...)."
+            "mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...), or draws random numbers from a "
+            "generator of its own: take torch's global one."
         )
 
 
@@ -912,13 +915,11 @@ def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
     grads = [(p.grad, p.grad_dtype) for p in clipper.parameters]
     bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
     follower, clipper._follower = clipper._follower, None
-    paused, clipper._state.paused = clipper._state.paused, True
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), clipper._state.during_check():
             yield
     finally:
         clipper._max_grad_norm, clipper._pass, clipper._follower = bound, None, follower
-        clipper._state.paused = paused
         clipper.shards.reshard()
         for m, training in modes.items():
             m.training = training
