@@ -132,6 +132,7 @@ class LogicalBatches(Dataset):
         self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
         self._seeds = seeds or SecretSeeds(secrets.randbits(128))
         self._collated_alone: set[tuple[int, int]] = set()  # by lengths, to within a factor of two
+        self._pads_draws = False  # the data set pads rows to the longest of those it is asked for together
         self._filler: PhysicalBatch | None = None
 
     def __len__(self) -> int:
@@ -140,12 +141,14 @@ class LogicalBatches(Dataset):
     def __getitem__(self, draw: Draw) -> LogicalBatch:
         rows.require_known_to_nobody(self.collate)
         self._reseed(f"rows of draw {draw.number}")
-        examples = sorted(self._load(draw.indices), key=_length)
+        loaded = self._load(draw.indices)
+        examples = sorted(loaded, key=_length)
         collating = f"batches of draw {draw.number}"
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
         if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # the first draws, and ever more rarely
             rows.refuse_mixed(self.collate, examples[-4:], lambda: self._reseed(collating))
+            self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
         self._reseed(collating)  # a data set may have set seeds, each example's own
         return LogicalBatch(draw.number, [self._collated(part) for part in parts], draw.starts_pass)
 
@@ -166,6 +169,13 @@ class LogicalBatches(Dataset):
         examples = list(self.dataset.__getitems__(list(indices))) if len(indices) else []
         rows.require_one_each(indices, examples, self.dataset)
         return examples
+
+    def _is_padded_by_others(self, indices: Sequence[int], examples: Sequence[Any]) -> bool:
+        """Whether the row with most padding has less when it is loaded alone, as transforms of a data set may make it."""
+        if not hasattr(self.dataset, "__getitems__") or not (isinstance(examples[0], Mapping) and "attention_mask" in examples[0]):
+            return False
+        row = min(range(len(examples)), key=lambda i: int(np.sum(np.asarray(examples[i]["attention_mask"]))))
+        return rows.size_of(self._load([indices[row]])[0]) < rows.size_of(examples[row])
 
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
         sizes = [rows.size_of(example) for example in examples]
@@ -188,7 +198,10 @@ class LogicalBatches(Dataset):
                 "others. Use a collator that returns the attention_mask (DataCollatorWithPadding does if the tokenizer's output has it), or pad "
                 "all to one length (padding='max_length')."
             )
-        return PhysicalBatch(batch, len(examples), padding or rows.padding_before(batch), rows.traits_of(batch, len(examples)))
+        padding = padding or rows.padding_before(batch)
+        if padding is not None and self._pads_draws:
+            padding = replace(padding, by_others=True)
+        return PhysicalBatch(batch, len(examples), padding, rows.traits_of(batch, len(examples)))
 
 
 def _length(example: Any) -> int:
