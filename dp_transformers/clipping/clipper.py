@@ -834,10 +834,10 @@ class PerExampleClipper:
         if self._summing or self._paused:
             return
         parameter.grad = None
-        if self._follower is None and self._loss_reduction is None:
+        if self._loss_reduction is None:
             raise ValueError(
                 "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients that are not clipped. Call "
-                "clipper.backward(losses) with losses of shape (B,) (reduction='none'); for a loss that is not the private one (a generator's, "
+                "clipper.backward(losses) with losses of shape (B,) (reduction='none'), or use the criterion that make_private returned; for a loss that is not the private one (a generator's, "
                 "an adversarial input's) call clipper.detach() before and clipper.attach() after it, or use a deepcopy of the model."
             )
         self._refuse_past_taps(parameter)
