@@ -1,0 +1,546 @@
+"""Ways in which one example might move the released sum by more than C: each is refused, with the way out, or mended, in both loops."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from neighbours import LOOPS, Task, assert_bounded, moves, padded, points, texts, train
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BigBirdConfig,
+    BigBirdForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+)
+
+from dp_transformers.sampling import Draw, PoissonSampler
+
+pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+both_loops = pytest.mark.parametrize("loop", LOOPS)
+
+
+def mean_cross_entropy(scores, labels):
+    return F.cross_entropy(scores, labels, reduction="none")
+
+
+class Scores(nn.Module):
+    """A plain classifier of six numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+# ---- state of the model ----
+
+
+def llama(**changes):
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "max_position_embeddings": 16, "initializer_range": 0.5, **changes}))
+
+
+@both_loops
+@pytest.mark.parametrize("others", [range(18, 24), range(6, 12)], ids=["longer", "shorter"])
+def test_rotary_embeddings_that_keep_the_longest_length(loop, others):
+    """Dynamic rotary embeddings are computed anew for the longest example seen, and stay so."""
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    task = Task(lambda: llama(rope_parameters=dynamic), texts([60, *others, *others], classes=None), expected=4, physical=16, steps=6)
+    with pytest.raises(ValueError, match=r"(?s)'model.rotary_emb.*changed while a batch went through it.*rope_type other than 'dynamic'"):
+        moves(loop, task, 0)
+
+
+@both_loops
+def test_rotary_embeddings_of_fixed_lengths(loop):
+    """The control: of the default type a long example is one like others."""
+    assert_bounded(moves(loop, Task(llama, texts([60, *range(18, 30)], classes=None), expected=4, steps=6), 0))
+
+
+@both_loops
+def test_attention_that_is_switched_for_good(loop):
+    """BigBird's attention becomes another one with the first short batch, for all that follow."""
+    config = BigBirdConfig(
+        **SIZES,
+        max_position_embeddings=64,
+        block_size=4,
+        num_random_blocks=1,
+        attention_type="block_sparse",
+        num_labels=3,
+        initializer_range=0.5,
+    )
+    task = Task(lambda: BigBirdForSequenceClassification(config), texts([12] + 7 * [64]), expected=3, physical=1, steps=6)
+    with pytest.raises(ValueError, match=r"(?s)attention_type.*changed while a batch went through it.*attention_type='original_full'"):
+        moves(loop, task, 0)
+
+
+# ---- rows of the data set and the collator ----
+
+
+def windows(batch):
+    """What a tokenizer does with return_overflowing_tokens and stride: several rows of one long text."""
+    rows = [(ids[i : i + 6], label) for ids, label in zip(batch["input_ids"], batch["labels"], strict=True) for i in range(0, len(ids), 6)]
+    return {"input_ids": [ids for ids, _ in rows], "labels": [label for _, label in rows]}
+
+
+class Multiplying(list):
+    """A data set that returns every row four times."""
+
+    def __getitems__(self, indices):
+        return [self[i] for i in indices for _ in range(4)]
+
+
+@both_loops
+@pytest.mark.parametrize("made_by", ["set_transform", "__getitems__"])
+def test_more_rows_from_the_data_set_than_were_asked_for(loop, made_by):
+    """Each window would be clipped by itself."""
+    rows = texts([60, *range(4, 10)])
+    if made_by == "set_transform":
+        rows = Dataset.from_list([{"input_ids": r["input_ids"].tolist(), "labels": int(r["labels"])} for r in rows])
+        rows.set_transform(windows)
+    else:
+        rows = Multiplying(rows)
+    task = Task(bert, rows, bound=0.01)
+    with pytest.raises(ValueError, match=r"(?s)returned \d+ rows for 7 indices.*windows before training.*max_examples_per_person"):
+        moves(loop, task, 0)
+
+
+def bert(dropout=0.0, **changes):
+    config = BertConfig(**SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3, **changes)
+    return BertForSequenceClassification(config)
+
+
+def mixed_up(rows):
+    """MixUp: each row is half the one after it."""
+    x = torch.stack([row["x"] for row in rows])
+    return {"x": 0.5 * x + 0.5 * x.roll(1, 0), "labels": torch.stack([row["labels"] for row in rows])}
+
+
+def normalised(rows):
+    """By the batch's own mean and deviation."""
+    x = torch.stack([row["x"] for row in rows])
+    return {"x": (x - x.mean(0)) / (x.std(0, correction=0) + 1e-3), "labels": torch.stack([row["labels"] for row in rows])}
+
+
+@both_loops
+@pytest.mark.parametrize("collate", [mixed_up, normalised])
+def test_collators_that_mix_examples(loop, collate):
+    """A row made of two people's data."""
+    with pytest.raises(ValueError, match=r"(?s)the collator mixes examples: 'x'.*MixUp.*augment each example by itself"):
+        moves(loop, Task(Scores, points(8), collate, mean_cross_entropy, bound=0.01), 0)
+
+
+@both_loops
+def test_flattening_collator(loop):
+    """All examples in one row."""
+    rows = [{"input_ids": r["input_ids"].tolist(), "labels": r["input_ids"].tolist()} for r in texts([4, 7, 9, 5])]
+    with pytest.raises(ValueError, match=r"(?s)Packing joins several examples in one row.*DataCollatorWithPadding"):
+        moves(loop, Task(llama, rows, DataCollatorWithFlattening()), 0)
+
+
+@both_loops
+def test_position_ids_that_restart(loop):
+    """As many rows as examples, but two texts in each, told apart by positions only."""
+    rows = [{**row, "position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2])} for row in texts([7] * 4, classes=None)]
+    with pytest.raises(ValueError, match=r"(?s)position_ids of a row start again at 0.*Packing joins several examples"):
+        moves(loop, Task(llama, rows), 0)
+
+
+# ---- random numbers that somebody knows ----
+
+
+class Augmented:
+    """Vectors with noise of NumPy's global generator, Python's, or one of its own; ``seen`` is what it drew."""
+
+    def __init__(self, source="numpy"):
+        self.rows, self.seen = points(6), []
+        self.rng = np.random.default_rng(0) if source == "own" else np.random if source == "numpy" else random
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        self.seen.append(self.rng.random())
+        return {"x": self.rows[i]["x"] + self.seen[-1], "labels": self.rows[i]["labels"]}
+
+
+class Seeding(TrainerCallback):
+    """A callback that seeds whatever it finds before every step."""
+
+    def on_step_begin(self, *args, **kwargs):
+        seed_all()
+
+
+def seed_all():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+class SeedsItself(Scores):
+    """A model like BigBird, which seeds NumPy in its forward pass."""
+
+    def forward(self, x):
+        np.random.seed(0)
+        return super().forward(x)
+
+
+@both_loops
+@pytest.mark.parametrize("source", ["numpy", "python", "own"])
+@pytest.mark.parametrize("model", [Scores, SeedsItself])
+def test_augmentation_follows_no_seed_that_is_known(loop, source, model):
+    """Neither one set by a callback or in the loop, nor a model's, nor a data set's own: two runs augment otherwise."""
+    seen = []
+    for _ in range(2):
+        rows = Augmented(source)
+        seed_all()
+        train(loop, Task(model, rows, None, mean_cross_entropy, steps=3, seed=None, callbacks=[Seeding()], before_forward=seed_all))
+        seen.append(rows.seen)
+    assert len(seen[0]) >= 18 and not set(seen[0]) & set(seen[1])
+    assert len(set(seen[0])) > len(seen[0]) * 0.7  # what is collated twice, to look at it, is drawn once
+
+
+class Masks(Scores):
+    """Dropout whose masks can be read."""
+
+    def forward(self, x):
+        mask = F.dropout(torch.ones_like(x), training=self.training)
+        SEEN.append(mask)
+        return super().forward(x * mask)
+
+
+SEEN = []
+
+
+@both_loops
+def test_dropout_follows_no_seed_that_is_known(loop):
+    """A seed set before every forward pass, as in a loop of one's own, tells no mask."""
+    runs = []
+    for _ in range(2):
+        SEEN.clear()
+        seed_all()
+        task = Task(Masks, points(6), None, mean_cross_entropy, physical=6, seed=None, callbacks=[Seeding()], before_forward=seed_all)
+        train(loop, task)
+        runs.append(SEEN[-1])
+    torch.manual_seed(0)
+    known = F.dropout(torch.ones_like(runs[0]))
+    assert not torch.equal(*runs) and not torch.equal(runs[0], known) and not torch.equal(runs[1], known)
+
+
+def seed_numpy_of_worker(worker_id):
+    np.random.seed(42 + worker_id)
+
+
+class Told(list):
+    """Vectors whose first number is NumPy's next."""
+
+    def __getitem__(self, i):
+        row = super().__getitem__(i)
+        return {**row, "x": torch.cat([torch.tensor([float(np.random.random())]), row["x"][1:]])}
+
+
+class Listening(Scores):
+    """Keeps the first column of what it is given last."""
+
+    def forward(self, x):
+        if len(x) == 3 and self.training:
+            SEEN.append(x[:, 0].tolist())
+        return super().forward(x)
+
+
+def test_seeds_that_workers_are_given_do_not_matter():
+    """A loader's worker_init_fn may seed NumPy in every worker."""
+    seen = []
+    for _ in range(2):
+        SEEN.clear()
+        task = Task(Listening, Told(points(3)), None, mean_cross_entropy, seed=None, workers=1, worker_init_fn=seed_numpy_of_worker)
+        train("engine", task)
+        seen.append(SEEN[-1])
+    np.random.seed(42)
+    known = {float(np.float32(np.random.random())) for _ in range(50)}
+    assert not set(seen[0]) & set(seen[1]) and not set(seen[0]) & known
+
+
+def tokenizer():
+    words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2, **{str(i): i for i in range(3, 50)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]"
+    )
+
+
+@both_loops
+def test_collators_with_a_seed_of_their_own(loop):
+    """Masks that move with the examples of a batch, from numbers that everybody knows."""
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3, seed=42)
+    rows = [{"input_ids": r["input_ids"].tolist(), "attention_mask": r["attention_mask"].tolist()} for r in texts([20] * 8)]
+    task = Task(lambda: BertForMaskedLM(BertConfig(**SIZES)), rows, collator, bound=0.01)
+    with pytest.raises(ValueError, match=r"(?s)DataCollatorForLanguageModeling.*seed=42.*Leave its seed out \(seed=None\)"):
+        moves(loop, task, 0)
+
+
+# ---- two passes over one forward ----
+
+
+class Recomputed(nn.Module):
+    """A checkpointed block with dropout that draws from ``source``, and does not restore torch's random state."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source, self.generator = source, torch.Generator()
+        self.generator.manual_seed(0)
+        self.first, self.block, self.head = nn.Linear(6, 32), nn.Linear(32, 32), nn.Linear(32, 3)
+
+    def random(self, x):
+        if not self.training:
+            return x
+        if self.source == "numpy":
+            return x * torch.from_numpy(np.random.randint(0, 2, tuple(x.shape))).to(x) * 2
+        if self.source == "own":
+            return x * torch.randint(0, 2, x.shape, generator=self.generator) * 2
+        return F.dropout(x)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.head(checkpoint(lambda x: self.random(self.block(self.random(x))), x, use_reentrant=False, preserve_rng_state=False))
+
+
+def alone(mode, model, **options):
+    """One example in twelve steps: its sum is its move."""
+    return Task(model, points(1), None, mean_cross_entropy, bound=0.01, steps=12, mode=mode, **options)
+
+
+@both_loops
+@pytest.mark.parametrize("mode", ["ghost", "fast_gradient", "book_keeping"])
+@pytest.mark.parametrize("source", ["torch", "numpy"])
+def test_what_two_backward_passes_recompute_is_the_same(loop, mode, source):
+    """Dropout in a checkpointed block, with preserve_rng_state=False: what is measured is what is summed."""
+    lengths = [float(total.norm()) for total in train(loop, alone(mode, lambda: Recomputed(source)))]
+    assert 0 < max(lengths) <= 1 + 1e-5, max(lengths)
+
+
+@both_loops
+@pytest.mark.parametrize(
+    ("mode", "way_out"),
+    [
+        ("ghost", r"(?s)recomputed other activations in the second backward pass.*clipping_mode='book_keeping'.*torch's global generator"),
+        ("fast_gradient", r"(?s)recomputed other activations in the second backward pass.*clipping_mode='book_keeping'.*global generator"),
+        ("book_keeping", r"(?s)draws random numbers from a generator of its own: take torch's global one"),
+    ],
+)
+def test_a_generator_of_its_own_in_a_checkpointed_block(loop, mode, way_out):
+    """Nobody can restore it."""
+    with pytest.raises(ValueError, match=way_out):
+        train(loop, alone(mode, lambda: Recomputed("own")))
+
+
+def test_gradient_checkpointing_that_does_not_restore_random_numbers():
+    """Trainer's own option, for which "auto" takes ghost clipping."""
+    arguments = {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False},
+    }
+    task = Task(lambda: bert(0.5), texts([12]), bound=0.01, steps=12, arguments=arguments)
+    lengths = [float(total.norm()) for total in train("trainer", task)]
+    assert 0 < max(lengths) <= 1 + 1e-5, max(lengths)
+
+
+# ---- padding by others ----
+
+
+def gpt2():
+    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+class PaddedByDraw(list):
+    """A transform that pads what it is asked for together, on the left: rows arrive equally long."""
+
+    def __getitems__(self, indices):
+        batch = padded([self[i] for i in indices], side="left")
+        return [{name: x[i] for name, x in batch.items()} for i in range(len(indices))]
+
+
+@both_loops
+@pytest.mark.parametrize("expected", [10, 3])
+def test_rows_that_the_data_set_pads_to_the_length_of_others(loop, expected):
+    """The collator sees no ragged row, but the longest example of a draw decides where the others begin."""
+    task = Task(gpt2, PaddedByDraw(texts([40, *range(5, 14)], classes=None)), bound=0.01, expected=expected, steps=4)
+    with pytest.raises(ValueError, match=r"(?s)padded on the left to the length of a longer one.*padding_side.*padding='max_length'"):
+        moves(loop, task, 0)
+
+
+@both_loops
+def test_texts_padded_on_the_left_by_the_collator(loop):
+    """As generating models' tokenizers do."""
+    task = Task(gpt2, texts([40, *range(5, 14)], classes=None), lambda rows: padded(rows, "left"), bound=0.01)
+    with pytest.raises(ValueError, match=r"(?s)padded on the left to the length of a longer one.*padding_side.*padding='max_length'"):
+        moves(loop, task, 0)
+
+
+@both_loops
+def test_texts_padded_on_the_right(loop):
+    """The control: a causal model does not see what comes after."""
+    assert_bounded(moves(loop, Task(gpt2, texts([40, *range(5, 14)], classes=None), bound=0.01), 0))
+
+
+def wav2vec2(norm):
+    config = Wav2Vec2Config(
+        **SIZES, conv_dim=(8, 8), conv_kernel=(4, 3), conv_stride=(3, 2), num_feat_extract_layers=2, feat_extract_norm=norm,
+        num_conv_pos_embeddings=4, initializer_range=0.5, num_conv_pos_embedding_groups=2, apply_spec_augment=False, num_labels=3, hidden_dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0, classifier_proj_size=8,
+    )  # fmt: skip
+    return Wav2Vec2ForSequenceClassification(config)
+
+
+def sounds(lengths):
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_values": torch.randn(n, generator=generator) + 1, "labels": torch.tensor(i % 3)} for i, n in enumerate(lengths)]
+
+
+def collate_sounds(rows):
+    values = [row["input_values"] for row in rows]
+    return {
+        "input_values": pad_sequence(values, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones(len(x), dtype=torch.long) for x in values], batch_first=True),
+        "labels": torch.stack([row["labels"] for row in rows]),
+    }
+
+
+@both_loops
+def test_sounds_whose_padding_is_normalised_with_them(loop):
+    """wav2vec2's group norm takes mean and deviation over the padding too."""
+    task = Task(lambda: wav2vec2("group"), sounds([400, *range(60, 140, 10)]), collate_sounds, first_output, bound=0.01, physical=16)
+    with pytest.raises(ValueError, match=r"(?s)padded on the right to the length of a longer one.*padding='max_length'"):
+        moves(loop, task, 0)
+
+
+def first_output(outputs, labels):
+    return mean_cross_entropy(outputs.logits, labels)
+
+
+class CharLSTM(nn.Module):
+    """Opacus's example: reads its states at the last position, which is padding for most."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm, self.head = nn.Embedding(50, 12), nn.LSTM(12, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.lstm(self.embedding(input_ids))[0][:, -1])
+
+
+class Averaging(nn.Module):
+    """Opacus's example of film reviews: the mean over all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 12), nn.Linear(12, 3)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.head(self.embedding(input_ids).mean(1))
+
+
+def as_tuples(rows):
+    return pad_sequence([row["input_ids"] for row in rows], batch_first=True), torch.stack([row["labels"] for row in rows])
+
+
+@pytest.mark.parametrize("model", [CharLSTM, Averaging])
+@pytest.mark.parametrize(
+    ("loop", "collate"), [("engine", as_tuples), ("engine", None), ("trainer", None)], ids=["tuples", "dicts", "trainer"]
+)
+def test_models_that_read_the_padding(loop, collate, model):
+    """On the right, from tuples and from dicts with a mask that the model ignores."""
+    task = Task(model, texts([40, *range(4, 14)]), collate, mean_cross_entropy, bound=0.01)
+    with pytest.raises(
+        ValueError, match=r"(?s)padded on the right to the length of a longer one.*padding='max_length'.*pack_padded_sequence"
+    ):
+        moves(loop, task, 0)
+
+
+# ---- models and losses of one's own ----
+
+
+class ClampedNorm(nn.Module):
+    """What computes an RMS norm on small numbers, and another thing on large ones."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x):
+        x = x.clamp(-6, 6)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def clamped():
+    """With a frozen head that reads the second column."""
+    head = nn.Linear(6, 3, bias=False).requires_grad_(False)
+    head.weight.mul_(0)[:, 1] = torch.tensor([30.0, -30.0, 15.0])
+    return OnX(ClampedNorm(6), head)
+
+
+class OnX(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@both_loops
+@pytest.mark.parametrize("mode", ["ghost", "fast_gradient", "book_keeping"])
+def test_a_norm_that_clamps_large_input(loop, mode):
+    """It must not be taken for a plain one in a mode that measures one thing and sums another."""
+    rows = [{"x": torch.tensor([1e4, 100.0, 0, 0, 0, 0]), "labels": torch.tensor(2)}]
+    assert_bounded(moves(loop, Task(clamped, rows * 2, None, mean_cross_entropy, bound=0.01, mode=mode), 0))
+
+
+class Sorting(nn.Module):
+    """Sorts its rows by length to pack them, and does not put the states back as they were: ``h[order]`` for ``h[order.argsort()]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.l, self.h = nn.Embedding(50, 12), nn.LSTM(12, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, input_ids, lengths):
+        order = lengths.argsort(descending=True, stable=True)
+        packed = nn.utils.rnn.pack_padded_sequence(self.e(input_ids)[order], lengths[order], batch_first=True)
+        return self.h(self.l(packed)[1][0][0][order.argsort()])
+
+
+def with_lengths(rows):
+    ids = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": nn.functional.pad(pad_sequence(ids, batch_first=True), (0, 12 - max(map(len, ids)))),
+        "lengths": torch.tensor([len(x) for x in ids]),
+        "labels": torch.stack([row["labels"] for row in rows]),
+    }
+
+
+@both_loops
+def test_a_model_that_sorts_its_rows(loop, monkeypatch):
+    """Rows of what it packs are other examples', which a first batch of one length does not show."""
+    script = [list(range(6)), list(range(6, 18))]
+    monkeypatch.setattr(PoissonSampler, "draw", lambda sampler: Draw((n := next(sampler._number)), script[n]))
+    rows = texts([12] * 6 + [1 + 5 * i % 12 for i in range(12)])
+    task = Task(Sorting, rows, with_lengths, mean_cross_entropy, expected=9, physical=12, steps=2)
+    with pytest.raises(
+        ValueError, match=r"(?s)moved by .* when only another example of its batch changed: the model or its loss mixes examples"
+    ):
+        moves(loop, task, 11)

@@ -1,0 +1,507 @@
+"""The order of calls, who may take part in a step, and what is said of it: no way past clipping, noise or the count."""
+
+import copy
+import io
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from neighbours import LOOPS, Task, backward, engine_for, padded, points, seeded, texts, train, trainer_for
+from test_contract import Scores, bert, llama, mean_cross_entropy, tokenizer
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
+
+from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, check_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+both_loops = pytest.mark.parametrize("loop", LOOPS)
+
+
+def task(**changes):
+    return Task(
+        **{"model": Scores, "rows": points(12), "loss": mean_cross_entropy, "bound": 0.01, "expected": 6, "physical": 12, **changes}
+    )
+
+
+def private_loop(**changes):
+    """(task, engine, model, optimizer, loader)"""
+    chosen = task(**changes)
+    return chosen, *engine_for(chosen)
+
+
+# ---- gradients between backward and step ----
+
+
+def scaled_array(grad):
+    grad.numpy()[:] *= 10
+
+
+CHANGES = {
+    "data.mul_": lambda grad: grad.data.mul_(10),
+    "data.div_": lambda grad: grad.data.div_(grad.norm()),
+    "data.neg_": lambda grad: grad.data.neg_(),
+    "data.copy_": lambda grad: grad.data.copy_(torch.randn_like(grad)),
+    "data.clamp_": lambda grad: grad.data.clamp_(-1e-5, 1e-5),
+    "power of two": lambda grad: grad.data.mul_(1024),
+    "numpy": scaled_array,
+    "view": lambda grad: grad.data.view(-1)[:1].mul_(10),
+    "one number": lambda grad: grad.data[..., -1].add_(1e-3),
+    "storage": lambda grad: torch.tensor([], dtype=grad.dtype).set_(grad.untyped_storage()).mul_(10),
+    "in place": lambda grad: grad.mul_(10),
+}
+
+
+@pytest.mark.parametrize("physical", [12, 2], ids=["whole", "in parts"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_edited_between_backward_and_step(change, physical):
+    """Past autograd's count of changes too: noise is added to what was clipped, or to nothing."""
+    chosen, engine, model, optimizer, loader = private_loop(expected=12, physical=physical)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"(?s)gradient sum of an unfinished draw was overwritten.*zero_grad.*before optimizer.step\(\)"):
+        for batch in loader:
+            backward(chosen, engine, model, batch)
+            for p in model.parameters():
+                CHANGES[change](p.grad)
+            optimizer.step()
+    assert engine.get_epsilon(1e-5) in (0, math.inf) and engine.clipper is not None
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("when", ["before the step", "between physical batches"])
+def test_the_bound_changed_on_the_way(when):
+    """A schedule that is stepped one line too early would noise a sum clipped to another bound."""
+    chosen, engine, model, _, loader = private_loop(expected=12, physical=12 if when == "before the step" else 4)
+    batch = next(iter(loader))
+    backward(chosen, engine, model, batch)
+    with pytest.raises(ValueError, match=r"(?s)max_grad_norm is 0.01 for the whole of a private training.*Start another training"):
+        engine.clipper.max_grad_norm = 0.001
+    assert engine.clipper.max_grad_norm == 0.01
+
+
+def leave_by_break_when_seen(loader, step):
+    """As an out-of-memory guard on large draws, or a look for an example."""
+    for _ in range(2):
+        for i, batch in enumerate(loader):
+            if i == 1:
+                break
+            step(batch)
+
+
+def leave_by_next(loader, step):
+    next(iter(loader))
+    step(next(iter(loader)))
+
+
+def leave_by_continue(loader, step):
+    for i, batch in enumerate(loader):
+        if i:
+            step(batch)
+
+
+def leave_the_last_of_a_pass(loader, step):
+    for _ in range(2):
+        for i, batch in enumerate(loader):
+            if i < 1:
+                step(batch)
+
+
+@pytest.mark.parametrize(
+    "leave", [leave_by_break_when_seen, leave_by_next, leave_by_continue, leave_the_last_of_a_pass], ids=lambda f: f.__name__
+)
+def test_draws_that_are_left_out(leave):
+    """Which draws are stepped must not depend on their content, however they are left; the draw that was shown is counted."""
+    chosen, engine, model, optimizer, loader = private_loop(sigma=1.0, seed=None)
+
+    def step(batch):
+        backward(chosen, engine, model, batch)
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"(?s)before the one before it went backward.*leave none out.*by break.*drop_draw\(\)"):
+        leave(loader, step)
+
+
+def test_a_draw_that_was_left_at_the_end_is_counted():
+    """A break at the very end leaves a draw that was seen, and ε is that of one more step."""
+    chosen, engine, model, optimizer, loader = private_loop(sigma=1.0, seed=None)
+    for i, batch in enumerate(loader):
+        if i == 1:
+            break
+        backward(chosen, engine, model, batch)
+        optimizer.step()
+    with_it = engine.get_epsilon(1e-5)
+    engine.drop_draw()
+    assert engine.get_epsilon(1e-5) == with_it and engine.privacy_spent(1e-5).steps == 2
+
+
+def test_detach_between_backward_and_step():
+    """The sums of the draw have no noise: nobody steps with them, and the draw is counted."""
+    chosen, engine, model, optimizer, loader = private_loop(sigma=1.0, seed=None)
+    before = copy.deepcopy(model.state_dict())
+    backward(chosen, engine, model, next(iter(loader)))
+    with pytest.raises(ValueError, match=r"(?s)the draw is not finished.*were dropped.*Call detach\(\) after optimizer.step\(\)"):
+        engine.detach()
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert engine.get_epsilon(1e-5) > 0
+
+
+def test_backward_of_a_loss_with_a_clipper_attached():
+    """Who knows GradSampleModule writes ``loss.backward()``, which would leave gradients that are not clipped."""
+    model = seeded(Scores)
+    clipper = PerExampleClipper(model, 0.01)
+    x, y = torch.randn(16, 6), torch.zeros(16, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"(?s)would leave gradients that are not clipped.*clipper.backward\(losses\)"):
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    assert all(p.grad is None for p in model.parameters())
+    clipper.backward(F.cross_entropy(model(x), y, reduction="none"))
+    assert sum(p.grad.square().sum() for p in model.parameters()).sqrt() <= 0.16 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("options", [{"criterion": nn.CrossEntropyLoss(), "loss_reduction": "mean"}, {"loss_reduction": "none"}])
+def test_backward_of_another_loss_than_the_private_one(options):
+    """The old criterion is still at hand where make_private returned a new one."""
+    _, model, _, *_, loader = engine_for(task(), **options)
+    batch = next(iter(loader))
+    with pytest.raises(ValueError, match=r"(?s)loss.backward\(\) was called.*not clipped.*the criterion that make_private returned"):
+        F.cross_entropy(model(batch["x"]), batch["labels"]).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def saved_bytes(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
+STATES = []
+
+
+class Inner(nn.Module):
+    """The module that is run again; notes the generator's state that its masks are drawn from."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        STATES.append(torch.get_rng_state().numpy().tobytes())
+        return F.dropout(x * self.scale, 0.5, self.training)
+
+
+class WithDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Inner(), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+class Saving(TrainerCallback):
+    def __init__(self):
+        self.saved = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.saved.append(saved_bytes(model))
+
+
+@both_loops
+def test_a_saved_model_holds_no_state_of_a_generator(loop):
+    """``torch.save(model)`` while training, with hooks and all: the masks of the step stay unknown."""
+    STATES.clear()
+    if loop == "trainer":
+        saving = Saving()
+        train(loop, task(model=WithDropout, callbacks=[saving], expected=12))
+        saved = saving.saved
+    else:
+        _, engine, model, optimizer, loader = private_loop(model=WithDropout, expected=12)
+        for batch in loader:
+            loss = mean_cross_entropy(model(batch["x"]), batch["labels"])
+            saved = [saved_bytes(model)]
+            engine.clipper.backward(loss)
+            saved.append(saved_bytes(model))
+            optimizer.step()
+    assert len(STATES) > 1 and saved
+    for content in saved:
+        assert not any(state in content or state[24:5016] in content for state in STATES)
+
+
+# ---- whose trainer it is ----
+
+
+def dp_arguments(folder, cls=DPTrainingArguments, **changes):
+    values = {"output_dir": str(folder), "target_delta": 1e-4, "per_device_train_batch_size": 4, "expected_batch_size": 6, "max_steps": 2,
+              "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "report_to": "none", "logging_steps": 1, "learning_rate": 0.1,
+              "optim": "sgd"}  # fmt: skip
+    if "noise_multiplier" not in changes:
+        values["target_epsilon"] = 5.0
+    return cls(**{**values, **changes})
+
+
+@dataclass
+class DPSeq2SeqArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
+    pass
+
+
+class QuestionAnsweringTrainer(Trainer):
+    """As examples of transformers have one, which imports Trainer itself."""
+
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (Trainer, DPTrainingArguments),
+        (Seq2SeqTrainer, DPSeq2SeqArguments),
+        (QuestionAnsweringTrainer, DPTrainingArguments),
+    ],
+)
+def test_private_arguments_in_a_trainer_that_is_not(tmp_path, cls, arguments):
+    """It would train without privacy, and print the target ε among its arguments."""
+    with pytest.raises(ValueError, match=rf"(?s){cls.__name__} is no DPTrainer.*without privacy.*class Private{cls.__name__}\(DPTrainer"):
+        cls(model=seeded(bert), args=dp_arguments(tmp_path, arguments), train_dataset=texts([8] * 12)).train()
+
+
+def raw_step(self, model, inputs, num_items_in_batch=None):
+    for batch in inputs.physical_batches:
+        model(**batch).loss.backward()
+    return torch.zeros(())
+
+
+class InHouse(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return raw_step(self, model, inputs)
+
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, 4, collate_fn=self.data_collator)
+
+
+class InHouseFirst(InHouse, DPTrainer):
+    pass
+
+
+class DPFirst(DPTrainer, InHouse):
+    pass
+
+
+class Middle(DPTrainer):
+    pass
+
+
+class Mixin:
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return raw_step(self, model, inputs)
+
+
+class MixinFirst(Mixin, Middle):
+    pass
+
+
+class Between(Mixin, Trainer):
+    pass
+
+
+class BetweenBases(Middle, Between):
+    pass
+
+
+class OwnStep(DPTrainer):
+    training_step = raw_step
+
+
+class OwnLoop(DPTrainer):
+    def _run_epoch(self, *args, **kwargs):
+        return super()._run_epoch(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (InHouseFirst, r"(?s)InHouse overrides training_step.*callback.*Put DPTrainer first: class InHouseFirst\(DPTrainer, InHouse\)"),
+        (MixinFirst, r"(?s)Mixin overrides training_step.*DPTrainer needs its own.*use a callback"),
+        (OwnStep, r"(?s)OwnStep overrides training_step.*use a callback"),
+        (OwnLoop, r"(?s)OwnLoop overrides _run_epoch.*Use callbacks"),
+    ],
+)
+def test_subclasses_that_take_over_the_step(tmp_path, cls, message):
+    """They would train on raw gradients, at an ε of 0."""
+    with pytest.raises(ValueError, match=message):
+        trainer_for(Task(bert, texts([8] * 12)), str(tmp_path), cls)
+
+
+@pytest.mark.parametrize("cls", [DPFirst, BetweenBases])
+def test_dp_trainer_first_in_the_order_of_bases(tmp_path, cls):
+    """Then a base's own step is never called, and the training is private."""
+    trainer = cls(
+        model=seeded(bert), args=dp_arguments(tmp_path), train_dataset=texts([8] * 12), data_collator=lambda r: padded(r, "right")
+    )
+    trainer.train()
+    assert trainer.privacy_spent().steps == trainer.state.global_step == 2 and 0 < trainer.privacy_spent().epsilon <= 5
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_step_set_on_the_trainer_itself(tmp_path, when):
+    """An attribute goes before every class."""
+    trainer = trainer_for(Task(bert, texts([8] * 12), steps=2, sigma=1.0, seed=None), str(tmp_path))
+    step = raw_step.__get__(trainer)
+
+    class Sets(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            trainer.training_step = step
+
+    if when == "before":
+        trainer.training_step = step
+        message = r"(?s)'training_step' was set on this DPTrainer.*use a callback"
+    else:
+        trainer.add_callback(Sets())
+        message = r"(?s)loss.backward\(\) was called.*not clipped.*clipper.backward\(losses\)"
+    before = copy.deepcopy(trainer.model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert all(torch.equal(x, before[name]) for name, x in trainer.model.state_dict().items())
+
+
+class OwnOptimizer(TrainerCallback):
+    """Steps with gradients of its own making."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+class ScalesReleased(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            p.grad = p.grad * 10
+
+
+@pytest.mark.parametrize("callback", [OwnOptimizer, ScalesReleased])
+def test_optimizers_of_callbacks(callback):
+    """No optimizer steps with gradients of the private parameters that were not released."""
+    with pytest.raises(ValueError, match=r"(?s)SGD would step with a gradient of '.*' that has no noise yet, or was changed.*private step"):
+        train("trainer", Task(bert, texts([8] * 12), steps=2, callbacks=[callback()]))
+
+
+def test_a_second_optimizer_in_a_loop():
+    """The clipped sum has no noise before the step of the optimizer that make_private was given."""
+    chosen, engine, model, _, loader = private_loop()
+    backward(chosen, engine, model, next(iter(loader)))
+    with pytest.raises(
+        ValueError, match=r"(?s)Adam would step with a gradient of '.*' that has no noise yet.*optimizer that make_private was given"
+    ):
+        torch.optim.Adam(model.parameters()).step()
+
+
+class RefModelSecond(Trainer):
+    """A trainer whose second parameter is something else, as TRL's for preferences."""
+
+    def __init__(self, model=None, ref_model=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None, **kwargs):
+        assert ref_model is None
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
+
+
+class DPRefModelSecond(DPTrainer, RefModelSecond):
+    pass
+
+
+def test_bases_with_another_order_of_parameters(tmp_path):
+    """DPTrainer hands everything over by keyword."""
+    trainer = DPRefModelSecond(seeded(bert), dp_arguments(tmp_path), lambda rows: padded(rows, "right"), texts([8] * 12))
+    trainer.train()
+    assert trainer.privacy_spent().steps == 2
+
+
+@dataclass
+class PackingArguments(DPTrainingArguments):
+    packing: bool = False
+    padding_free: bool = False
+
+
+@pytest.mark.parametrize("name", ["packing", "padding_free"])
+def test_packing_asked_for_in_the_arguments(tmp_path, name):
+    """Arguments merged with those of a trainer that packs."""
+    args = dp_arguments(tmp_path, PackingArguments, **{name: True})
+    with pytest.raises(ValueError, match=rf"(?s){name}=True joins several examples in one row.*set {name}=False"):
+        DPTrainer(seeded(llama), args, train_dataset=texts([8] * 12, classes=None))
+
+
+# ---- what is said ----
+
+
+@pytest.mark.parametrize(("changes", "reason"), [({"dp_seed": 1}, "dp_seed=1"), ({"noise_multiplier": 0.0}, "noise_multiplier=0")])
+def test_a_run_that_is_not_private_says_so_everywhere(tmp_path, changes, reason):
+    """In what was spent, in the ledger and as a number: ε is infinite."""
+    trainer = DPTrainer(seeded(bert), dp_arguments(tmp_path, **changes), lambda rows: padded(rows, "right"), texts([8] * 12))
+    trainer.train()
+    spent = trainer.privacy_spent()
+    assert not spent.private and spent.epsilon == math.inf and any(reason in why for why in spent.not_private_because)
+    assert json.loads(json.dumps(spent.to_dict(), allow_nan=False))["private"] is False
+    lines = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
+    assert any(line.get("private") is False and reason in str(line) for line in lines)
+
+
+@pytest.mark.parametrize("log_train_loss", [False, True])
+def test_metrics_of_training_have_epsilon(tmp_path, log_train_loss):
+    """What save_metrics writes, with what it was spent for, and the epoch."""
+    args = dp_arguments(tmp_path, log_train_loss=log_train_loss)
+    trainer = DPTrainer(seeded(bert), args, lambda rows: padded(rows, "right"), texts([8] * 12))
+    trainer.save_metrics("train", trainer.train().metrics)
+    written = json.loads((tmp_path / "train_results.json").read_text())
+    assert 0 < written["epsilon"] <= 5 and written["delta"] == 1e-4 and written["noise_multiplier"] > 0 and written["epoch"] > 0
+    assert ("train_loss" in written) == log_train_loss
+
+
+def test_a_finished_run_resumed(tmp_path, caplog):
+    """A job script run again ends as it did; a longer plan is refused with the ways there are."""
+
+    def trainer(**changes):
+        return DPTrainer(seeded(bert), dp_arguments(tmp_path, save_strategy="steps", save_steps=1, **changes),
+                         lambda rows: padded(rows, "right"), texts([8] * 12))  # fmt: skip
+
+    trainer().train()
+    again = trainer()
+    metrics = again.train(resume_from_checkpoint=True).metrics
+    assert "has ended after 2 steps" in caplog.text
+    assert again.privacy_spent().steps == again.state.global_step == 2 and 0 < metrics["epsilon"] <= 5
+    with pytest.raises(ValueError, match=r"(?s)budget is spent.*Nothing was trained.*output_dir"):
+        trainer(max_steps=4).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match=r"(?s)budget is spent.*Nothing was trained.*output_dir"):
+        again.train()
+
+
+def rows_as_lists(labels):
+    return [
+        {"input_ids": row["input_ids"].tolist(), "attention_mask": [1] * len(row["input_ids"]), "labels": labels(row)}
+        for row in texts([4, 7, 9, 5], classes=3)
+    ]
+
+
+@pytest.mark.parametrize("collator", ["padding", "language modeling", "token classification"])
+def test_check_model_on_what_collators_return(collator):
+    """A BatchEncoding is no dict."""
+    tok = tokenizer()
+    if collator == "padding":
+        model, batch = bert(), DataCollatorWithPadding(tok)(rows_as_lists(lambda row: 1))
+    elif collator == "language modeling":
+        rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows_as_lists(lambda row: 1)]
+        model, batch = llama(), DataCollatorForLanguageModeling(tok, mlm=False)(rows)
+    else:
+        model, batch = bert(), DataCollatorForTokenClassification(tok)(rows_as_lists(lambda row: [1] * len(row["input_ids"])))
+        batch.pop("labels")
+    assert check_model(model.train(), batch).norm_error < 1e-4
