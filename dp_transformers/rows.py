@@ -193,7 +193,7 @@ def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[],
 def _have_other_rows(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether all rows of ``x`` but one are rows of ``y`` too, in whatever order."""
     same = (x[:, None] == y[None]) | ((x != x)[:, None] & (y != y)[None])
-    return int(same.flatten(2).all(2).any(1).sum()) >= len(x) - 1
+    return int(same.reshape(len(x), len(y), -1).all(2).any(1).sum()) >= len(x) - 1
 
 
 def _agree(a: list[tuple[str, torch.Tensor]], b: list[tuple[str, torch.Tensor]]) -> bool:

@@ -92,6 +92,7 @@ class ModelState:
         finally:
             self.paused = paused
         self._versions = [t._version for t in self._tensors]
+        self._trained_versions = [p._version for p in self._trained]
         self.require_unchanged()
 
     # ---- comparing: a few microseconds a module ----

@@ -1,5 +1,6 @@
 """What a forward pass leaves behind: put back, kept where it is harmless, or refused by name."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ class Base(nn.Module):
         self.count, self.kind, self.kept, self.history, self.options = 0, "sparse", None, [], {"kind": "sparse"}
         self.config = type("Config", (), {"__module__": "user"})()
         self.config.length = 4
+        self.switch, self.array, self.deep = False, np.zeros(2), [0, {"inner": type("Inner", (), {"__module__": "user"})()}]
+        self.deep[1]["inner"].kind = "sparse"
 
     def forward(self, x):
         self.change(x)
@@ -31,14 +34,16 @@ def change(**methods):
 
 
 REFUSED = {
-    "count": lambda self, x: setattr(self, "count", self.count + 1),
+    "switch": lambda self, x: setattr(self, "switch", True),
+    "layer.weight": lambda self, x: self.layer.weight.detach().clamp_(-0.1, 0.1),
+    "deep.1.inner.kind": lambda self, x: setattr(self.deep[1]["inner"], "kind", "full"),
+    "array": lambda self, x: self.array.__setitem__(0, 1.0),
     "kind": lambda self, x: setattr(self, "kind", "full"),
     "mean": lambda self, x: self.mean.add_(x.detach().mean(0)),
     "mean ": lambda self, x: self.mean.data.add_(x.detach().mean(0)),
     "mean  ": lambda self, x: self.register_buffer("mean", x.detach().mean(0)),
     "scale": lambda self, x: self.scale.detach().add_(0.1),
     "options.kind": lambda self, x: self.options.update(kind="full"),
-    "config.length": lambda self, x: setattr(self.config, "length", 5),
 }
 
 
@@ -53,6 +58,8 @@ def test_what_carries_a_batch_to_the_next_is_refused_by_name(name):
 
 
 PUT_BACK = {
+    "count": lambda self, x: setattr(self, "count", self.count + 1),
+    "number of a configuration": lambda self, x: setattr(self.config, "length", len(x)),
     "kept": lambda self, x: setattr(self, "kept", x.detach()),
     "new": lambda self, x: setattr(self, "new", {"last": x.detach()}),
     "history": lambda self, x: self.history.append(x.detach()),
@@ -69,7 +76,12 @@ def test_what_held_nothing_or_tensors_is_put_back(name):
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         for _ in range(2):
             clipper.backward(model(torch.randn(4, 3)).square().sum(1))
-            assert model.kept is None and model.history == [] and model.options == {"kind": "sparse"}
+            assert (
+                (model.count, model.config.length) == (0, 4)
+                and model.kept is None
+                and model.history == []
+                and model.options == {"kind": "sparse"}
+            )
             assert not hasattr(model, "new") and not hasattr(model, "made") and not hasattr(model.config, "problem_type")
 
 
@@ -96,6 +108,40 @@ def test_what_a_user_changes_between_batches_is_theirs():
             model.eval(), model.train()
             clipper.backward(model(torch.randn(4, 3)).square().sum(1))
             assert model.count == k
+
+
+@pytest.mark.parametrize("how", ["hook", "method", "class", "switch"])
+def test_a_model_that_was_changed_is_checked_again(how):
+    """What was checked is what runs."""
+
+    def mixes(x):
+        return x - 0.2 * x.mean(0)
+
+    class Mixing(Base):
+        def change(self, x):
+            return None
+
+        def forward(self, x):
+            return super().forward(mixes(x))
+
+    class Switched(Base):
+        def forward(self, x):
+            return super().forward(mixes(x) if self.switch else x)
+
+    model = Switched()
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+        if how == "hook":
+            model.layer.register_forward_pre_hook(lambda module, args: (mixes(args[0]),))
+        elif how == "method":
+            model.change = lambda x: None
+            model.layer.forward = lambda x: nn.functional.linear(mixes(x), model.layer.weight, model.layer.bias)
+        elif how == "class":
+            model.__class__ = Mixing
+        else:
+            model.switch = True
+        with pytest.raises(ValueError):
+            clipper.backward(model(torch.randn(4, 3)).square().sum(1))
 
 
 def test_nothing_is_found_where_nothing_changed():
