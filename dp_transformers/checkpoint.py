@@ -20,7 +20,7 @@ import secrets
 import shutil
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class PrivacyState:
     def new_run_id() -> str:
         return secrets.token_hex(8)
 
-    def save(self, folder: str | os.PathLike, ledger_steps: int) -> None:
+    def save(self, folder: str | os.PathLike, ledger_steps: int, not_private_because: Sequence[str] = ()) -> None:
         """Declare a checkpoint complete: flush its files to disk, then write this state with the steps that the ledger held for this run."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,8 @@ class PrivacyState:
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
         temporary = folder / f".{STATE_NAME}"
         with open(temporary, "w") as file:
-            json.dump({**asdict(self), "ledger_steps": ledger_steps, "files": sizes}, file, indent=2)
+            facts = {"ledger_steps": ledger_steps, "not_private_because": list(not_private_because), "files": sizes}
+            json.dump({**asdict(self), **facts}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / STATE_NAME)
@@ -106,6 +107,11 @@ class PrivacyState:
                     f"'{file}' {state}, it was saved with {size}: the checkpoint is not complete. Resume from another checkpoint."
                 )
         return loaded
+
+    @staticmethod
+    def reasons(folder: str | os.PathLike) -> list[str]:
+        """Why the steps behind a complete checkpoint were not private, if they were not."""
+        return list(json.loads((Path(folder) / STATE_NAME).read_text()).get("not_private_because", []))
 
     def require(self, wanted: Mapping[str, Any]) -> None:
         """Raise PrivacyStateError unless every given value is the saved one."""

@@ -22,6 +22,8 @@ _OF_THE_LOOP = {
     "_prepare_for_training": "it attaches the clipper, and refuses optimizers that step without noise",
     "_run_epoch": "it runs one private step for each draw. Use callbacks",
     "get_batch_samples": "it takes draws one after the other, each as a whole",
+    "_prepare_input": "what it makes of a batch must leave its rows examples. Do that in data_collator",
+    "_get_collator_with_removed_columns": "it hands the batch to data_collator, where rows are looked at",
     "_prepare_inputs": "what it makes of a batch must leave its rows examples. Do that in data_collator",
 }
 _TRUSTED = ("dp_transformers.", "transformers.")
@@ -33,8 +35,14 @@ def refuse_overrides(trainer: Any, base: type) -> None:
     for name, why in {**_OF_DP_TRAINER, **_OF_THE_LOOP}.items():
         if name in vars(trainer):
             raise ValueError(f"'{name}' was set on this {cls.__name__}, but {base.__name__} needs its own: {why}.")
-        before = cls.__mro__[: cls.__mro__.index(base)] if name in _OF_DP_TRAINER else cls.__mro__
+        before = cls.__mro__[: cls.__mro__.index(base) + 1] if name in _OF_DP_TRAINER else cls.__mro__
         owner = next((c for c in before if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
+        patched = next((c for c in before if name in vars(c) and not vars(c)[name].__module__.startswith(_TRUSTED)), None)
+        if owner is None and patched is not None:
+            patch = vars(patched)[name]
+            raise ValueError(
+                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {base.__name__} needs the original: {why}."
+            )
         if owner is not None:
             bases = (
                 f" Put {base.__name__} first: class {cls.__name__}({base.__name__}, {owner.__name__})." if owner in cls.__bases__ else ""

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -327,7 +328,9 @@ class PrivacyEngine:
         Raises:
             ValueError: a draw is unfinished. The engine is off nevertheless, and the clipped sums, which have no noise, are dropped.
         """
-        if self._made_private().detach():
+        if not self._made_private().detach():
+            return
+        if sys.exc_info()[1] is None:  # an error that is on its way says more
             raise ValueError(
                 "engine.detach() between the loader's batch and optimizer.step(): the draw is not finished. Its clipped sums have no noise and were "
                 "dropped (p.grad is None), and epsilon counts the draw as a step. Call detach() after optimizer.step()."
@@ -591,7 +594,8 @@ def _check_loader(loader: Any) -> None:
         raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
     if loader.batch_size is None:
         raise ValueError(
-            "data_loader has no batch_size (batch_sampler= or batch_size=None), which is the expected size of a draw: give it one."
+            "data_loader has no batch_size (batch_sampler= or batch_size=None), which is the expected size of a draw: give it one. (With accelerate call "
+            "make_private before accelerator.prepare.)"
         )
     sampler = getattr(loader, "sampler", None)
     if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)):

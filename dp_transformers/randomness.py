@@ -63,6 +63,18 @@ def forget_seeds() -> None:
     _seed_globally(secrets.token_bytes(_BYTES))
 
 
+def require_unseeded(what: str) -> None:
+    """Raise ValueError if torch's seed was set since the generators were seeded from the secret."""
+    if torch.initial_seed() != _UNSEEDED:
+        raise ValueError(
+            f"torch's seed was set in {what} (torch.manual_seed, set_seed), so random numbers that move with the examples of a batch are known, and "
+            "epsilon would be too small. Do not set seeds there; both loops draw from secret numbers."
+        )
+
+
+_UNSEEDED = torch.Generator().initial_seed()  # what the state that is written says
+
+
 def seed_worker(worker_id: int) -> None:
     """A DataLoader's ``worker_init_fn``: seeds the worker from all 64 bits that torch gave it."""
     _seed_globally(_expanded([torch.initial_seed()]))

@@ -166,28 +166,47 @@ def _restarts(positions_bt: torch.Tensor, mask: Any) -> bool:
     return bool(starts.any())
 
 
-def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[], None]) -> None:
+def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[], None], *, who: str = "collator") -> None:
     """Raise ValueError if replacing one example changes the rows of others (MixUp, CutMix, normalisation over the batch).
 
-    Both are collated from the same random numbers. Collators that differ from themselves then have generators of their own, and are let be.
+    Both are made from the same random numbers. Who differs from itself then has generators of its own, and is let be. ``collate`` gives a
+    batch, or a list with a row for each example.
     """
 
-    def collated(last: Any) -> list[tuple[str, torch.Tensor]]:
+    def made(last: Any) -> list[tuple[str, torch.Tensor]]:
         reseed()
-        part = copy.deepcopy([*examples[:-1], last])
-        return [(name, x) for name, x in leaves(collate(part)) if isinstance(x, torch.Tensor) and len(examples) in x.shape[:2]]
+        batch = collate(copy.deepcopy([*examples[:-1], last]))
+        if isinstance(batch, list):
+            batch = _as_batch(batch)
+        return [(name, x) for name, x in leaves(batch) if isinstance(x, torch.Tensor) and len(examples) in x.shape[:2]]
 
-    first, again, moved = collated(examples[-1]), collated(examples[-1]), collated(examples[0])
+    first, again, moved = made(examples[-1]), made(examples[-1]), made(examples[0])
     if not _agree(first, again):
         return
     for (name, x), (_, y) in zip(first, moved, strict=False):
         batch_dims = [d for d in range(min(2, x.dim())) if x.shape[d] == len(examples)]
         if x.shape == y.shape and not any(_have_other_rows(x.movedim(d, 0), y.movedim(d, 0)) for d in batch_dims):
             raise ValueError(
-                f"the collator mixes examples: '{name}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
-                "over the batch). Such a row holds several people's data, and one example is in several rows. Take that out of the collator; "
-                "augment each example by itself."
+                f"the {who} mixes examples: '{name}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
+                "over the batch). Such a row holds several people's data, and one example is in several rows. Take that out of it; augment each "
+                "example by itself."
             )
+
+
+def _as_batch(examples: list[Any]) -> dict[str, torch.Tensor]:
+    """Columns of rows that have one shape; others are left out."""
+    columns: dict[str, list[Any]] = {}
+    for example in examples:
+        named = example.items() if isinstance(example, Mapping) else enumerate(example if isinstance(example, (tuple, list)) else [example])
+        for name, x in named:
+            columns.setdefault(str(name), []).append(x)
+    batch = {}
+    for name, column in columns.items():
+        try:
+            batch[name] = torch.stack([torch.as_tensor(x) for x in column])
+        except (TypeError, ValueError, RuntimeError):
+            continue
+    return batch
 
 
 def _have_other_rows(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -242,6 +261,7 @@ def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Co
         if batch_dim is None or not longer:
             continue
         if mask_bt is not None and mask_bt.shape[1] == x.shape[longer[0]]:
+            row = int(mask_bt.sum(1).argmin())  # a collator may put rows in another order
             return Padding(row, mask_bt[row], True, bool(mask_bt.all(1).any()))
         dim = longer[0] - (longer[0] > batch_dim)
         for at in sorted(range(size), key=lambda at: at != row):  # a collator may put rows in another order

@@ -90,6 +90,7 @@ class PrivateRun:
         self.steps_left: float = math.inf
         self.unfinished = 0  # draws that were shown and not stepped: epsilon counts them too
         self._counted: Counter[str] = Counter()  # steps of each run, by its id
+        self.dp_seed = dp_seed
         self._reasons = [f"dp_seed={dp_seed}: draws and noise can be reproduced"] if dp_seed is not None else []
         if state.noise_multiplier == 0:
             logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")

@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from . import rows
-from .randomness import SecretSeeds
+from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 
 
@@ -147,7 +147,8 @@ class LogicalBatches(Dataset):
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
         if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # the first draws, and ever more rarely
-            rows.refuse_mixed(self.collate, examples[-4:], lambda: self._reseed(collating))
+            rows.refuse_mixed(self.collate, examples[-16:], lambda: self._reseed(collating))
+            self._refuse_mixed_loading(draw)
             self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
         self._reseed(collating)  # a data set may have set seeds, each example's own
         return LogicalBatch(draw.number, [self._collated(part) for part in parts], draw.starts_pass)
@@ -177,6 +178,12 @@ class LogicalBatches(Dataset):
         row = min(range(len(examples)), key=lambda i: int(np.sum(np.asarray(examples[i]["attention_mask"]))))
         return rows.size_of(self._load([indices[row]])[0]) < rows.size_of(examples[row])
 
+    def _refuse_mixed_loading(self, draw: Draw) -> None:
+        """The same of a data set that loads a draw's rows together."""
+        if hasattr(self.dataset, "__getitems__"):
+            indices = list(draw.indices)[-16:]
+            rows.refuse_mixed(lambda part: self._load(part), indices, lambda: self._reseed(f"rows of draw {draw.number}"), who="data set")
+
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
         sizes = [rows.size_of(example) for example in examples]
         row = sizes.index(min(sizes))
@@ -187,6 +194,7 @@ class LogicalBatches(Dataset):
         )  # collators may change what they get
         name = rows.main_input(examples[0])
         batch = self.collate(examples)
+        require_unseeded("the collator")
         rows.refuse_packed(batch, examples)
         padding = None
         if alone is not None:

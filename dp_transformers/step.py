@@ -32,10 +32,10 @@ from .clipping import PerExampleClipper
 from .clipping.layout import batch_size_of
 from .clipping.precision import set_gradient
 from .clipping.shards import local
-from .clipping.verify import LossFunction, check_padding, self_check
+from .clipping.verify import LossFunction, SelfCheckError, check_padding, self_check
 from .losses import refuse_targets_padded_on_the_left
 from .mechanism import LayoutNoise, privatise
-from .randomness import SecretSeeds
+from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .run import PrivateRun
 from .sampling import LogicalBatch, PhysicalBatch
@@ -201,7 +201,7 @@ class PrivateStep:
 
     def _check_padding(self, padding: Padding | None, args: tuple, kwargs: dict, loss_function: LossFunction | None) -> None:
         clipper = self.clipper
-        wanted = padding is not None and padding.kind not in self._paddings and self._depends_on_others(padding)
+        wanted = padding is not None and padding.kind not in self._paddings and (self._depends_on_others(padding) or padding.fills)
         given = (args, kwargs, padding) if wanted else None
         if clipper.shards:
             if not distributed.largest(int(wanted), clipper.device):
@@ -214,7 +214,16 @@ class PrivateStep:
         if any(isinstance(x, torch.Tensor) and padding.length in x.shape for x in tree_leaves((args, kwargs))):  # not packed since
             own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
             own_bt[padding.row] = padding.own_t
-            check_padding(clipper, args, kwargs, own_bt, loss_function, padding.row)
+            try:
+                check_padding(clipper, args, kwargs, own_bt, loss_function, padding.row)
+            except SelfCheckError as error:
+                if padding.by_others or len(self._lengths) > 1:
+                    raise
+                logger.warning(
+                    "rows came padded to one length, %d, which some row fills. If it is the length of the longest example, and not one that was "
+                    "chosen without looking at the data, this is not private: %s",
+                    padding.length, error,
+                )  # fmt: skip
         self._paddings.add(padding.kind)
 
     def _depends_on_others(self, padding: Padding) -> bool:
@@ -244,6 +253,7 @@ class PrivateStep:
                 "norm of an example. One row for each example: no augmentation into several rows, no packing or flattening, no part of the "
                 "batch, and no data of another loader."
             )
+        require_unseeded("the model's forward pass, or what ran between it and backward()")
         if given.draw != self._draw:
             self._draw, self._sums, self._mark = given.draw, {}, None
         self._take_sums()
@@ -291,6 +301,7 @@ class PrivateStep:
             raise ValueError(f"examples were clipped to {clipper.max_grad_norm:g}, but the run's max_grad_norm is {state.max_grad_norm:g}.")
         self._take_sums()
         self._mark = None
+        self.run.verified = self.run.verified and clipper.self_check
         self.run.spend_step()
         if clipper.shards:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger

@@ -333,7 +333,7 @@ class DPTrainer(Trainer):
         if distributed.on_rank_zero(lambda: state) != state:
             raise PrivacyStateError(f"'{checkpoint}' is of another run on this machine than on that of rank 0. Copy it from there.")
         self._run = self._new_run(state)
-        self._run.take_over(state, steps_at_save)
+        self._run.take_over(state, steps_at_save, reasons=PrivacyState.reasons(checkpoint))
         args.expected_batch_size = state.expected_batch_size
         return checkpoint
 
@@ -342,14 +342,14 @@ class DPTrainer(Trainer):
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
         args = self.args
         validate_optimizer(self.optimizer, self.model)
-        self._clipper = PerExampleClipper(self.model, self._run.state.max_grad_norm, mode=args.clipping_mode, self_check=args.self_check)
+        self._clipper = PerExampleClipper(self.model, self._run.state.max_grad_norm, mode=args.clipping_mode, self_check=self._run.verified)
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError("FSDP was asked for, but accelerate did not shard the model. Check its configuration, or switch fsdp off.")
         self._refuse_groups()
         self._step = PrivateStep(
             self._clipper,
             self._run,
-            LayoutNoise(self._clipper, dp_seed=args.dp_seed, secure=args.secure_rng),
+            LayoutNoise(self._clipper, dp_seed=self._run.dp_seed, secure=args.secure_rng, warn=False),
             self._seeds,
             self._logical_batches.filler,
             announce=self._say,
@@ -388,7 +388,7 @@ class DPTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         # an example's masks must not depend on which others are drawn, so no two ranks share theirs, but in a tensor-parallel group
-        secret = distributed.shared_secret(self.args.dp_seed)
+        secret = distributed.shared_secret(self._run.dp_seed)
         self._seeds = SecretSeeds(secret, self._data_rank())
         try:
             with global_random_numbers([secret], self.args.device):  # args.seed is known, and would tell the masks of dropout
@@ -467,7 +467,7 @@ class DPTrainer(Trainer):
             len(dataset),
             state.sample_rate,
             self._steps_per_epoch(state.expected_batch_size),
-            distributed.shared_secret(args.dp_seed),
+            distributed.shared_secret(self._run.dp_seed),
             self._data_rank(),
             distributed.world_size() // self.get_tp_size(),
             ended=self._has_ended,
@@ -538,7 +538,7 @@ class DPTrainer(Trainer):
     def _complete(self, checkpoint: str) -> None:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            self._run.state.save(checkpoint, self._run.steps)
+            self._run.state.save(checkpoint, self._run.steps, self._run.not_private_because)
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

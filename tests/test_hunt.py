@@ -1,0 +1,142 @@
+"""What hostile hunts found beside the findings: retries after errors, seeds and generators out of sight, arguments set later."""
+
+import contextlib
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from test_trainer import trainer_for
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_transformers import PerExampleClipper, PrivacyEngine
+
+
+def private_loop(model, data, criterion=None, physical=None, mode="auto", **options):
+    engine = PrivacyEngine(dp_seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    made = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=8, **options), noise_multiplier=1.0, max_grad_norm=0.5,
+        criterion=criterion, max_physical_batch_size=physical, clipping_mode=mode,
+    )  # fmt: skip
+    return engine, *made
+
+
+def rows_of_numbers(n=16):
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(n, 3, generator=generator), torch.randint(0, 2, (n,), generator=generator))
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_after_a_step_that_raised_the_next_is_noised_and_counted():
+    """Any handler of errors around optimizer.step() went on with bare clipped sums."""
+    calls, seen = [], []
+
+    def out_of_memory(optimizer, args, kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+
+    model = torch.nn.Linear(3, 2)
+    engine, model, optimizer, loader = private_loop(model, rows_of_numbers())
+    optimizer.register_step_pre_hook(out_of_memory)
+    for x, y in itertools.chain(loader, loader):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        total = model.weight.grad.clone()
+        with contextlib.suppress(MemoryError):
+            optimizer.step()
+        seen.append(not torch.equal(model.weight.grad * 8, total))
+    assert all(seen) and engine.accountant.steps == len(seen) == 4
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("mode", ["ghost", "book_keeping"])
+def test_a_backward_pass_that_was_cut_off_adds_nothing_twice(mode, monkeypatch):
+    model = torch.nn.Linear(3, 2)
+    engine, model, _optimizer, criterion, loader = private_loop(
+        model, rows_of_numbers(), torch.nn.CrossEntropyLoss(), physical=2, mode=mode
+    )
+    batches = iter(loader)
+    x, y = next(batches)
+    criterion(model(x), y).backward()
+    first = model.weight.grad.clone()
+    _optimizer.step()
+    x, y = next(batches)
+    backward, add_kept = torch.autograd.backward, PerExampleClipper._add_kept
+
+    def cut_off(*args, **kwargs):
+        (add_kept if mode == "book_keeping" else backward)(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((PerExampleClipper, "_add_kept") if mode == "book_keeping" else (torch.autograd, "backward")), cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            engine.clipper.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
+    with pytest.raises(ValueError, match=r"overwritten in place.*drop_draw"):
+        criterion(model(x), y).backward()
+    assert first.norm() > 0
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_arguments_that_are_set_later_change_nothing(tmp_path):
+    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer.args.dp_seed, trainer.args.self_check = 5, False
+    trainer.train()
+    assert trainer.privacy_spent().private and trainer._run.dp_seed is None and trainer._run.verified
+
+
+def seeding(rows):
+    torch.manual_seed(0)
+    return torch.utils.data.default_collate(rows)
+
+
+def drawing(rows, generator=np.random.default_rng(0)):  # noqa: B008
+    x, y = torch.utils.data.default_collate(rows)
+    return x * generator.random(), y
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_seeds_of_collators_and_models():
+    engine, model, *_, loader = private_loop(torch.nn.Linear(3, 2), rows_of_numbers(), collate_fn=seeding)
+    with pytest.raises(ValueError, match="torch's seed was set in the collator"):
+        next(iter(loader))
+    engine.detach()
+
+    class Seeded(torch.nn.Linear):
+        def forward(self, x):
+            if self.training and torch.is_grad_enabled():
+                torch.manual_seed(0)
+            return super().forward(x)
+
+    _, model, _, loader = private_loop(torch.nn.Sequential(Seeded(3, 2)), rows_of_numbers())
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="seed"):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    drawn = []
+    for _ in range(2):
+        drawing.__defaults__ = (np.random.default_rng(0),)
+        engine = PrivacyEngine()
+        model = torch.nn.Linear(3, 2)
+        *_, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters()), data_loader=DataLoader(rows_of_numbers(), 16, collate_fn=drawing),
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+        drawn.append(next(iter(loader))[0])
+    assert not torch.equal(*drawn), "the generator in the collator's default argument follows the secret"
+
+
+class Normalised(TensorDataset):
+    def __getitems__(self, indices):
+        x = torch.stack([self.tensors[0][i] for i in indices])
+        return list(zip(x / x.abs().max(), self.tensors[1][indices], strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_data_sets_that_mix_what_they_load_together_and_collators_that_sort():
+    *_, loader = private_loop(torch.nn.Linear(3, 2), Normalised(*rows_of_numbers().tensors))
+    with pytest.raises(ValueError, match="the data set mixes examples"):
+        list(loader)
+    by_size = lambda rows: torch.utils.data.default_collate(sorted(rows, key=lambda row: -float(row[0].norm())))  # noqa: E731
+    *_, loader = private_loop(torch.nn.Linear(3, 2), rows_of_numbers(), collate_fn=by_size)
+    assert len(list(loader)) == 2
