@@ -633,7 +633,8 @@ class PerExampleClipper:
             logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
             self.detach()
             self.attach()
-        self.recheck_if_changed()
+        if self._follower is not None:
+            self.recheck_if_changed()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         just_checked = not self.checked and batch_size > 0  # an empty batch shows no shapes to check, and adds nothing
         if just_checked:

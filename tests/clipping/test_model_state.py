@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from dp_transformers import PerExampleClipper
+from dp_transformers import PerExampleClipper, PrivacyEngine
 from dp_transformers.clipping.model_state import ModelState
 
 
@@ -129,19 +130,26 @@ def test_a_model_that_was_changed_is_checked_again(how):
             return super().forward(mixes(x) if self.switch else x)
 
     model = Switched()
-    with PerExampleClipper(model, 1.0) as clipper:
-        clipper.backward(model(torch.randn(4, 3)).square().sum(1))
-        if how == "hook":
-            model.layer.register_forward_pre_hook(lambda module, args: (mixes(args[0]),))
-        elif how == "method":
-            model.change = lambda x: None
-            model.layer.forward = lambda x: nn.functional.linear(mixes(x), model.layer.weight, model.layer.bias)
-        elif how == "class":
-            model.__class__ = Mixing
-        else:
-            model.switch = True
-        with pytest.raises(ValueError):
-            clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(8, 3)), 8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for (x,) in loader:
+        model(x).square().sum(1).mean().backward()
+        optimizer.step()
+    if how == "hook":
+        model.layer.register_forward_pre_hook(lambda module, args: (mixes(args[0]),))
+    elif how == "method":
+        model.layer.forward = lambda x: nn.functional.linear(mixes(x), model.layer.weight, model.layer.bias)
+    elif how == "class":
+        model.__class__ = Mixing
+    else:
+        model.switch = True
+    with pytest.raises(ValueError):
+        model(x)
 
 
 def test_nothing_is_found_where_nothing_changed():
