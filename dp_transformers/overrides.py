@@ -34,14 +34,14 @@ def refuse_overrides(trainer: Any, base: type) -> None:
     cls = type(trainer)
     for name, why in {**_OF_DP_TRAINER, **_OF_THE_LOOP}.items():
         if name in vars(trainer):
-            raise ValueError(f"'{name}' was set on this {cls.__name__}, but {base.__name__} needs its own: {why}.")
+            raise ValueError(f"'{name}' was set on this {cls.__name__}, but {base.__name__} needs its own: {why}. Do not set it.")
         before = cls.__mro__[: cls.__mro__.index(base) + 1] if name in _OF_DP_TRAINER else cls.__mro__
         owner = next((c for c in before if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
         patched = next((c for c in before if name in vars(c) and not vars(c)[name].__module__.startswith(_TRUSTED)), None)
         if owner is None and patched is not None:
             patch = vars(patched)[name]
             raise ValueError(
-                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {base.__name__} needs the original: {why}."
+                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {base.__name__} needs the original: {why}. Undo that patch before the trainer is made."
             )
         if owner is not None:
             bases = (

@@ -81,21 +81,21 @@ def require_one_each(indices: Sequence[int], examples: Sequence[Any], dataset: A
         )
 
 
-def require_known_to_nobody(collate: Any) -> None:
-    """Raise ValueError for a collator with a seed of its own, which whoever reads the configuration knows."""
-    for part in _parts_of(collate):
+def require_known_to_nobody(parts: Sequence[Any]) -> None:
+    """Raise ValueError for a collator among ``parts`` with a seed of its own, which whoever reads the configuration knows."""
+    for part in parts:
         seed = part.keywords.get("seed") if isinstance(part, functools.partial) else getattr(part, "seed", None)
-        if isinstance(seed, numbers.Integral):
+        if callable(part) and isinstance(seed, numbers.Integral):
             raise ValueError(
                 f"the collator {type(part).__name__} draws from a generator of its own with seed={seed}. Its random choices move with the examples of "
-                "a batch, so whoever knows the seed can tell more than epsilon allows. Leave its seed out (seed=None): it then draws from numbers "
-                "that are secret."
+                "a batch, so whoever knows the seed can tell more than epsilon allows. Leave its seed out (seed=None): the collator then draws from "
+                "secret numbers."
             )
 
 
-def generators(owner: Any) -> list[Any]:
-    """Random generators that a data set or collator keeps: in attributes, closures, default arguments and module variables it uses."""
-    return [part for part in _parts_of(owner) if isinstance(part, _GENERATORS)]
+def generators(parts: Sequence[Any]) -> list[Any]:
+    """The random generators among ``parts``."""
+    return [part for part in parts if isinstance(part, _GENERATORS)]
 
 
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -103,8 +103,8 @@ _OPAQUE = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.n
 _PARTS, _ENTRIES = 1000, 64  # objects that are looked into, and entries of each container
 
 
-def _parts_of(owner: Any) -> Iterator[Any]:
-    """What ``owner`` is made of, nearest first."""
+def parts_of(owner: Any) -> Iterator[Any]:
+    """What ``owner`` is made of, nearest first: attributes, entries, closures, default arguments, module variables that a function uses."""
     seen, todo = set(), deque([owner])
     while todo and len(seen) < _PARTS:
         part = todo.popleft()
@@ -124,13 +124,13 @@ def _inside(part: Any) -> Iterator[Any]:
         yield from (part.func, *part.args, *part.keywords.values())
     elif isinstance(part, (types.MethodType, types.BuiltinMethodType)):
         yield from (part.__self__, getattr(part, "__func__", None))
-    elif isinstance(part, types.FunctionType):
+    elif isinstance(part, types.FunctionType) and not (part.__module__ or "").startswith(_LIBRARIES):
         yield from (cell.cell_contents for cell in part.__closure__ or () if cell != types.CellType())
         yield from (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values())
         yield from (part.__globals__[name] for name in part.__code__.co_names if name in part.__globals__)
     elif isinstance(part, type):
         yield from (value for cls in part.__mro__[:-1] if not cls.__module__.startswith(_LIBRARIES) for value in list(vars(cls).values()))
-    elif not type(part).__module__.startswith(("pyarrow", "pandas", "tokenizers")):
+    elif not isinstance(part, types.FunctionType) and not type(part).__module__.startswith(("pyarrow", "pandas", "tokenizers")):
         yield from list(getattr(part, "__dict__", {}).values())
         yield from (getattr(part, slot, None) for cls in type(part).__mro__ for slot in _slots(cls))
         yield type(part)

@@ -172,7 +172,8 @@ class PrivateRun:
             if executed < max(at_least, counted):
                 raise PrivacyStateError(
                     f"the ledger '{self.ledger.path}' holds {executed} steps of this run, which has executed {max(at_least, counted)} at least: lines are "
-                    "missing, so what was spent is not known. Restore the file, or start a new run (resume_from_checkpoint=None)."
+                    "missing, so what was spent is not known. Restore the file from a backup, or start a new run from the original model, "
+                    "without this checkpoint."
                 )
             reasons = [*reasons, *recorded]
         self.state = state
@@ -214,9 +215,9 @@ class PrivateRun:
         """
         if self.steps_left < 1:
             raise RuntimeError(
-                f"the privacy budget is spent: epsilon is {self.epsilon(self.state.delta):.4g} after {self.steps} steps, and one more would exceed "
-                f"target_epsilon={self.state.target_epsilon:g}. The model was not changed. Stop here (a callback may undo should_training_stop), or "
-                "start a run with a larger target_epsilon: what both spend adds up."
+                f"the privacy budget is spent: epsilon is {self.spent().epsilon_per_person:.4g} after {self.steps} steps, and one more would exceed "
+                f"target_epsilon={self.state.target_epsilon:g}. This step did not change the model: stop the loop here (in DPTrainer let no "
+                "callback undo should_training_stop). To train on, start a run with a larger target_epsilon of its own; what both spend adds up."
             )
         if self.ledger is not None and distributed.rank() == 0:
             self.ledger.add_step(self.state.run_id, self._counted[self.state.run_id] + 1)

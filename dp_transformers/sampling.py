@@ -134,12 +134,14 @@ class LogicalBatches(Dataset):
         self._collated_alone: set[tuple[int, int]] = set()  # by lengths, to within a factor of two
         self._pads_draws = False  # the data set pads rows to the longest of those it is asked for together
         self._filler: PhysicalBatch | None = None
+        self._parts: list[Any] = []  # of the data set and the collator, as they are for the draw that is loaded
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, draw: Draw) -> LogicalBatch:
-        rows.require_known_to_nobody(self.collate)
+        self._parts = list(rows.parts_of((self.collate, self.dataset)))
+        rows.require_known_to_nobody(self._parts)
         self._reseed(f"rows of draw {draw.number}")
         loaded = self._load(draw.indices)
         examples = sorted(loaded, key=_length)
@@ -161,7 +163,7 @@ class LogicalBatches(Dataset):
 
     def _reseed(self, purpose: str) -> None:
         self._seeds.reseed(purpose)
-        for generator in rows.generators((self.dataset, self.collate)):
+        for generator in rows.generators(self._parts):
             self._seeds.reseed_generator(generator, purpose)
 
     def _load(self, indices: Sequence[int]) -> list[Any]:

@@ -143,9 +143,13 @@ class PrivateStep:
             )
         last, self._last_draw = self._last_draw, max(draw.number, self._last_draw)
         if draw.number <= last:
-            raise RuntimeError("a draw was replayed, so the examples are not drawn as epsilon assumes: the train dataloader was changed.")
+            raise RuntimeError(
+                "a draw was replayed by the train dataloader, so the examples are not drawn as epsilon assumes: do not cache or repeat its batches."
+            )
         if last >= 0 and draw.number != last + 1 and not draw.starts_pass:
-            raise RuntimeError("a draw was left out, so the examples are not drawn as epsilon assumes: the train dataloader was changed.")
+            raise RuntimeError(
+                "a draw was left out by the train dataloader, so the examples are not drawn as epsilon assumes: do not skip or reorder its batches."
+            )
 
     def _left_undone(self, draw: int) -> str | None:
         before = self.given
@@ -161,8 +165,8 @@ class PrivateStep:
         return (
             "the loader was asked for this batch before the one before it went backward. Take batches one at a time, without prefetching "
             "(num_workers does that), and leave none out, at the end of a pass, by break or by next(iter(loader)): which examples take part in a step "
-            "must not depend on data. If the loop was stopped for a reason that has nothing to do with them, call engine.drop_draw(), which "
-            "counts the draw as a step."
+            "must not depend on data. If something else stopped the loop (an error, Ctrl-C), call engine.drop_draw(), which counts the draw as a step, "
+            "and take the next batch."
         )
 
     # ---- before a forward pass (the clipper asks) ----
@@ -277,9 +281,9 @@ class PrivateStep:
         """Put the sum so far in ``p.grad``; it is what was clipped."""
         if self._mark is not None and not torch.equal(self._mark, _mark(self._sums.values())):
             raise ValueError(
-                "the gradient sum of an unfinished draw was overwritten in place: use optimizer.zero_grad(set_to_none=True), and change no "
-                "gradient before optimizer.step(), through .data, .numpy() and views neither. Noise is added to the sum that was clipped. (After a "
-                "backward pass that was cut off: engine.drop_draw() counts the draw as a step, and goes on with the next.)"
+                "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum that was clipped. Clear gradients with "
+                "optimizer.zero_grad(set_to_none=True), and write to no p.grad before optimizer.step(), not through .data, .numpy() or a view either. "
+                "If a backward pass was interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
             )
         for p in self.clipper.parameters:
             set_gradient(p, self._sums.get(p))

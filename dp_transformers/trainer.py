@@ -293,12 +293,12 @@ class DPTrainer(Trainer):
                 f"this run has ended after {run.steps} steps, epsilon is {run.epsilon(state.delta):.4g}: there is nothing left to train."
             )
             return
-        whole = PrivateRun(state, PrivacyAccountant(self.args.accountant))
+        whole = PrivateRun(state, PrivacyAccountant(self.args.accountant), max_examples_per_person=run.max_examples_per_person)
         whole.take_over(state, run.steps + planned - done)
         raise ValueError(
-            f"the privacy budget is spent: epsilon is {run.epsilon(state.delta):.4g} after {run.steps} steps, and one "
+            f"the privacy budget is spent: epsilon is {run.spent().epsilon_per_person:.4g} after {run.steps} steps, and one "
             f"more would exceed target_epsilon={state.target_epsilon:g}. Nothing was trained. All {planned - done} steps that are planned would make it "
-            f"{whole.epsilon(state.delta):.4g}. A run keeps its target: to go on, load the model that was trained and start a new run in another "
+            f"{whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go on, load the model that was trained and start a new run in another "
             "output_dir (with a target_epsilon or noise_multiplier of its own); what both spend adds up."
         )
 
@@ -331,7 +331,10 @@ class DPTrainer(Trainer):
                 "and must go on: set output_dir to the folder that holds the checkpoint."
             )
         if distributed.on_rank_zero(lambda: state) != state:
-            raise PrivacyStateError(f"'{checkpoint}' is of another run on this machine than on that of rank 0. Copy it from there.")
+            raise PrivacyStateError(
+                f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than the folder of that name on the machine of rank 0. "
+                "Copy rank 0's folder over it, or set output_dir to a folder that all machines share."
+            )
         self._run = self._new_run(state)
         self._run.take_over(state, steps_at_save, reasons=PrivacyState.reasons(checkpoint))
         args.expected_batch_size = state.expected_batch_size
@@ -505,8 +508,9 @@ class DPTrainer(Trainer):
         if self._run is not None and (self._clipper is not None or self._run.steps):
             if self._run.steps < self.state.global_step:
                 raise RuntimeError(
-                    f"{self.state.global_step} steps were taken, but only {self._run.steps} were clipped, noised and counted: something else than "
-                    "DPTrainer's training step changed the model, so there is no epsilon to log."
+                    f"{self.state.global_step} steps were taken, but only {self._run.steps} were clipped, noised and counted: a callback or other "
+                    "code stepped the model or set state.global_step. This model has no valid epsilon: do not release it. Remove that code and "
+                    "train again from the original model."
                 )
             logs["epsilon"] = self._run.epsilon(self._run.state.delta)
         super().log(logs, start_time)

@@ -101,7 +101,8 @@ class DPTrainingArguments(TrainingArguments):
 
     def _check_privacy(self) -> None:
         for name in ("target_epsilon", "target_delta", "noise_multiplier", "max_grad_norm", "expected_batch_size"):
-            if not isinstance(value := getattr(self, name), (int, float, type(None))):
+            optional = name != "max_grad_norm"
+            if not isinstance(value := getattr(self, name), (int, float, *([type(None)] if optional else []))):
                 raise ValueError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
         if self.target_delta is None or not 0 < self.target_delta < 1:
             raise ValueError(

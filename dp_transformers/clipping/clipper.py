@@ -773,7 +773,8 @@ class PerExampleClipper:
         weights_b = _checked_weights(weights, losses)
         if any((p._backward_hooks or p._post_accumulate_grad_hooks) and self._has_foreign_hook(p) for p in self.parameters):
             raise ValueError(
-                "a trainable parameter has a gradient hook, which could change or use gradients that are not private yet: remove it."
+                f"trainable parameter '{next((n for n, p in self.model.named_parameters() if p.requires_grad and self._has_foreign_hook(p)), '?')}' has a gradient "
+                "hook, which could change or use gradients that are not private yet: call remove() of the handle that register_hook returned."
             )
         forward_pass.in_backward, forward_pass.followed = True, False
         try:
@@ -847,9 +848,9 @@ class PerExampleClipper:
         name = next((name for name, p in self.model.named_parameters() if p is parameter), "?")
         answering = max((claim for claim in self.claims if parameter in claim.names), key=lambda claim: len(claim.path))
         raise UnsupportedModuleError(  # which the self-check has answered by a parent, where there is one that sees it
-            f"parameter '{name}' got a gradient past its module, which cannot be clipped: the loss uses the parameter directly (a weight "
-            "penalty: use the optimizer's weight_decay), the forward pass ran outside the model that is clipped, or it took a way through it "
-            "that its first call did not, and used the parameter, or an activation from inside the module, without the module's call.",
+            f"parameter '{name}' got a gradient past its module, which cannot be clipped. Either the loss uses the parameter directly (a weight penalty: use "
+            "the optimizer's weight_decay), or forward ran outside of the model that is clipped, or forward read the weight or an inner activation "
+            "without calling the module. Call the module for it, or freeze the parameter.",
             answering.module,
         )
 

@@ -75,8 +75,8 @@ class ModelState:
             others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
             raise ValueError(
                 f"'{changed[0]}'{others} of the model changed while a batch went through it, and not by the optimizer: it would carry private data "
-                "to later batches without clipping and noise. Switch that off (rope_type other than 'dynamic', attention_type='original_full', "
-                "running statistics, counters and caches kept in forward), or keep such numbers outside of the model."
+                "to later batches without clipping and noise. Set a rope_type other than 'dynamic', or attention_type='original_full', or switch off "
+                "the running statistics, switches or caches that forward writes. What your own loop writes, write it after optimizer.step()."
             )
 
     @contextmanager
