@@ -477,7 +477,7 @@ class _Loop:
                 max_examples_per_person=rows,
             )
             self.step = PrivateStep(
-                clipper, self.run, self._noise, self._seeds, loader.logical_batches.filler, at_least=1, own_optimizer=self.optimizer
+                clipper, self.run, self._noise, self._seeds, loader.logical_batches, at_least=1, own_optimizer=self.optimizer
             )
             clipper.follow(self.step, self._followed)
         except BaseException:

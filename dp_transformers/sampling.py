@@ -161,6 +161,17 @@ class LogicalBatches(Dataset):
             self._filler = PhysicalBatch(self.collate(self._load([0])), 1, weight=0.0)
         return self._filler
 
+    def has_one_longest(self) -> bool:
+        """Whether just one row of the data set comes without padding, so that it gave the others their length."""
+        full = 0
+        for i in range(len(self.dataset)):
+            row = self._load([i])[0]
+            mask = row.get("attention_mask") if isinstance(row, Mapping) else None
+            full += mask is not None and bool(np.all(np.asarray(mask)))
+            if full > 1:
+                return False
+        return full == 1
+
     def _reseed(self, purpose: str) -> None:
         self._seeds.reseed(purpose)
         for generator in rows.generators(self._parts):

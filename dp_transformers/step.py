@@ -38,7 +38,7 @@ from .mechanism import LayoutNoise, privatise
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .run import PrivateRun
-from .sampling import LogicalBatch, PhysicalBatch
+from .sampling import LogicalBatch, LogicalBatches, PhysicalBatch
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PrivateStep:
         run: Counts the releases.
         noise: For the gradients of ``clipper.parameters``.
         seeds: Of dropout and the like.
-        filler: Makes a row of weight 0, for ranks that have no examples left.
+        data: Where draws come from, and rows of weight 0 for ranks that have no examples left.
         at_least: Physical batches of a draw, for loops that must see one to go on.
         own_optimizer: The one that releases when it steps (PrivacyEngine); None where the release comes before (DPTrainer).
         announce: Called with a sentence when the self-check has passed.
@@ -80,7 +80,7 @@ class PrivateStep:
         run: PrivateRun,
         noise: LayoutNoise,
         seeds: SecretSeeds,
-        filler: Callable[[], PhysicalBatch],
+        data: LogicalBatches,
         *,
         at_least: int = 0,
         own_optimizer: torch.optim.Optimizer | None = None,
@@ -88,7 +88,7 @@ class PrivateStep:
         label_names: Sequence[str] = ("labels",),
         reduce_every_batch: bool = True,
     ):
-        self.clipper, self.run, self._noise, self._seeds, self._filler = clipper, run, noise, seeds, filler
+        self.clipper, self.run, self._noise, self._seeds, self._data = clipper, run, noise, seeds, data
         self._at_least, self._own_optimizer = at_least, own_optimizer
         self._announce, self._label_names, self._reduce_every_batch = announce, list(label_names), reduce_every_batch
         self.given: Given | None = None
@@ -129,7 +129,7 @@ class PrivateStep:
         self._sums, self._mark, self._released = {}, None, {}
         batches, clipper = list(draw.batches), self.clipper
         rounds = max(self._at_least, distributed.largest(len(batches), clipper.device) if clipper.shards else len(batches))
-        batches += [self._filler() for _ in range(rounds - len(batches))]
+        batches += [self._data.filler() for _ in range(rounds - len(batches))]
         for i, batch in enumerate(batches):
             self.given = Given(batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number))
             self.run.unfinished = int(self._own_optimizer is not None)
@@ -221,10 +221,10 @@ class PrivateStep:
             try:
                 check_padding(clipper, args, kwargs, own_bt, loss_function, padding.row)
             except SelfCheckError as error:
-                if padding.by_others or len(self._lengths) > 1:
+                if padding.by_others or len(self._lengths) > 1 or self._data.has_one_longest():
                     raise
                 logger.warning(
-                    "rows came padded to one length, %d, which some row fills. If it is the length of the longest example, and not one that was "
+                    "rows came padded to one length, %d, which several rows fill. If it is the length of the longest example, and not one that was "
                     "chosen without looking at the data, this is not private: %s",
                     padding.length, error,
                 )  # fmt: skip

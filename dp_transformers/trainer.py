@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -354,7 +355,7 @@ class DPTrainer(Trainer):
             self._run,
             LayoutNoise(self._clipper, dp_seed=self._run.dp_seed, secure=args.secure_rng, warn=False),
             self._seeds,
-            self._logical_batches.filler,
+            self._logical_batches,
             announce=self._say,
             label_names=self.label_names,
             reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True),
@@ -447,7 +448,27 @@ class DPTrainer(Trainer):
             raise ValueError(
                 f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none')."
             )
+        if self._step is not None:
+            self._refuse_losses_over_the_batch(losses, outputs, labels)
         return losses, outputs
+
+    def _refuse_losses_over_the_batch(self, losses: torch.Tensor, outputs: Any, labels: Any) -> None:
+        """Losses of half of the rows are those that the rows have in the whole batch; at first, and ever more rarely."""
+        given, size = self._step.given, len(losses)
+        if given is None or given.draw & (given.draw - 1) or size < 2:
+            return
+        half = tree_map(
+            lambda x: x[: size // 2].detach() if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x, (outputs, labels)
+        )
+        with torch.no_grad():
+            alone = self._per_example_loss(*half)
+        if alone.shape == (size // 2,) and not torch.allclose(
+            alone.float(), losses[: size // 2].detach().float(), rtol=1e-3, atol=1e-6, equal_nan=True
+        ):
+            raise ValueError(
+                "an example's loss is another one when fewer examples share its batch: the loss compares them (the hardest of a batch, ranks, batch "
+                "statistics). Let per_example_loss_func compute each loss from its own row of the outputs and labels alone."
+            )
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """The norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""

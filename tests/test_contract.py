@@ -544,3 +544,23 @@ def test_a_model_that_sorts_its_rows(loop, monkeypatch):
         ValueError, match=r"(?s)moved by .* when only another example of its batch changed: the model or its loss mixes examples"
     ):
         moves(loop, task, 11)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_rows_padded_before_training_to_the_length_of_the_longest(loop):
+    """As datasets.map(tokenize, batched=True) with padding=True does; a length that several rows fill may be one that was chosen."""
+    batch = padded(texts([40, *range(5, 14)], classes=None), "left")
+    rows = [{name: column[i] for name, column in batch.items()} for i in range(len(batch["input_ids"]))]
+    with pytest.raises(ValueError, match=r"padded on the left to the length of a longer one"):
+        train(loop, Task(gpt2, rows, bound=0.01, physical=16))
+
+
+def hardest(scores, labels):
+    each = nn.functional.cross_entropy(scores, labels, reduction="none")
+    return each * (each >= each.topk(min(8, len(each))).values[-1])
+
+
+def test_a_loss_that_compares_the_examples_of_a_batch():
+    """More of them than the self-check has rows."""
+    with pytest.raises(ValueError, match=r"when fewer examples share its batch.*own row"):
+        moves("trainer", Task(Scores, points(16), None, hardest, physical=16), 0)

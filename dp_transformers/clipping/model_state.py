@@ -48,14 +48,16 @@ class ModelState:
         """Note the state, if no batch is under way. What was changed between batches is the user's own doing."""
         if self._noted or self.paused:
             return
-        if not self._is_as_recorded():
+        if self._is_same_by_identity():
+            self._note_contents()
+        else:
             self._record()
         self._trained_versions = [p._version for p in self._trained]
         self._noted = True
 
     def runs_otherwise(self) -> bool:
         """Whether the model may compute otherwise than when this was asked last: a class, method, hook, word or switch is another one."""
-        if self.paused or self._noted or (self._switches is not None and self._is_as_recorded()):
+        if self.paused or self._noted or (self._switches is not None and self._is_same_by_identity()):
             return False
         before, self._switches = self._switches, _switches(self.model)
         return before is not None and before != self._switches
@@ -98,7 +100,7 @@ class ModelState:
     # ---- comparing: a few microseconds a module ----
 
     def _record(self) -> None:
-        self._places = list(_places(self.model))
+        self._places = list(_places(self.model, self._watch_parameters))
         self._holders = [place.holder for place in self._places]
         self._before = [
             dict(h) if isinstance(h, dict) else list(h) for h in self._holders
@@ -108,15 +110,18 @@ class ModelState:
         self._structure = list(map(_structure, self._modules))
         self._tensors = list({id(t): t for t in self._frozen()}.values())
         self._versions = [t._version for t in self._tensors]
-        tensors = [(name, b) for name, b in self.model.named_buffers()]
-        tensors += [(place.name_of(key), value) for place, before in zip(self._places, self._before, strict=True) if isinstance(before, dict)
-                    for key, value in before.items() if type(value) is torch.Tensor and not place.holds_buffers]  # fmt: skip
-        self._contents = [(name, t, _content(t)) for name, t in tensors if not t.is_sparse and not t.is_meta]
-        self._arrays = [(place.name_of(key), value, value.copy()) for place, before in zip(self._places, self._before, strict=True)
-                        if isinstance(before, dict) for key, value in before.items()
-                        if isinstance(value, np.ndarray) and value.size <= _SMALL]  # fmt: skip
+        named = [(place.name_of(key), value) for place, before in zip(self._places, self._before, strict=True) if isinstance(before, dict) and not place.holds_buffers
+                 for key, value in before.items()]  # fmt: skip
+        watched = [*self.model.named_buffers(), *named]
+        self._plain = [(name, t) for name, t in watched if type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta]
+        self._small_arrays = [(name, a) for name, a in named if isinstance(a, np.ndarray) and a.size <= _SMALL]
+        self._note_contents()
         self._trained = [p for p in self.model.parameters() if p.requires_grad] if self._watch_parameters else []
         self._trained_versions = [p._version for p in self._trained]
+
+    def _note_contents(self) -> None:
+        self._contents = [(name, t, _content(t)) for name, t in self._plain]
+        self._arrays = [(name, a, a.copy()) for name, a in self._small_arrays]
 
     def _frozen(self) -> Iterator[torch.Tensor]:
         yield from self.model.buffers()
@@ -125,11 +130,14 @@ class ModelState:
             yield from (p for p in self.model.parameters() if not p.requires_grad)
 
     def _is_as_recorded(self) -> bool:
+        return self._is_same_by_identity() and not self._rewritten_buffers()
+
+    def _is_same_by_identity(self) -> bool:
+        """Without a look at the content of tensors, which would wait for the device."""
         return (
             list(map(_structure, self._modules)) == self._structure
             and _ids(self._holders) == self._ids
             and [t._version for t in self._tensors] == self._versions
-            and not self._rewritten_buffers()
         )
 
     def _rewritten_buffers(self) -> list[str]:
@@ -173,11 +181,13 @@ _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
+def _places(model: nn.Module, parameters: bool) -> Iterator[_Place]:
     seen: set[int] = set()
     for path, module in model.named_modules():
         yield _Place(path, vars(module)["_buffers"], holds_buffers=True)
         yield _Place(path, vars(module)["_modules"])
+        if parameters:
+            yield _Place(path, vars(module)["_parameters"])
         yield from _attributes(path, vars(module), seen, _DEPTH)
 
 
@@ -205,7 +215,7 @@ def _has_attributes(value: Any) -> bool:
 
 def _content(t: torch.Tensor) -> torch.Tensor:
     t = t.detach()
-    if t.numel() <= _SMALL:
+    if t.numel() <= _SMALL or t.storage_offset() * t.element_size() % 8:
         return t.clone()
     return t.reshape(-1).view(torch.uint8)[: t.numel() * t.element_size() // 8 * 8].view(torch.int64).sum()
 
@@ -251,7 +261,7 @@ def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:
             continue
         if _has_grown(old, new):
             grown.add(place.path)
-        elif isinstance(old, (bool, str, bytes, nn.Module)) or (place.holds_buffers and old is not None):
+        elif isinstance(old, (bool, str, bytes, nn.Module, nn.Parameter)) or (place.holds_buffers and old is not None):
             changed[key] = (old, new)
         elif isinstance(old, _SCALARS):
             numbers[key] = (old, new)

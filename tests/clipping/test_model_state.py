@@ -44,6 +44,7 @@ REFUSED = {
     "mean ": lambda self, x: self.mean.data.add_(x.detach().mean(0)),
     "mean  ": lambda self, x: self.register_buffer("mean", x.detach().mean(0)),
     "scale": lambda self, x: self.scale.detach().add_(0.1),
+    "scale ": lambda self, x: setattr(self, "scale", nn.Parameter(self.scale + 0.1, requires_grad=False)),
     "options.kind": lambda self, x: self.options.update(kind="full"),
 }
 
