@@ -173,19 +173,23 @@ def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[],
     batch, or a list with a row for each example.
     """
 
-    def made(last: Any) -> list[tuple[str, torch.Tensor]]:
+    def made(part: list[Any]) -> dict[str, torch.Tensor]:
         reseed()
-        batch = collate(copy.deepcopy([*examples[:-1], last]))
-        if isinstance(batch, list):
-            batch = _as_batch(batch)
-        return [(name, x) for name, x in leaves(batch) if isinstance(x, torch.Tensor) and len(examples) in x.shape[:2]]
+        batch = collate(copy.deepcopy(part))
+        return {
+            name: x for name, x in leaves(_as_batch(batch) if isinstance(batch, list) else batch) if isinstance(x, torch.Tensor) and x.dim()
+        }
 
-    first, again, moved = made(examples[-1]), made(examples[-1]), made(examples[0])
-    if not _agree(first, again):
+    size, whole = len(examples), list(examples)
+    first, again, fewer, moved = made(whole), made(whole), made(whole[:-1]), made([*whole[:-1], whole[0]])
+    if not _agree(list(first.items()), list(again.items())):
         return
-    for (name, x), (_, y) in zip(first, moved, strict=False):
-        batch_dims = [d for d in range(min(2, x.dim())) if x.shape[d] == len(examples)]
-        if x.shape == y.shape and not any(_have_other_rows(x.movedim(d, 0), y.movedim(d, 0)) for d in batch_dims):
+    for name in (name for name in first if name in fewer and name in moved):
+        x, y, z = first[name], moved[name], fewer[name]
+        if x.shape != y.shape or x.dim() != z.dim():
+            continue
+        rows_in = next((d for d in range(min(2, x.dim())) if x.shape[d] == size and z.shape[d] == size - 1), None)
+        if rows_in is not None and not _have_other_rows(x.movedim(rows_in, 0), y.movedim(rows_in, 0)):
             raise ValueError(
                 f"the {who} mixes examples: '{name}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
                 "over the batch). Such a row holds several people's data, and one example is in several rows. Take that out of it; augment each "

@@ -413,7 +413,8 @@ class DPTrainer(Trainer):
             rows = self._prepare_inputs(given.batch.rows)
             self._step.check((), dict(rows), lambda **rows: self._per_example_losses(rows)[0])
             with self.compute_loss_context_manager():
-                losses, _ = self._per_example_losses(rows)
+                losses, outputs = self._per_example_losses(rows)
+            self._refuse_losses_over_the_batch(losses, outputs, self._labels_of(rows))
             self._clipper.backward(losses)
             if self.args.log_train_loss and given.batch.weight:
                 loss += losses.detach().nansum() / self._run.state.expected_batch_size
@@ -440,17 +441,20 @@ class DPTrainer(Trainer):
             raise ValueError(
                 f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column or set label_names."
             )
-        labels = [inputs.pop(name) for name in self.label_names]
-        labels = labels[0] if len(labels) == 1 else tuple(labels)
+        labels = self._labels_of(inputs)
+        for name in self.label_names:
+            del inputs[name]
         outputs = self.model(**{**decoder_inputs(self.model, labels), **inputs})  # decoder inputs that the batch has win
         losses = self._per_example_loss(outputs, labels)
         if losses.dim() != 1:
             raise ValueError(
                 f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none')."
             )
-        if self._step is not None:
-            self._refuse_losses_over_the_batch(losses, outputs, labels)
         return losses, outputs
+
+    def _labels_of(self, inputs: Any) -> Any:
+        labels = tuple(inputs[name] for name in self.label_names)
+        return labels[0] if len(labels) == 1 else labels
 
     def _refuse_losses_over_the_batch(self, losses: torch.Tensor, outputs: Any, labels: Any) -> None:
         """Losses of half of the rows are those that the rows have in the whole batch; at first, and ever more rarely."""
