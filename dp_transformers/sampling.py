@@ -132,7 +132,7 @@ class LogicalBatches(Dataset):
         self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
         self._seeds = seeds or SecretSeeds(secrets.randbits(128))
         self._collated_alone: set[tuple[int, int]] = set()  # by lengths, to within a factor of two
-        self._pads_draws = False  # the data set pads rows to the longest of those it is asked for together
+        self._pads_draws = False  # the collator, or the data set, pads rows to the longest of those it is asked for together
         self._filler: PhysicalBatch | None = None
         self._parts: list[Any] = []  # of the data set and the collator, as they are for the draw that is loaded
 
@@ -219,6 +219,7 @@ class LogicalBatches(Dataset):
                 "others. Use a collator that returns the attention_mask (DataCollatorWithPadding does if the tokenizer's output has it), or pad "
                 "all to one length (padding='max_length')."
             )
+        self._pads_draws |= padding is not None
         padding = padding or rows.padding_before(batch)
         if padding is not None and self._pads_draws:
             padding = replace(padding, by_others=True)
