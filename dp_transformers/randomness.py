@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,11 +55,6 @@ class SecretSeeds:
             generator.seed(numbers)
         else:
             generator.manual_seed(int.from_bytes(numbers[:8], "little") >> 1)
-
-
-def forget_seeds() -> None:
-    """Reseed Python's, NumPy's and torch's global generators from the operating system."""
-    _seed_globally(secrets.token_bytes(_BYTES))
 
 
 def require_unseeded(what: str) -> None:

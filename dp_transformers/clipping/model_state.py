@@ -177,7 +177,6 @@ class _Place(NamedTuple):
         return f"{self.path}.{key}".lstrip(".")
 
 
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
 
