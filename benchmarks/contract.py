@@ -36,7 +36,7 @@ PARTS = {
     "random numbers": [(SecretSeeds, "reseed")],
     "state of the model": [(ModelState, "before_forward"), (ModelState, "require_unchanged")],
     "trainable parameters": [(PerExampleClipper, "require_same_parameters")],
-    "sums": [(PrivateStep, "_take_sums"), (PrivateStep, "_hide_sums"), (PrivateStep, "after_sum")],
+    "sums": [(PrivateStep, "_take_sums"), (PrivateStep, "after_sum")],
     "draws": [(PrivateStep, "_require_next"), (PrivateStep, "_left_undone")],
     "optimizers": [(PrivateStep, "refuse_unreleased")],
 }

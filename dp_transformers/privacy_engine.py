@@ -46,9 +46,9 @@ class PrivacyEngine:
     The loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. ``make_private`` gives back the same model and the
     same optimizer, with hooks, and a loader of Poisson draws in the place of the old one.
 
-    * After ``loss.backward()``, ``p.grad`` holds the sum of the clipped per-example gradients of the draw so far (in mode "per_sample",
-      ``p.grad_sample`` of shape (B, *p.shape) those before clipping, until the step); ``optimizer.step()`` adds the noise, divides by the expected batch
-      size and then steps; afterwards ``p.grad`` is what was stepped with.
+    * After the ``loss.backward()`` that ends a draw, ``p.grad`` holds the sum of its clipped per-example gradients, and None after those before
+      it (in mode "per_sample", ``p.grad_sample`` of shape (B, *p.shape) those of the batch before clipping, until the step); ``optimizer.step()``
+      adds the noise, divides by the expected batch size and then steps; afterwards ``p.grad`` is what was stepped with.
     * In several processes each has the model, and makes the same calls: the loader hands out every draw among them, and ``optimizer.step()``
       adds up their sums. Models under ``fully_shard`` (FSDP2) need losses of shape (B,): a ``criterion``, or ``loss_reduction="none"`` and
       ``engine.clipper.backward(losses)``.

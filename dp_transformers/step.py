@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Stage(Enum):
-    GIVEN, SUMMED, DONE = auto(), auto(), auto()
+    GIVEN, SUMMING, SUMMED, DONE = auto(), auto(), auto(), auto()
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class PrivateStep:
         self.given: Given | None = None
         self._last_draw = self._draw = -1  # the last that came; the one that the sums belong to
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # clipped, of the draw so far
-        self._mark: torch.Tensor | None = None  # of the sums, while they can be seen in p.grad
+        self._mark: torch.Tensor | None = None  # of the sums, while a loop of the user's can see them in p.grad
         self._released: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # noised, with the version they had
         self._own = frozenset(clipper.parameters)
         self._traits: frozenset | None = None  # of masks and counts, that the self-check has met
@@ -245,6 +245,11 @@ class PrivateStep:
             raise ValueError("backward on data that did not come from the loader that make_private returned: iterate over that loader.")
         if given.refusal is not None:
             raise ValueError(given.refusal)
+        if given.stage is _Stage.SUMMING:
+            raise ValueError(
+                "an earlier backward pass on this batch was interrupted, and may have added a part of its sum. Call engine.drop_draw(), which counts the "
+                "draw as a step, and take the next batch."
+            )
         if given.stage is not _Stage.GIVEN:
             raise ValueError(
                 "backward ran a second time on one batch: an example's gradient would be added twice. Add the losses up first. For a loss that is "
@@ -262,20 +267,22 @@ class PrivateStep:
             self._draw, self._sums, self._mark = given.draw, {}, None
         self._take_sums()
         self.clipper.reduce_now = self._reduce_every_batch or given.last_of_draw
+        given.stage = _Stage.SUMMING
         return None if given.batch.weight == 1 else torch.full((batch_size,), given.batch.weight)
 
     def after_sum(self) -> None:
-        """Keep the sum; in a loop of the user's it can be seen, and must not be changed."""
+        """Keep the sum. A loop of the user's can see that of a whole draw, and must not change it."""
         self.given.stage = _Stage.SUMMED
         self._sums = {p: p.grad for p in self.clipper.parameters if p.grad is not None}
-        if self._own_optimizer is not None:
+        if self._shows_sums:
             self._mark = _mark(self._sums.values())
         else:
-            self._hide_sums()
+            for p in self.clipper.parameters:
+                p.grad = None  # torch's optimizers leave such parameters, and their state, as they are
 
-    def _hide_sums(self) -> None:
-        for p in self.clipper.parameters:
-            p.grad = None
+    @property
+    def _shows_sums(self) -> bool:
+        return self._own_optimizer is not None and self.given.last_of_draw
 
     def _take_sums(self) -> None:
         """Put the sum so far in ``p.grad``; it is what was clipped."""
@@ -330,7 +337,7 @@ class PrivateStep:
                 "optimizer.step() without a backward on a batch of the private loader since the last step: one backward, one step, for every "
                 "batch of the loader."
             )
-        if any(p.grad is not self._sums.get(p) for p in self.clipper.parameters):
+        if any(p.grad is not (self._sums.get(p) if self._shows_sums else None) for p in self.clipper.parameters):
             raise ValueError(
                 "a gradient was replaced between backward() and optimizer.step(). Noise is added in step() to the sum that was clipped: call "
                 "zero_grad() before backward(), and drop further clipping, scaling or averaging of gradients."
@@ -338,8 +345,6 @@ class PrivateStep:
         if given.last_of_draw:
             self.release()
         else:
-            self._take_sums()
-            self._hide_sums()  # torch's optimizers leave such parameters, and their state, as they are
             given.stage = _Stage.DONE
 
     def _is_released(self, p: nn.Parameter) -> bool:
