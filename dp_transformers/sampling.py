@@ -17,6 +17,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from . import rows
+from .mixing import refuse_mixed
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 
@@ -149,7 +150,7 @@ class LogicalBatches(Dataset):
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
         if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # the first draws, and ever more rarely
-            rows.refuse_mixed(self.collate, examples[-16:], lambda: self._reseed(collating))
+            refuse_mixed(self.collate, examples[-16:], lambda: self._reseed(collating))
             self._refuse_mixed_loading(draw)
             self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
         self._reseed(collating)  # a data set may have set seeds, each example's own
@@ -195,7 +196,7 @@ class LogicalBatches(Dataset):
         """The same of a data set that loads a draw's rows together."""
         if hasattr(self.dataset, "__getitems__"):
             indices = list(draw.indices)[-16:]
-            rows.refuse_mixed(lambda part: self._load(part), indices, lambda: self._reseed(f"rows of draw {draw.number}"), who="data set")
+            refuse_mixed(lambda part: self._load(part), indices, lambda: self._reseed(f"rows of draw {draw.number}"), who="data set")
 
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
         sizes = [rows.size_of(example) for example in examples]
