@@ -4,7 +4,8 @@ DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the cont
 in every step of both loops, when it matters, and not once before training.
 
 * Draws come one after the other, each is worked on in full, and none is left out (:meth:`PrivateStep.physical_batches`).
-* A row of a batch is one example, forward and backward run once over it (:meth:`PrivateStep.before_sum`).
+* A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), forward and backward run once over it
+  (:meth:`PrivateStep.before_sum`).
 * Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
 * Exactness is checked again for masks and counts of another kind, padding for every new kind of it (:meth:`PrivateStep.check`).
 * The sums that are noised are those that were clipped, with the bound, the parameters and the mechanism of the run, and the step is on the
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from .clipping.shards import local
 from .clipping.verify import LossFunction, SelfCheckError, check_padding, self_check
 from .losses import refuse_targets_padded_on_the_left
 from .mechanism import LayoutNoise, privatise
+from .mixing import LoadedRows
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .run import PrivateRun
@@ -56,6 +58,10 @@ class Given:
     last_of_draw: bool
     refusal: str | None = None
     stage: _Stage = _Stage.GIVEN
+    loaded: LoadedRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loaded = LoadedRows(self.batch.rows, self.batch.size)
 
 
 class PrivateStep:
@@ -172,7 +178,9 @@ class PrivateStep:
     # ---- before a forward pass (the clipper asks) ----
 
     def before_forward(self, args: tuple, kwargs: dict) -> bool:
-        """Seed the random numbers; look at a batch of a new kind. Whether the self-check ran."""
+        """Look at what became of the rows, seed the random numbers, look at a batch of a new kind. Whether the self-check ran."""
+        if self.given is not None:
+            self.given.loaded.refuse_mixed((args, kwargs))
         self._seeds.reseed()
         return self._own_optimizer is not None and self.given is not None and self.check(args, kwargs)
 
