@@ -163,16 +163,16 @@ class PrivateStep:
             return None
         if before.stage is _Stage.SUMMED and before.draw != draw:
             return (
-                "backward on a new draw before optimizer.step() on the last one. Every draw is one step; for larger batches raise the "
-                "DataLoader's batch_size and set max_physical_batch_size."
+                "loss.backward() ran on a new draw before optimizer.step() was called for the one before. Every draw is one step: call "
+                "optimizer.step() after every backward. For larger batches raise the DataLoader's batch_size and set max_physical_batch_size."
             )
         if before.stage is _Stage.SUMMED:
             return None
         return (
-            "the loader was asked for this batch before the one before it went backward. Take batches one at a time, without prefetching "
-            "(num_workers does that), and leave none out, at the end of a pass, by break or by next(iter(loader)): which examples take part in a step "
-            "must not depend on data. If something else stopped the loop (an error, Ctrl-C), call engine.drop_draw(), which counts the draw as a step, "
-            "and take the next batch."
+            "the loader was asked for another batch before loss.backward() ran on the one before. Run backward and optimizer.step() on every batch "
+            "before you take the next, and before break: which examples take part in a step must not depend on data. Do not peek with "
+            "next(iter(loader)), and do not prefetch batches yourself (num_workers of the DataLoader loads ahead safely). If an error or Ctrl-C stopped "
+            "the loop, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
         )
 
     # ---- before a forward pass (the clipper asks) ----
@@ -250,7 +250,10 @@ class PrivateStep:
         """The weights of a batch that goes backward. Puts the sum so far in ``p.grad``."""
         given = self.given
         if given is None:
-            raise ValueError("backward on data that did not come from the loader that make_private returned: iterate over that loader.")
+            raise ValueError(
+                "loss.backward() ran on data that did not come from the loader that make_private returned: iterate over that loader, and call the model "
+                "on its batches."
+            )
         if given.refusal is not None:
             raise ValueError(given.refusal)
         if given.stage is _Stage.SUMMING:
@@ -267,8 +270,9 @@ class PrivateStep:
         if batch_size != given.batch.size:
             raise ValueError(
                 f"the model was called with {batch_size} rows, but the loader's batch has {given.batch.size} examples, so the norm of a row is not the "
-                "norm of an example. One row for each example: no augmentation into several rows, no packing or flattening, no part of the "
-                "batch, and no data of another loader."
+                "norm of an example. Call the model once with the whole batch that the loader gave, one row for each example: do not repeat, join, "
+                "flatten or split rows, and take no data from another loader. If the batch is the second dimension of what the model is given, call "
+                "make_private with batch_first=False."
             )
         require_unseeded("the model's forward pass, or what ran between it and backward()")
         if given.draw != self._draw:
@@ -315,9 +319,16 @@ class PrivateStep:
         clipper, state, given = self.clipper, self.run.state, self.given
         clipper.require_same_parameters()
         if given is not None and not (given.stage is _Stage.SUMMED and given.last_of_draw) and given.draw == self._last_draw:
-            raise ValueError("the draw is not finished: every physical batch of it goes backward once before its sum is released.")
+            raise ValueError(
+                "the draw is not finished: a physical batch of it had no backward pass, so its sum may not be stepped with. Run forward and backward "
+                "once on every physical batch before the step. If one raised an error, do not go on with this draw, but take a new one (with "
+                "PrivacyEngine after engine.drop_draw(), which counts the old one as a step)."
+            )
         if clipper.max_grad_norm != state.max_grad_norm:
-            raise ValueError(f"examples were clipped to {clipper.max_grad_norm:g}, but the run's max_grad_norm is {state.max_grad_norm:g}.")
+            raise ValueError(
+                f"examples were clipped to {clipper.max_grad_norm:g}, but the run's max_grad_norm is {state.max_grad_norm:g}, which the noise is made for. "
+                "Change neither while a training goes on; for another bound start another training (make_private, DPTrainingArguments)."
+            )
         self._take_sums()
         self._mark = None
         self.run.verified = self.run.verified and clipper.self_check
@@ -342,8 +353,8 @@ class PrivateStep:
         given = self.given
         if given is None or given.stage is not _Stage.SUMMED:
             raise ValueError(
-                "optimizer.step() without a backward on a batch of the private loader since the last step: one backward, one step, for every "
-                "batch of the loader."
+                "optimizer.step() was called without a loss.backward() on a batch of the private loader since the last step: call each of them once "
+                "for every batch of the loader, one backward, one step."
             )
         if any(p.grad is not (self._sums.get(p) if self._shows_sums else None) for p in self.clipper.parameters):
             raise ValueError(
@@ -369,7 +380,7 @@ class PrivateStep:
                 raise ValueError(
                     f"{type(optimizer).__name__} would step with a gradient of '{name}' that has no noise yet, or was changed after it got it. It must "
                     "come from this training's private step: leave gradients alone between training_step and optimizer.step(); in a loop of your "
-                    "own step with the optimizer that make_private was given."
+                    "own, step with the optimizer that make_private was given."
                 )
 
 

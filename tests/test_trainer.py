@@ -507,7 +507,7 @@ def test_output_dir_of_an_earlier_run_is_pointed_out(trained, caplog):
 def test_collators_that_change_the_number_of_rows_are_refused(tmp_path):
     twice = lambda rows: collate([r for r in rows for _ in range(2)])  # noqa: E731
     trainer = DPTrainer(build("bert"), arguments(tmp_path), twice, dataset())
-    with pytest.raises(ValueError, match="one row for each example|One row for each example"):
+    with pytest.raises(ValueError, match="one row for each example"):
         trainer.train()
     assert trainer.privacy_spent().steps == 0
 
