@@ -144,6 +144,12 @@ class PrivateRun:
             epsilon_per_person=person,
         )
 
+    def spent_in_words(self) -> str:
+        """What the target is compared with: ε of one row, or of all rows of one person where a person may have several."""
+        k = self.max_examples_per_person
+        whose = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
+        return f"epsilon{whose} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
+
     # ---- counting ----
 
     def begin(self) -> None:
@@ -172,8 +178,8 @@ class PrivateRun:
             if executed < max(at_least, counted):
                 raise PrivacyStateError(
                     f"the ledger '{self.ledger.path}' holds {executed} steps of this run, which has executed {max(at_least, counted)} at least: lines are "
-                    "missing, so what was spent is not known. Restore the file from a backup, or start a new run from the original model, "
-                    "without this checkpoint."
+                    "missing, so what was spent is not known. Restore the file from a backup, or make a new DPTrainer or PrivacyEngine and train the "
+                    "original model without this checkpoint. If anything of this run is kept, its steps still count."
                 )
             reasons = [*reasons, *recorded]
         self.state = state
@@ -215,9 +221,9 @@ class PrivateRun:
         """
         if self.steps_left < 1:
             raise RuntimeError(
-                f"the privacy budget is spent: epsilon is {self.spent().epsilon_per_person:.4g} after {self.steps} steps, and one more would exceed "
-                f"target_epsilon={self.state.target_epsilon:g}. This step did not change the model: stop the loop here (in DPTrainer let no "
-                "callback undo should_training_stop). To train on, start a run with a larger target_epsilon of its own; what both spend adds up."
+                f"the privacy budget is spent: {self.spent_in_words()}, and one more would exceed target_epsilon={self.state.target_epsilon:g}. This step "
+                "did not change the model: stop the loop here (in DPTrainer let no callback undo should_training_stop). To train on, start a new run "
+                "with a target_epsilon of its own; what both spend adds up."
             )
         if self.ledger is not None and distributed.rank() == 0:
             self.ledger.add_step(self.state.run_id, self._counted[self.state.run_id] + 1)

@@ -290,16 +290,13 @@ class DPTrainer(Trainer):
         if run.steps_left >= 1 and not self._has_ended:
             return
         if self._has_ended:
-            self._say(
-                f"this run has ended after {run.steps} steps, epsilon is {run.epsilon(state.delta):.4g}: there is nothing left to train."
-            )
+            self._say(f"this run has ended: {run.spent_in_words()}, and there is nothing left to train.")
             return
         whole = PrivateRun(state, PrivacyAccountant(self.args.accountant), max_examples_per_person=run.max_examples_per_person)
         whole.take_over(state, run.steps + planned - done)
         raise ValueError(
-            f"the privacy budget is spent: epsilon is {run.spent().epsilon_per_person:.4g} after {run.steps} steps, and one "
-            f"more would exceed target_epsilon={state.target_epsilon:g}. Nothing was trained. All {planned - done} steps that are planned would make it "
-            f"{whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go on, load the model that was trained and start a new run in another "
+            f"the privacy budget is spent: {run.spent_in_words()}, and one more would exceed target_epsilon={state.target_epsilon:g}. Nothing was "
+            f"trained. All {planned - done} steps that are planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go on, load the model that was trained and start a new run in another "
             "output_dir (with a target_epsilon or noise_multiplier of its own); what both spend adds up."
         )
 
