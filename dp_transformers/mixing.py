@@ -39,8 +39,8 @@ def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[],
         if rows_in is not None and not _have_other_rows(x.movedim(rows_in, 0), y.movedim(rows_in, 0)):
             raise ValueError(
                 f"the {who} mixes examples: '{name}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
-                "over the batch). Such a row holds several people's data, and one example is in several rows. Take that out of it; augment each "
-                "example by itself."
+                "over the batch). Such a row holds several people's data, and clipping rows would not bound what one example can change. Remove the "
+                f"mixing from the {who}, and augment each example by itself."
             )
 
 

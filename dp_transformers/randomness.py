@@ -61,8 +61,8 @@ def require_unseeded(what: str) -> None:
     """Raise ValueError if torch's seed was set since the generators were seeded from the secret."""
     if torch.initial_seed() != _UNSEEDED:
         raise ValueError(
-            f"torch's seed was set in {what} (torch.manual_seed, set_seed), so random numbers that move with the examples of a batch are known, and "
-            "epsilon would be too small. Do not set seeds there; both loops draw from secret numbers."
+            f"torch's seed was set in {what} (torch.manual_seed, set_seed), so whoever knows it could reproduce dropout and augmentation, and epsilon "
+            "would be too small. Remove that call: private training seeds the generators from a secret before every batch."
         )
 
 

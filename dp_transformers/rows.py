@@ -74,21 +74,22 @@ def require_one_each(indices: Sequence[int], examples: Sequence[Any], dataset: A
     """Raise ValueError unless the data set returned one row for each index."""
     if len(examples) != len(indices):
         raise ValueError(
-            f"the data set ({type(dataset).__name__}) returned {len(examples)} rows for {len(indices)} indices: a transform makes several rows of "
-            "one example (windows of a long text: return_overflowing_tokens, stride), and each would be clipped by itself. Make the windows "
-            "before training (datasets.map), so that a window is a row, and say with max_examples_per_person how many rows one person may have."
+            f"the data set ({type(dataset).__name__}) returned {len(examples)} rows for {len(indices)} indices, but each example must be one row, "
+            "which is clipped by itself. If a transform cuts examples into windows (return_overflowing_tokens, stride) or leaves some out, do that "
+            "before training (datasets.map, datasets.filter), and say with max_examples_per_person how many rows one person may then have."
         )
 
 
 def require_known_to_nobody(parts: Sequence[Any]) -> None:
-    """Raise ValueError for a collator among ``parts`` with a seed of its own, which whoever reads the configuration knows."""
+    """Raise ValueError for whoever is called among ``parts`` with a seed of its own, which whoever reads the configuration knows."""
     for part in parts:
         seed = part.keywords.get("seed") if isinstance(part, functools.partial) else getattr(part, "seed", None)
-        if callable(part) and isinstance(seed, numbers.Integral):
+        if callable(part) and not isinstance(part, type) and isinstance(seed, numbers.Integral):
+            name = getattr(part.func if isinstance(part, functools.partial) else part, "__name__", type(part).__name__)
             raise ValueError(
-                f"the collator {type(part).__name__} draws from a generator of its own with seed={seed}. Its random choices move with the examples of "
-                "a batch, so whoever knows the seed can tell more than epsilon allows. Leave its seed out (seed=None): the collator then draws from "
-                "secret numbers."
+                f"the collator or the data set uses {name} with seed={seed}. If it draws random numbers from that seed, whoever knows it can tell more "
+                "than epsilon allows. Leave the seed out (seed=None): it then draws from secret numbers. If it draws nothing, drop or rename "
+                "that attribute."
             )
 
 
@@ -155,7 +156,7 @@ def refuse_packed(batch: Any, examples: Sequence[Any]) -> None:
         raise ValueError(f"the position_ids of a row start again at 0 in the middle of it, as packed rows have. {_PACKING}")
     rows = next((len(x) for name, x in found.items() if name in MAIN_INPUTS and isinstance(x, torch.Tensor) and x.dim()), None)
     if rows == 1 < len(examples):
-        raise ValueError(f"the collator made 1 rows of {len(examples)} examples. {_PACKING}")
+        raise ValueError(f"the collator made one row of {len(examples)} examples, and not one of each. {_PACKING}")
 
 
 def _restarts(positions_bt: torch.Tensor, mask: Any) -> bool:

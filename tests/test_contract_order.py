@@ -329,6 +329,10 @@ class OwnStep(DPTrainer):
     training_step = raw_step
 
 
+class OwnStepBelow(OwnStep):
+    pass
+
+
 class OwnLoop(DPTrainer):
     def _run_epoch(self, *args, **kwargs):
         return super()._run_epoch(*args, **kwargs)
@@ -338,9 +342,13 @@ class OwnLoop(DPTrainer):
     ("cls", "message"),
     [
         (InHouseFirst, r"(?s)InHouse overrides training_step.*callback.*Put DPTrainer first: class InHouseFirst\(DPTrainer, InHouse\)"),
-        (MixinFirst, r"(?s)Mixin overrides training_step.*DPTrainer needs its own.*use a callback"),
+        (
+            MixinFirst,
+            r"(?s)Mixin overrides training_step.*DPTrainer needs its own.*use a callback.*Put Middle first: class MixinFirst\(Middle, Mixin\)",
+        ),
+        (OwnStepBelow, r"(?s)OwnStep overrides training_step.*Delete OwnStep.training_step, or derive from a class without it\.$"),
         (OwnStep, r"(?s)OwnStep overrides training_step.*use a callback"),
-        (OwnLoop, r"(?s)OwnLoop overrides _run_epoch.*Use callbacks"),
+        (OwnLoop, r"(?s)OwnLoop overrides _run_epoch.*Use callbacks. Delete OwnLoop._run_epoch"),
     ],
 )
 def test_subclasses_that_take_over_the_step(tmp_path, cls, message):
@@ -482,10 +490,12 @@ def test_a_finished_run_resumed(tmp_path, caplog):
     trainer().train()
     again = trainer()
     metrics = again.train(resume_from_checkpoint=True).metrics
-    assert "has ended after 2 steps" in caplog.text
+    assert f"has ended: epsilon is {metrics['epsilon']:.4g} after 2 steps" in caplog.text
     assert again.privacy_spent().steps == again.state.global_step == 2 and 0 < metrics["epsilon"] <= 5
     with pytest.raises(ValueError, match=r"(?s)budget is spent.*Nothing was trained.*output_dir"):
         trainer(max_steps=4).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match=r"epsilon for all rows of one person \(max_examples_per_person=2\) is .* after 2 steps"):
+        trainer(max_steps=4, max_examples_per_person=2).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match=r"(?s)budget is spent.*Nothing was trained.*output_dir"):
         again.train()
 

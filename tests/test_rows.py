@@ -1,7 +1,9 @@
 """A row is a row: what is refused when a draw is loaded and collated, and how padding is told."""
 
+import functools
 import random
 from collections import UserDict
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -23,9 +25,19 @@ class Windows(list):
         return [self[i] for i in indices for _ in range(3)]
 
 
-def test_more_rows_than_indices():
-    with pytest.raises(ValueError, match=r"returned 6 rows for 2 indices.*max_examples_per_person"):
-        batches(Windows([{"x": torch.ones(2)}] * 4), list)[Draw(3, [0, 1])]
+class Filtered(list):
+    """A data set that leaves examples out."""
+
+    def __getitems__(self, indices):
+        return [self[indices[0]]]
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Windows, 6), (Filtered, 1)])
+def test_other_rows_than_one_for_each_index(kind, count):
+    with pytest.raises(
+        ValueError, match=rf"returned {count} rows for 2 indices.*one row.*windows.*leaves some out.*max_examples_per_person"
+    ):
+        batches(kind([{"x": torch.ones(2)}] * 4), list)[Draw(3, [0, 1])]
 
 
 PACKED = {
@@ -102,9 +114,28 @@ class Seeded:
 
 
 def test_a_collator_with_a_seed():
-    with pytest.raises(ValueError, match=r"Seeded draws from a generator of its own with seed=42.*seed=None"):
+    with pytest.raises(ValueError, match=r"uses Seeded with seed=42.*\(seed=None\)"):
         batches(IMAGES, Seeded(42))[Draw(0, [0, 1])]
+    with pytest.raises(ValueError, match=r"uses stack with seed=7"):
+        batches(IMAGES, functools.partial(stack, seed=7))[Draw(0, [0, 1])]
     assert batches(IMAGES, Seeded(None))[Draw(0, [0, 1])].batches
+
+
+@dataclass
+class Settings:
+    length: int = 8
+    seed: int = 42
+
+
+def test_a_collator_that_reads_settings_with_a_seed():
+    """Nobody calls them to collate: neither the settings nor their class draw anything."""
+    settings = Settings()
+    assert batches(IMAGES, lambda rows: stack(rows[: settings.length]))[Draw(0, [0, 1])].batches
+
+
+def test_one_row_of_all_examples():
+    with pytest.raises(ValueError, match="made one row of 2 examples.*pads"):
+        batches([{"input_ids": torch.ones(3)}] * 4, lambda rows: {"input_ids": torch.ones(1, 6)})[Draw(3, [0, 1])]
 
 
 class Noisy:
