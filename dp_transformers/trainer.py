@@ -84,7 +84,8 @@ class DPTrainer(Trainer):
             )
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
-                "compute_loss_func returns one loss for the whole batch. Pass per_example_loss_func=f with f(outputs, labels) -> (B,)."
+                "compute_loss_func returns one loss for the whole batch, from which no example's gradient can be clipped. Pass instead "
+                "per_example_loss_func=f with f(outputs, labels) -> (B,)."
             )
         refuse_overrides(self, DPTrainer)
         if packs := [name for name in ("packing", "padding_free") if getattr(args, name, False)]:
@@ -106,8 +107,8 @@ class DPTrainer(Trainer):
         )
         if self.get_tp_size() > 1 and args.expected_batch_size_is_derived:
             raise ValueError(
-                f"expected_batch_size was derived from {args.world_size} processes, but each {self.get_tp_size()} of them work on the same "
-                "examples: set expected_batch_size."
+                f"expected_batch_size was derived from {args.world_size} processes, but every {self.get_tp_size()} of them, a tensor-parallel group, "
+                "work on the same examples: set expected_batch_size in the arguments."
             )
         self._refuse_what_the_environment_adds()
         self._has_own_loss = per_example_loss_func is not None
@@ -138,11 +139,13 @@ class DPTrainer(Trainer):
             ),
             "gradient accumulation": (
                 max(self.args.gradient_accumulation_steps, accelerator.gradient_accumulation_steps) > 1,
-                "set expected_batch_size, it is split into physical batches of per_device_train_batch_size on its own",
+                "set gradient_accumulation_steps to 1 in all of these, and expected_batch_size in the arguments, which is split into physical batches of "
+                "per_device_train_batch_size on its own",
             ),
             "FSDP1": (
                 self.is_fsdp_enabled and accelerator.state.fsdp_plugin.fsdp_version != 2,
-                "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_version: 2). If you did not ask for FSDP at all, something "
+                "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_config={'version': 2} in the arguments, fsdp_version: 2 in "
+                "accelerate's configuration). If you did not ask for FSDP at all, something "
                 f"else in this process did: take {FSDP_FLAG} out of os.environ",
             ),
             "context or sequence parallelism": (
@@ -153,7 +156,10 @@ class DPTrainer(Trainer):
         }
         for name, (is_on, why) in refused.items():
             if is_on:
-                raise ValueError(f"{name} is switched on and cannot be used with differential privacy: {why}.")
+                raise ValueError(
+                    f"{name} is switched on (by the arguments, accelerate's configuration or os.environ) and cannot be used with differential privacy: "
+                    f"{why}."
+                )
 
     def create_accelerator_and_postprocess(self) -> None:
         asked = os.environ.get(FSDP_FLAG)
@@ -172,7 +178,9 @@ class DPTrainer(Trainer):
         args, n = self.args, len(self.train_dataset)
         sample_rate, steps = args.expected_batch_size / n, self._planned_steps(args.expected_batch_size)
         if steps < 1:
-            raise ValueError(f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train.")
+            raise ValueError(
+                f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train. Set one of them above 0."
+            )
         noise_multiplier = args.noise_multiplier
         if noise_multiplier is None:
             noise_multiplier = calibrate_noise_multiplier(
@@ -209,7 +217,9 @@ class DPTrainer(Trainer):
             ValueError: the trainer has no training data, so it cannot have spent anything.
         """
         if self._run is None:
-            raise ValueError("this trainer has no train_dataset, so there is no private training to account for.")
+            raise ValueError(
+                "this trainer has no train_dataset, so there is no private training to account for: make a DPTrainer with train_dataset."
+            )
         return self._run.spent()
 
     def _new_run(self, state: PrivacyState) -> PrivateRun:
@@ -242,10 +252,11 @@ class DPTrainer(Trainer):
         refuse_overrides(self, DPTrainer)
         if trial is not None:
             raise ValueError(
-                "hyperparameter search runs many private trainings, which compose; run them one by one and add up what they spend."
+                "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they spend adds up. Run each trial "
+                "with train() of a DPTrainer of its own, and add up their epsilon."
             )
         if self.train_dataset is None:
-            raise ValueError("DPTrainer: training requires a train_dataset.")
+            raise ValueError("training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only.")
         if resume_from_checkpoint and self.is_distributed_loading_by_transformers:
             raise ValueError(
                 "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer is not saved. Load the saved "
@@ -345,7 +356,10 @@ class DPTrainer(Trainer):
         validate_optimizer(self.optimizer, self.model)
         self._clipper = PerExampleClipper(self.model, self._run.state.max_grad_norm, mode=args.clipping_mode, self_check=self._run.verified)
         if self.is_fsdp_enabled and not self._clipper.shards:
-            raise ValueError("FSDP was asked for, but accelerate did not shard the model. Check its configuration, or switch fsdp off.")
+            raise ValueError(
+                "FSDP was asked for, but accelerate did not shard the model. Set fsdp=True and fsdp_config={'version': 2}, and start one process per "
+                "device (accelerate launch or torchrun). If you want no FSDP, switch it off in the arguments and in accelerate's configuration."
+            )
         self._refuse_groups()
         self._step = PrivateStep(
             self._clipper,
@@ -370,8 +384,8 @@ class DPTrainer(Trainer):
         own = list(range(distributed.rank() // size * size, distributed.rank() // size * size + size))
         if (parallel.mesh.mesh.flatten().tolist() if parallel else own[:1]) != own:
             raise ValueError(
-                f"the model is split over other processes than it says (tp_size {size}): DPTrainer knows tensor parallelism from "
-                "from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))."
+                f"the model says tp_size={size}, but its parameters are not split over the {size} processes {own} that this makes one group. Load it "
+                "with from_pretrained(..., distributed_config=DistributedConfig(tp_size=...)), and do not split it by hand."
             )
         if (parallel or shards) and size * (shards.mesh.size() if shards else 1) != world:
             raise ValueError(
@@ -436,7 +450,8 @@ class DPTrainer(Trainer):
         missing = [name for name in self.label_names if name not in inputs]
         if missing:
             raise ValueError(
-                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column or set label_names."
+                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column, set label_names, or use a "
+                "collator that makes labels (DataCollatorForLanguageModeling)."
             )
         labels = self._labels_of(inputs)
         for name in self.label_names:

@@ -92,10 +92,12 @@ class DPTrainingArguments(TrainingArguments):
 
         reader = sys._getframe(1).f_locals.get("self")
         if isinstance(reader, Trainer) and not getattr(reader, "trains_privately", False):
+            name = type(reader).__name__
+            derived = f"Derive it from DPTrainer, first in the order of bases: class Private{name}(DPTrainer, {name})."
+            way_out = "Make a DPTrainer instead." if type(reader) is Trainer else derived
             raise ValueError(
-                f"these are DPTrainingArguments (epsilon, noise, clipping), but {type(reader).__name__} is no DPTrainer and would train without "
-                f"privacy. Derive it from DPTrainer, first in the order of bases: class Private{type(reader).__name__}(DPTrainer, "
-                f"{type(reader).__name__}). For evaluation alone use TrainingArguments."
+                f"these are DPTrainingArguments (epsilon, noise, clipping), but {name} is no DPTrainer and would train without "
+                f"privacy. {way_out} For evaluation alone use TrainingArguments."
             )
         return super().train_batch_size
 
@@ -120,7 +122,8 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(f"noise_multiplier must be a finite number, at least 0, got {self.noise_multiplier}.")
         if not 0 < self.max_grad_norm < math.inf:
             raise ValueError(
-                f"max_grad_norm is the clipping bound of one example's gradient and must be positive, got {self.max_grad_norm}."
+                f"max_grad_norm is the clipping bound on one example's gradient norm and must be a positive finite number, got {self.max_grad_norm}; 1.0 "
+                "is common."
             )
         if self.expected_batch_size is not None and self.expected_batch_size < 1:
             raise ValueError(f"expected_batch_size must be at least 1, got {self.expected_batch_size}.")
@@ -133,7 +136,7 @@ class DPTrainingArguments(TrainingArguments):
         if self.accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant {self.accountant!r} is unknown; choose one of {list(ACCOUNTANTS)}.")
         if self.sampling != "poisson":
-            raise ValueError(f"sampling {self.sampling!r} is not supported; 'poisson' is what the accountants are for.")
+            raise ValueError(f"sampling {self.sampling!r} is not supported: epsilon is computed for 'poisson' only. Leave it at 'poisson'.")
         if self.secure_rng and self.dp_seed is not None:
             raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")
 
@@ -142,7 +145,7 @@ class DPTrainingArguments(TrainingArguments):
         checkpointing = self.activation_checkpointing_kwargs or {}
         refused = {
             "fp16": (self.fp16, "loss scaling changes the norms that are clipped and skips steps that were accounted for; use bf16=True"),
-            "dataloader_drop_last": (self.dataloader_drop_last, "a Poisson draw has no last batch to drop, and dropping examples would change q"),
+            "dataloader_drop_last": (self.dataloader_drop_last, "a Poisson draw has no last batch to drop, and dropping examples would change the sample rate; leave it False"),
             "train_sampling_strategy": (
                 self.train_sampling_strategy != "random",
                 "steps draw by Poisson sampling, which is what epsilon is computed for; leave it at 'random' (draws are sorted by length anyway)",
@@ -151,26 +154,26 @@ class DPTrainingArguments(TrainingArguments):
                 self.auto_find_batch_size,
                 "it restarts training on weights that noisy steps have already changed; lower per_device_train_batch_size, it has no influence on the result",
             ),
-            "dataloader_in_order": (not self.dataloader_in_order, "draws must arrive in the order in which they were made"),
+            "dataloader_in_order": (not self.dataloader_in_order, "draws must arrive in the order in which they were made; leave it True"),
             "include_num_input_tokens_seen": (
                 self.include_num_input_tokens_seen != "no",
-                "the number of tokens drawn is a function of private data and not covered by epsilon",
+                "the number of tokens drawn is a function of private data and not covered by epsilon; leave it 'no'",
             ),
             "deepspeed": (self.deepspeed, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
             "fsdp_config": (
                 self.fsdp and (self.fsdp_config.get("xla") or int(self.fsdp_config.get("version", 2)) != 2),
                 "only FSDP2 is supported, whose gradients can be told apart by parameter: fsdp=True, fsdp_config={'version': 2}",
             ),
-            "parallelism_config": (self.parallelism_config, "an example split over processes has no norm on any of them"),
-            "torch_compile": (self.torch_compile, "compiled models are not supported yet"),
-            "use_liger_kernel": (self.use_liger_kernel, "its fused loss averages over the batch, so there is no loss per example"),
+            "parallelism_config": (self.parallelism_config, "one example's gradient would lie on several processes; leave it out, and use FSDP2 or tensor parallelism (tp_size of DistributedConfig)"),
+            "torch_compile": (self.torch_compile, "compiled models are not supported yet; leave it False"),
+            "use_liger_kernel": (self.use_liger_kernel, "its fused loss averages over the batch, so there is no loss per example; leave it False"),
             "debug": (
                 DebugOption.UNDERFLOW_OVERFLOW in self.debug,
-                "on the first inf or nan it prints the range of all activations, which are private, and stops where one example would not",
+                "on the first inf or nan it prints the range of all activations, which are private, and one example could stop the training; leave it out",
             ),
             "neftune_noise_alpha": (
                 self.neftune_noise_alpha,
-                "its noise depends on the length the batch was padded to, so on the other examples",
+                "its noise depends on the length the batch was padded to, so on the other examples; leave it None",
             ),
             "optim": (
                 optimizer.endswith("layerwise") or "lomo" in optimizer,
