@@ -205,7 +205,9 @@ class PrivacyEngine:
         if self._loop is not None:
             raise ValueError("this engine is already used: take another PrivacyEngine for another training; what both spend adds up.")
         if not poisson_sampling:
-            raise ValueError("poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too small.")
+            raise ValueError(
+                "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too small. Leave it True."
+            )
         if loss_reduction not in (*_REDUCTIONS, "none"):
             raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {loss_reduction!r}.")
         refuse_attached(module)
@@ -270,7 +272,7 @@ class PrivacyEngine:
                 raise ValueError(
                     f"the loss is not the plain {reduction} of its rows' losses: the gradient of row {i} depends on the other rows, or is scaled. "
                     "Compute losses of shape (B,) with reduction='none' and call engine.clipper.backward(losses) instead of loss.backward(), "
-                    "with loss_reduction='none'."
+                    "with make_private(..., loss_reduction='none')."
                 )
 
     def save_checkpoint(
@@ -317,7 +319,10 @@ class PrivacyEngine:
             raise PrivacyStateError(f"'{path}' says nothing of what was spent: load a file that PrivacyEngine.save_checkpoint wrote.")
         moments = content.pop("optimizer", None)
         if optimizer is not None and moments is None:
-            raise ValueError(f"'{path}' was saved without the optimizer: save it with save_checkpoint(..., optimizer=optimizer).")
+            raise ValueError(
+                f"'{path}' was saved without the optimizer. Call load_checkpoint without optimizer= and let the optimizer start anew; next time save with "
+                "save_checkpoint(..., optimizer=optimizer)."
+            )
         loop.restore(dict(content.pop("privacy")))
         loop.load_states(module, content.pop("module"), optimizer, moments)
         return content
@@ -332,13 +337,13 @@ class PrivacyEngine:
             return
         if sys.exc_info()[1] is None:  # an error that is on its way says more
             raise ValueError(
-                "engine.detach() between the loader's batch and optimizer.step(): the draw is not finished. Its clipped sums have no noise and were "
+                "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not finished. Its clipped sums have no noise and were "
                 "dropped (p.grad is None), and epsilon counts the draw as a step. Call detach() after optimizer.step()."
             )
 
     def _made_private(self) -> _Loop:
         if self._loop is None:
-            raise ValueError("call make_private or make_private_with_epsilon first.")
+            raise ValueError("this engine trains nothing yet: call make_private or make_private_with_epsilon first.")
         return self._loop
 
 
@@ -396,7 +401,7 @@ class PrivateCriterion:
         if reduction not in _REDUCTIONS or reduction != loss_reduction:
             raise ValueError(
                 f"criterion {type(criterion).__name__} has reduction={reduction!r} and loss_reduction is {loss_reduction!r}: both must be 'mean', "
-                "or both 'sum'. Compute other losses per example and call engine.clipper.backward(losses), with loss_reduction='none'."
+                "or both 'sum'. Compute other losses per example and call engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
             )
         self.criterion, self.reduction, self._clipper = copy.copy(criterion), reduction, clipper
         self.criterion.reduction = "none"
@@ -423,9 +428,16 @@ class _ClippedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
         if not ctx.losses:
-            raise ValueError("backward was called twice on one loss.")
+            raise ValueError(
+                "backward was called twice on one loss of the private criterion, which would add every example's gradient twice. Call it once, and "
+                "compute a new loss from the next batch of the loader."
+            )
         if float(grad) != 1:
-            raise ValueError("the loss of a private criterion was scaled or combined before backward: call backward on the loss itself.")
+            raise ValueError(
+                "the loss of a private criterion was scaled or combined with another before backward. Call backward on the loss itself, without "
+                "GradScaler and without dividing by accumulation steps. For other losses compute losses of shape (B,) and call "
+                "engine.clipper.backward(losses), with make_private(..., loss_reduction='none') and without criterion."
+            )
         with torch.enable_grad():
             ctx.clipper.backward(ctx.losses.pop())
         return None, None, None, None
@@ -600,13 +612,13 @@ def _check_loader(loader: Any) -> None:
     sampler = getattr(loader, "sampler", None)
     if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)):
         raise ValueError(
-            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same probability. Leave the sampler out."
+            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same probability. Build the DataLoader without sampler=."
         )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times for one step; take a first-order optimizer.")
+        raise ValueError("LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW).")
     names = {p: name for name, p in module.named_parameters()}
     held = {p for group in optimizer.param_groups for p in group["params"]}
     validate_optimizer(optimizer, module)

@@ -339,6 +339,19 @@ def test_backward_twice_on_a_batch(mode):
         criterion(model(x), y).backward()
 
 
+def test_a_loss_of_the_private_criterion_goes_backward_once_and_as_it_is():
+    _, model, _, criterion, loader = make(criterion=nn.CrossEntropyLoss())
+    x, y = next(iter(loader))
+    with pytest.raises(
+        ValueError, match=r"scaled or combined.*without GradScaler.*engine.clipper.backward\(losses\).*loss_reduction='none'"
+    ):
+        (criterion(model(x), y) / 2).backward()
+    loss = criterion(model(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(ValueError, match="called twice on one loss.*Call it once"):
+        loss.backward()
+
+
 def test_backward_twice_over_one_graph():
     _, model, _, _, x, y = one_batch()
     loss = F.cross_entropy(model(x), y)
