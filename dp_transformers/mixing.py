@@ -4,44 +4,68 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .rows import Collate, leaves
+from .rows import Collate, leaves, size_of
 
 
-def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[], None], *, who: str = "collator") -> None:
-    """Raise ValueError if replacing one example changes the rows of others (MixUp, CutMix, normalisation over the batch).
+def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[str], None], *, who: str = "collator") -> None:
+    """Raise ValueError unless each row that ``collate`` makes is one of its own example and of secret random numbers alone.
 
-    Both are made from the same random numbers. Who differs from itself then has generators of its own, and is let be. ``collate`` gives a
-    batch, or a list with a row for each example.
+    * Made again from the same secret, a batch is the same: otherwise random numbers come from where they may be known.
+    * With one example replaced, all other rows are the same (MixUp, CutMix, normalisation over the batch, rows put in another order than labels).
+    * Where no numbers were drawn from the secret, the same holds with one example left out: rows do not depend on their position either, as
+      they do by numbers from a known seed.
+
+    ``collate`` gives a batch, or a list with a row for each example. ``reseed`` seeds the random generators for a purpose.
     """
 
-    def made(part: list[Any]) -> dict[str, torch.Tensor]:
-        reseed()
-        batch = collate(copy.deepcopy(part))
-        return {
-            name: x for name, x in leaves(_as_batch(batch) if isinstance(batch, list) else batch) if isinstance(x, torch.Tensor) and x.dim()
-        }
+    whole = sorted(examples, key=size_of)
+    _refuse_mixed(collate, whole if len(whole) > 2 else [*whole, whole[-1]], reseed, who)
+    _refuse_mixed(collate, [whole[0], whole[-1], whole[-1]], reseed, who)  # most different in length
 
-    size, whole = len(examples), list(examples)
-    first, again, fewer, moved = made(whole), made(whole), made(whole[:-1]), made([*whole[:-1], whole[0]])
-    if not _agree(list(first.items()), list(again.items())):
-        return
-    for name in (name for name in first if name in fewer and name in moved):
-        x, y, z = first[name], moved[name], fewer[name]
-        if x.shape != y.shape or x.dim() != z.dim():
-            continue
-        rows_in = next((d for d in range(min(2, x.dim())) if x.shape[d] == size and z.shape[d] == size - 1), None)
-        if rows_in is not None and not _have_other_rows(x.movedim(rows_in, 0), y.movedim(rows_in, 0)):
-            raise ValueError(
-                f"the {who} mixes examples: '{name}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
-                "over the batch). Such a row holds several people's data, and clipping rows would not bound what one example can change. Remove the "
-                f"mixing from the {who}, and augment each example by itself."
-            )
+
+def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], None], who: str) -> None:
+    def made(part: list[Any], purpose: str = "mixing") -> dict[str, torch.Tensor]:
+        reseed(purpose)
+        return _tensors(collate(copy.deepcopy(part)))
+
+    batch, without_first = made(whole), made(whole[1:])
+    if not _agree(batch, made(whole)):
+        raise ValueError(
+            f"the {who} gives another batch when it is called again with the same examples and the same seeds: it keeps state, or has random generators "
+            "that private training does not find, whose numbers somebody may know. Let it draw from the global generators of torch, NumPy or "
+            "Python, or keep its generator as an attribute, and keep nothing from batch to batch."
+        )
+    drew = not _agree(batch, made(whole, "mixing, with other numbers"))  # those of later rows may depend on how many earlier rows took
+    rows_in = _dims_of_rows(batch, without_first, len(whole))
+    first, *between, last = whole
+    edits = [([*whole[:-1], first], len(whole) - 1), ([first] * len(whole), 1)]  # and how many rows stay
+    if not drew:
+        edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
+    if changed := next((name for part, stay in edits for name in _with_other_rows(batch, made(part), rows_in, stay)), None):
+        raise ValueError(
+            f"the {who} mixes examples: '{changed}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
+            "over the batch, rows cut to the shortest or put in another order than their labels). Such a row holds several people's data, and "
+            f"clipping rows would not bound what one example can change. Remove the mixing from the {who}, and augment each example by itself."
+        )
+    if not drew and (changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1), None)):
+        raise ValueError(
+            f"'{changed}' of a row that the {who} makes depends on how many examples come before it, and not on the secret seeds of private training: its "
+            "random numbers come from a seed that is set in it, or it mixes examples. Remove the seed, so that it draws from the global generators of "
+            "torch, NumPy or Python."
+        )
+
+
+def _tensors(batch: Any) -> dict[str, torch.Tensor]:
+    batch = _as_batch(batch) if isinstance(batch, list) else batch
+    return {name: x for name, x in leaves(batch) if isinstance(x, torch.Tensor) and x.dim()}
 
 
 def _as_batch(examples: list[Any]) -> dict[str, torch.Tensor]:
@@ -60,49 +84,97 @@ def _as_batch(examples: list[Any]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def _have_other_rows(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether all rows of ``x`` but one are rows of ``y`` too, in whatever order."""
-    same = (x[:, None] == y[None]) | ((x != x)[:, None] & (y != y)[None])
-    return int(same.reshape(len(x), len(y), -1).all(2).any(1).sum()) >= len(x) - 1
+def _dims_of_rows(whole: dict[str, torch.Tensor], without_first: dict[str, torch.Tensor], size: int) -> dict[str, int]:
+    """In which dimension of each column the examples are."""
+    dims = {}
+    for name in whole.keys() & without_first.keys():
+        x, y = whole[name], without_first[name]
+        found = next((d for d in range(min(2, x.dim(), y.dim())) if (x.shape[d], y.shape[d]) == (size, size - 1)), None)
+        if found is not None:
+            dims[name] = found
+    return dims
 
 
-def _agree(a: list[tuple[str, torch.Tensor]], b: list[tuple[str, torch.Tensor]]) -> bool:
-    return len(a) == len(b) and all(x.shape == y.shape and _equal(x, y) for (_, x), (_, y) in zip(a, b, strict=True))
+def _with_other_rows(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows_in: dict[str, int], stay: int) -> Iterator[str]:
+    """Columns of ``whole`` of whose rows fewer than ``stay`` are rows of ``part``, made of some of its examples, in whatever order.
+
+    Columns may be shorter in ``part``, where the longest example is not among its own; none is longer, unless rows are cut to the shortest.
+    """
+    together: torch.Tensor | None = None
+    for name, dim in rows_in.items():
+        if name not in part or part[name].dim() != whole[name].dim():
+            continue
+        x, y = whole[name].movedim(dim, 0), part[name].movedim(dim, 0)
+        if x.shape[1:] == y.shape[1:]:
+            x, y = x.reshape(len(x), 1, -1), y.reshape(1, len(y), -1)
+            same = ((x == y) | ((x != x) & (y != y))).all(2)
+            together = same if together is None else together & same  # the columns of a row stay together
+            if int(together.any(1).sum()) < stay:
+                yield name
+                return
+        elif any(map(operator.lt, x.shape[1:], y.shape[1:])):
+            yield name
+            return
+
+
+def _agree(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) or _equal(x, b[name]) for name, x in a.items())
 
 
 def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return bool(((x == y) | ((x != x) & (y != y))).all())
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 _COLUMNS = 256  # numbers of each row that are looked at
 _ROWS = 32  # rows of the model's input that are looked at
+_TINY = torch.finfo(torch.float64).tiny
 _FEWEST = 8  # numbers that must agree before two rows are said to have something in common
 
 
 class LoadedRows:
-    """Some numbers of every row of a batch, as the loader gave it: rows that a loop made of several of them are refused.
+    """Some numbers of every row of a batch: rows that were made of several of them since are refused.
 
-    Seen are a sum of two rows with any weights, parts of one row in another, and features whose mean over the batch was taken off, in
-    floating-point inputs with as many numbers a row as the batch has. What a loop does to whole numbers (tokens), to labels or to losses is not.
+    Seen are a sum of two rows with any weights, parts of one row in another, a row that is there twice, and features whose mean over the batch was
+    taken off, in floating-point tensors with as many numbers a row as the batch has. Whole numbers (tokens), labels and losses are not seen.
     """
 
     def __init__(self, batch: Any, size: int):
+        """``batch`` has ``size`` examples in the first or second dimension of its tensors."""
         self._size = size
         self._kept = [(x, x._version, rows_bn.shape[1], _sample(rows_bn)) for x, rows_bn in _by_row(batch, size)]
 
-    def refuse_mixed(self, inputs: Any) -> None:
-        """Raise ValueError if rows of the model's ``inputs`` hold parts of other rows than their own."""
+    @classmethod
+    def of_examples(cls, examples: Sequence[Any]) -> LoadedRows:
+        """Of examples that are not collated yet, where they have arrays or tensors of one shape."""
+        return cls(_columns_of(examples), len(examples))
+
+    def refuse_mixed(self, made: Any, who: str) -> None:
+        """Raise ValueError if rows of what ``who`` made hold parts of other rows than their own."""
         untouched = {id(x) for x, version, *_ in self._kept if x._version == version}
-        for x, rows_bn in _by_row(inputs, self._size) if self._kept else ():
+        for x, rows_bn in _by_row(made, self._size) if self._kept else ():
             if id(x) in untouched or not x.is_floating_point():
                 continue
             for *_, width, loaded_bk in self._kept:
                 if width == rows_bn.shape[1] and _is_mixed(_sample(rows_bn), loaded_bk):
                     raise ValueError(
-                        "the loop mixes examples: rows of the model's input hold parts of other rows of the loader's batch, as MixUp, CutMix and "
-                        "normalisation over the batch make them. Clipping would then not bound what one example can change. Remove the mixing from "
-                        "the loop, and augment each example by itself."
+                        f"the {who} mixes examples: a row holds parts of other rows, as MixUp, CutMix and normalisation over the batch make them, or is "
+                        "there twice. Clipping would then not bound what one example can change. Remove the mixing from the "
+                        f"{who}, and augment each example by itself."
                     )
+
+
+def _columns_of(examples: Sequence[Any]) -> list[torch.Tensor]:
+    if not examples or isinstance(examples[0], (str, bytes)):
+        return []
+    first = examples[0]
+    keys = list(first) if isinstance(first, Mapping) else range(len(first)) if isinstance(first, (tuple, list)) else [None]
+    columns = ([example if key is None else example[key] for example in examples] for key in keys)
+    return [
+        torch.stack([torch.as_tensor(x) for x in column])
+        for column in columns
+        if all(isinstance(x, (torch.Tensor, np.ndarray)) and x.shape == column[0].shape and x.dtype == column[0].dtype for x in column)
+        and len(column[0].shape)
+    ]
 
 
 def _by_row(batch: Any, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -134,8 +206,15 @@ def _is_mixed(x_bk: torch.Tensor, y_bk: torch.Tensor) -> bool:
     """Whether rows of ``x`` hold parts of other rows of ``y`` than their own."""
     if torch.equal(x_bk, y_bk) or not (torch.isfinite(x_bk).all() and torch.isfinite(y_bk).all()):
         return False
-    centred = _is_centred(x_bk) and not _is_centred(y_bk)
-    return centred or _are_sums(x_bk[:_ROWS], y_bk) or _are_parts(x_bk[:_ROWS], y_bk)
+    if _is_centred(x_bk) and not _is_centred(y_bk):
+        return True
+    x_ik, x0_ik, y0_bk = x_bk[:_ROWS], _without_mean(x_bk[:_ROWS]), _without_mean(y_bk)
+    own_i = ((x0_ik @ y0_bk.T) ** 2 / (y0_bk**2).sum(1).clamp(min=_TINY)).argmax(1)  # rows may be in another order
+    return _are_sums(x0_ik, y0_bk, own_i, _distinct(x_ik) > 2) or _are_parts(x_ik, y_bk, own_i)
+
+
+def _without_mean(x_bk: torch.Tensor) -> torch.Tensor:
+    return x_bk - x_bk.mean(1, keepdim=True)
 
 
 def _is_centred(x_bk: torch.Tensor) -> bool:
@@ -143,25 +222,30 @@ def _is_centred(x_bk: torch.Tensor) -> bool:
     return bool(x_bk.mean(0).norm() <= 1e-3 * x_bk.norm() / len(x_bk))
 
 
-def _are_sums(x_ik: torch.Tensor, y_bk: torch.Tensor) -> bool:
-    """Whether what is left of a row of ``x`` without its own row of ``y`` and a constant is a multiple of what is left of another row of ``y``."""
-    many_i = _distinct(x_ik) > 2  # rows of zeros and ones have much in common by chance
-    x_ik, y_bk = x_ik - x_ik.mean(1, keepdim=True), y_bk - y_bk.mean(1, keepdim=True)
-    own_ik, squares_b = y_bk[: len(x_ik)], (y_bk**2).sum(1)
-    tiny = torch.finfo(torch.float64).tiny
-    left_ik = x_ik - (x_ik * own_ik).sum(1, keepdim=True) / (own_ik**2).sum(1, keepdim=True).clamp(min=tiny) * own_ik
+def _are_sums(x_ik: torch.Tensor, y_bk: torch.Tensor, own_i: torch.Tensor, many_i: torch.Tensor) -> bool:
+    """Whether what is left of a row of ``x`` without its own row of ``y`` is a multiple of what is left of another row of ``y``.
+
+    Or nothing is left of two rows of ``x`` that have one row of ``y`` for their own. Rows where not ``many`` numbers differ, as zeros and ones,
+    have much in common by chance.
+    """
+    squares_i, squares_b = (x_ik**2).sum(1), (y_bk**2).sum(1)
+    own_ik, own_squares_i = y_bk[own_i], squares_b[own_i].clamp(min=_TINY)
+    left_ik = x_ik - (x_ik * own_ik).sum(1, keepdim=True) / own_squares_i[:, None] * own_ik
     left_i = (left_ik**2).sum(1)
-    spread_i = left_ik.abs().sum(1) ** 2 / left_i.clamp(min=tiny)  # in how many numbers, if all are of one size
-    others_ib = squares_b - (own_ik @ y_bk.T) ** 2 / squares_b[: len(x_ik), None].clamp(min=tiny)
-    along_ib = (left_ik @ y_bk.T) ** 2
-    tells_i = many_i & (left_i > 1e-4 * (x_ik**2).sum(1)) & (spread_i >= _FEWEST)
-    is_sum_ib = (others_ib > 1e-4 * squares_b) & (along_ib >= 0.999 * left_i[:, None] * others_ib)
-    return bool((tells_i[:, None] & is_sum_ib.fill_diagonal_(False)).any())
+    others_ib = squares_b - (own_ik @ y_bk.T) ** 2 / own_squares_i[:, None]
+    is_other_ib = others_ib > 1e-4 * squares_b
+    pure = own_i[many_i & (left_i <= 1e-5 * squares_i) & (is_other_ib.sum(1) == len(y_bk) - 1)]
+    if len(pure.unique()) < len(pure):
+        return True
+    spread_i = left_ik.abs().sum(1) ** 2 / left_i.clamp(min=_TINY)  # in how many numbers, if all are of one size
+    tells_i = many_i & (left_i > 1e-4 * squares_i) & (spread_i >= _FEWEST)
+    is_sum_ib = is_other_ib & ((left_ik @ y_bk.T) ** 2 >= 0.999 * left_i[:, None] * others_ib)
+    return bool((tells_i[:, None] & is_sum_ib).any())
 
 
-def _are_parts(x_ik: torch.Tensor, y_bk: torch.Tensor) -> bool:
+def _are_parts(x_ik: torch.Tensor, y_bk: torch.Tensor, own_i: torch.Tensor) -> bool:
     """Whether numbers of a row of ``x`` were replaced by those of another row of ``y``, that are nowhere else in their row and column of it."""
-    changed_ik = x_ik != y_bk[: len(x_ik)]
+    changed_ik = x_ik != y_bk[own_i]
     taken_ibk = (x_ik[:, None] == y_bk) & changed_ik[:, None]
     if not taken_ibk.any():
         return False

@@ -6,6 +6,7 @@ they hold for both loops, for workers, and for data sets and collators that chan
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import numbers
@@ -192,35 +193,60 @@ def mask_of(batch: Any) -> torch.Tensor | None:
 
 
 def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Collate) -> Padding | None:
-    """How ``row`` of ``size``, made of ``example``, was padded to the length of others: it is collated again, alone."""
-    alone = dict(leaves(collate([example])))
+    """How ``row`` of ``size``, made of ``example``, was padded to the length of others: it is collated again, without others.
+
+    Raises:
+        ValueError: other examples decide over its shape in another way.
+    """
+    alone = dict(leaves(collate([copy.deepcopy(example), example])))  # two, since some collators cannot do with one
     mask_bt = mask_of(batch)
     for name, x in leaves(batch):
         y = alone.get(name)
         if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dim() == y.dim() > 1):
             continue
-        batch_dim = next((d for d in (0, 1) if x.shape[d] == size and y.shape[d] == 1), None)
-        longer = [d for d in range(x.dim()) if d != batch_dim and x.shape[d] > y.shape[d]]
-        if batch_dim is None or not longer:
+        batch_dim = next((d for d in (0, 1) if x.shape[d] == size and y.shape[d] == 2), None)
+        if batch_dim is None:
             continue
-        if mask_bt is not None and mask_bt.shape[1] == x.shape[longer[0]]:
+        x, (y, again) = x.movedim(batch_dim, 0), y.movedim(batch_dim, 0)
+        other = [d for d in range(y.dim()) if x.shape[d + 1] != y.shape[d]]
+        if not other:
+            continue
+        if mask_bt is not None and mask_bt.shape[1] == x.shape[other[0] + 1] > y.shape[other[0]]:
             row = int(mask_bt.sum(1).argmin())  # a collator may put rows in another order
             return Padding(row, mask_bt[row], True, bool(mask_bt.all(1).any()))
-        dim = longer[0] - (longer[0] > batch_dim)
-        for at in sorted(range(size), key=lambda at: at != row):  # a collator may put rows in another order
-            own = _own_positions(x.select(batch_dim, at), y.select(batch_dim, 0), dim)
+        if len(other) == 1 and x.shape[other[0] + 1] > y.shape[other[0]]:
+            order = sorted(range(size), key=lambda at: at != row)  # a collator may put rows in another order
+            found = ((at, _own_positions(x[at], y, other[0])) for at in order)
+            at, own = next(((at, own) for at, own in found if own is not None), (row, None))
+            if own is None and not torch.equal(y, again):
+                own = _beside_constant(x[row], y, other[0])
             if own is not None:
                 return Padding(at, own, True, True)
+        raise ValueError(
+            f"'{name}' of an example has shape {tuple(y.shape)} when it is collated alone, and {tuple(x.shape[1:])} in its batch, where its own numbers "
+            "are not found again: other examples decide how it is cut, resized or padded. Give all examples one size before they are "
+            "collated, or let the collator return an attention_mask that says what is padding."
+        )
     return None
 
 
 def _own_positions(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """Where in a padded row the row without padding lies: at its start, or at its end; None if it is another row."""
+    """Where in a padded row the row without padding lies; None if it is another row."""
     length, own = row.shape[dim], alone.shape[dim]
-    if row.shape[:dim] != alone.shape[:dim] or row.shape[dim + 1 :] != alone.shape[dim + 1 :]:
-        return None
-    first = next((at for at in (0, length - own) if torch.equal(row.narrow(dim, at, own), alone)), None)
+    firsts = sorted(range(length - own + 1), key=lambda at: at not in (0, length - own))
+    first = next((at for at in firsts if torch.equal(row.narrow(dim, at, own), alone)), None)
     return None if first is None else (torch.arange(length) >= first) & (torch.arange(length) < first + own)
+
+
+def _beside_constant(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor | None:
+    """The same of a row with random numbers, that are others when it is collated alone: what is beside them is one number."""
+    length, own = row.shape[dim], alone.shape[dim]
+    positions = torch.arange(length)
+    for own_t in (positions < own, positions >= length - own):
+        padding = row.movedim(dim, 0)[~own_t]
+        if bool((padding == padding.flatten()[0]).all()):
+            return own_t
+    return None
 
 
 def padding_before(batch: Any) -> Padding | None:

@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from . import rows
-from .mixing import refuse_mixed
+from .mixing import LoadedRows, refuse_mixed
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 
@@ -150,7 +150,7 @@ class LogicalBatches(Dataset):
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
         if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # the first draws, and ever more rarely
-            refuse_mixed(self.collate, examples[-16:], lambda: self._reseed(collating))
+            refuse_mixed(self.collate, examples[-16:], self._reseed)
             self._refuse_mixed_loading(draw)
             self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
         self._reseed(collating)  # a data set may have set seeds, each example's own
@@ -196,7 +196,7 @@ class LogicalBatches(Dataset):
         """The same of a data set that loads a draw's rows together."""
         if hasattr(self.dataset, "__getitems__"):
             indices = list(draw.indices)[-16:]
-            refuse_mixed(lambda part: self._load(part), indices, lambda: self._reseed(f"rows of draw {draw.number}"), who="data set")
+            refuse_mixed(self._load, indices, self._reseed, who="data set")
 
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
         sizes = [rows.size_of(example) for example in examples]
@@ -206,9 +206,10 @@ class LogicalBatches(Dataset):
         alone = (
             copy.deepcopy(examples[row]) if is_ragged and kind not in self._collated_alone else None
         )  # collators may change what they get
-        name = rows.main_input(examples[0])
+        name, loaded = rows.main_input(examples[0]), LoadedRows.of_examples(examples)
         batch = self.collate(examples)
         require_unseeded("the collator")
+        loaded.refuse_mixed(batch, "collator")
         rows.refuse_packed(batch, examples)
         padding = None
         if alone is not None:

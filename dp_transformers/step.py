@@ -180,7 +180,7 @@ class PrivateStep:
     def before_forward(self, args: tuple, kwargs: dict) -> bool:
         """Look at what became of the rows, seed the random numbers, look at a batch of a new kind. Whether the self-check ran."""
         if self.given is not None:
-            self.given.loaded.refuse_mixed((args, kwargs))
+            self.given.loaded.refuse_mixed((args, kwargs), "training loop")
         self._seeds.reseed()
         return self._own_optimizer is not None and self.given is not None and self.check(args, kwargs)
 

@@ -1,5 +1,9 @@
 """Rows that a loop mixes after the loader gave them, and the augmentations that it may do."""
 
+import itertools
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -8,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PrivacyEngine
 from dp_transformers.mixing import LoadedRows
+from dp_transformers.sampling import Draw, LogicalBatches
 
 
 def others(x):
@@ -43,14 +48,18 @@ def standardised(x):
     return (x - x.mean(0)) / (x.std(0) + 1e-5)
 
 
+def one_row_for_all(x):
+    return x[:1] + torch.zeros_like(x)
+
+
 def erased(x):
     return torch.cat([x[..., :3] * 0, x[..., 3:]], -1)
 
 
-MIXED = [one_weight, weight_for_each, in_place, then_scaled_in_bf16, cut, centred, standardised]
+MIXED = [one_weight, weight_for_each, in_place, then_scaled_in_bf16, cut, centred, standardised, one_row_for_all]
 OWN = [
     torch.clone, lambda x: x / 255, lambda x: (x - 0.13) / 0.3, lambda x: x - torch.rand_like(x[0]), lambda x: x.flip(-1), lambda x: x.roll(2, -1),
-    lambda x: x + 0.1 * torch.randn_like(x), lambda x: F.dropout(x, 0.3), erased, lambda x: (x / 2).half(),
+    lambda x: x + 0.1 * torch.randn_like(x), lambda x: F.dropout(x, 0.3), erased, lambda x: (x / 2).half(), lambda x: x.flip(0),
 ]  # fmt: skip
 KINDS = {
     "noise": lambda b: torch.rand(b, 3, 16, 16),
@@ -70,11 +79,11 @@ def test_rows_of_several_rows_are_told_from_augmented_rows(kind, size):
         if change is in_place and rows.dtype == torch.uint8:
             continue
         loaded = LoadedRows({"pixels": rows, "labels": torch.zeros(size)}, size)
-        with pytest.raises(ValueError, match=r"loop mixes examples.*MixUp.*Remove the mixing.*augment each example by itself"):
-            loaded.refuse_mixed(((), {"x": change(rows if change is in_place else rows.float())}))
+        with pytest.raises(ValueError, match=r"training loop mixes examples.*MixUp.*Remove the mixing.*augment each example by itself"):
+            loaded.refuse_mixed(((), {"x": change(rows if change is in_place else rows.float())}), "training loop")
     for change in OWN:
         rows = KINDS[kind](size)
-        LoadedRows((rows, torch.zeros(size)), size).refuse_mixed((change(rows.float()),))
+        LoadedRows((rows, torch.zeros(size)), size).refuse_mixed((change(rows.float()),), "training loop")
 
 
 def test_binary_images_have_much_in_common_by_chance():
@@ -84,9 +93,9 @@ def test_binary_images_have_much_in_common_by_chance():
         top, left = torch.randint(0, 12, (2,))
         row[:, top : top + 8, left : left + 8] = 1
     for change in OWN:
-        LoadedRows((rows,), 40).refuse_mixed((change(rows),))
+        LoadedRows((rows,), 40).refuse_mixed((change(rows),), "training loop")
     with pytest.raises(ValueError, match="mixes examples"):
-        LoadedRows((rows,), 40).refuse_mixed((one_weight(rows),))
+        LoadedRows((rows,), 40).refuse_mixed((one_weight(rows),), "training loop")
 
 
 @pytest.mark.parametrize("change", [one_weight, in_place, cut, centred])
@@ -102,9 +111,170 @@ def test_mixing_in_a_loop_is_refused_whenever_it_begins(change):
         x, y = next(batches)
         if step == 1:
             before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ValueError, match="the loop mixes examples"):
+            with pytest.raises(ValueError, match="the training loop mixes examples"):
                 model(change(x))
             assert all(map(torch.equal, before, model.parameters()))
         else:
             F.cross_entropy(model(x / 2 + 0.1 * torch.randn_like(x)), y).backward()
             optimizer.step()
+
+
+# ---- what a collator makes of examples ----
+
+
+def examples_of_numbers(n=24, width=6):
+    torch.manual_seed(1)
+    return [{"x": torch.randn(width), "labels": i % 3} for i in range(n)]
+
+
+def texts(n=24):
+    torch.manual_seed(1)
+    return [{"x": torch.randint(1, 50, (4 + 2 * (i % 7),)), "labels": i % 3} for i in range(n)]
+
+
+def images(n=24):
+    torch.manual_seed(1)
+    return [{"x": torch.rand(1, 4 + i % 3, 4 + i % 5), "labels": i % 3} for i in range(n)]
+
+
+def stacked(rows, labels):
+    return {"x": torch.stack(list(rows)), "labels": torch.tensor(labels)}
+
+
+def columns(examples):
+    return [e["x"] for e in examples], [e["labels"] for e in examples]
+
+
+def collator(change):
+    def collate(examples):
+        rows, labels = columns(examples)
+        return stacked(change(torch.stack(rows)), labels)
+
+    return collate
+
+
+def with_numbers(draw):
+    """Noise that ``draw`` makes, as a batch has rows."""
+    return collator(lambda x: x + draw(x.shape))
+
+
+def padded_to(rows, place):
+    longest = max(map(len, rows))
+    return [F.pad(row, place(longest - len(row))) for row in rows]
+
+
+def cut_to_the_shortest(examples):
+    rows, labels = columns(examples)
+    return stacked([row[: min(map(len, rows))] for row in rows], labels)
+
+
+def stretched_to_the_longest(examples):
+    rows, labels = columns(examples)
+    longest = max(map(len, rows))
+    return stacked([F.interpolate(row.float()[None, None], longest)[0, 0] for row in rows], labels)
+
+
+def padded_images(examples):
+    rows, labels = columns(examples)
+    height, width = (max(row.shape[d] for row in rows) for d in (1, 2))
+    return stacked([F.pad(row, (0, width - row.shape[2], 0, height - row.shape[1])) for row in rows], labels)
+
+
+def neighbours_tokens(examples):
+    rows, labels = columns(examples)
+    rows = padded_to(rows, lambda n: (0, n))
+    return stacked([rows[0], *(torch.cat([a[:1], b[1:]]) for a, b in itertools.pairwise(rows))], labels)
+
+
+def hard_examples_twice(examples):
+    hard = sorted(examples, key=lambda e: -e["x"].norm())[: (len(examples) + 1) // 2]
+    return collator(torch.clone)((hard + hard)[: len(examples)])
+
+
+def counted():
+    calls = iter(range(10**6))
+    return collator(lambda x: x + next(calls))
+
+
+REFUSED = {
+    "the row before": (collator(lambda x: x + torch.cat([x[:1] * 0, x[:-1]])), examples_of_numbers, "mixes examples"),
+    "the first row in all": (collator(lambda x: torch.cat([x, x[:1].expand_as(x)], 1)), examples_of_numbers, "mixes examples"),
+    "cumulative sum": (collator(lambda x: x.cumsum(0)), examples_of_numbers, "mixes examples"),
+    "rows in another order than labels": (collator(lambda x: x.flip(0)), examples_of_numbers, "mixes examples"),
+    "tokens of the row before": (neighbours_tokens, texts, "mixes examples"),
+    "cut to the shortest": (cut_to_the_shortest, texts, r"mixes examples|other examples decide"),
+    "stretched to the longest": (stretched_to_the_longest, texts, "other examples decide how it is cut, resized or padded"),
+    "images padded in two dimensions": (padded_images, images, "other examples decide how it is cut, resized or padded"),
+    "hard examples twice": (hard_examples_twice, examples_of_numbers, "mixes examples|depends on how many examples"),
+    "numpy seed": (with_numbers(lambda shape: (np.random.seed(42), torch.from_numpy(np.random.rand(*shape)))[1]), examples_of_numbers,
+                   "depends on how many examples come before"),
+    "seed of random": (with_numbers(lambda shape: (random.seed(42), torch.tensor([[random.random()] for _ in range(shape[0])]))[1]),
+                       examples_of_numbers, "depends on how many examples come before"),
+    "generator made in the call": (with_numbers(lambda shape: torch.from_numpy(np.random.default_rng(0).random(shape))), examples_of_numbers,
+                                   "depends on how many examples come before"),
+    "torch generator made in the call": (with_numbers(lambda shape: torch.rand(shape, generator=torch.Generator().manual_seed(3))),
+                                         examples_of_numbers, "depends on how many examples come before"),
+    "entropy of its own": (with_numbers(lambda shape: torch.from_numpy(np.random.default_rng().random(shape))), examples_of_numbers,
+                           "gives another batch when it is called again"),
+    "state": (counted(), examples_of_numbers, "gives another batch when it is called again"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_collators_whose_rows_depend_on_others(case):
+    collate, examples, match = REFUSED[case]
+    with pytest.raises(ValueError, match=match):
+        LogicalBatches(examples(), collate, 8)[Draw(0, range(24), True)]
+
+
+def pad_and_shuffle(examples):
+    rows, labels = columns(random.sample(examples, len(examples)))
+    return stacked(padded_to(rows, lambda n: (0, n)), labels)
+
+
+def sort_by_length(examples):
+    rows, labels = columns(sorted(examples, key=lambda e: -len(e["x"])))
+    return {**stacked(padded_to(rows, lambda n: (0, n)), labels), "lengths": torch.tensor([len(row) for row in rows])}
+
+
+def noise_then_padding(examples):
+    rows, labels = columns(examples)
+    return stacked(padded_to([row + torch.rand(len(row)) for row in rows], lambda n: (n, 0)), labels)
+
+
+TAKEN = {
+    "stacked": (collator(torch.clone), examples_of_numbers),
+    "noise": (with_numbers(torch.rand), examples_of_numbers),
+    "noise of numpy": (with_numbers(lambda shape: torch.from_numpy(np.random.rand(*shape))), examples_of_numbers),
+    "masked": (collator(lambda x: x * (torch.rand(x.shape) < 0.8)), examples_of_numbers),
+    "one sign for all": (collator(lambda x: x * random.choice([-1, 1])), examples_of_numbers),
+    "padded, shuffled": (pad_and_shuffle, texts),
+    "sorted": (sort_by_length, texts),
+    "padded in the middle": (lambda e: stacked(padded_to(columns(e)[0], lambda n: (n // 2, n - n // 2)), columns(e)[1]), texts),
+    "noise, then padding": (noise_then_padding, texts),
+    "not for one alone": (lambda e: {k: x.squeeze() for k, x in stacked(padded_to(columns(e)[0], lambda n: (0, n)), columns(e)[1]).items()}, texts),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_collators_whose_rows_are_their_own(case):
+    collate, examples = TAKEN[case]
+    for number in range(3):
+        draw = LogicalBatches(examples(), collate, 8)[Draw(number, range(24), True)]
+        assert sum(draw.sizes) == 24
+        assert number or any(batch.padding is not None and batch.padding.by_others for batch in draw.batches) == (examples is texts)
+
+
+def test_mixing_that_begins_late_is_seen_in_numbers():
+    data = [{"x": torch.rand(40), "labels": 0} for _ in range(24)]
+    calls = []
+
+    def mixes_from_the_third_draw_on(examples):
+        x = torch.stack([e["x"] for e in examples])
+        return stacked(one_weight(x) if 5 in calls else x, [0] * len(x))
+
+    batches = LogicalBatches(data, mixes_from_the_third_draw_on, 8)
+    batches[Draw(4, range(24), True)]
+    calls.append(5)
+    with pytest.raises(ValueError, match="the collator mixes examples"):
+        batches[Draw(5, range(24))]
