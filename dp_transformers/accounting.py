@@ -110,7 +110,7 @@ def calibrate_noise_multiplier(
     """
     _check_accountant(accountant)
     target, delta = _check_epsilon("target_epsilon", target_epsilon), _check_delta("target_delta", target_delta)
-    q, steps = _check_rate(sample_rate), _check_count("steps", steps)
+    q, steps, rows = _check_rate(sample_rate), _check_count("steps", steps), _check_rows(rows)
     if q == 0 or steps == 0:
         return 0.0
 
@@ -119,13 +119,13 @@ def calibrate_noise_multiplier(
         epsilon = _epsilon(phases, delta, accountant) if rows == 1 else group_epsilon(phases, rows, delta)
         return math.log(min(max(epsilon / target, 1e-3), 1e9))
 
-    rows = _check_count("rows", rows)
     sigma = _decreasing_root(excess, rows * _guess_noise_multiplier(target, delta, q, steps))
     if sigma is None:
         raise ValueError(
             f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {steps} steps at "
-            f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more by accountant={accountant!r}"
-            ". Choose a larger epsilon or delta, fewer steps or a smaller sample rate"
+            f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more (accountant={accountant!r}, {rows} rows of one person). "
+            "Choose a larger epsilon or delta, fewer steps or a smaller sample rate (a smaller expected batch size, or more data)"
+            + (", fewer rows of one person" if rows > 1 else "")
             + (", or accountant='pld'." if accountant == "rdp" else ".")
         )
     return sigma
@@ -208,9 +208,9 @@ def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
         rows: Size of the group, at least 1.
         delta: The δ of (ε, δ)-DP, in (0, 1).
     """
-    rows = _check_count("rows", rows)
+    rows = _check_rows(rows)
     phases = tuple((min(sigma, MAX_NOISE_MULTIPLIER), _round_rate_up(q), n) for sigma, q, n in phases if q * n > 0)
-    if not phases or rows < 1:
+    if not phases:
         return 0.0
     if any(sigma < _NO_NOISE for sigma, _, _ in phases):
         return math.inf
@@ -485,6 +485,16 @@ def _check_delta(name: str, value: float) -> float:
 def _check_epsilon(name: str, value: float) -> float:
     rule = "a finite number > 0 (for a run without privacy, set noise_multiplier=0 instead)"
     return _check_number(name, value, lambda x: 0 < x < math.inf, rule)
+
+
+def _check_rows(value: int) -> int:
+    try:
+        rows = operator.index(value)
+    except TypeError:
+        rows = 0
+    if rows < 1:
+        raise ValueError(f"rows must be an int >= 1 (how many rows one person may have, max_examples_per_person); got {value!r}.")
+    return rows
 
 
 def _check_count(name: str, value: int) -> int:

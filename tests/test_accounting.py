@@ -426,6 +426,8 @@ def test_a_million_steps_counted_one_by_one_are_cheap(accountant):
         (dict(target_delta=2.0), "target_delta must be strictly between"),
         (dict(sample_rate=2), "sample_rate must be a probability"),
         (dict(steps=1e3), "steps must be an int"),
+        (dict(rows=0), r"rows must be an int >= 1 \(how many rows one person may have, max_examples_per_person\); got 0"),
+        (dict(rows=1.5), "rows must be an int >= 1 .*; got 1.5"),
         (dict(accountant="gdp"), "accountant must be one of"),
     ],
 )
@@ -433,7 +435,7 @@ def test_bad_targets(changed, message):
     arguments = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, steps=10)
     with pytest.raises(ValueError, match=message):
         calibrate_noise_multiplier(**{**arguments, **changed})
-    if "accountant" not in changed:
+    if not changed.keys() & {"accountant", "rows"}:
         renamed = {"target_delta": "delta", "steps": "limit"}
         limits = {renamed.get(name, name): value for name, value in {**arguments, **changed}.items()}
         with pytest.raises(ValueError, match=message.replace("steps", "limit").replace("target_delta", "delta")):
