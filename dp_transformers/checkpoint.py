@@ -33,6 +33,8 @@ except ImportError:  # Windows
 LEDGER_NAME = "privacy_ledger.jsonl"
 STATE_NAME = "privacy_state.json"
 
+_WAY_OUT = " Resume from another checkpoint, or start a new run (resume_from_checkpoint=None)."
+
 logger = logging.getLogger(__name__)
 
 
@@ -94,18 +96,16 @@ class PrivacyState:
         except FileNotFoundError:
             raise PrivacyStateError(
                 f"'{path}' is missing: the checkpoint was not written to its end, or not by DPTrainer, so what it has already spent is not "
-                "known. Resume from another checkpoint, or start a new run (resume_from_checkpoint=None)."
+                f"known.{_WAY_OUT}"
             ) from None
         except (KeyError, TypeError, ValueError) as error:
-            raise PrivacyStateError(f"'{path}' cannot be read ({error}). Resume from another checkpoint.") from error
+            raise PrivacyStateError(f"'{path}' cannot be read ({type(error).__name__}: {error}).{_WAY_OUT}") from error
         for name, size in sizes.items():
             file = path.parent / name
             found = file.stat().st_size if file.is_file() else None
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes"
-                raise PrivacyStateError(
-                    f"'{file}' {state}, it was saved with {size}: the checkpoint is not complete. Resume from another checkpoint."
-                )
+                raise PrivacyStateError(f"'{file}' {state}, it was saved with {size} bytes: the checkpoint is not complete.{_WAY_OUT}")
         return loaded
 
     @staticmethod
@@ -120,7 +120,7 @@ class PrivacyState:
             if saved != value:
                 raise PrivacyStateError(
                     f"the checkpoint was trained with {name}={saved!r}, now it is {value!r}. A run keeps its mechanism: use the old value, "
-                    "or start a new run (resume_from_checkpoint=None)."
+                    "or start a new run without this checkpoint."
                 )
 
 
@@ -135,14 +135,19 @@ def find_checkpoint(output_dir: str | os.PathLike) -> str:
         try:
             PrivacyState.load(folder)
         except PrivacyStateError as error:
-            faults.append(str(error))
+            faults.append(str(error).removesuffix(_WAY_OUT))
             continue
         if faults:
             logger.warning("resuming from '%s'; newer checkpoints are not complete: %s", folder, " ".join(faults))
         return str(folder)
     raise PrivacyStateError(
-        f"there is no complete checkpoint in '{output_dir}' to resume from. "
-        + (" ".join(faults) or "Start a new run (resume_from_checkpoint=None).")
+        " ".join(
+            (
+                f"there is no complete checkpoint in '{output_dir}' to resume from.",
+                *faults,
+                "Start a new run (resume_from_checkpoint=None).",
+            )
+        )
     )
 
 
@@ -269,7 +274,11 @@ class Ledger:
         assert self._file is not None, "the ledger is not open"
         line = json.dumps(entry).encode() + b"\n"
         if self._file.write(line) != len(line):
-            raise OSError(errno.ENOSPC, "a line of the ledger was cut short, so its step is not taken", str(self.path))
+            raise OSError(
+                errno.ENOSPC,
+                "a line of the ledger was cut short, so its step is not taken: make room on the disk, and resume from a checkpoint",
+                str(self.path),
+            )
         os.fsync(self._file.fileno())
 
 
@@ -293,8 +302,8 @@ def _lock(file: io.FileIO, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise PrivacyStateError(
-            f"another training is writing '{path}'. Two at once would not count each other's steps: wait until it ends, or choose another "
-            "output_dir."
+            f"another training is writing '{path}'. Two at once would not count each other's steps: wait until it ends, call detach() on its "
+            "PrivacyEngine, or choose another folder (output_dir of DPTrainingArguments, ledger_dir of PrivacyEngine)."
         ) from None
     except OSError as error:  # some network file systems
         logger.warning("'%s' cannot be locked (%s): make sure that no other process trains in this output_dir.", path, error)
