@@ -66,11 +66,14 @@ def sequence_classification_loss(
         return _cross_entropy(logits, labels.flatten(), label_smoothing)
     if problem_type not in ("multi_label_classification", "regression"):
         raise ValueError(
-            f"config.problem_type is {problem_type!r}, which is none of regression, single_label_classification, multi_label_classification."
+            f"config.problem_type is {problem_type!r}: set it to 'regression', 'single_label_classification' or 'multi_label_classification'."
         )
     _refuse_smoothing(label_smoothing, problem_type)
     if logits.shape != (labels.unsqueeze(-1) if labels.dim() == 1 else labels).shape:
-        raise ValueError(f"{problem_type} takes labels of the shape of the logits, {tuple(logits.shape)}, not {tuple(labels.shape)}.")
+        raise ValueError(
+            f"{problem_type} takes labels of the shape of the logits, {tuple(logits.shape)}, not {tuple(labels.shape)}. Give one number for each "
+            "output, or set config.num_labels and config.problem_type to what the labels are."
+        )
     loss = F.mse_loss if problem_type == "regression" else F.binary_cross_entropy_with_logits
     logits = logits.to(_precision(logits))
     return loss(logits, labels.to(logits).view_as(logits), reduction="none").mean(1)
@@ -85,7 +88,8 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: f
     """
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) and (B, T) expected."
+            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) and (B, T) expected, one label "
+            "for each position. Let the collator make labels as long as what the model predicts, with -100 where there is none."
         )
     losses_bt = _cross_entropy(logits, labels, label_smoothing)
     return losses_bt.sum(1) / (labels != IGNORE_INDEX).sum(1).clamp(min=1).to(logits.device)
@@ -111,7 +115,9 @@ def question_answering_loss(
             truncated away) and a negative one is position 0.
     """
     if not isinstance(labels, tuple) or len(labels) != 2:
-        raise ValueError("question answering needs two columns of labels: set label_names=['start_positions', 'end_positions'].")
+        raise ValueError(
+            "question answering needs two columns of labels: set in the arguments label_names=['start_positions', 'end_positions']."
+        )
 
     def loss(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         positions = positions.flatten().clamp(min=0)
@@ -155,7 +161,9 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
 
     def per_example_loss(outputs: Any, labels: Any) -> torch.Tensor:
         if not isinstance(labels, torch.Tensor):
-            raise ValueError(f"{type(base).__name__} takes one column of labels, got {len(labels)}: set label_names=['labels'].")
+            raise ValueError(
+                f"{type(base).__name__} takes one column of labels, got {len(labels)}: set label_names=['labels'] in the arguments."
+            )
         labels = F.pad(labels, (virtual_tokens, 0), value=IGNORE_INDEX) if virtual_tokens else labels
         return loss(outputs.logits, labels, label_smoothing=label_smoothing)
 
@@ -186,7 +194,7 @@ def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names:
     if made is not None and torch.equal(batch.get("decoder_input_ids", made), made):
         raise ValueError(
             "targets were padded on the left, so how much padding the decoder sees before an example's own depends on the others. Pad labels "
-            "on the right (padding_side of the tokenizer), or give decoder_input_ids and a decoder_attention_mask."
+            "on the right (padding_side='right' of the tokenizer), or give decoder_input_ids and a decoder_attention_mask."
         )
 
 
@@ -247,29 +255,34 @@ def _refuse_losses_over_the_batch(base: nn.Module) -> None:
             )
     if hasattr(base, "_loss_function"):
         raise ValueError(
-            f"the loss_function of {type(base).__name__} was replaced; it returns one loss for the whole batch and would not be used. Pass "
-            "per_example_loss_func=f with f(outputs, labels) -> (B,)."
+            f"the loss_function of {type(base).__name__} was replaced; it returns one loss for the whole batch and would not be used. Pass to "
+            "DPTrainer per_example_loss_func=f with f(outputs, labels) -> (B,)."
         )
 
 
 def _refuse_smoothing(label_smoothing: float, what: str) -> None:
     if label_smoothing:
-        raise ValueError(f"label_smoothing_factor has no meaning for {what}: set it to 0.")
+        raise ValueError(f"label_smoothing_factor has no meaning for {what}: set it to 0 in the arguments.")
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
     """Losses of the shape of ``targets`` (...) from logits (..., V), 0 where the target is -100; float32, or float64 from float64."""
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(targets.shape)}: {tuple(logits.shape[:-1])} expected."
+            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(targets.shape)}: {tuple(logits.shape[:-1])} expected, "
+            "one class for each example (or position). Correct the label column, or config.problem_type."
         )
     if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise ValueError(f"class labels must be integers, not {targets.dtype} (for several labels at once: config.problem_type).")
+        raise ValueError(
+            f"class labels must be integers, not {targets.dtype}: cast the label column to int64. For several labels at once set "
+            "config.problem_type='multi_label_classification', for numbers 'regression'."
+        )
     targets, classes = targets.to(logits.device, torch.long), logits.shape[-1]
     outside = targets[((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)]
     if len(outside):
         raise ValueError(
-            f"label {outside[0].item()} is not one of the {classes} classes of the logits (0 to {classes - 1}, or -100 to ignore)."
+            f"label {outside[0].item()} is not one of the {classes} classes of the logits (0 to {classes - 1}, or -100 to ignore). "
+            "Correct the labels, or load the model with more classes (num_labels; for tokens model.resize_token_embeddings)."
         )
     return _TokenCrossEntropy.apply(logits, targets, label_smoothing)
 
@@ -303,7 +316,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # once_differentiable would let create_graph pass where the upstream gradient is a constant
-            raise RuntimeError("the per-example losses have no second derivative: call backward without create_graph.")
+            raise RuntimeError("the per-example losses have no second derivative: call backward without create_graph=True.")
         logits, targets, logsumexp_n = ctx.saved_tensors
         logits_nv, targets_n, grad_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), grad.reshape(-1)
         grad_nv = logits_nv.new_zeros(logits_nv.shape)

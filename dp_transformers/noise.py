@@ -48,7 +48,10 @@ class GaussianNoise:
         self._bits = (_chacha20 if secure else _pcg64)(self._entropy)
 
     def __getstate__(self) -> None:
-        raise TypeError("GaussianNoise is neither copied nor pickled: whoever has its state can subtract the noise, or would add it twice.")
+        raise TypeError(
+            "GaussianNoise is neither copied nor pickled: whoever has its state can subtract the noise, or would add it twice. Make a new one where it "
+            "is needed; to save a training, use save_checkpoint of PrivacyEngine or the checkpoints of DPTrainer."
+        )
 
     def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
         """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws nothing."""
@@ -56,12 +59,15 @@ class GaussianNoise:
             return
         if os.getpid() != self._process:
             raise RuntimeError(
-                "this process was forked from the one that made the noise, and would draw the same numbers: make a new one here."
+                "this process was forked from the one that made the noise, and would draw the same numbers: call train() or make_private (or make "
+                "GaussianNoise) in the process that trains."
             )
         tensors = list(tensors)
         for tensor in tensors:
             if tensor.dtype not in (torch.float32, torch.float64):
-                raise TypeError(f"noise is added in float32 before any cast to a lower precision, not to {tensor.dtype}.")
+                raise TypeError(
+                    f"noise is added in float32 before any cast to a lower precision, not to {tensor.dtype}: give float32 sums."
+                )
         for group in _groups(tensors):
             sizes = [tensor.numel() for tensor in group]
             numbers = self._standard_normal(sum(sizes), group[0].device).split(sizes)
@@ -128,7 +134,7 @@ def _chacha20(entropy: Sequence[int]) -> Bits:
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError as error:
-        raise ImportError("secure_rng=True needs the 'cryptography' package: install the extra 'secure'.") from error
+        raise ImportError("secure_rng=True needs the 'cryptography' package: install it (pip install cryptography).") from error
     key = hashlib.sha256(repr(list(entropy)).encode()).digest()
     keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key is used for one stream only
     return lambda count: torch.frombuffer(bytearray(keystream.update(bytes(8 * count))), dtype=torch.int64)

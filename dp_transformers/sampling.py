@@ -102,7 +102,7 @@ class PoissonSampler:
         ended: bool = False,
     ):
         if not 0 < sample_rate <= 1:
-            raise ValueError(f"sample_rate must lie in (0, 1], got {sample_rate}.")
+            raise ValueError(f"sample_rate (expected batch size / number of examples) must lie in (0, 1], got {sample_rate}.")
         self.num_examples, self.sample_rate, self.steps_per_epoch = num_examples, sample_rate, steps_per_epoch
         self.rank, self.world_size, self.ended = rank, world_size, ended
         self._generator = np.random.Generator(np.random.PCG64DXSM(secret))

@@ -192,14 +192,14 @@ def _embedding_options(module: nn.Module) -> Iterator[Finding]:
 
 def _alien(module: nn.Module) -> Iterator[Finding]:
     if hasattr(module, "_orig_mod"):
-        yield " compiled by torch.compile; pass the module itself, compiled modules are not supported yet.", None, None
+        yield " compiled by torch.compile, which is not supported yet: pass the module that was compiled (its _orig_mod).", None, None
     if isinstance(module, torch.jit.ScriptModule):
-        yield " compiled by torch.jit, whose layers cannot be seen; pass the module itself.", None, None
+        yield " compiled by torch.jit, whose layers cannot be seen: pass the module that was compiled.", None, None
     if why := why_no_wrapper(module):
         yield f": {why}.", None, None
     quantization = sys.modules.get("torch.ao.quantization")  # an observer in the model has imported it
     if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
-        yield ": it keeps the range of private activations without noise. Take it out.", None, None
+        yield ": it keeps the range of private activations without noise. Take it out, and quantize the trained model.", None, None
 
 
 def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
@@ -210,8 +210,8 @@ def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
         "without a shape yet: run the model once on public data of the right shape": lambda p: isinstance(p, UninitializedParameter),
         "neither in float32 nor in bfloat16: load the model with dtype=torch.float32 (what is frozen may stay as it is) and use bf16 autocast "
         "for speed": lambda p: p.dtype not in TRAINABLE,
-        "with a gradient hook, which could change or use gradients that are not private yet: remove it": lambda p: bool(
-            p._backward_hooks or p._post_accumulate_grad_hooks
+        "with a gradient hook, which could change or use gradients that are not private yet: call remove() of the handle that register_hook returned": lambda p: (
+            bool(p._backward_hooks or p._post_accumulate_grad_hooks)
         ),
     }
     for what, is_so in kinds.items():
@@ -302,12 +302,12 @@ def validate_training_data(dataset: Any, *, target_delta: float | None, expected
         return
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"train_dataset is a {type(dataset).__name__} without random access: Poisson sampling takes every example with equal probability, "
+            f"the training data are a {type(dataset).__name__} without random access: Poisson sampling takes every example with equal probability, "
             "which needs its length and its rows. Use a map-style dataset (for a datasets.IterableDataset: load it without streaming)."
         )
     n = len(dataset)
     if n == 0:
-        raise ValueError("train_dataset is empty.")
+        raise ValueError("the training data set is empty: give it at least one row (a filter may have left none).")
     if target_delta is not None and target_delta >= 1 / n:
         raise ValueError(
             f"target_delta={target_delta:g} is not smaller than 1/N = {1 / n:.3g} for N = {n} training examples: at that delta, publishing one "
@@ -315,8 +315,9 @@ def validate_training_data(dataset: Any, *, target_delta: float | None, expected
         )
     if expected_batch_size > n:
         raise ValueError(
-            f"expected_batch_size={expected_batch_size} exceeds the {n} training examples; q would be above 1. Lower expected_batch_size "
-            "(or per_device_train_batch_size x gradient_accumulation_steps x processes, from which it derives)."
+            f"expected_batch_size={expected_batch_size} exceeds the {n} training examples: no draw takes more than all of them. Lower "
+            "expected_batch_size (or per_device_train_batch_size x gradient_accumulation_steps x processes, from which it derives; with PrivacyEngine "
+            "the DataLoader's batch_size)."
         )
 
 
