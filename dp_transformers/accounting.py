@@ -121,9 +121,10 @@ def calibrate_noise_multiplier(
 
     sigma = _decreasing_root(excess, rows * _guess_noise_multiplier(target, delta, q, steps))
     if sigma is None:
+        of_a_person = f", {rows} rows of one person" if rows > 1 else ""
         raise ValueError(
             f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {steps} steps at "
-            f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more (accountant={accountant!r}, {rows} rows of one person). "
+            f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more (accountant={accountant!r}{of_a_person}). "
             "Choose a larger epsilon or delta, fewer steps or a smaller sample rate (a smaller expected batch size, or more data)"
             + (", fewer rows of one person" if rows > 1 else "")
             + (", or accountant='pld'." if accountant == "rdp" else ".")

@@ -41,7 +41,8 @@ def refuse_overrides(trainer: Any, base: type) -> None:
         if owner is None and patched is not None:
             patch = vars(patched)[name]
             raise ValueError(
-                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {base.__name__} needs the original: {why}. Undo that patch before the trainer is made."
+                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {base.__name__} needs the original: {why}. "
+                "Undo that patch before the trainer is made."
             )
         if owner is not None:
             if name in _OF_DP_TRAINER and owner in cls.__bases__ and not issubclass(owner, base):

@@ -612,7 +612,8 @@ def _check_loader(loader: Any) -> None:
     sampler = getattr(loader, "sampler", None)
     if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)):
         raise ValueError(
-            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same probability. Build the DataLoader without sampler=."
+            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same probability. Build the DataLoader "
+            "without sampler=."
         )
 
 

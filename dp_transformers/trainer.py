@@ -307,8 +307,9 @@ class DPTrainer(Trainer):
         whole.take_over(state, run.steps + planned - done)
         raise ValueError(
             f"the privacy budget is spent: {run.spent_in_words()}, and one more would exceed target_epsilon={state.target_epsilon:g}. Nothing was "
-            f"trained. All {planned - done} steps that are planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go on, load the model that was trained and start a new run in another "
-            "output_dir (with a target_epsilon or noise_multiplier of its own); what both spend adds up."
+            f"trained. All {planned - done} steps that are planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go "
+            "on, load the model that was trained and start a new run in another output_dir (with a target_epsilon or noise_multiplier of its own); what "
+            "both spend adds up."
         )
 
     def _say(self, text: str) -> None:
@@ -460,7 +461,8 @@ class DPTrainer(Trainer):
         losses = self._per_example_loss(outputs, labels)
         if losses.dim() != 1:
             raise ValueError(
-                f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none')."
+                f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none'), averaged within the "
+                "example where it has several."
             )
         return losses, outputs
 

@@ -379,6 +379,8 @@ def test_calibration_of_a_target_that_needs_next_to_no_noise():
 def test_unreachable_target(accountant, way_out):
     with pytest.raises(ValueError, match=f"target_epsilon=1e-09 .*out of reach.*larger epsilon or delta.*{way_out}"):
         calibrate_noise_multiplier(1e-9, 1e-9, 0.5, 10**4, accountant)
+    with pytest.raises(ValueError, match="4 rows of one person.*fewer rows of one person"):
+        calibrate_noise_multiplier(1e-9, 1e-9, 0.5, 10**4, accountant, rows=4)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
