@@ -66,7 +66,7 @@ def test_rotary_embeddings_that_keep_the_longest_length(loop, others):
     """Dynamic rotary embeddings are computed anew for the longest example seen, and stay so."""
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     task = Task(lambda: llama(rope_parameters=dynamic), texts([60, *others, *others], classes=None), expected=4, physical=16, steps=6)
-    with pytest.raises(ValueError, match=r"(?s)'model.rotary_emb.*changed while a batch went through it.*rope_type other than 'dynamic'"):
+    with pytest.raises(ValueError, match=r"(?s)'model.rotary_emb.*changed in a forward or backward pass.*rope_type other than 'dynamic'"):
         moves(loop, task, 0)
 
 
@@ -89,7 +89,7 @@ def test_attention_that_is_switched_for_good(loop):
         initializer_range=0.5,
     )
     task = Task(lambda: BigBirdForSequenceClassification(config), texts([12] + 7 * [64]), expected=3, physical=1, steps=6)
-    with pytest.raises(ValueError, match=r"(?s)attention_type.*changed while a batch went through it.*attention_type='original_full'"):
+    with pytest.raises(ValueError, match=r"(?s)attention_type.*changed in a forward or backward pass.*attention_type='original_full'"):
         moves(loop, task, 0)
 
 

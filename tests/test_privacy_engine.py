@@ -437,7 +437,7 @@ def test_gradients_changed_before_the_step(change):
 
 def test_a_penalty_on_the_weights_is_refused():
     _, model, _, _, x, y = one_batch()
-    with pytest.raises(ValueError, match=r"'head.weight' got a gradient past its module.*weight_decay"):
+    with pytest.raises(ValueError, match=r"'head.weight' got a gradient that did not come through its module.*weight_decay"):
         (F.cross_entropy(model(x), y) + model.head.weight.square().sum()).backward()
     assert all(p.grad is None for p in model.parameters())
 

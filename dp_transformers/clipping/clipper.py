@@ -158,8 +158,8 @@ class _Pass:
         """Note one use, and at the last one the forward pass announced the norm of all together."""
         if parameter in self.kept:
             raise RuntimeError(
-                "backward reached a use of a parameter that the forward pass did not announce: the forward pass was re-run by "
-                "something else than torch's activation checkpointing."
+                "the forward pass was run again inside backward by something else than torch's activation checkpointing, so a parameter was used more "
+                "often than was counted. Use torch.utils.checkpoint (gradient_checkpointing=True, use_reentrant=False), or switch re-running off."
             )
         seen = self.open[parameter]
         seen.append(term.instance() if self.keep and isinstance(term, Dense) else term)
@@ -315,7 +315,10 @@ class _Use:
             found = claim.rule(claim.module, *self._by_example(saved, grads))
         found = {shards.shard(p): as_term(term) for p, term in found.items()}
         if missing := [name for p, name in claim.names.items() if p not in found]:
-            raise ValueError(f"the rule of {claim} gives no gradient for its trainable {missing}.")
+            raise ValueError(
+                f"the rule of {claim} gives no gradient for its trainable {missing}. Let the rule you registered (register_grad_sampler) return one for "
+                "every trainable parameter of the module, or freeze those (requires_grad_(False))."
+            )
         parallel = self.clipper.parallel
         return {p: parallel.part(claim, p, found[p], self.sums_positions) if parallel else found[p] for p in claim.names}
 
@@ -477,7 +480,10 @@ class PerExampleClipper:
         self.shards = Shards(self.model)
         self.parallel = TensorParallel(self.model, self.shards)
         if self.parallel and self.mode.name == "per_sample":
-            raise ValueError("mode 'per_sample' hands out whole gradients, which no process of a tensor-parallel model has: take another.")
+            raise ValueError(
+                "clipping mode 'per_sample' hands out whole gradients, which no process of a tensor-parallel model has. Use clipping_mode='auto' or "
+                "'book_keeping'."
+            )
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not self.parameters:
@@ -771,10 +777,11 @@ class PerExampleClipper:
         """
         forward_pass = self._checked_pass(losses)
         weights_b = _checked_weights(weights, losses)
-        if any((p._backward_hooks or p._post_accumulate_grad_hooks) and self._has_foreign_hook(p) for p in self.parameters):
+        hooked = [p for p in self.parameters if (p._backward_hooks or p._post_accumulate_grad_hooks) and self._has_foreign_hook(p)]
+        if hooked:
             raise ValueError(
-                f"trainable parameter '{next((n for n, p in self.model.named_parameters() if p.requires_grad and self._has_foreign_hook(p)), '?')}' has a gradient "
-                "hook, which could change or use gradients that are not private yet: call remove() of the handle that register_hook returned."
+                f"trainable parameter '{self._name_of(hooked[0])}' has a gradient hook, which could change or use gradients that are not private yet. "
+                "Remove it: call remove() of the handle that register_hook returned."
             )
         forward_pass.in_backward, forward_pass.followed = True, False
         try:
@@ -787,6 +794,9 @@ class PerExampleClipper:
             self._pass = None  # used up, whatever happened
         self._end_sum()
         return norms_b
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next((name for name, p in self.model.named_parameters() if p is parameter), "?")
 
     def _has_foreign_hook(self, p: nn.Parameter) -> bool:
         own = 1 + self.parallel.native_hooks(p)
@@ -812,7 +822,10 @@ class PerExampleClipper:
         """The end of somebody else's ``loss.backward()``."""
         try:
             if forward_pass is not self._pass:
-                raise ValueError("the model ran again while backward was going on.")
+                raise ValueError(
+                    "the model was called again while loss.backward() was going on, so the first call's gradients cannot be clipped. Call the model "
+                    "only before backward or after it, not in a gradient hook."
+                )
             scale = forward_pass.batch_size if self._loss_reduction == "mean" else 1
             device = forward_pass.probe.device
             if forward_pass.probe.grad is None:
@@ -845,12 +858,12 @@ class PerExampleClipper:
         self._refuse_past_taps(parameter)
 
     def _refuse_past_taps(self, parameter: nn.Parameter) -> None:
-        name = next((name for name, p in self.model.named_parameters() if p is parameter), "?")
         answering = max((claim for claim in self.claims if parameter in claim.names), key=lambda claim: len(claim.path))
         raise UnsupportedModuleError(  # which the self-check has answered by a parent, where there is one that sees it
-            f"parameter '{name}' got a gradient past its module, which cannot be clipped. Either the loss uses the parameter directly (a weight penalty: use "
-            "the optimizer's weight_decay), or forward ran outside of the model that is clipped, or forward read the weight or an inner activation "
-            "without calling the module. Call the module for it, or freeze the parameter.",
+            f"parameter '{self._name_of(parameter)}' got a gradient that did not come through its module's call, so it cannot be clipped. Either the loss "
+            "uses the parameter directly (a weight penalty: use the optimizer's weight_decay), or forward ran outside the model that is clipped, or "
+            "forward read the weight or an inner activation without calling the module. Call the module for it, or freeze the parameter "
+            "(requires_grad_(False)).",
             answering.module,
         )
 

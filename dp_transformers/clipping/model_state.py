@@ -76,9 +76,9 @@ class ModelState:
         if changed:
             others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
             raise ValueError(
-                f"'{changed[0]}'{others} of the model changed while a batch went through it, and not by the optimizer: it would carry private data "
-                "to later batches without clipping and noise. Set a rope_type other than 'dynamic', or attention_type='original_full', or switch off "
-                "the running statistics, switches or caches that forward writes. What your own loop writes, write it after optimizer.step()."
+                f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the optimizer: it would carry private data to "
+                "later batches without clipping and noise. Set a rope_type other than 'dynamic' or attention_type='original_full', or switch off the "
+                "running statistics, counters or caches that forward writes. If your own loop writes it, do that after optimizer.step()."
             )
 
     @contextmanager
