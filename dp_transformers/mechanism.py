@@ -9,8 +9,8 @@ from torch import nn
 
 from . import distributed
 from .clipping import PerExampleClipper
+from .clipping.parallel.dtensor import is_dtensor, local
 from .clipping.precision import set_gradient, sum_dtype
-from .clipping.shards import is_dtensor, local
 from .noise import GaussianNoise, check_noise_source
 
 

@@ -21,7 +21,7 @@ from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
 from .clipping.clipper import refuse_attached
-from .clipping.shards import local
+from .clipping.parallel.dtensor import local
 from .mechanism import LayoutNoise
 from .noise import check_noise_source
 from .plan import describe, hopeless

@@ -97,10 +97,7 @@ def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Itera
     """
     before = random.getstate(), np.random.get_state()
     of_mps = torch.mps.get_rng_state() if device.type == "mps" else None  # which fork_rng does not know
-    many = device.type in ("cuda", "xpu")  # manual_seed seeds all of them
-    with torch.random.fork_rng(
-        devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"
-    ):
+    with _forked_rng(device):
         _seed_globally(_expanded(entropy))
         try:
             yield
@@ -109,3 +106,52 @@ def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Itera
             np.random.set_state(before[1])
             if of_mps is not None:
                 torch.mps.set_rng_state(of_mps)
+
+
+# ---- states that are kept, and put back ----
+
+
+def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The states of torch's generators that a module on ``device`` draws from."""
+    states = (torch.get_rng_state(),)
+    return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
+
+
+def same_state(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def global_state(device: torch.device) -> tuple[Any, ...]:
+    """The states of all global generators: Python's, NumPy's and torch's."""
+    return (random.getstate(), np.random.get_state(legacy=False), *random_state(device))
+
+
+def set_global_state(device: torch.device, state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[3], device)
+
+
+@contextmanager
+def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
+    """Inside, random numbers are those that followed ``state``; afterwards the generators go on as if nothing had been."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if len(state) > 1 else []):
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1])
+        yield
+
+
+@contextmanager
+def _forked_rng(device: torch.device) -> Iterator[None]:
+    """On all devices: manual_seed seeds all, and what some of them drew afterwards would be known."""
+    many = device.type in ("cuda", "xpu")
+    with torch.random.fork_rng(
+        devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"
+    ):
+        yield

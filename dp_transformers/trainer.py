@@ -25,7 +25,7 @@ from . import distributed
 from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
-from .clipping.shards import everywhere, is_dtensor
+from .clipping.parallel.dtensor import everywhere, is_dtensor
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
 from .mechanism import LayoutNoise
 from .noise import check_noise_source

@@ -18,6 +18,12 @@ def test_import_contracts():
     assert "4 kept, 0 broken" in result.stdout
 
 
+def test_only_one_room_of_clipping_speaks_to_ranks():
+    """A contract cannot say so: a forbidden package from outside must be a whole one, and this is a part of torch."""
+    speaking = {path for path in (ROOT / "dp_transformers" / "clipping").rglob("*.py") if "torch.distributed" in path.read_text()}
+    assert {path.parent.name for path in speaking} == {"parallel"}
+
+
 def test_lint():
     for command in (["check"], ["format", "--check"]):
         result = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from dp_transformers.clipping.verify import _forked_rng
 from dp_transformers.noise import GaussianNoise, standard_normal
-from dp_transformers.randomness import _TWISTER, SecretSeeds, global_random_numbers, seed_worker
+from dp_transformers.randomness import _TWISTER, SecretSeeds, _forked_rng, global_random_numbers, seed_worker
 
 
 def noise(shapes, std, **options):

@@ -1,4 +1,7 @@
-"""Exact per-example gradient clipping for any PyTorch model; knows nothing of transformers, data, accountants or ranks."""
+"""Exact per-example gradient clipping for any PyTorch model; knows nothing of transformers, data or accountants.
+
+Where parameters are split over ranks, :mod:`.parallel` speaks to them, and no other room.
+"""
 
 from .clipper import PerExampleClipper
 from .rules import register_grad_sampler, register_norm_sampler

@@ -24,10 +24,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .errors import UnclaimedParameterError, ways_out
 from .layout import BATCH_FIRST, SHARED, Layout, learn_layout
+from .parallel.dtensor import local
+from .parallel.fsdp2 import Shards
 from .rules import DOES_NOT_SAVE_OUTPUT, INSIDE, WHOLE_CALL, find_norm_sampler, find_rule
-from .rules.fallback import substituted, ways_out, without_fused_attention
-from .shards import Shards, local
+from .rules.fallback import substituted, without_fused_attention
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +46,6 @@ _WRAPPERS = {
 def why_no_wrapper(module: nn.Module) -> str | None:
     """Why gradients cannot be clipped inside this one, which runs a model in several processes or devices, and the way out."""
     return next((_WRAPPERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
-
-
-class UnclaimedParameterError(ValueError):
-    """A trainable parameter is used where no module that could answer for it sees the use."""
 
 
 class Claim:

@@ -27,27 +27,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..randomness import global_state, random_state, same_state, set_global_state
 from . import norms
 from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
+from .errors import UnsupportedModuleError, ways_out
 from .graph import parameter_past_taps
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .model_state import ModelState
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
+from .parallel.dtensor import like, local
+from .parallel.fsdp2 import Shards
+from .parallel.tensor_parallel import TensorParallel
 from .precision import FULL_PRECISION, HALF, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype, without_autocast
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
-from .rules.fallback import (
-    Call,
-    UnsupportedModuleError,
-    global_state,
-    per_example_gradients,
-    random_state,
-    same_state,
-    set_global_state,
-    ways_out,
-)
-from .shards import Shards, like, local
-from .tensor_parallel import TensorParallel
+from .rules.fallback import Call, per_example_gradients
 from .terms import Dense, Norm, Term
 
 logger = logging.getLogger(__name__)

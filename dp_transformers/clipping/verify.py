@@ -29,13 +29,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
 
-from .claims import UnclaimedParameterError, announce, give_up, settle
+from ..randomness import _forked_rng, global_state, random_state, set_global_state
+from .claims import announce, give_up, settle
+from .errors import SelfCheckError, UnclaimedParameterError, UnsupportedModuleError
 from .graph import dtypes_in_graph
 from .layout import batch_size_of, positions_of
 from .modes import MODES
+from .parallel.dtensor import everywhere, like, local
 from .precision import HALF, full_products, product_settings, sum_dtype, without_autocast
-from .rules.fallback import UnsupportedModuleError, global_state, random_state, set_global_state
-from .shards import everywhere, like, local
 
 if TYPE_CHECKING:
     from .clipper import PerExampleClipper
@@ -46,10 +47,6 @@ logger = logging.getLogger(__name__)
 # where exactness and locality are decided: in bf16 a model may attend over the whole batch and stay below the error of its rounding.
 PADDING_TOLERANCE = 1e-4  # in full fp32, where padding changes a gradient by 1e-7 if it leaves it alone
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
-
-
-class SelfCheckError(ValueError):
-    """Per-example clipping is not exact for this model; nothing was trained."""
 
 
 @dataclass(frozen=True)
@@ -1042,13 +1039,3 @@ def _kept_buffers(model: nn.Module) -> Iterator[None]:
             for name, t in model.named_buffers():
                 if name in kept and kept[name].shape == t.shape:
                     t.copy_(kept[name])
-
-
-@contextlib.contextmanager
-def _forked_rng(device: torch.device) -> Iterator[None]:
-    """On all devices: manual_seed seeds all, and what some of them drew afterwards would be known."""
-    many = device.type in ("cuda", "xpu")
-    with torch.random.fork_rng(
-        devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"
-    ):
-        yield

@@ -10,12 +10,12 @@ from torch import nn
 
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping import terms as term_algebra
+from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.modes import MODES, REDUCED_FP32_SLACK
 from dp_transformers.clipping.precision import FULL_PRECISION, exact_arithmetic
 from dp_transformers.clipping.rules import find_rule
 from dp_transformers.clipping.rules.conv import convolution
 from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer
-from dp_transformers.clipping.verify import SelfCheckError
 
 ALL_MODES = sorted(MODES)
 drawn = settings(max_examples=30, deadline=None, derandomize=True, database=None)

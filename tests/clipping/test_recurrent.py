@@ -10,9 +10,9 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from dp_transformers import PerExampleClipper, check_model
+from dp_transformers.clipping.errors import UnsupportedModuleError
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.rules import find_rule
-from dp_transformers.clipping.rules.fallback import UnsupportedModuleError
 from dp_transformers.clipping.rules.recurrent import recurrent, recurrent_cell
 
 ALL_MODES = sorted(MODES)

@@ -10,12 +10,11 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 from dp_transformers import PerExampleClipper, check_model, register_grad_sampler, register_norm_sampler
+from dp_transformers.clipping.errors import SelfCheckError, UnsupportedModuleError
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.rules import _NORM_SAMPLERS, _RULES, find_norm_sampler, find_rule
-from dp_transformers.clipping.rules.fallback import UnsupportedModuleError
 from dp_transformers.clipping.rules.linear import linear
 from dp_transformers.clipping.rules.norm import _weight_only_rms_norm
-from dp_transformers.clipping.verify import SelfCheckError
 
 ALL_MODES = sorted(MODES)
 

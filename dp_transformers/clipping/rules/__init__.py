@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tensor_parallel import class_forward
+from ..parallel.dispatch import class_forward
 from ..terms import Dense, Term
 
 Rule = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, Term | torch.Tensor]]

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..errors import UnsupportedModuleError, ways_out
 from ..terms import Routed, Rows, Term
 from . import Rule, recogniser
-from .fallback import UnsupportedModuleError, ways_out
 
 _PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
 

@@ -14,17 +14,17 @@ examples, is refused instead of trained wrongly.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ...randomness import replayed
+from ..errors import UnsupportedModuleError, ways_out
 from ..layout import Layout
 from ..terms import Dense, Term
 
@@ -32,21 +32,6 @@ logger = logging.getLogger(__name__)
 
 _EXAMPLES_AT_ONCE = 16
 _SET_DATA = torch.Tensor.data.__set__
-
-
-class UnsupportedModuleError(ValueError):
-    """A ``module`` whose per-example gradients cannot be had; the message names it and the ways out."""
-
-    def __init__(self, message: str, module: nn.Module):
-        super().__init__(message)
-        self.module = module
-
-
-def ways_out(path: str, module: nn.Module) -> str:
-    return (
-        f"Ways out: freeze the parameters of '{path}' (requires_grad_(False)), train adapters such as LoRA instead, or register "
-        f"a rule with dp_transformers.register_grad_sampler({type(module).__name__})."
-    )
 
 
 @dataclass
@@ -256,45 +241,6 @@ def without_fused_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-# ---- random numbers ----
-
-
-def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The states of torch's generators that a module on ``device`` draws from."""
-    states = (torch.get_rng_state(),)
-    return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
-
-
-def same_state(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def global_state(device: torch.device) -> tuple[Any, ...]:
-    """The states of all global generators: Python's, NumPy's and torch's."""
-    return (random.getstate(), np.random.get_state(legacy=False), *random_state(device))
-
-
-def set_global_state(device: torch.device, state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[3], device)
-
-
-@contextmanager
-def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
-    """Inside, random numbers are those that followed ``state``; afterwards the generators go on as if nothing had been."""
-    if state is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if len(state) > 1 else []):
-        torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state(state[1])
-        yield
 
 
 _SAID: set[type] = set()

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import _VF, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ...randomness import replayed
+from ..errors import UnsupportedModuleError, ways_out
 from ..precision import HALF
 from ..terms import Outer, Term, merge, summed
 from . import ModuleCall, whole_call_rule
-from .fallback import UnsupportedModuleError, replayed, ways_out
 
 ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
 INSTANCE_MEMORY = 2  # with steps in the hundreds instances halve the arithmetic

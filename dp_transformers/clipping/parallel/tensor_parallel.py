@@ -14,7 +14,7 @@ before they are measured, for the norm of a sum does not follow from norms.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,39 +24,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from .shards import Shards, is_dtensor, local
-from .terms import Dense, Outer, Rows, Term
+from ..terms import Dense, Outer, Rows, Term
+from .dispatch import _BY_HEAD, _PLAIN, _STYLES, _closure, _style_of, class_forward
+from .dtensor import is_dtensor, local
+from .fsdp2 import Shards
 
-_STYLES = "transformers.distributed.tensor_parallel"
-_PLAIN = {"TensorParallelLayer", "ColwiseParallel", "RowwiseParallel", "EmbeddingParallel"}
-_BY_HEAD = "ReplicatedWithGradAllReduce"
 _WAYS_OUT = "Take it out of the tensor-parallel plan, freeze it, or use FSDP2 (fully_shard) over all processes instead."
-
-
-def class_forward(module: nn.Module) -> Callable | None:
-    """The forward of the module's class, if that is what runs; None where the instance has another.
-
-    transformers' tensor parallelism gives the instance a function that moves tensors before and after it calls the class's.
-    """
-    if "forward" not in vars(module):
-        return type(module).forward
-    forward, original = type(module).forward, _closure(module).get("original_forward")
-    return forward if _style_of(module) in {*_PLAIN, _BY_HEAD} and getattr(original, "__func__", None) is forward else None
-
-
-def _closure(module: nn.Module) -> dict[str, Any]:
-    function = vars(module).get("forward")
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    return dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
-
-
-def _style_of(module: nn.Module) -> str | None:
-    """The class of transformers' parallel style that gave this module its forward; None if none did."""
-    function = vars(module).get("forward")
-    owner, _, rest = getattr(function, "__qualname__", "").partition(".")
-    if not getattr(function, "__module__", "").startswith("transformers.distributed.") or rest != "install_forward.<locals>.tp_forward":
-        return None
-    return type(_closure(module)["self"]).__name__ if owner == "TensorParallelLayer" else owner
 
 
 @dataclass(frozen=True)

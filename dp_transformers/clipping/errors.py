@@ -1,0 +1,28 @@
+"""What clipping refuses, and how a refusal says the ways out."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class UnsupportedModuleError(ValueError):
+    """A ``module`` whose per-example gradients cannot be had; the message names it and the ways out."""
+
+    def __init__(self, message: str, module: nn.Module):
+        super().__init__(message)
+        self.module = module
+
+
+class UnclaimedParameterError(ValueError):
+    """A trainable parameter is used where no module that could answer for it sees the use."""
+
+
+class SelfCheckError(ValueError):
+    """Per-example clipping is not exact for this model; nothing was trained."""
+
+
+def ways_out(path: str, module: nn.Module) -> str:
+    return (
+        f"Ways out: freeze the parameters of '{path}' (requires_grad_(False)), train adapters such as LoRA instead, or register "
+        f"a rule with dp_transformers.register_grad_sampler({type(module).__name__})."
+    )

@@ -1,0 +1,1 @@
+"""Clipping where parameters are split over ranks. Here alone clipping speaks to other ranks."""
