@@ -15,7 +15,7 @@ from dp_transformers.clipping.modes import MODES, REDUCED_FP32_SLACK
 from dp_transformers.clipping.precision import FULL_PRECISION, exact_arithmetic
 from dp_transformers.clipping.rules import find_rule
 from dp_transformers.clipping.rules.conv import convolution
-from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer
+from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer, arithmetic
 
 ALL_MODES = sorted(MODES)
 drawn = settings(max_examples=30, deadline=None, derandomize=True, database=None)
@@ -99,7 +99,7 @@ def test_convolutions(drawn_layer):
 )
 @pytest.mark.parametrize("scratch", [1, 64 * 2**20], ids=["one example at a time", "all at once"])
 def test_convolutions_by_ghost_norm_and_by_instance(layer, shape, ghost, scratch, monkeypatch):
-    monkeypatch.setattr(term_algebra, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", scratch)
     x = torch.randn(shape)
     term = convolution(layer, [x], torch.randn_like(layer(x)))[layer.weight]
     assert isinstance(term, Convolved) and term.prefers_instance == (not ghost)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping import terms
 from dp_transformers.clipping.norms import BF16, FP32, SPLIT, InnerProduct, Length, Norms
+from dp_transformers.clipping.terms import dense
 
 CPU = torch.device("cpu")
 VIEWS = {"view", "t", "transpose", "detach", "unsqueeze", "diagonal", "_unsafe_view", "expand", "split", "slice", "alias"}
@@ -75,7 +75,7 @@ def small_model(dtype=torch.float32):
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
 def test_small_gradients_side_by_side(mode, small, dtype, monkeypatch):
     """Norms, sums and what is added to, however many are taken together; with weights, and an example that is not finite."""
-    monkeypatch.setattr(terms, "SMALL", small)
+    monkeypatch.setattr(dense, "SMALL", small)
     model = small_model(dtype)
     batch = {"x": torch.randn(4, 3, 6, dtype=dtype)}
     with PerExampleClipper(model, 0.05, mode=mode, self_check=False) as clipper:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dp_transformers.clipping import terms as algebra
 from dp_transformers.clipping.clipper import _Pass
 from dp_transformers.clipping.precision import SPLIT_ROUNDING
-from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Memo, Outer, Routed, Rows, Stacked
+from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Memo, Outer, Routed, Rows, Stacked, arithmetic
 
 sizes = st.integers(1, 9)
 
@@ -127,7 +127,7 @@ def test_chunks_change_nothing(monkeypatch):
     ]
     tied = [Outer(torch.randn(7, 5, 4), torch.randn(7, 5, 3)), terms[2]]
     whole = [t.measure(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.measure(tied).squared()]
-    monkeypatch.setattr(algebra, "SCRATCH_BYTES", 600)
+    monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", 600)
     parts = [t.measure(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.measure(tied).squared()]
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
@@ -183,11 +183,11 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
     if dense:
         terms.append(Dense(torch.randn(b, e, rows, columns, generator=g)))
         exact = exact + terms[-1].grad.double()
-    before, algebra.SCRATCH_BYTES = algebra.SCRATCH_BYTES, scratch
+    before, arithmetic.SCRATCH_BYTES = arithmetic.SCRATCH_BYTES, scratch
     try:
         norm_sq = algebra.measure(terms, instantiate=instantiate).squared()
     finally:
-        algebra.SCRATCH_BYTES = before
+        arithmetic.SCRATCH_BYTES = before
     size = exact.flatten(1).square().sum(1)
     assert norm_sq.dtype == torch.float32
     assert ((norm_sq.double() - size).abs() <= 1e-5 * size + 1e-5).all()
@@ -222,7 +222,7 @@ def where_padding_has_gradients(kind, g):
 @pytest.mark.parametrize("kind", ["outer", "stacked", "tied", "routed", "convolved"])
 def test_long_gradients_of_positions_without_input_do_not_lengthen_norms(kind, chunks, monkeypatch):
     if chunks:
-        monkeypatch.setattr(algebra, "SCRATCH_BYTES", 600)
+        monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", 600)
     terms, exact = where_padding_has_gradients(kind, torch.Generator().manual_seed(0))
     norm_b = algebra.measure(terms, memo=Memo()).squared().sqrt().double()
     torch.testing.assert_close(norm_b, exact.flatten(1).norm(dim=1), rtol=1e-5, atol=0)

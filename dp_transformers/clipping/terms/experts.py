@@ -1,0 +1,93 @@
+"""Gradients of the weights of experts, to which slots of an example are routed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..norms import Length, Measured
+from ..precision import factor, is_bf16, product, split
+from .arithmetic import _chunks, _clean_rows, sum_of
+from .cache import Memo
+from .dense import Dense
+from .gram import _lengths
+from .outer import Outer
+
+
+@dataclass
+class Routed:
+    """Weights of experts, (num_experts, p, d): every routed slot of an example adds an outer product to the expert it was sent to."""
+
+    ids: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        assert self.ids.shape == self.left.shape[:2] == self.right.shape[:2]
+
+    @property
+    def is_bf16(self) -> bool:
+        return is_bf16(self.left, self.right)
+
+    @property
+    def keeps_instance(self) -> bool:
+        s, p, d = *self.left.shape[1:], self.right.shape[2]
+        return s * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * self.num_experts * p * d
+
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+        """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were sent to it.
+
+        They are taken together by size, powers of two, so that padding at most doubles them and uneven routing costs little more.
+        """
+        b = len(self.ids)
+        norm_sq_b = torch.zeros(b, device=self.left.device)
+        pair_of_slot = (self.ids + torch.arange(b, device=self.ids.device)[:, None] * self.num_experts).flatten()
+        pairs, order = pair_of_slot.sort()
+        pairs, sizes = pairs.unique_consecutive(return_counts=True)
+        first, width_of = sizes.cumsum(0) - sizes, torch.frexp((sizes - 1).float()).exponent  # ceil(log2(size))
+        for exponent in width_of.unique().tolist():
+            members = (width_of == exponent).nonzero().squeeze(1)
+            offset = torch.arange(2**exponent, device=order.device)
+            padding = (offset >= sizes[members, None]).unsqueeze(-1)
+            slots = order[(first[members, None] + offset).clamp(max=len(order) - 1)]
+            for rows in _chunks(len(members), 4 * len(offset) * (self.left.shape[2] + self.right.shape[2])):
+                left, right = (x.flatten(0, 1)[slots[rows]].masked_fill(padding[rows], 0) for x in (self.left, self.right))
+                norm_sq = Outer(left, right).measure(instantiate=instantiate).squared()
+                norm_sq_b.index_add_(0, pairs[members[rows]] // self.num_experts, norm_sq)
+        return Length(norm_sq_b.sqrt_())
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return [_lengths(self.left, (1,), None) * _lengths(self.right, (1,), None)]
+
+    def instance(self) -> Dense:
+        b, p, d = len(self.ids), self.left.shape[2], self.right.shape[2]
+        offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_experts
+        left, right = (factor(x, bf16=self.is_bf16) for x in (self.left, self.right))
+        by_id = _sum_by_id(self.ids + offset_b, left, right, b * self.num_experts, bf16=self.is_bf16)
+        return Dense(by_id.view(b, self.num_experts, p, d))
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        bf16 = self.is_bf16
+        left, right = (factor(x, bf16=bf16) for x in (self.left, self.right))
+        smaller = left if left.shape[2] < right.shape[2] else right
+        parts = split(smaller * coef_b[:, None, None], bf16=bf16)
+        pairs = [(part, right) if smaller is left else (left, part) for part in parts]
+        return sum_of(_sum_by_id(self.ids, x, y, self.num_experts, bf16=bf16) for x, y in pairs)
+
+    def clean(self, bad_b: torch.Tensor) -> Routed:
+        return Routed(self.ids, _clean_rows(self.left, bad_b), _clean_rows(self.right, bad_b), self.num_experts)
+
+
+def _sum_by_id(ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int, *, bf16: bool) -> torch.Tensor:
+    """(num_ids, p, d): for each id the sum of left ⊗ right over the slots that have it, one product of matrices for each."""
+    ids, order = ids_bs.flatten().sort()
+    left, right = left_bsp.flatten(0, 1)[order], right_bsd.flatten(0, 1)[order]
+    total = left.new_zeros(num_ids, left.shape[1], right.shape[1], dtype=torch.float32)
+    start = 0
+    for i, size in enumerate(torch.bincount(ids, minlength=num_ids).tolist()):
+        if size:
+            total[i] = product(left[start : start + size].t(), right[start : start + size], bf16=bf16)
+        start += size
+    return total

@@ -1,0 +1,52 @@
+"""Inner products between positions, from which ghost norms follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..norms import InnerProduct
+from ..precision import factor, product
+from .arithmetic import _norms
+from .cache import Memo
+
+LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
+# Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its input, is long.
+SHORTEST = 2.0**-57
+
+
+@dataclass
+class Gram:
+    """Inner products between the positions of each example, (B, T, T)."""
+
+    products_bts: torch.Tensor
+
+    @cached_property
+    def lengths_bt(self) -> torch.Tensor:
+        return self.products_bts.diagonal(dim1=1, dim2=2).clamp(min=SHORTEST**2).sqrt()
+
+    def inner_product(self, other: Gram) -> InnerProduct:
+        """The ghost norm, sum_{t,s} left[t, s]·right[t, s].
+
+        Each product is rounded by a fraction of both positions' lengths, left times right. The traces' product would bound that too, but it
+        multiplies the inputs of some positions with the gradients of others, which dwarfs a norm where padding has gradients and no input.
+        """
+        return InnerProduct.between((self.products_bts * other.products_bts).sum((1, 2)), self.lengths_bt * other.lengths_bt)
+
+
+def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
+    x_btd = factor(x_btd, bf16=bf16)
+    return Gram(product(x_btd, x_btd.mT, bf16=bf16))
+
+
+def _lengths(x: torch.Tensor, summed_dims: Sequence[int], memo: Memo | None) -> torch.Tensor:
+    """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just computed them."""
+    for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)) if memo is not None else ():
+        gram = memo.known(kind, x)
+        if gram is not None:
+            return gram.lengths_bt
+    kept = [dim for dim in range(1, x.dim()) if dim not in summed_dims]
+    return (_norms(x, kept) if kept else x.float().abs()).flatten(1)

@@ -1,0 +1,132 @@
+"""Sums over positions of outer products: weights that multiply."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+
+import torch
+
+from ..norms import Length, Measured
+from ..precision import factor, is_bf16, product, split
+from . import arithmetic
+from .arithmetic import _chunks, _clean_rows, _flat_norm, _joined, sum_of
+from .cache import Memo
+from .dense import Dense
+from .gram import LEFT_GRAM, RIGHT_GRAM, _gram, _lengths
+
+
+@dataclass
+class Outer:
+    """A sum over positions of outer products: a weight that multiplies. ``left`` gives the rows of the parameter."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    instance_memory: int = 1  # how many times what the factors take an instance may take, to be kept in their place
+
+    def __post_init__(self) -> None:
+        assert self.left.dim() == self.right.dim() == 3 and self.left.shape[:2] == self.right.shape[:2]
+
+    @property
+    def is_bf16(self) -> bool:
+        return is_bf16(self.left, self.right)
+
+    def _factor(self, x: torch.Tensor) -> torch.Tensor:
+        return factor(x, bf16=self.is_bf16)
+
+    @property
+    def prefers_instance(self) -> bool:
+        t, p, d = *self.left.shape[1:], self.right.shape[2]
+        return t * (p + d) >= p * d
+
+    @property
+    def keeps_instance(self) -> bool:
+        t, p, d = *self.left.shape[1:], self.right.shape[2]
+        return self.instance_memory * t * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * p * d
+
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+        (b, t, p), d = self.left.shape, self.right.shape[2]
+        gram = partial(_gram, bf16=self.is_bf16)
+        if t == 1 and not instantiate:
+            return Length(_flat_norm(self._factor(self.left)) * _flat_norm(self._factor(self.right)))
+        by_instance = instantiate or self.prefers_instance
+        if not by_instance and memo is not None and 4 * b * t * t <= arithmetic.SCRATCH_BYTES:
+            left = memo.get((LEFT_GRAM, self.is_bf16), self.left, gram)
+            return left.inner_product(memo.get((RIGHT_GRAM, self.is_bf16), self.right, gram))
+        measured = []
+        for rows in _chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
+            left, right = self.left[rows], self.right[rows]
+            measured.append(Outer(left, right).instance().measure() if by_instance else gram(left).inner_product(gram(right)))
+        return _joined(measured)
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return [_lengths(self.left, (1,), memo) * _lengths(self.right, (1,), memo)]
+
+    def instance(self) -> Dense:
+        return Dense(product(self._factor(self.left).mT, self._factor(self.right), bf16=self.is_bf16))
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        def scaled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return split((x.bfloat16() if self.is_bf16 else x.float()) * coef_b[:, None, None], bf16=self.is_bf16)
+
+        left, right, memo = self.left, self.right, memo or Memo()
+        if left.shape[2] < right.shape[2]:
+            right = self._factor(right)
+            pairs = [(part, right) for part in memo.get(("scaled left", self.is_bf16), left, scaled)]
+        else:
+            left = self._factor(left)
+            pairs = [(left, part) for part in memo.get(("scaled right", self.is_bf16), right, scaled)]
+        return sum_of(product(x.flatten(0, 1).t(), y.flatten(0, 1), bf16=self.is_bf16) for x, y in pairs)
+
+    def clean(self, bad_b: torch.Tensor) -> Outer:
+        return Outer(_clean_rows(self.left, bad_b), _clean_rows(self.right, bad_b))
+
+
+@dataclass
+class Stacked:
+    """A weight whose rows come in blocks, each with an input of its own: queries, keys and values projected by one parameter."""
+
+    blocks: Sequence[Outer]
+
+    @property
+    def is_bf16(self) -> bool:
+        return any(block.is_bf16 for block in self.blocks)
+
+    @property
+    def keeps_instance(self) -> bool:
+        return all(block.keeps_instance for block in self.blocks)
+
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+        norm_sq_b = [block.measure(instantiate=instantiate, memo=memo).squared() for block in self.blocks]
+        return Length(torch.stack(norm_sq_b).sum(0).sqrt())
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        return [x for block in self.blocks for x in block.lengths(memo)]
+
+    def instance(self) -> Dense:
+        return Dense(torch.cat([block.instance().grad for block in self.blocks], 1))
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        return torch.cat([block.weighted_sum(coef_b, memo) for block in self.blocks])
+
+    def clean(self, bad_b: torch.Tensor) -> Stacked:
+        return Stacked([block.clean(bad_b) for block in self.blocks])
+
+
+def _stacked(terms: Sequence[Outer | Stacked]) -> Outer | Stacked:
+    """The sum of several, in blocks as fine as theirs."""
+    blocks_of = [t.blocks if isinstance(t, Stacked) else [t] for t in terms]
+    ends = [list(accumulate(block.left.shape[2] for block in blocks)) for blocks in blocks_of]
+    cuts = sorted(set().union(*ends))
+    found = []
+    for start, end in pairwise([0, *cuts]):
+        parts = []
+        for blocks, block_ends in zip(blocks_of, ends, strict=True):
+            i = bisect_left(block_ends, end)
+            offset = block_ends[i] - blocks[i].left.shape[2]
+            parts.append(Outer(blocks[i].left[..., start - offset : end - offset], blocks[i].right))
+        found.append(Outer(torch.cat([x.left for x in parts], 1), torch.cat([x.right for x in parts], 1)))
+    return found[0] if len(found) == 1 else Stacked(found)
