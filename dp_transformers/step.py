@@ -30,11 +30,13 @@ from torch.utils._pytree import tree_leaves
 
 from . import distributed
 from .clipping import PerExampleClipper
+from .clipping.checks.padding import check_padding
+from .clipping.checks.self_check import self_check
+from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
 from .clipping.layout import batch_size_of
 from .clipping.parallel.dtensor import local
 from .clipping.precision import set_gradient
-from .clipping.verify import LossFunction, check_padding, self_check
 from .losses import refuse_targets_padded_on_the_left
 from .mechanism import LayoutNoise, privatise
 from .mixing import LoadedRows

@@ -17,9 +17,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import IterableDataset
 
+from .clipping.checks.example_mixing import ExampleMixing, find_example_mixing
 from .clipping.claims import why_no_wrapper
 from .clipping.precision import TRAINABLE
-from .clipping.verify import ExampleMixing, find_example_mixing
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class ModuleValidator:
     def find_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
         """Which examples of a batch influence each other's outputs, and in which module; None if none does.
 
-        See :func:`~dp_transformers.clipping.verify.find_example_mixing`. It tells something of the examples: give it public ones.
+        See :func:`~dp_transformers.clipping.checks.example_mixing.find_example_mixing`. It tells something of the examples: give it public ones.
         """
         return find_example_mixing(model, batch)
 

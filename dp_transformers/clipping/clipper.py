@@ -403,7 +403,7 @@ class PerExampleClipper:
         mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see :mod:`dp_transformers.clipping.modes`.
         self_check: Before the first training forward pass, check on synthetic input of the same shapes that every trainable
             parameter is covered and that norms and sums equal one-example-at-a-time gradients, see
-            :mod:`dp_transformers.clipping.verify`. The losses themselves are yours and come later: compute them from the model's
+            :mod:`dp_transformers.clipping.checks.self_check`. The losses themselves are yours and come later: compute them from the model's
             outputs alone. One that uses a parameter directly (weight decay, say) is refused.
         batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the second.
 
@@ -638,7 +638,7 @@ class PerExampleClipper:
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         just_checked = not self.checked and batch_size > 0  # an empty batch shows no shapes to check, and adds nothing
         if just_checked:
-            from .verify import self_check
+            from .checks.self_check import self_check
 
             self_check(self, args, kwargs)
         if self._follower is not None and self._follower.before_forward(args, kwargs):

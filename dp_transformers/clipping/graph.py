@@ -1,6 +1,6 @@
 """Whether a parameter reaches the losses past the taps, read off the autograd graph before every clipped sum.
 
-The checks of :mod:`.verify` see the model as it is called first. A way through its forward that is taken only later may use a weight
+The checks of :mod:`.checks` see the model as it is called first. A way through its forward that is taken only later may use a weight
 where no rule sees it, or take an activation out of a module before its tap; nothing would measure that gradient. The graph shows it:
 walked from the losses to the inputs, it may reach a trainable parameter only inside a call whose tap answers for that parameter.
 

@@ -24,9 +24,11 @@ from transformers.utils import ModelOutput
 
 from dp_transformers import PerExampleClipper, check_model, check_per_sample_gradients_are_correct
 from dp_transformers.clipping import rules
+from dp_transformers.clipping.checks.example_mixing import find_example_mixing
+from dp_transformers.clipping.checks.padding import check_padding
+from dp_transformers.clipping.checks.synthetic import synthetic_inputs
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.terms import Dense, Outer
-from dp_transformers.clipping.verify import check_padding, find_example_mixing, synthetic_inputs
 from dp_transformers.losses import find_per_example_loss
 
 

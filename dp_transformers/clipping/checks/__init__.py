@@ -1,0 +1,1 @@
+"""Checks before anything is trained, all on made-up or public input."""

@@ -1,0 +1,193 @@
+"""Whether padding leaves gradients alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map, tree_map_with_path
+
+from ...randomness import _forked_rng
+from ..errors import SelfCheckError
+from .float32 import _in_float32_if_possible, _with_float32
+from .reference import TOLERANCE, _clip, _distance, _length, _perturbed, _undisturbed
+from .self_check import self_check
+from .synthetic import (
+    LossFunction,
+    _batch_second,
+    _batched,
+    _evaluating,
+    _names_of,
+    _outputs_by_example,
+    _projected,
+    _random_output_loss,
+    _second_dimension_first,
+    synthetic_inputs,
+)
+
+if TYPE_CHECKING:
+    from ..clipper import PerExampleClipper
+
+
+PADDING_TOLERANCE = 1e-4  # in full fp32, where padding changes a gradient by 1e-7 if it leaves it alone
+
+
+def check_padding(
+    clipper: PerExampleClipper,
+    args: tuple,
+    kwargs: dict,
+    own_bt: torch.Tensor,
+    loss_function: LossFunction | None = None,
+    row: int | None = None,
+) -> float:
+    """Whether an example's gradient is the same with and without its padding, on synthetic input shaped and padded like the given one.
+
+    Where examples are padded to the length of others, one that is not lets those decide its gradient. Looked at in float32.
+
+    Args:
+        clipper: Attached to the model as it trains.
+        args: Positional arguments of the model, tensors with the batch first. Those that have T in a later dimension are cut to the example's
+            own positions; where they are padding, they keep the numbers they have.
+        kwargs: Keyword arguments likewise. Lengths, integers of shape (B,), stay true.
+        own_bt: (B, T), or (B, ..., T), of which one is enough: which positions are each example's own, as a mask says or lengths do.
+        loss_function: As of :func:`check_model`; default: a random linear function of every output at the example's own positions.
+        row: Of which example; default: the longest that has padding.
+
+    Returns:
+        The relative change of its gradient; 0 where nothing is padded.
+
+    Raises:
+        SelfCheckError: padding changes it, or the model cannot compute the example without.
+    """
+    if not clipper.checked:
+        self_check(clipper, args, kwargs, loss_function)
+    losses_of = loss_function or _random_output_loss(clipper.model, batch_first=clipper.batch_first)
+    if not clipper.batch_first:
+        (args, kwargs), losses_of = _second_dimension_first(args, kwargs), _batch_second(losses_of)
+    shape, own_bt = own_bt.shape, own_bt.bool().flatten(1, -2).any(1) if own_bt.dim() > 2 else own_bt.bool()
+    if row is None:
+        count_b = own_bt.sum(1)
+        row = int(count_b.masked_fill(count_b == own_bt.shape[1], 0).argmax())
+    own_t = own_bt[row]
+    if own_t.all() or not own_t.any():
+        return 0.0
+    with _forked_rng(clipper.device), _undisturbed(clipper), _evaluating(clipper.model):
+        if clipper.shards or clipper.parallel:
+            torch.manual_seed(0)
+        padded, alone = _with_and_without_padding(clipper.model, args, kwargs, own_bt, row, shape)
+        with clipper._suspended():
+            losses_of(*padded[0], **padded[1])  # what raises here has nothing to do with padding
+
+        given = None if loss_function is None else losses_of
+        found, _ = _in_float32_if_possible(
+            clipper, losses_of, padded, lambda: _change_by_padding(clipper, given, _with_float32(padded), _with_float32(alone), own_t)
+        )
+        change, low_precision = found or _change_by_padding(clipper, given, padded, alone, own_t)
+    tolerance = PADDING_TOLERANCE if found else TOLERANCE[low_precision]
+    if not change <= tolerance:
+        first, last = bool(own_t[0]), bool(own_t[-1])
+        side = {(True, False): "on the right", (False, True): "on the left", (True, True): "inside", (False, False): "on both sides"}
+        raise SelfCheckError(
+            f"an example's gradient changes by {change:.1e} (relative) when it is padded {side[first, last]} to the length of a longer one of its "
+            "batch, so every example has a say in the gradients of others, beyond the clipping bound. Pad on the other side (padding_side of the "
+            "tokenizer), or pad all examples to one length (padding='max_length'), or leave padding out in a per-example loss of your own; "
+            "a recurrent model: pack its input (pack_padded_sequence), or read its states at each example's last own position."
+        )
+    return change
+
+
+def _change_by_padding(
+    clipper: PerExampleClipper, loss_function: LossFunction | None, padded: tuple, alone: tuple, own_t: torch.Tensor
+) -> tuple[float, torch.dtype]:
+    """How much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
+    with _perturbed(clipper):
+        clipper._max_grad_norm = float("inf")
+        try:
+            losses_of = loss_function or _own_output_loss(clipper, alone, own_t)
+            without = _clip(clipper, losses_of, *alone)[1]
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise SelfCheckError(
+                f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed without the padding "
+                f"({str(error).splitlines()[0]}), so nobody knows what the padding does to its gradient. Leave out examples that are so short, or "
+                "pad all to one length (padding='max_length')."
+            ) from error
+        _, with_padding, low_precision = _clip(clipper, losses_of, *padded)
+        return float(_distance(with_padding, without) / _length(without).clamp(min=1e-12)), low_precision
+
+
+def _with_and_without_padding(
+    model: nn.Module, args: tuple, kwargs: dict, own_bt: torch.Tensor, row: int, shape: torch.Size
+) -> tuple[tuple, tuple]:
+    """Synthetic arguments for this row, with the padding it has, and without; a label wherever there may be one."""
+    (size, length), own_t, count_b = own_bt.shape, own_bt[row], own_bt.sum(1)
+    own_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # with a length of their own
+    name_of = _names_of(model)
+
+    def position_dims(path: tuple, x: torch.Tensor) -> list[int]:
+        name, dims = name_of(path), [d for d in range(1, x.dim()) if x.shape[d] == length]
+        if _is_of_targets(name) and (own_targets or x.is_floating_point()):  # several classes may happen to be as many as positions
+            return []
+        if x.shape == shape:
+            return dims[-1:]
+        return dims if "mask" in name or x.dtype == torch.bool else dims[:1]
+
+    def is_of_lengths(path: tuple, x: torch.Tensor) -> bool:
+        if x.dim() != 1 or len(x) != size or x.is_floating_point() or x.dtype == torch.bool or _is_of_targets(name_of(path)):
+            return False
+        return "length" in name_of(path) or bool((x == count_b.to(x.device)).all()) or bool((x == length).all())
+
+    def in_place(path: tuple, given: Any, drawn: Any) -> Any:
+        if not isinstance(given, torch.Tensor) or not given.dim():
+            return drawn
+        given_row = given[row : row + 1] if len(given) == size else given
+        if is_of_lengths(path, given):
+            return given_row
+        if _is_of_targets(name_of(path)) and position_dims(path, given):
+            drawn = drawn.masked_fill(drawn == -100, 1)
+        for dim in position_dims(path, given):
+            drawn = drawn.where(own_t.to(drawn.device).view([-1 if d == dim else 1 for d in range(drawn.dim())]), given_row)
+        return drawn
+
+    def own_positions(path: tuple, given: Any, x: Any) -> Any:
+        if not isinstance(given, torch.Tensor) or not given.dim():
+            return x
+        if is_of_lengths(path, given):
+            return x.where(x != length, own_t.sum().to(x))
+        for dim in position_dims(path, given):
+            x = x.index_select(dim, own_t.nonzero().flatten().to(x.device))
+        return x
+
+    given = args, kwargs
+    drawn = synthetic_inputs(model, *tree_map(lambda x: x[row : row + 1] if _batched(x, size) else x, given), 1)
+    padded = tree_map_with_path(in_place, given, drawn)
+    return padded, tree_map_with_path(own_positions, given, padded)
+
+
+def _own_output_loss(clipper: PerExampleClipper, alone: tuple, own_t: torch.Tensor) -> LossFunction:
+    """A loss for models whose own is not known, of what they put out for ``alone``, and of as much of it where there is padding too."""
+
+    def outputs(args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        args, kwargs = (args, kwargs) if clipper.batch_first else _second_dimension_first(args, kwargs)
+        return _outputs_by_example(clipper.model, args, kwargs, batch_first=clipper.batch_first)
+
+    with clipper._suspended():
+        shapes = [x.shape for x in outputs(*alone)]
+
+    def own(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        for dim, (size, wanted) in enumerate(zip(x.shape, shape, strict=True)):
+            if size == len(own_t) != wanted:
+                x = x.index_select(dim, own_t.nonzero().flatten().to(x.device))
+            elif size != wanted:  # of fewer positions than the input has, as convolutions make
+                x = x.narrow(dim, 0 if own_t[0] else size - wanted, wanted)
+        return x
+
+    def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = outputs(args, kwargs)
+        return _projected([own(x, shape) for x, shape in zip(tensors, shapes, strict=True)])
+
+    return losses_of
+
+
+def _is_of_targets(name: str) -> bool:
+    return "label" in name or name.startswith("decoder")

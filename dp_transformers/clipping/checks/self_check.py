@@ -1,0 +1,419 @@
+"""Two checks before anything is trained: that no parameter escapes, and that what is computed is what is claimed.
+
+* The **canary**: one pass in which every claimed module sees detached copies of its parameters. Whatever gradient still reaches a
+  parameter came by a use that no rule saw: a weight read by a functional call, a parametrisation, a module that was bypassed.
+* The **self-check**: norms and clipped sum of a small batch against one example at a time through plain autograd, with dropout off and
+  the trainable parameters shifted a little; and locality, as trained too: another example's content must not move an example's gradient,
+  and no buffer or frozen weight may change.
+
+Both run in float32 wherever the model does, whatever precision it trains in, which is then looked at by itself: norms and sums, with more
+tolerance. Where parameters are split over processes, autocast is off, but weights in bf16 stay as they are.
+
+:func:`self_check` runs both on synthetic input with the shapes, dtypes and masks of the first batch (random ids and numbers, dropout
+off, random state restored), so that private data decides nothing; :func:`check_model` runs them on public data you hand over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
+
+from ...randomness import _forked_rng, global_state, random_state, set_global_state
+from ..claims import announce, give_up, settle
+from ..errors import SelfCheckError, UnclaimedParameterError, UnsupportedModuleError
+from ..layout import batch_size_of, positions_of
+from ..modes import MODES
+from .float32 import _in_float32_if_possible, _with_float32
+from .reference import TOLERANCE, _clip, _distance, _length, _one_at_a_time, _perturbed, _undisturbed
+from .synthetic import (
+    LossFunction,
+    _arguments,
+    _batch_second,
+    _batched,
+    _evaluating,
+    _floating,
+    _kept_buffers,
+    _random_output_loss,
+    _replace_example,
+    _second_dimension_first,
+    synthetic_inputs,
+)
+
+if TYPE_CHECKING:
+    from ..clipper import PerExampleClipper
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Worst relative errors of one check: per-example norm, clipped sum (all parameters together), locality, and per-example gradient.
+
+    The last is measured where there are such gradients, in mode "per_sample", and 0 elsewhere.
+    """
+
+    norm_error: float
+    sum_error: float
+    locality_error: float
+    seconds: float
+    gradient_error: float = 0.0
+
+
+def check_model(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    mode: str = "auto",
+    loss_function: LossFunction | None = None,
+) -> CheckReport:
+    """Check on your own (public) batch that clipping is exact for ``model``.
+
+    Args:
+        model: The model as it will be trained.
+        batch: Keyword arguments of its forward, as a collator gives them, tensors with the batch first, at least two examples.
+        mode: The clipping mode to check.
+        loss_function: ``f(**batch) -> (B,)`` per-example losses; default: a random linear function of every output.
+
+    Returns:
+        The worst relative errors seen.
+
+    Raises:
+        SelfCheckError: a parameter escapes, or norms, sums or locality are off.
+    """
+    from ..clipper import PerExampleClipper
+
+    with PerExampleClipper(model, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
+        return run_checks(clipper, *_arguments(batch), loss_function)
+
+
+def check_per_sample_gradients_are_correct(
+    inputs: Any,
+    module: nn.Module,
+    *,
+    modes: Sequence[str] = tuple(MODES),
+    tolerance: float = 1e-5,
+    loss_function: LossFunction | None = None,
+) -> bool:
+    """Whether per-example gradients, norms and clipped sums of ``module`` equal one example at a time, in every mode.
+
+    For your own layers and rules; :func:`check_model` raises instead and returns the figures. They are logged here, the reason of a
+    refusal as a warning.
+
+    Args:
+        inputs: The module's input: a tensor, a tuple of positional or a dict of keyword arguments, the batch first, at least two examples.
+        module: What to check, not attached to a clipper; left as it is.
+        modes: The clipping modes to check.
+        tolerance: Largest relative error accepted: of each example's norm and gradient, and of the clipped sum, over all parameters together.
+        loss_function: As of :func:`check_model`.
+
+    Returns:
+        False if an error is larger, examples influence each other, or a parameter is out of reach.
+
+    Raises:
+        ValueError: fewer than two examples, or nothing to train.
+    """
+    from ..clipper import PerExampleClipper
+
+    args, kwargs = _arguments(inputs)
+    for mode in modes:
+        try:
+            with PerExampleClipper(module, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
+                report = run_checks(clipper, args, kwargs, loss_function)
+        except (SelfCheckError, UnsupportedModuleError) as error:
+            logger.warning("mode %s: %s", mode, error)
+            return False
+        figures = (report.gradient_error, report.norm_error, report.sum_error)
+        right = max(figures) <= tolerance
+        logger.log(
+            logging.INFO if right else logging.WARNING,
+            "mode %s: worst relative error of per-example gradients %.1e, norms %.1e, of the clipped sum %.1e (allowed: %.0e)",
+            mode, *figures, tolerance,
+        )  # fmt: skip
+        if not right:
+            return False
+    return True
+
+
+def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
+    """Both checks on synthetic input shaped like ``args`` and ``kwargs``; marks the clipper as checked."""
+    clipper.checked = True  # the passes below must not check themselves
+    try:
+        with _forked_rng(clipper.device):
+            clipper.parallel.require_same((args, kwargs), random_state(clipper.device))
+            given = clipper.shards.agreed((args, kwargs), clipper.device)
+            if clipper.shards or clipper.parallel:
+                torch.manual_seed(0)  # processes that share parameters must take the same decisions
+            if not clipper.batch_first:
+                given = _second_dimension_first(*given)
+                loss_function = _batch_second(loss_function or _random_output_loss(clipper.model, batch_first=False))
+            args, kwargs = synthetic_inputs(clipper.model, *given)
+            report = run_checks(clipper, args, kwargs, loss_function, lambda rows: synthetic_inputs(clipper.model, *given, rows))
+    except BaseException:
+        clipper.checked = False
+        clipper.shards.recover()
+        raise
+    logger.info(
+        "self-check passed in %.2f s: every trainable parameter is covered; worst relative error of per-example norms %.1e, "
+        "of the clipped sum %.1e, locality %.1e",
+        report.seconds, report.norm_error, report.sum_error, report.locality_error,
+    )  # fmt: skip
+    return report
+
+
+def run_checks(
+    clipper: PerExampleClipper,
+    args: tuple,
+    kwargs: dict,
+    loss_function: LossFunction | None = None,
+    others: Callable[[int], tuple[tuple, dict]] | None = None,
+) -> CheckReport:
+    """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left as they were.
+
+    The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like these for claims to settle on; default: these examples again.
+    """
+    start = time.perf_counter()
+    losses_of = loss_function or _random_output_loss(clipper.model)
+    batch = batch_size_of(clipper.model, args, kwargs)
+    if batch < 2:
+        raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
+    others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
+    with _undisturbed(clipper), _true_causes(clipper, losses_of, args, kwargs, batch):
+        inputs = _with_float32((args, kwargs))
+        errors, replaced = _in_float32_if_possible(
+            clipper, losses_of, inputs, lambda: _compare(clipper, losses_of, *inputs, batch, lambda rows: _with_float32(others(rows)))
+        )
+        if replaced or errors is None:
+            as_trained = _compare(clipper, losses_of, args, kwargs, batch, others, locality=errors is None)
+    errors = errors or as_trained
+    announce(clipper.claims)
+    norm_error, sum_error, locality_error, gradient_error = errors
+    return CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
+
+
+def _compare(
+    clipper: PerExampleClipper,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    others: Callable[[int], tuple[tuple, dict]],
+    *,
+    locality: bool = True,
+) -> tuple[float, float, float, float]:
+    """Worst errors of norms, sums, locality and per-example gradients, in the precision that this runs in; raises if one is too large.
+
+    Low precision adds nothing to what is known of locality, so it need not be looked at twice.
+    """
+    with _perturbed(clipper):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
+        with _evaluating(clipper.model):
+            _settle_and_run(clipper, losses_of, args, kwargs, batch, others)
+        locality_error = _check_locality_as_trained(clipper, losses_of, args, kwargs, batch) if locality else 0.0
+        with _evaluating(clipper.model):
+            norms_b = _clip(clipper, losses_of, args, kwargs)[0]
+            if not bool(torch.isfinite(norms_b).all()):
+                raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
+            clipper._max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
+            norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
+            samples = [getattr(p, "grad_sample", None) for p in clipper.parameters]
+            tolerance = TOLERANCE[low_precision]
+            _require_equal_replicas(clipper, total, tolerance)
+            if locality:
+                locality_error = max(locality_error, _locality_error(clipper, losses_of, args, kwargs, batch, norms_b))
+                _require_locality(locality_error, tolerance)
+            single_b, reference, gradient_error = _one_at_a_time(clipper, losses_of, args, kwargs, batch, samples)
+    norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
+    sum_error = float(_distance(total, reference) / _length(reference).clamp(min=1e-12))
+    if not max(norm_error, sum_error, gradient_error) <= tolerance:
+        raise SelfCheckError(
+            f"clipping is not exact for {type(clipper.model).__name__} in mode '{clipper.mode.name}': relative error of per-example norms "
+            f"{norm_error:.1e}, of the clipped sum {sum_error:.1e}, of per-example gradients {gradient_error:.1e} (allowed {tolerance:.0e}) "
+            "against one example at a time. "
+            "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or report the model."
+        )
+    return norm_error, sum_error, locality_error, gradient_error
+
+
+@contextlib.contextmanager
+def _true_causes(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> Iterator[None]:
+    """Where a check fails for a reason that people know by another name, it is said by that name."""
+    try:
+        yield
+    except Exception as error:
+        if clipper.shards or clipper.parallel or not clipper.batch_first:  # where a pass of this process's own would leave others waiting
+            raise
+        dims, wrong_way = _seen_in_forward(clipper, losses_of, args, kwargs, batch)
+        one = tree_map(lambda x: x[:1] if _batched(x, batch) else x, (args, kwargs))
+        lost = [(a, b) for a, b in zip(dims, _seen_in_forward(clipper, losses_of, *one, 1)[0], strict=False) if b < a]
+        if wrong_way:
+            raise SelfCheckError(
+                f"{wrong_way[0]} has batch_first=False and is given a tensor with the batch first, so it takes examples for positions, and mixes "
+                "them: build it with batch_first=True."
+            ) from error
+        if lost:
+            raise SelfCheckError(
+                f"the model's output has {lost[0][0]} dimensions for {batch} examples and {lost[0][1]} for one: squeeze() takes the dimension of the "
+                "batch too where it is 1. Name the dimension, as in squeeze(-1)."
+            ) from error
+        raise
+
+
+def _seen_in_forward(
+    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
+) -> tuple[list[int], list[str]]:
+    """How many dimensions the model's outputs have, and the modules that expect the batch second and are given it first."""
+    dims: list[int] = []
+    wrong_way: list[str] = []
+
+    def note_output(module: nn.Module, args: tuple, output: Any) -> None:
+        dims.extend(x.dim() for x in _floating(output))
+
+    def note_input(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if x is not None and x.dim() == 3 and x.shape[0] == batch != x.shape[1]:
+            wrong_way.append(f"'{path}' ({type(module).__name__})")
+
+    with contextlib.ExitStack() as stack:
+        for path, module in clipper.model.named_modules():
+            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
+                stack.callback(module.register_forward_pre_hook(partial(note_input, path), with_kwargs=True).remove)
+        stack.callback(clipper.model.register_forward_hook(note_output).remove)
+        stack.enter_context(clipper._suspended())
+        stack.enter_context(_kept_buffers(clipper.model))
+        with contextlib.suppress(Exception):  # what the model does before it fails is enough
+            losses_of(*args, **kwargs)
+    return dims, wrong_way
+
+
+def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
+    """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may change."""
+    clipper.shards.reshard()
+    watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
+    before = {name: (id(t), t._version) for name, t in watched.items()}
+
+    def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        set_global_state(clipper.device, numbers)
+        return losses_of(*args, **kwargs)
+
+    with _forked_rng(clipper.device), _kept_buffers(clipper.model):
+        torch.manual_seed(0)
+        numbers = global_state(clipper.device)
+        norms_b, _, low_precision = _clip(clipper, replayed, args, kwargs)
+        error = _locality_error(clipper, replayed, args, kwargs, batch, norms_b)
+        clipper.shards.reshard()
+        watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
+        changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
+    if changed:
+        raise SelfCheckError(
+            f"'{changed[0]}' changes in the forward pass although it is not trained: it would keep private data without noise. Switch that "
+            "off (running statistics: track_running_stats=False; embeddings: no max_norm), or take the module out."
+        )
+    _require_locality(error, TOLERANCE[low_precision])
+    return error
+
+
+def _locality_error(
+    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor
+) -> float:
+    """How much (relative) the other examples' norms move when the last one is replaced, by either of two others."""
+    worst = 0.0
+    for source in range(min(2, batch - 1)):
+        moved_args, moved_kwargs = _replace_example(args, kwargs, batch, batch - 1, source)
+        moved_b = _clip(clipper, losses_of, moved_args, moved_kwargs)[0]
+        same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
+        change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
+        worst = max(worst, float(change[:-1].max()))
+    return worst
+
+
+def _require_locality(error: float, tolerance: float) -> None:
+    if not error <= tolerance:
+        raise SelfCheckError(
+            f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: the model or its loss "
+            "mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...), or draws random numbers from a "
+            "generator of its own: take torch's global one."
+        )
+
+
+def _require_equal_replicas(clipper: PerExampleClipper, total: list[torch.Tensor], tolerance: float) -> None:
+    if differing := clipper.parallel.differing(clipper.parameters, total, tolerance):
+        name = next(name for name, p in clipper.model.named_parameters() if p is clipper.parameters[differing[0]])
+        raise SelfCheckError(
+            f"every process of the tensor-parallel group holds parameter '{name}', but their gradients differ: each sees a part of what it is "
+            "used on, and nobody adds them up. Give its module the plan's style 'replicated_with_grad_allreduce', or freeze it."
+        )
+
+
+def _settle_and_run(
+    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+) -> None:
+    """Settle, and let the parents answer for modules that turn out not to be re-runnable."""
+    while True:
+        _settle(clipper, losses_of, args, kwargs, batch, others)
+        try:
+            _clip(clipper, losses_of, args, kwargs)
+            break
+        except UnsupportedModuleError as error:
+            clipper.shards.recover()
+            try:
+                give_up(clipper.model, clipper.claims, error.module)
+            except UnclaimedParameterError:
+                raise error from None
+
+
+def _settle(
+    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+) -> None:
+    """Let claims settle on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
+    taken = {n for x in tree_leaves((args, kwargs)) if _batched(x, batch) for n in x.shape[1:]}
+    sizes = [n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken][:2]
+    inputs = {sizes[0]: others(sizes[0]), sizes[1]: _ragged(*others(sizes[1]), sizes[1])}
+
+    def plain(size: int) -> torch.Tensor:
+        with clipper._suspended():
+            return losses_of(*inputs[size][0], **inputs[size][1])
+
+    def tapped() -> None:
+        clipper._hook()
+        try:
+            losses_of(*inputs[sizes[0]][0], **inputs[sizes[0]][1])
+        except BaseException:
+            clipper.shards.recover()
+            raise
+
+    try:
+        # positions are not looked for where they come before the examples: flattened rows would not lie example by example
+        positions = positions_of(args, kwargs, batch) if clipper.batch_first else set()
+        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes), positions, clipper.shards)
+    except UnclaimedParameterError as error:
+        raise SelfCheckError(str(error)) from None
+    finally:
+        clipper._pass = None
+        clipper._hook()
+
+
+def _recycled(args: tuple, kwargs: dict, batch: int, size: int) -> tuple[tuple, dict]:
+    """``size`` examples made of the given ones."""
+    return tree_map(lambda x: x[torch.arange(size, device=x.device) % batch] if _batched(x, batch) else x, (args, kwargs))
+
+
+def _ragged(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
+    """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen to do so."""
+
+    def make(path: tuple, x: Any) -> Any:
+        if not _batched(x, batch) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):
+            return x
+        x = x.clone()
+        x[0, ..., -1] = 0
+        return x
+
+    return tree_map_with_path(make, (args, kwargs))
