@@ -97,7 +97,7 @@ def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Itera
     """
     before = random.getstate(), np.random.get_state()
     of_mps = torch.mps.get_rng_state() if device.type == "mps" else None  # which fork_rng does not know
-    with _forked_rng(device):
+    with forked_generators(device):
         _seed_globally(_expanded(entropy))
         try:
             yield
@@ -148,7 +148,7 @@ def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _forked_rng(device: torch.device) -> Iterator[None]:
+def forked_generators(device: torch.device) -> Iterator[None]:
     """On all devices: manual_seed seeds all, and what some of them drew afterwards would be known."""
     many = device.type in ("cuda", "xpu")
     with torch.random.fork_rng(

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from dp_transformers.noise import GaussianNoise, standard_normal
-from dp_transformers.randomness import _TWISTER, SecretSeeds, _forked_rng, global_random_numbers, seed_worker
+from dp_transformers.randomness import _TWISTER, SecretSeeds, forked_generators, global_random_numbers, seed_worker
 
 
 def noise(shapes, std, **options):
@@ -147,7 +147,7 @@ def test_equal_entropy_gives_equal_noise_and_no_other_does(secure):
     assert not torch.equal(drawn(None), drawn(None))
 
 
-@pytest.mark.parametrize("seeded", [lambda device: global_random_numbers([1], device), _forked_rng])
+@pytest.mark.parametrize("seeded", [lambda device: global_random_numbers([1], device), forked_generators])
 def test_every_device_gets_its_random_numbers_back(seeded, monkeypatch):
     """torch.manual_seed seeds all: of a model that lies on two, dropout on the other would go on from a seed that is known."""
     forked = []

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ...randomness import _forked_rng
+from ...randomness import forked_generators
 from ..layout import batch_size_of
-from .synthetic import _arguments, _batched, _floating, _kept_buffers, _projected, _replace_example
+from .synthetic import arguments_of, floating_tensors, has_batch, kept_buffers, projected, replace_example
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
         ValueError: fewer than two examples, or outputs that are not finite or have another first dimension.
     """
 
-    args, kwargs = _arguments(batch)
+    args, kwargs = arguments_of(batch)
     size = batch_size_of(model, args, kwargs)
     if size < 2:
         raise ValueError("examples that influence each other cannot be seen in a batch of one: give at least two.")
@@ -62,7 +62,7 @@ def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
     outputs = _projected_outputs(model, args, kwargs, size)
     modules: dict[int, str] = {}
     for j in range(size):
-        moved = _projected_outputs(model, *_replace_example(args, kwargs, size, j, (j + 1) % size), size)
+        moved = _projected_outputs(model, *replace_example(args, kwargs, size, j, (j + 1) % size), size)
         for number, ((where, out_b), (_, moved_b)) in enumerate(zip(outputs, moved, strict=False)):
             differs_b = ~torch.isclose(out_b, moved_b, rtol=1e-4, atol=1e-5 * float(out_b.abs().max()))
             differs_b[j] = False
@@ -77,7 +77,7 @@ def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
 def _forward_on_trial(model: nn.Module) -> Iterator[None]:
     """Random numbers as in every such pass, and no trace of it afterwards."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with _forked_rng(device), _kept_buffers(model):
+    with forked_generators(device), kept_buffers(model):
         torch.manual_seed(0)
         yield
 
@@ -86,7 +86,7 @@ def _pairs_by_gradient(model: nn.Module, args: tuple, kwargs: dict, size: int) -
     inputs: list[torch.Tensor] = []
 
     def watched(x: Any) -> Any:
-        if _batched(x, size) and x.is_floating_point():
+        if has_batch(x, size) and x.is_floating_point():
             inputs.append(x.detach().clone().requires_grad_())
             return inputs[-1] * 1  # a leaf must not be written to
         return x
@@ -97,13 +97,13 @@ def _pairs_by_gradient(model: nn.Module, args: tuple, kwargs: dict, size: int) -
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 stack.callback(module.register_forward_hook(lambda module, args, output: watched(output)).remove)
         args, kwargs = tree_map(watched, (args, kwargs))
-        outputs = _floating(model(*args, **kwargs))
-        if not outputs or not all(_batched(x, size) and bool(torch.isfinite(x).all()) for x in outputs):
+        outputs = floating_tensors(model(*args, **kwargs))
+        if not outputs or not all(has_batch(x, size) and bool(torch.isfinite(x).all()) for x in outputs):
             raise ValueError(
                 f"the model returns floating-point tensors of shapes {[tuple(x.shape) for x in outputs]} for {size} examples, and their rows must "
                 "be the examples' own and finite. (A loss of the whole batch depends on all of them: leave the labels out.)"
             )
-        out_b, pairs = _projected(outputs), set()
+        out_b, pairs = projected(outputs), set()
         for i in range(size if inputs and out_b.requires_grad else 0):
             found = torch.autograd.grad(out_b[i], inputs, retain_graph=True, allow_unused=True)
             for g in found:
@@ -120,9 +120,9 @@ def _projected_outputs(model: nn.Module, args: tuple, kwargs: dict, size: int) -
         for path, module in model.named_modules():
 
             def note(module: nn.Module, args: tuple, output: Any, path: str = path) -> None:
-                tensors = [x for x in _floating(output) if _batched(x, size)]
+                tensors = [x for x in floating_tensors(output) if has_batch(x, size)]
                 if tensors:
-                    found.append((f"'{path}' ({type(module).__name__})" if path else type(module).__name__, _projected(tensors)))
+                    found.append((f"'{path}' ({type(module).__name__})" if path else type(module).__name__, projected(tensors)))
 
             stack.callback(module.register_forward_hook(note).remove)
         model(*args, **kwargs)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..graph import dtypes_in_graph
 from ..precision import HALF, full_products, product_settings, without_autocast
-from .synthetic import LossFunction, _evaluating, _kept_buffers
+from .synthetic import LossFunction, evaluating, kept_buffers
 
 if TYPE_CHECKING:
     from ..clipper import PerExampleClipper
@@ -28,7 +28,7 @@ def _in_float32(clipper: PerExampleClipper) -> Iterator[list[str]]:
 
     Autocast is off, also where the model enters it, products are full float32, and parameters and buffers in bf16 or fp16 have float32
     values, for which memory must hold both for a moment. Afterwards each is the tensor it was. Left alone are quantised weights, tensors
-    of other classes, and the weights of a model that is split over processes. Call it with the gradients put aside (:func:`_undisturbed`).
+    of other classes, and the weights of a model that is split over processes. Call it with the gradients put aside (:func:`undisturbed`).
 
     The list that is given names what was replaced, as far as the model has run.
     """
@@ -68,14 +68,14 @@ def _in_float32(clipper: PerExampleClipper) -> Iterator[list[str]]:
                 t.data = data
 
 
-def _in_float32_if_possible(
+def in_float32_if_possible(
     clipper: PerExampleClipper, losses_of: LossFunction, inputs: tuple[tuple, dict], compare: Callable[[], Any]
 ) -> tuple[Any, list[str]]:
     """What ``compare`` returns in float32, None where the model does not run in it, and what was replaced to make it run."""
     replaced = ["weights"]
     try:
         with _in_float32(clipper) as replaced:
-            if _stays_in_float32(clipper, losses_of, *_with_float32(inputs)):
+            if _stays_in_float32(clipper, losses_of, *with_float32(inputs)):
                 return compare(), replaced
     except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
         pass
@@ -87,7 +87,7 @@ def _in_float32_if_possible(
     return None, replaced
 
 
-def _with_float32(structure: Any) -> Any:
+def with_float32(structure: Any) -> Any:
     return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x, structure)
 
 
@@ -100,7 +100,7 @@ def _stays_in_float32(clipper: PerExampleClipper, losses_of: LossFunction, args:
     ]
     wholes = [whole for p in clipper.parameters for whole in clipper.shards.wholes(p)]
     try:
-        with clipper._suspended(), _evaluating(clipper.model), _kept_buffers(clipper.model):
+        with clipper._suspended(), evaluating(clipper.model), kept_buffers(clipper.model):
             for p in frozen:
                 p.requires_grad_()  # so that the graph shows what they compute in
             losses = losses_of(*args, **kwargs)

@@ -8,21 +8,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map, tree_map_with_path
 
-from ...randomness import _forked_rng
+from ...randomness import forked_generators
 from ..errors import SelfCheckError
-from .float32 import _in_float32_if_possible, _with_float32
-from .reference import TOLERANCE, _clip, _distance, _length, _perturbed, _undisturbed
+from .float32 import in_float32_if_possible, with_float32
+from .reference import TOLERANCE, clip, distance, length_of, perturbed, undisturbed
 from .self_check import self_check
 from .synthetic import (
     LossFunction,
-    _batch_second,
-    _batched,
-    _evaluating,
-    _names_of,
-    _outputs_by_example,
-    _projected,
-    _random_output_loss,
-    _second_dimension_first,
+    argument_names,
+    batch_second,
+    evaluating,
+    has_batch,
+    outputs_by_example,
+    projected,
+    random_output_loss,
+    second_dimension_first,
     synthetic_inputs,
 )
 
@@ -62,9 +62,9 @@ def check_padding(
     """
     if not clipper.checked:
         self_check(clipper, args, kwargs, loss_function)
-    losses_of = loss_function or _random_output_loss(clipper.model, batch_first=clipper.batch_first)
+    losses_of = loss_function or random_output_loss(clipper.model, batch_first=clipper.batch_first)
     if not clipper.batch_first:
-        (args, kwargs), losses_of = _second_dimension_first(args, kwargs), _batch_second(losses_of)
+        (args, kwargs), losses_of = second_dimension_first(args, kwargs), batch_second(losses_of)
     shape, own_bt = own_bt.shape, own_bt.bool().flatten(1, -2).any(1) if own_bt.dim() > 2 else own_bt.bool()
     if row is None:
         count_b = own_bt.sum(1)
@@ -72,7 +72,7 @@ def check_padding(
     own_t = own_bt[row]
     if own_t.all() or not own_t.any():
         return 0.0
-    with _forked_rng(clipper.device), _undisturbed(clipper), _evaluating(clipper.model):
+    with forked_generators(clipper.device), undisturbed(clipper), evaluating(clipper.model):
         if clipper.shards or clipper.parallel:
             torch.manual_seed(0)
         padded, alone = _with_and_without_padding(clipper.model, args, kwargs, own_bt, row, shape)
@@ -80,8 +80,8 @@ def check_padding(
             losses_of(*padded[0], **padded[1])  # what raises here has nothing to do with padding
 
         given = None if loss_function is None else losses_of
-        found, _ = _in_float32_if_possible(
-            clipper, losses_of, padded, lambda: _change_by_padding(clipper, given, _with_float32(padded), _with_float32(alone), own_t)
+        found, _ = in_float32_if_possible(
+            clipper, losses_of, padded, lambda: _change_by_padding(clipper, given, with_float32(padded), with_float32(alone), own_t)
         )
         change, low_precision = found or _change_by_padding(clipper, given, padded, alone, own_t)
     tolerance = PADDING_TOLERANCE if found else TOLERANCE[low_precision]
@@ -101,19 +101,19 @@ def _change_by_padding(
     clipper: PerExampleClipper, loss_function: LossFunction | None, padded: tuple, alone: tuple, own_t: torch.Tensor
 ) -> tuple[float, torch.dtype]:
     """How much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
-    with _perturbed(clipper):
+    with perturbed(clipper):
         clipper._max_grad_norm = float("inf")
         try:
             losses_of = loss_function or _own_output_loss(clipper, alone, own_t)
-            without = _clip(clipper, losses_of, *alone)[1]
+            without = clip(clipper, losses_of, *alone)[1]
         except (RuntimeError, ValueError, IndexError) as error:
             raise SelfCheckError(
                 f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed without the padding "
                 f"({str(error).splitlines()[0]}), so nobody knows what the padding does to its gradient. Leave out examples that are so short, or "
                 "pad all to one length (padding='max_length')."
             ) from error
-        _, with_padding, low_precision = _clip(clipper, losses_of, *padded)
-        return float(_distance(with_padding, without) / _length(without).clamp(min=1e-12)), low_precision
+        _, with_padding, low_precision = clip(clipper, losses_of, *padded)
+        return float(distance(with_padding, without) / length_of(without).clamp(min=1e-12)), low_precision
 
 
 def _with_and_without_padding(
@@ -122,7 +122,7 @@ def _with_and_without_padding(
     """Synthetic arguments for this row, with the padding it has, and without; a label wherever there may be one."""
     (size, length), own_t, count_b = own_bt.shape, own_bt[row], own_bt.sum(1)
     own_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # with a length of their own
-    name_of = _names_of(model)
+    name_of = argument_names(model)
 
     def position_dims(path: tuple, x: torch.Tensor) -> list[int]:
         name, dims = name_of(path), [d for d in range(1, x.dim()) if x.shape[d] == length]
@@ -159,7 +159,7 @@ def _with_and_without_padding(
         return x
 
     given = args, kwargs
-    drawn = synthetic_inputs(model, *tree_map(lambda x: x[row : row + 1] if _batched(x, size) else x, given), 1)
+    drawn = synthetic_inputs(model, *tree_map(lambda x: x[row : row + 1] if has_batch(x, size) else x, given), 1)
     padded = tree_map_with_path(in_place, given, drawn)
     return padded, tree_map_with_path(own_positions, given, padded)
 
@@ -168,8 +168,8 @@ def _own_output_loss(clipper: PerExampleClipper, alone: tuple, own_t: torch.Tens
     """A loss for models whose own is not known, of what they put out for ``alone``, and of as much of it where there is padding too."""
 
     def outputs(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        args, kwargs = (args, kwargs) if clipper.batch_first else _second_dimension_first(args, kwargs)
-        return _outputs_by_example(clipper.model, args, kwargs, batch_first=clipper.batch_first)
+        args, kwargs = (args, kwargs) if clipper.batch_first else second_dimension_first(args, kwargs)
+        return outputs_by_example(clipper.model, args, kwargs, batch_first=clipper.batch_first)
 
     with clipper._suspended():
         shapes = [x.shape for x in outputs(*alone)]
@@ -184,7 +184,7 @@ def _own_output_loss(clipper: PerExampleClipper, alone: tuple, own_t: torch.Tens
 
     def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = outputs(args, kwargs)
-        return _projected([own(x, shape) for x, shape in zip(tensors, shapes, strict=True)])
+        return projected([own(x, shape) for x, shape in zip(tensors, shapes, strict=True)])
 
     return losses_of
 

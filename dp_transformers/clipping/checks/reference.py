@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ..parallel.dtensor import everywhere, like, local
 from ..precision import sum_dtype
-from .synthetic import LossFunction, _batched
+from .synthetic import LossFunction, has_batch
 
 if TYPE_CHECKING:
     from ..clipper import PerExampleClipper
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
-def _clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict):
+def clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict):
     for p in clipper.parameters:
         p.grad = None
     losses = losses_of(*args, **kwargs)
@@ -32,18 +32,18 @@ def _clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwar
     return norms_b, [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in clipper.parameters], low_precision
 
 
-def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list):
+def one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list):
     """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for each parameter."""
     norms, total, worst, shards = [], [torch.zeros_like(p, dtype=sum_dtype(p)) for p in clipper.parameters], 0.0, clipper.shards
     wholes = [shards.wholes(p) for p in clipper.parameters]
     with clipper._suspended():
         for i in range(batch):
-            one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if _batched(x, batch) else x, (args, kwargs))
+            one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if has_batch(x, batch) else x, (args, kwargs))
             loss = losses_of(*one_args, **one_kwargs).sum()
             found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
             grads = [_sum([next(found) for _ in its]) for its in wholes]
             grads = [None if g is None else clipper.parallel.native_gradient(p, g) for p, g in zip(clipper.parameters, grads, strict=True)]
-            norm = _length([g for g in grads if g is not None])
+            norm = length_of([g for g in grads if g is not None])
             coefficient = float((clipper.max_grad_norm / norm).clamp(max=1.0))
             for p, running, g in zip(clipper.parameters, total, grads, strict=True):
                 if g is not None:
@@ -52,7 +52,7 @@ def _one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tu
             norms.append(norm)
             given = [(s[i], torch.zeros_like(s[i]) if g is None else g) for s, g in zip(samples, grads, strict=True) if s is not None]
             if given:
-                worst = max(worst, float(_distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)))
+                worst = max(worst, float(distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)))
     return torch.stack(norms), total, worst
 
 
@@ -61,17 +61,17 @@ def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
     return sum(given[1:], given[0]) if given else None
 
 
-def _length(tensors: list[torch.Tensor]) -> torch.Tensor:
+def length_of(tensors: list[torch.Tensor]) -> torch.Tensor:
     norms = everywhere(torch.linalg.vector_norm(t.double()) for t in tensors)
     return torch.stack([norm.cpu() for norm in norms]).norm().float().to(tensors[0].device)
 
 
-def _distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
-    return _length([x - y for x, y in zip(a, b, strict=True)])
+def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
+    return length_of([x - y for x, y in zip(a, b, strict=True)])
 
 
 @contextlib.contextmanager
-def _perturbed(clipper: PerExampleClipper) -> Iterator[None]:
+def perturbed(clipper: PerExampleClipper) -> Iterator[None]:
     """Inside, the trainable parameters are shifted a little."""
     values = [p.detach().clone() for p in clipper.parameters]
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def _perturbed(clipper: PerExampleClipper) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
+def undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
     clipper.shards.reshard()
     grads = [(p.grad, p.grad_dtype) for p in clipper.parameters]
     bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}

@@ -27,24 +27,24 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
-from ...randomness import _forked_rng, global_state, random_state, set_global_state
+from ...randomness import forked_generators, global_state, random_state, set_global_state
 from ..claims import announce, give_up, settle
 from ..errors import SelfCheckError, UnclaimedParameterError, UnsupportedModuleError
 from ..layout import batch_size_of, positions_of
 from ..modes import MODES
-from .float32 import _in_float32_if_possible, _with_float32
-from .reference import TOLERANCE, _clip, _distance, _length, _one_at_a_time, _perturbed, _undisturbed
+from .float32 import in_float32_if_possible, with_float32
+from .reference import TOLERANCE, clip, distance, length_of, one_at_a_time, perturbed, undisturbed
 from .synthetic import (
     LossFunction,
-    _arguments,
-    _batch_second,
-    _batched,
-    _evaluating,
-    _floating,
-    _kept_buffers,
-    _random_output_loss,
-    _replace_example,
-    _second_dimension_first,
+    arguments_of,
+    batch_second,
+    evaluating,
+    floating_tensors,
+    has_batch,
+    kept_buffers,
+    random_output_loss,
+    replace_example,
+    second_dimension_first,
     synthetic_inputs,
 )
 
@@ -93,7 +93,7 @@ def check_model(
     from ..clipper import PerExampleClipper
 
     with PerExampleClipper(model, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
-        return run_checks(clipper, *_arguments(batch), loss_function)
+        return run_checks(clipper, *arguments_of(batch), loss_function)
 
 
 def check_per_sample_gradients_are_correct(
@@ -124,7 +124,7 @@ def check_per_sample_gradients_are_correct(
     """
     from ..clipper import PerExampleClipper
 
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments_of(inputs)
     for mode in modes:
         try:
             with PerExampleClipper(module, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
@@ -148,14 +148,14 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
     """Both checks on synthetic input shaped like ``args`` and ``kwargs``; marks the clipper as checked."""
     clipper.checked = True  # the passes below must not check themselves
     try:
-        with _forked_rng(clipper.device):
+        with forked_generators(clipper.device):
             clipper.parallel.require_same((args, kwargs), random_state(clipper.device))
             given = clipper.shards.agreed((args, kwargs), clipper.device)
             if clipper.shards or clipper.parallel:
                 torch.manual_seed(0)  # processes that share parameters must take the same decisions
             if not clipper.batch_first:
-                given = _second_dimension_first(*given)
-                loss_function = _batch_second(loss_function or _random_output_loss(clipper.model, batch_first=False))
+                given = second_dimension_first(*given)
+                loss_function = batch_second(loss_function or random_output_loss(clipper.model, batch_first=False))
             args, kwargs = synthetic_inputs(clipper.model, *given)
             report = run_checks(clipper, args, kwargs, loss_function, lambda rows: synthetic_inputs(clipper.model, *given, rows))
     except BaseException:
@@ -182,15 +182,15 @@ def run_checks(
     The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like these for claims to settle on; default: these examples again.
     """
     start = time.perf_counter()
-    losses_of = loss_function or _random_output_loss(clipper.model)
+    losses_of = loss_function or random_output_loss(clipper.model)
     batch = batch_size_of(clipper.model, args, kwargs)
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
-    with _undisturbed(clipper), _true_causes(clipper, losses_of, args, kwargs, batch):
-        inputs = _with_float32((args, kwargs))
-        errors, replaced = _in_float32_if_possible(
-            clipper, losses_of, inputs, lambda: _compare(clipper, losses_of, *inputs, batch, lambda rows: _with_float32(others(rows)))
+    with undisturbed(clipper), _true_causes(clipper, losses_of, args, kwargs, batch):
+        inputs = with_float32((args, kwargs))
+        errors, replaced = in_float32_if_possible(
+            clipper, losses_of, inputs, lambda: _compare(clipper, losses_of, *inputs, batch, lambda rows: with_float32(others(rows)))
         )
         if replaced or errors is None:
             as_trained = _compare(clipper, losses_of, args, kwargs, batch, others, locality=errors is None)
@@ -214,25 +214,25 @@ def _compare(
 
     Low precision adds nothing to what is known of locality, so it need not be looked at twice.
     """
-    with _perturbed(clipper):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
-        with _evaluating(clipper.model):
+    with perturbed(clipper):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
+        with evaluating(clipper.model):
             _settle_and_run(clipper, losses_of, args, kwargs, batch, others)
         locality_error = _check_locality_as_trained(clipper, losses_of, args, kwargs, batch) if locality else 0.0
-        with _evaluating(clipper.model):
-            norms_b = _clip(clipper, losses_of, args, kwargs)[0]
+        with evaluating(clipper.model):
+            norms_b = clip(clipper, losses_of, args, kwargs)[0]
             if not bool(torch.isfinite(norms_b).all()):
                 raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
             clipper._max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
-            norms_b, total, low_precision = _clip(clipper, losses_of, args, kwargs)
+            norms_b, total, low_precision = clip(clipper, losses_of, args, kwargs)
             samples = [getattr(p, "grad_sample", None) for p in clipper.parameters]
             tolerance = TOLERANCE[low_precision]
             _require_equal_replicas(clipper, total, tolerance)
             if locality:
                 locality_error = max(locality_error, _locality_error(clipper, losses_of, args, kwargs, batch, norms_b))
                 _require_locality(locality_error, tolerance)
-            single_b, reference, gradient_error = _one_at_a_time(clipper, losses_of, args, kwargs, batch, samples)
+            single_b, reference, gradient_error = one_at_a_time(clipper, losses_of, args, kwargs, batch, samples)
     norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
-    sum_error = float(_distance(total, reference) / _length(reference).clamp(min=1e-12))
+    sum_error = float(distance(total, reference) / length_of(reference).clamp(min=1e-12))
     if not max(norm_error, sum_error, gradient_error) <= tolerance:
         raise SelfCheckError(
             f"clipping is not exact for {type(clipper.model).__name__} in mode '{clipper.mode.name}': relative error of per-example norms "
@@ -252,7 +252,7 @@ def _true_causes(clipper: PerExampleClipper, losses_of: LossFunction, args: tupl
         if clipper.shards or clipper.parallel or not clipper.batch_first:  # where a pass of this process's own would leave others waiting
             raise
         dims, wrong_way = _seen_in_forward(clipper, losses_of, args, kwargs, batch)
-        one = tree_map(lambda x: x[:1] if _batched(x, batch) else x, (args, kwargs))
+        one = tree_map(lambda x: x[:1] if has_batch(x, batch) else x, (args, kwargs))
         lost = [(a, b) for a, b in zip(dims, _seen_in_forward(clipper, losses_of, *one, 1)[0], strict=False) if b < a]
         if wrong_way:
             raise SelfCheckError(
@@ -275,7 +275,7 @@ def _seen_in_forward(
     wrong_way: list[str] = []
 
     def note_output(module: nn.Module, args: tuple, output: Any) -> None:
-        dims.extend(x.dim() for x in _floating(output))
+        dims.extend(x.dim() for x in floating_tensors(output))
 
     def note_input(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
@@ -288,7 +288,7 @@ def _seen_in_forward(
                 stack.callback(module.register_forward_pre_hook(partial(note_input, path), with_kwargs=True).remove)
         stack.callback(clipper.model.register_forward_hook(note_output).remove)
         stack.enter_context(clipper._suspended())
-        stack.enter_context(_kept_buffers(clipper.model))
+        stack.enter_context(kept_buffers(clipper.model))
         with contextlib.suppress(Exception):  # what the model does before it fails is enough
             losses_of(*args, **kwargs)
     return dims, wrong_way
@@ -304,10 +304,10 @@ def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFuncti
         set_global_state(clipper.device, numbers)
         return losses_of(*args, **kwargs)
 
-    with _forked_rng(clipper.device), _kept_buffers(clipper.model):
+    with forked_generators(clipper.device), kept_buffers(clipper.model):
         torch.manual_seed(0)
         numbers = global_state(clipper.device)
-        norms_b, _, low_precision = _clip(clipper, replayed, args, kwargs)
+        norms_b, _, low_precision = clip(clipper, replayed, args, kwargs)
         error = _locality_error(clipper, replayed, args, kwargs, batch, norms_b)
         clipper.shards.reshard()
         watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
@@ -327,8 +327,8 @@ def _locality_error(
     """How much (relative) the other examples' norms move when the last one is replaced, by either of two others."""
     worst = 0.0
     for source in range(min(2, batch - 1)):
-        moved_args, moved_kwargs = _replace_example(args, kwargs, batch, batch - 1, source)
-        moved_b = _clip(clipper, losses_of, moved_args, moved_kwargs)[0]
+        moved_args, moved_kwargs = replace_example(args, kwargs, batch, batch - 1, source)
+        moved_b = clip(clipper, losses_of, moved_args, moved_kwargs)[0]
         same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
         change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
         worst = max(worst, float(change[:-1].max()))
@@ -360,7 +360,7 @@ def _settle_and_run(
     while True:
         _settle(clipper, losses_of, args, kwargs, batch, others)
         try:
-            _clip(clipper, losses_of, args, kwargs)
+            clip(clipper, losses_of, args, kwargs)
             break
         except UnsupportedModuleError as error:
             clipper.shards.recover()
@@ -374,7 +374,7 @@ def _settle(
     clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
 ) -> None:
     """Let claims settle on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
-    taken = {n for x in tree_leaves((args, kwargs)) if _batched(x, batch) for n in x.shape[1:]}
+    taken = {n for x in tree_leaves((args, kwargs)) if has_batch(x, batch) for n in x.shape[1:]}
     sizes = [n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken][:2]
     inputs = {sizes[0]: others(sizes[0]), sizes[1]: _ragged(*others(sizes[1]), sizes[1])}
 
@@ -403,14 +403,14 @@ def _settle(
 
 def _recycled(args: tuple, kwargs: dict, batch: int, size: int) -> tuple[tuple, dict]:
     """``size`` examples made of the given ones."""
-    return tree_map(lambda x: x[torch.arange(size, device=x.device) % batch] if _batched(x, batch) else x, (args, kwargs))
+    return tree_map(lambda x: x[torch.arange(size, device=x.device) % batch] if has_batch(x, batch) else x, (args, kwargs))
 
 
 def _ragged(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
     """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen to do so."""
 
     def make(path: tuple, x: Any) -> Any:
-        if not _batched(x, batch) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):
+        if not has_batch(x, batch) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):
             return x
         x = x.clone()
         x[0, ..., -1] = 0

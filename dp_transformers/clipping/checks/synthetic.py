@@ -21,7 +21,7 @@ LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> 
 def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | None = None) -> tuple[tuple, dict]:
     """Random input with the shapes, dtypes and masks of the given one, ``rows`` examples (default: three, five or seven)."""
     batch = batch_size_of(model, args, kwargs)
-    sizes = {n for x in tree_flatten((args, kwargs))[0] if _batched(x, batch) for n in x.shape[1:]}
+    sizes = {n for x in tree_flatten((args, kwargs))[0] if has_batch(x, batch) for n in x.shape[1:]}
     sizes |= {m.num_layers * (2 if m.bidirectional else 1) for m in model.modules() if isinstance(m, nn.RNNBase)}
     rows = rows or next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
@@ -30,12 +30,12 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     num_labels = max(2, getattr(config, "num_labels", None) or 2)
     reads_out = getattr(model, "get_output_embeddings", None)
     token_labels = vocabulary if reads_out is None or reads_out() is not None else num_labels
-    name_of = _names_of(model)
+    name_of = argument_names(model)
 
     longest = max((n for n in sizes if n < 2**20), default=0)
 
     def make(path: tuple, x: Any) -> Any:
-        if not _batched(x, batch):
+        if not has_batch(x, batch):
             return x
         name = name_of(path)
         recycled = x[torch.arange(rows, device=x.device) % batch]
@@ -55,7 +55,7 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     return tree_map_with_path(make, (args, kwargs))
 
 
-def _names_of(model: nn.Module) -> Callable[[tuple], str]:
+def argument_names(model: nn.Module) -> Callable[[tuple], str]:
     """From a path into (args, kwargs) to the name of that argument of the model."""
     positional = dict(enumerate(inspect.signature(model.forward).parameters))
 
@@ -65,49 +65,49 @@ def _names_of(model: nn.Module) -> Callable[[tuple], str]:
     return name_of
 
 
-def _replace_example(args: tuple, kwargs: dict, batch: int, row: int, source: int) -> tuple[tuple, dict]:
+def replace_example(args: tuple, kwargs: dict, batch: int, row: int, source: int) -> tuple[tuple, dict]:
     """Example ``row`` becomes a copy of another, so that its content is valid whatever it is."""
 
     def change(x: Any) -> Any:
-        return torch.cat([x[:row], x[source : source + 1], x[row + 1 :]]) if _batched(x, batch) else x
+        return torch.cat([x[:row], x[source : source + 1], x[row + 1 :]]) if has_batch(x, batch) else x
 
     return tree_map(change, (args, kwargs))
 
 
-def _batched(x: Any, batch: int) -> bool:
+def has_batch(x: Any, batch: int) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == batch
 
 
-def _arguments(batch: Any) -> tuple[tuple, dict]:
+def arguments_of(batch: Any) -> tuple[tuple, dict]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def _second_dimension_first(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def second_dimension_first(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return tree_map(lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x, (args, kwargs))
 
 
-def _batch_second(losses_of: LossFunction) -> LossFunction:
+def batch_second(losses_of: LossFunction) -> LossFunction:
     """``losses_of`` for inputs whose batch comes first, given one for those where it comes second."""
 
     def swapped(*args: Any, **kwargs: Any) -> torch.Tensor:
-        args, kwargs = _second_dimension_first(args, kwargs)
+        args, kwargs = second_dimension_first(args, kwargs)
         return losses_of(*args, **kwargs)
 
     return swapped
 
 
-def _random_output_loss(model: nn.Module, *, batch_first: bool = True) -> LossFunction:
+def random_output_loss(model: nn.Module, *, batch_first: bool = True) -> LossFunction:
     """A loss for models whose own is not known: a fixed random weight for every number an example puts out."""
 
     def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return _projected(_outputs_by_example(model, args, kwargs, batch_first=batch_first))
+        return projected(outputs_by_example(model, args, kwargs, batch_first=batch_first))
 
     return losses_of
 
 
-def _outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_first: bool) -> list[torch.Tensor]:
+def outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_first: bool) -> list[torch.Tensor]:
     """Every tensor of numbers that the model returns for this input, examples first."""
     batch = batch_size_of(model, args, kwargs, batch_first)
 
@@ -116,7 +116,7 @@ def _outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fi
         return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
     output = model(*args, **kwargs)
-    tensors = [x for x in _floating(output) if x.dim()]
+    tensors = [x for x in floating_tensors(output) if x.dim()]
     if not tensors:
         raise SelfCheckError(
             f"{type(model).__name__} returns {type(output).__name__}, in which there is no tensor of floating-point numbers with a dimension for the "
@@ -125,20 +125,20 @@ def _outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fi
     return [x.transpose(0, 1) if has_batch_second(x) else x for x in tensors]
 
 
-def _floating(structure: Any) -> list[torch.Tensor]:
+def floating_tensors(structure: Any) -> list[torch.Tensor]:
     """The tensors of numbers in it, also in mappings and dataclasses that torch does not know."""
     found: list[torch.Tensor] = []
     for x in tree_leaves(structure):
         if isinstance(x, torch.Tensor):
             found += [x] if x.is_floating_point() else []
         elif isinstance(x, Mapping):
-            found += _floating(list(x.values()))
+            found += floating_tensors(list(x.values()))
         elif is_dataclass(x) and not isinstance(x, type):
-            found += _floating([getattr(x, field.name, None) for field in fields(x)])
+            found += floating_tensors([getattr(x, field.name, None) for field in fields(x)])
     return found
 
 
-def _projected(tensors: list[torch.Tensor]) -> torch.Tensor:
+def projected(tensors: list[torch.Tensor]) -> torch.Tensor:
     """(B,), a fixed random linear function of each row of the tensors."""
     losses = []
     for x in tensors:
@@ -149,7 +149,7 @@ def _projected(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     modes = {m: m.training for m in model.modules()}
     model.eval()
     try:
@@ -160,7 +160,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
+def kept_buffers(model: nn.Module) -> Iterator[None]:
     """Afterwards every buffer has the content it had. (Batch normalisation writes to its own without telling autograd.)"""
     kept = {name: t.clone() for name, t in model.named_buffers()}
     try:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-_STYLES = "transformers.distributed.tensor_parallel"
-_PLAIN = {"TensorParallelLayer", "ColwiseParallel", "RowwiseParallel", "EmbeddingParallel"}
-_BY_HEAD = "ReplicatedWithGradAllReduce"
+STYLES = "transformers.distributed.tensor_parallel"
+PLAIN = {"TensorParallelLayer", "ColwiseParallel", "RowwiseParallel", "EmbeddingParallel"}
+BY_HEAD = "ReplicatedWithGradAllReduce"
 
 
 def class_forward(module: nn.Module) -> Callable | None:
@@ -19,20 +19,20 @@ def class_forward(module: nn.Module) -> Callable | None:
     """
     if "forward" not in vars(module):
         return type(module).forward
-    forward, original = type(module).forward, _closure(module).get("original_forward")
-    return forward if _style_of(module) in {*_PLAIN, _BY_HEAD} and getattr(original, "__func__", None) is forward else None
+    forward, original = type(module).forward, closure_of(module).get("original_forward")
+    return forward if style_of(module) in {*PLAIN, BY_HEAD} and getattr(original, "__func__", None) is forward else None
 
 
-def _closure(module: nn.Module) -> dict[str, Any]:
+def closure_of(module: nn.Module) -> dict[str, Any]:
     function = vars(module).get("forward")
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
 
 
-def _style_of(module: nn.Module) -> str | None:
+def style_of(module: nn.Module) -> str | None:
     """The class of transformers' parallel style that gave this module its forward; None if none did."""
     function = vars(module).get("forward")
     owner, _, rest = getattr(function, "__qualname__", "").partition(".")
     if not getattr(function, "__module__", "").startswith("transformers.distributed.") or rest != "install_forward.<locals>.tp_forward":
         return None
-    return type(_closure(module)["self"]).__name__ if owner == "TensorParallelLayer" else owner
+    return type(closure_of(module)["self"]).__name__ if owner == "TensorParallelLayer" else owner

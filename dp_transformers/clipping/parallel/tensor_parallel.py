@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ..terms import Dense, Outer, Rows, Term
-from .dispatch import _BY_HEAD, _PLAIN, _STYLES, _closure, _style_of, class_forward
+from .dispatch import BY_HEAD, PLAIN, STYLES, class_forward, closure_of, style_of
 from .dtensor import is_dtensor, local
 from .fsdp2 import Shards
 
@@ -87,7 +87,7 @@ class TensorParallel:
         for name, (p, whole) in split.items():
             if p.requires_grad and not (whole.placements[0].is_shard() or whole.placements[0].is_replicate()):
                 raise ValueError(f"parameter '{name}' lies as {whole.placements[0]}, which is not known here. {_WAYS_OUT}")
-        self._by_head = {p for m in model.modules() if _style_of(m) == _BY_HEAD for p in m.parameters(recurse=False)}
+        self._by_head = {p for m in model.modules() if style_of(m) == BY_HEAD for p in m.parameters(recurse=False)}
 
     def __bool__(self) -> bool:
         return self.mesh is not None
@@ -99,13 +99,13 @@ class TensorParallel:
                 "is split (none is a DTensor), so norms over the processes cannot be known. Load it with DistributedConfig(tp_size=...)."
             )
         for path, module in model.named_modules():
-            style = _style_of(module)
+            style = style_of(module)
             if style is None and getattr(vars(module).get("forward"), "__module__", "").startswith("transformers.distributed."):
                 style = vars(module)["forward"].__qualname__
             if style is None:
                 continue
-            layouts = [getattr(_closure(module).get("self"), name, None) for name in ("input_layouts", "output_layouts")]
-            if style not in {*_PLAIN, _BY_HEAD}:
+            layouts = [getattr(closure_of(module).get("self"), name, None) for name in ("input_layouts", "output_layouts")]
+            if style not in {*PLAIN, BY_HEAD}:
                 raise ValueError(
                     f"'{path}' ({type(module).__name__}) runs in the parallel style {style}, which is not exact here. {_WAYS_OUT}"
                 )
@@ -117,7 +117,7 @@ class TensorParallel:
         if not self:
             return
         module, splits = claim.module, any(p in self._pieces for p in claim.names)
-        below = any(is_dtensor(self._shards.whole(p)) for p in module.parameters()) or any(map(_style_of, module.modules()))
+        below = any(is_dtensor(self._shards.whole(p)) for p in module.parameters()) or any(map(style_of, module.modules()))
         if (is_rerun and below) or (splits and class_forward(module) not in (nn.Linear.forward, nn.Embedding.forward)):
             raise ValueError(f"{claim} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_WAYS_OUT}")
 
@@ -127,7 +127,7 @@ class TensorParallel:
         """Whether this process sees a part of what ``claim``'s parameters, which all processes hold, were used on."""
         activations = [x for x in (*inputs, *outputs) if is_dtensor(x)]
         if not activations:
-            return _style_of(claim.module) == _BY_HEAD
+            return style_of(claim.module) == BY_HEAD
         kinds = {_kind(x) for x in activations}
         partial = {"partial"} if not any(is_dtensor(x) and _kind(x) == "partial" for x in inputs) else set()
         allowed = [{"whole", "features"} | partial] if any(p in self._pieces for p in claim.names) else [{"whole"}, {"positions"}]
@@ -196,9 +196,7 @@ class TensorParallel:
         """How many of its gradient hooks are those of transformers' norms by head."""
         hooks = parameter._post_accumulate_grad_hooks or {}
         return sum(
-            hook.__module__ == _STYLES and hook.__qualname__.startswith(_BY_HEAD)
-            for hook in hooks.values()
-            if hasattr(hook, "__qualname__")
+            hook.__module__ == STYLES and hook.__qualname__.startswith(BY_HEAD) for hook in hooks.values() if hasattr(hook, "__qualname__")
         )
 
     # ---- checks ----

@@ -33,13 +33,13 @@ import torch
 
 from ..norms import InnerProduct, Measured
 from ..precision import factor
-from .arithmetic import _chunks, _norms
+from .arithmetic import chunks, norms_over
 from .cache import Memo
 from .convolution import Convolution, Convolved
 from .dense import Dense, Norm, summed
 from .embedding import Rows
 from .experts import Routed
-from .outer import Outer, Stacked, _stacked
+from .outer import Outer, Stacked, sum_in_blocks
 
 __all__ = [
     "Convolution", "Convolved", "Dense", "Memo", "Norm", "Outer", "Routed", "Rows", "Stacked", "Term", "measure", "merge", "position_lengths",
@@ -58,7 +58,7 @@ def merge(terms: Sequence[Term]) -> list[Term]:
         return list(terms)
     merged: list[Term] = []
     if outers := [t for t in terms if isinstance(t, Outer | Stacked)]:
-        merged.append(_stacked(outers))
+        merged.append(sum_in_blocks(outers))
     if rows := [t for t in terms if isinstance(t, Rows)]:
         ids, grad = torch.cat([t.ids for t in rows], 1), torch.cat([t.grad for t in rows], 1)
         merged.append(Rows(ids, grad, rows[0].num_rows))
@@ -96,12 +96,12 @@ def measure(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | No
     outer, rows = terms
     cross_b, lengths = [], []
     (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
-    for chunk in _chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
+    for chunk in chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
         left, right = (factor(x[chunk], bf16=outer.is_bf16).float() for x in (outer.left, outer.right))
         grad, ids = rows.grad[chunk].float(), rows.ids[chunk]
         picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
         cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
-        lengths.append(torch.cat([_norms(left, [2]) * _norms(right, [2]), _norms(grad, [2])], 1))
+        lengths.append(torch.cat([norms_over(left, [2]) * norms_over(right, [2]), norms_over(grad, [2])], 1))
     norm_sq_b = outer.measure().squared() + rows.measure().squared() + 2 * torch.cat(cross_b)
     return InnerProduct.between(norm_sq_b, torch.cat(lengths))  # the two uses may cancel
 

@@ -15,22 +15,22 @@ PIECE = 2**14
 SCRATCH_BYTES = 64 * 2**20
 
 
-def _chunks(batch: int, bytes_per_example: int) -> Iterator[slice]:
+def chunks(batch: int, bytes_per_example: int) -> Iterator[slice]:
     size = max(1, SCRATCH_BYTES // max(1, bytes_per_example))
     for start in range(0, max(batch, 1), size):  # an empty batch is one empty chunk
         yield slice(start, min(start + size, batch))
 
 
-def _clean_rows(x: torch.Tensor, bad_b: torch.Tensor) -> torch.Tensor:
+def clean_rows(x: torch.Tensor, bad_b: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(bad_b.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def _joined(measured: Sequence[Measured]) -> Measured:
+def joined(measured: Sequence[Measured]) -> Measured:
     """Of chunks of examples, all."""
     return measured[0] if len(measured) == 1 else type(measured[0])(*map(torch.cat, zip(*measured, strict=True)))
 
 
-def _summed_anew(norm_b: torch.Tensor, lengths_bt: torch.Tensor) -> Length:
+def summed_anew(norm_b: torch.Tensor, lengths_bt: torch.Tensor) -> Length:
     """A sum that rounds every position anew, after it is multiplied."""
     return Length(FP32.lengthened(norm_b, lengths_bt))
 
@@ -40,18 +40,18 @@ def sum_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return reduce(torch.Tensor.add_, parts)
 
 
-def _sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> torch.Tensor:
+def sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(num_rows, d): what an embedding's backward does, with the kernel that does it."""
     flat = grad_btd.reshape(-1, grad_btd.shape[-1]).float()
     return torch.ops.aten.embedding_dense_backward(flat, ids_bt.reshape(-1), num_rows, -1, False)
 
 
-def _norms(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+def norms_over(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """Over ``dims``, in float32 at least, as float32."""
     return torch.linalg.vector_norm(x, dim=dims, dtype=torch.promote_types(x.dtype, torch.float32)).float()
 
 
-def _flat_norm(x: torch.Tensor) -> torch.Tensor:
+def flat_norm(x: torch.Tensor) -> torch.Tensor:
     """(B,): of long gradients the norm of their pieces' norms, because on the CPU torch adds up one number after the other."""
     flat, norm = x.flatten(1), torch.linalg.vector_norm
     if flat.shape[1] <= 2 * PIECE:

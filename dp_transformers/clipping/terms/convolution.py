@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from ..norms import Length, Measured
-from .arithmetic import _chunks, _clean_rows, _joined
+from .arithmetic import chunks, clean_rows, joined
 from .cache import Memo
 from .dense import Dense
-from .gram import _gram
+from .gram import gram_of
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Convolved:
         by_instance = instantiate or self.prefers_instance
         numbers = p * d if by_instance else t * (p + d + 2 * t)
         measured = []
-        for rows in _chunks(len(self.grad), 4 * self.how.groups * numbers):
+        for rows in chunks(len(self.grad), 4 * self.how.groups * numbers):
             part = Convolved(self.image[rows], self.grad[rows], self.how)
             measured.append(part.instance().measure() if by_instance else part._ghost_norm())
-        return _joined(measured)
+        return joined(measured)
 
     def _ghost_norm(self) -> Length:
         (t, p, d), groups, b = self._sizes, self.how.groups, len(self.grad)
@@ -83,7 +83,7 @@ class Convolved:
         positions, kernel = range(4, 4 + dims), range(4 + dims, 4 + 2 * dims)
         patches = patches.permute(0, 2, 3, *kernel, 1, *positions).reshape(b * groups, d, t)
         grad = self.grad.float().unflatten(2, (groups, p)).movedim(1, 3).reshape(b * groups, p, t)
-        return Length(_gram(grad.mT).inner_product(_gram(patches.mT)).squared().view(b, groups).sum(1).sqrt())
+        return Length(gram_of(grad.mT).inner_product(gram_of(patches.mT)).squared().view(b, groups).sum(1).sqrt())
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
         groups, dims = self.how.groups, len(self.how.stride)
@@ -105,4 +105,4 @@ class Convolved:
         return self.how.weight_gradient(image.flatten(0, 1).float(), grad.flatten(0, 1).float())
 
     def clean(self, bad_b: torch.Tensor) -> Convolved:
-        return Convolved(_clean_rows(self.image, bad_b), _clean_rows(self.grad, bad_b), self.how)
+        return Convolved(clean_rows(self.image, bad_b), clean_rows(self.grad, bad_b), self.how)

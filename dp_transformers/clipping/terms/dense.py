@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ..norms import Length, Measured
-from .arithmetic import _clean_rows, _flat_norm
+from .arithmetic import clean_rows, flat_norm
 from .cache import Memo
-from .gram import _lengths
+from .gram import lengths_of
 
 # Numbers of all examples' gradients of one parameter up to which they are laid side by side with others' rather than looked at alone.
 SMALL = 2**14
@@ -40,10 +40,10 @@ class Dense:
         return self.grad.numel() <= SMALL
 
     def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
-        return Length(_flat_norm(self.flat))
+        return Length(flat_norm(self.flat))
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
-        return [_lengths(x, dims, memo) for x, dims in self.parts]
+        return [lengths_of(x, dims, memo) for x, dims in self.parts]
 
     def instance(self) -> Dense:
         return Dense(self.grad) if self.parts else self
@@ -52,7 +52,7 @@ class Dense:
         return torch.mv(self.flat.t(), coef_b).view(self.grad.shape[1:])
 
     def clean(self, bad_b: torch.Tensor) -> Dense:
-        return Dense(_clean_rows(self.grad, bad_b))
+        return Dense(clean_rows(self.grad, bad_b))
 
 
 @dataclass

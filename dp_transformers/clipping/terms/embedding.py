@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ..norms import Measured
-from .arithmetic import _chunks, _clean_rows, _joined, _norms, _sum_rows, _summed_anew
+from .arithmetic import chunks, clean_rows, joined, norms_over, sum_rows, summed_anew
 from .cache import Memo
 from .dense import Dense
-from .gram import _lengths
+from .gram import lengths_of
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Rows:
     def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
         (b, t), d = self.ids.shape, self.grad.shape[2]
         if instantiate:
-            chunks = _chunks(b, 4 * self.num_rows * d)
-            return _joined([Rows(self.ids[r], self.grad[r], self.num_rows).instance().measure() for r in chunks])
+            parts = chunks(b, 4 * self.num_rows * d)
+            return joined([Rows(self.ids[r], self.grad[r], self.num_rows).instance().measure() for r in parts])
         if t == 1:
             return Dense(self.grad).measure()
         # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its gradient.
@@ -40,31 +40,31 @@ class Rows:
         slot_sorted[:, 1:] = (~is_repeated).cumsum(1)
         slot = torch.empty_like(slot_sorted).scatter_(1, order, slot_sorted)
         slot += torch.arange(b, device=slot.device)[:, None] * t
-        lengths_bt = _norms(self.grad, [2])
+        lengths_bt = norms_over(self.grad, [2])
         if slot.device.type != "cpu":
-            (norm_b,) = Dense(_sum_rows(self.grad, slot, b * t).view(b, t * d)).measure()
-            return _summed_anew(norm_b, lengths_bt)
+            (norm_b,) = Dense(sum_rows(self.grad, slot, b * t).view(b, t * d)).measure()
+            return summed_anew(norm_b, lengths_bt)
         # Where looking costs no synchronisation, only rows that come from several positions are summed.
         shares = torch.zeros_like(self.ids, dtype=torch.bool)
         shares[:, 1:] = is_repeated
         shares[:, :-1] |= is_repeated
         shares = torch.empty_like(shares).scatter_(1, order, shares)
         slots, row = slot[shares].unique(return_inverse=True)
-        rows = _sum_rows(self.grad[shares], row, len(slots))
+        rows = sum_rows(self.grad[shares], row, len(slots))
         norm_sq_b = lengths_bt.square().masked_fill_(shares, 0.0).sum(1)
         norm_sq_b.index_add_(0, slots // t, torch.linalg.vector_norm(rows, dim=1).square())
-        return _summed_anew(norm_sq_b.sqrt_(), lengths_bt)
+        return summed_anew(norm_sq_b.sqrt_(), lengths_bt)
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
-        return [_lengths(self.grad, (1,), None)]
+        return [lengths_of(self.grad, (1,), None)]
 
     def instance(self) -> Dense:
         b, d = len(self.ids), self.grad.shape[2]
         offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_rows
-        return Dense(_sum_rows(self.grad, self.ids + offset_b, b * self.num_rows).view(b, self.num_rows, d))
+        return Dense(sum_rows(self.grad, self.ids + offset_b, b * self.num_rows).view(b, self.num_rows, d))
 
     def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
-        return _sum_rows(self.grad.float() * coef_b[:, None, None], self.ids, self.num_rows)
+        return sum_rows(self.grad.float() * coef_b[:, None, None], self.ids, self.num_rows)
 
     def clean(self, bad_b: torch.Tensor) -> Rows:
-        return Rows(self.ids, _clean_rows(self.grad, bad_b), self.num_rows)
+        return Rows(self.ids, clean_rows(self.grad, bad_b), self.num_rows)

@@ -8,10 +8,10 @@ import torch
 
 from ..norms import Length, Measured
 from ..precision import factor, is_bf16, product, split
-from .arithmetic import _chunks, _clean_rows, sum_of
+from .arithmetic import chunks, clean_rows, sum_of
 from .cache import Memo
 from .dense import Dense
-from .gram import _lengths
+from .gram import lengths_of
 from .outer import Outer
 
 
@@ -52,14 +52,14 @@ class Routed:
             offset = torch.arange(2**exponent, device=order.device)
             padding = (offset >= sizes[members, None]).unsqueeze(-1)
             slots = order[(first[members, None] + offset).clamp(max=len(order) - 1)]
-            for rows in _chunks(len(members), 4 * len(offset) * (self.left.shape[2] + self.right.shape[2])):
+            for rows in chunks(len(members), 4 * len(offset) * (self.left.shape[2] + self.right.shape[2])):
                 left, right = (x.flatten(0, 1)[slots[rows]].masked_fill(padding[rows], 0) for x in (self.left, self.right))
                 norm_sq = Outer(left, right).measure(instantiate=instantiate).squared()
                 norm_sq_b.index_add_(0, pairs[members[rows]] // self.num_experts, norm_sq)
         return Length(norm_sq_b.sqrt_())
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
-        return [_lengths(self.left, (1,), None) * _lengths(self.right, (1,), None)]
+        return [lengths_of(self.left, (1,), None) * lengths_of(self.right, (1,), None)]
 
     def instance(self) -> Dense:
         b, p, d = len(self.ids), self.left.shape[2], self.right.shape[2]
@@ -77,7 +77,7 @@ class Routed:
         return sum_of(_sum_by_id(self.ids, x, y, self.num_experts, bf16=bf16) for x, y in pairs)
 
     def clean(self, bad_b: torch.Tensor) -> Routed:
-        return Routed(self.ids, _clean_rows(self.left, bad_b), _clean_rows(self.right, bad_b), self.num_experts)
+        return Routed(self.ids, clean_rows(self.left, bad_b), clean_rows(self.right, bad_b), self.num_experts)
 
 
 def _sum_by_id(ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int, *, bf16: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from ..norms import InnerProduct
 from ..precision import factor, product
-from .arithmetic import _norms
+from .arithmetic import norms_over
 from .cache import Memo
 
 LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
@@ -37,16 +37,16 @@ class Gram:
         return InnerProduct.between((self.products_bts * other.products_bts).sum((1, 2)), self.lengths_bt * other.lengths_bt)
 
 
-def _gram(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
+def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
     x_btd = factor(x_btd, bf16=bf16)
     return Gram(product(x_btd, x_btd.mT, bf16=bf16))
 
 
-def _lengths(x: torch.Tensor, summed_dims: Sequence[int], memo: Memo | None) -> torch.Tensor:
+def lengths_of(x: torch.Tensor, summed_dims: Sequence[int], memo: Memo | None) -> torch.Tensor:
     """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just computed them."""
     for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)) if memo is not None else ():
         gram = memo.known(kind, x)
         if gram is not None:
             return gram.lengths_bt
     kept = [dim for dim in range(1, x.dim()) if dim not in summed_dims]
-    return (_norms(x, kept) if kept else x.float().abs()).flatten(1)
+    return (norms_over(x, kept) if kept else x.float().abs()).flatten(1)

@@ -13,10 +13,10 @@ import torch
 from ..norms import Length, Measured
 from ..precision import factor, is_bf16, product, split
 from . import arithmetic
-from .arithmetic import _chunks, _clean_rows, _flat_norm, _joined, sum_of
+from .arithmetic import chunks, clean_rows, flat_norm, joined, sum_of
 from .cache import Memo
 from .dense import Dense
-from .gram import LEFT_GRAM, RIGHT_GRAM, _gram, _lengths
+from .gram import LEFT_GRAM, RIGHT_GRAM, gram_of, lengths_of
 
 
 @dataclass
@@ -49,21 +49,21 @@ class Outer:
 
     def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
         (b, t, p), d = self.left.shape, self.right.shape[2]
-        gram = partial(_gram, bf16=self.is_bf16)
+        gram = partial(gram_of, bf16=self.is_bf16)
         if t == 1 and not instantiate:
-            return Length(_flat_norm(self._factor(self.left)) * _flat_norm(self._factor(self.right)))
+            return Length(flat_norm(self._factor(self.left)) * flat_norm(self._factor(self.right)))
         by_instance = instantiate or self.prefers_instance
         if not by_instance and memo is not None and 4 * b * t * t <= arithmetic.SCRATCH_BYTES:
             left = memo.get((LEFT_GRAM, self.is_bf16), self.left, gram)
             return left.inner_product(memo.get((RIGHT_GRAM, self.is_bf16), self.right, gram))
         measured = []
-        for rows in _chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
+        for rows in chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
             left, right = self.left[rows], self.right[rows]
             measured.append(Outer(left, right).instance().measure() if by_instance else gram(left).inner_product(gram(right)))
-        return _joined(measured)
+        return joined(measured)
 
     def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
-        return [_lengths(self.left, (1,), memo) * _lengths(self.right, (1,), memo)]
+        return [lengths_of(self.left, (1,), memo) * lengths_of(self.right, (1,), memo)]
 
     def instance(self) -> Dense:
         return Dense(product(self._factor(self.left).mT, self._factor(self.right), bf16=self.is_bf16))
@@ -82,7 +82,7 @@ class Outer:
         return sum_of(product(x.flatten(0, 1).t(), y.flatten(0, 1), bf16=self.is_bf16) for x, y in pairs)
 
     def clean(self, bad_b: torch.Tensor) -> Outer:
-        return Outer(_clean_rows(self.left, bad_b), _clean_rows(self.right, bad_b))
+        return Outer(clean_rows(self.left, bad_b), clean_rows(self.right, bad_b))
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Stacked:
         return Stacked([block.clean(bad_b) for block in self.blocks])
 
 
-def _stacked(terms: Sequence[Outer | Stacked]) -> Outer | Stacked:
+def sum_in_blocks(terms: Sequence[Outer | Stacked]) -> Outer | Stacked:
     """The sum of several, in blocks as fine as theirs."""
     blocks_of = [t.blocks if isinstance(t, Stacked) else [t] for t in terms]
     ends = [list(accumulate(block.left.shape[2] for block in blocks)) for blocks in blocks_of]
