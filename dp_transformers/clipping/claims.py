@@ -9,7 +9,7 @@ for their per-example gradients. At first every module claims the parameters it 
 
 :func:`settle` finds out by running the model on two batches of different size, and lets the *parent* module answer, and its
 parent, until every use of every parameter is seen by a module whose outputs have a batch. A claim taken over by a parent goes
-through the fallback (:mod:`.rules.fallback`): exact, slower, and said so once.
+through the fallback (:mod:`.fallback`): exact, slower, and said so once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import UnclaimedParameterError, ways_out
+from .fallback import substituted, without_fused_attention
 from .layout import BATCH_FIRST, SHARED, Layout, learn_layout
 from .parallel.dtensor import local
 from .parallel.fsdp2 import Shards
 from .rules import DOES_NOT_SAVE_OUTPUT, INSIDE, WHOLE_CALL, find_norm_sampler, find_rule
-from .rules.fallback import substituted, without_fused_attention
 
 logger = logging.getLogger(__name__)
 

@@ -32,6 +32,7 @@ from . import norms
 from . import terms as term_algebra
 from .claims import Claim, announce, claim_parameters
 from .errors import UnsupportedModuleError, ways_out
+from .fallback import Call, per_example_gradients
 from .graph import parameter_past_taps
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .model_state import ModelState
@@ -41,7 +42,6 @@ from .parallel.fsdp2 import Shards
 from .parallel.tensor_parallel import TensorParallel
 from .precision import FULL_PRECISION, HALF, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype, without_autocast
 from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
-from .rules.fallback import Call, per_example_gradients
 from .terms import Dense, Norm, Term
 
 logger = logging.getLogger(__name__)

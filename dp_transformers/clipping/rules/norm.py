@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..fallback import substituted
 from ..terms import Dense, Term, summed
 from . import Rule, channels_second, recogniser, require_batch, rule
-from .fallback import substituted
 
 
 def _sum_positions(x: torch.Tensor, keep_dims: int) -> Dense:

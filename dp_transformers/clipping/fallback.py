@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...randomness import replayed
-from ..errors import UnsupportedModuleError, ways_out
-from ..layout import Layout
-from ..terms import Dense, Term
+from ..randomness import replayed
+from .errors import UnsupportedModuleError, ways_out
+from .layout import Layout
+from .terms import Dense, Term
 
 logger = logging.getLogger(__name__)
 
