@@ -19,7 +19,7 @@ TUNING = {"full": "full", "tied": "full, embeddings tied", "lora": "LoRA"}
 
 
 def _classes(claims, *, ruled: bool) -> str:
-    return ", ".join(sorted({type(c.module).__name__ for c in claims if bool(c.rule) is ruled})) or "none"
+    return ", ".join(sorted({type(c.module).__name__ for c in claims if c.is_rerun is not ruled})) or "none"
 
 
 class ModelTable:

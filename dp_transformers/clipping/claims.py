@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,10 +27,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .errors import UnclaimedParameterError, ways_out
 from .fallback import substituted, without_fused_attention
+from .layer_rule import LayerRule, rule_for
 from .layout import BATCH_FIRST, SHARED, Layout, learn_layout
 from .parallel.dtensor import local
 from .parallel.fsdp2 import Shards
-from .rules import DOES_NOT_SAVE_OUTPUT, INSIDE, WHOLE_CALL, find_norm_sampler, find_rule
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,10 @@ class Claim:
 
     def __init__(self, paths: Sequence[str], module: nn.Module, names: dict[nn.Parameter, str], *, taken_over: bool = False):
         self.paths, self.module, self.names, self.taken_over = list(paths), module, names, taken_over
-        found = find_rule(module)
-        self.rule = None if taken_over and found not in WHOLE_CALL else found
-        self.norm_sampler = None if taken_over else find_norm_sampler(module)
-        # Only where the layer's own backward does not need its output may an in-place activation overwrite it.
-        self.allows_in_place = self.rule in DOES_NOT_SAVE_OUTPUT
+        found = rule_for(module)
+        if taken_over:
+            found = replace(found, norms=None) if found.takes_call else LayerRule()
+        self.rule = found
         self.layouts: dict[tuple[int, int], list[Layout]] = {}
         self.gave_single = False
         self.started: list[int] = []  # of the calls that run now, the number of autograd's next node then
@@ -74,7 +74,12 @@ class Claim:
     @property
     def may_be_rerun(self) -> bool:
         """Whether its gradients come from running the module again, or parts of it: what it gave and its random numbers are kept."""
-        return self.rule is None or self.rule in WHOLE_CALL
+        return self.is_rerun or self.rule.takes_call
+
+    @property
+    def is_rerun(self) -> bool:
+        """Whether no rule gives its gradients, so that they come from the fallback."""
+        return self.rule.terms is None
 
     def __str__(self) -> str:
         return f"'{self.path}' ({type(self.module).__name__})"
@@ -93,15 +98,15 @@ def claim_parameters(model: nn.Module) -> list[Claim]:
             where = f"'{path}'" if path else "the model"
             raise ValueError(f"{where} is a {type(module).__name__}: {why}.")
     claims = []
-    below_whole_calls = {child for m in paths if find_rule(m) in WHOLE_CALL for child in m.modules() if child is not m}
+    below_whole_calls = {child for m in paths if rule_for(m).takes_call for child in m.modules() if child is not m}
     for module, its_paths in paths.items():
-        recurse = find_rule(module) in WHOLE_CALL
+        recurse = rule_for(module).takes_call
         names = {p: name for name, p in module.named_parameters(recurse=recurse) if p.requires_grad}
         if names and not _is_container(module) and module not in below_whole_calls:
             claims.append(Claim(its_paths, module, names))
-    ruled = {p for claim in claims if claim.rule for p in claim.names}
+    ruled = {p for claim in claims if not claim.is_rerun for p in claim.names}
     for claim in claims:
-        if claim.rule is None:
+        if claim.is_rerun:
             claim.names = {p: name for p, name in claim.names.items() if p not in ruled}
     claims = [claim for claim in claims if claim.names]
     for module, its_paths in paths.items():
@@ -116,7 +121,7 @@ def announce(claims: Iterable[Claim]) -> None:
     """Warn once for each class of module that goes through the fallback."""
     slow: dict[type, list[Claim]] = {}
     for claim in claims:
-        if claim.rule is None:
+        if claim.is_rerun:
             slow.setdefault(type(claim.module), []).append(claim)
     for cls, its_claims in slow.items():
         names = sorted({name for claim in its_claims for name in claim.names.values()})
@@ -255,7 +260,7 @@ def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], po
     lost = []
     for claim in claims:
         claim.layouts, claim.gave_single = {}, False
-        if claim.rule in WHOLE_CALL:
+        if claim.rule.takes_call:
             continue  # it knows where its examples are
         calls, other_calls = first[claim], second[claim]
         if len(calls) != len(other_calls):
@@ -269,7 +274,7 @@ def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], po
                 learn_layout(*shapes, batch, other_batch, positions)
                 for shapes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)
             ]
-            if claim.rule in INSIDE:  # what is tapped there is batch first, if the module has a batch
+            if claim.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
                 if any(
                     layout.batch_dim is None or x[layout.batch_dim] != batch for x, layout in zip(outs, layouts[len(ins) :], strict=True)
                 ):

@@ -34,6 +34,7 @@ from .claims import Claim, announce, claim_parameters
 from .errors import UnsupportedModuleError, ways_out
 from .fallback import Call, per_example_gradients
 from .graph import parameter_past_taps
+from .layer_rule import ForwardContext, ModuleCall, Tap, forward_context_for
 from .layout import BATCH_FIRST, Layout, batch_size_of, positions_of
 from .model_state import ModelState
 from .modes import REDUCED_FP32_SLACK, SECOND_PASS_SLACK, choose_mode
@@ -41,7 +42,6 @@ from .parallel.dtensor import like, local
 from .parallel.fsdp2 import Shards
 from .parallel.tensor_parallel import TensorParallel
 from .precision import FULL_PRECISION, HALF, TRAINABLE, exact_arithmetic, product_settings, set_gradient, sum_dtype, without_autocast
-from .rules import CHANNELS_SECOND, INSIDE, WHOLE_CALL, ModuleCall, Opening, Tap, as_term, find_opening
 from .terms import Dense, Norm, Term
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class _Tap(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         if use.allows_in_place:
             outputs = tuple(x.data for x in outputs)  # same memory, but not a view to autograd, which refuses in-place writes to those
-        elif use.claim.rule is None:
+        elif use.claim.is_rerun:
             outputs = tuple(x.clone() for x in outputs)  # the module may need its output, and so does the fallback
         return outputs if num_outputs > 1 else outputs[0]
 
@@ -228,7 +228,7 @@ class _Use:
             self.inputs, self.outputs = [local(x) for x in self.inputs], [local(x) for x in self.outputs]
         layouts = claim.layouts_of(self.inputs, self.outputs)
         self.input_layouts, self.output_layouts = layouts[: len(self.inputs)], layouts[len(self.inputs) :]
-        if claim.rule not in WHOLE_CALL:
+        if not claim.rule.takes_call:
             self.outputs = [self._with_batch(x, layout) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
         self.random_state = None
         if claim.may_be_rerun:
@@ -256,14 +256,14 @@ class _Use:
 
     def tapped_output(self) -> Any:
         # a whole-call rule may give the gradients of the inputs, so there the tap hangs on them too
-        saved = list(self.inputs) if self.claim.rule in WHOLE_CALL else [x.detach() for x in self.inputs]
+        saved = list(self.inputs) if self.claim.rule.takes_call else [x.detach() for x in self.inputs]
         if self.claim.may_be_rerun:
             saved += [x.detach() for x in self.outputs]  # to compare what is recomputed with, or to compute from
         forward_pass = self.forward_pass
         if any(x.dtype in HALF for x in self.outputs):
             forward_pass.low_precision = next(x.dtype for x in self.outputs if x.dtype in HALF)
         probe = forward_pass.probe
-        self.allows_in_place = self.claim.allows_in_place or self._ends_in_arithmetic()
+        self.allows_in_place = not self.claim.rule.backward_reads_output or self._ends_in_arithmetic()
         outputs = _Tap.apply(self, probe, len(self.outputs), *self.outputs, *saved)
         tapped = iter(outputs if isinstance(outputs, tuple) else (outputs,))
         leaves = [like(next(tapped), x) if _differentiable(x) else x for x in self.output_leaves]
@@ -298,16 +298,16 @@ class _Use:
 
     def _terms(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], input_gradients: dict) -> dict[nn.Parameter, Term]:
         claim, shards = self.claim, self.clipper.shards
-        if claim.norm_sampler is not None and self.forward_pass.wants_only_norms_of(claim.names):
-            sampled = claim.norm_sampler(claim.module, *self._by_example(saved, grads))
+        if claim.rule.norms is not None and self.forward_pass.wants_only_norms_of(claim.names):
+            sampled = claim.rule.norms(claim.module, *self._by_example(saved, grads))
             found = {p: Norm(norm_b) for p, norm_b in sampled.items()}
-        elif claim.rule is None:
+        elif claim.is_rerun:
             found = self._rerun(saved, grads)
-        elif claim.rule in WHOLE_CALL:
-            found = claim.rule(self._whole_call(saved, grads, input_gradients))
+        elif claim.rule.takes_call:
+            found = claim.rule.terms(self._whole_call(saved, grads, input_gradients))
         else:
-            found = claim.rule(claim.module, *self._by_example(saved, grads))
-        found = {shards.shard(p): as_term(term) for p, term in found.items()}
+            found = claim.rule.terms(claim.module, *self._by_example(saved, grads))
+        found = {shards.shard(p): Dense(term) if isinstance(term, torch.Tensor) else term for p, term in found.items()}
         if missing := [name for p, name in claim.names.items() if p not in found]:
             raise ValueError(
                 f"the rule of {claim} gives no gradient for its trainable {missing}. Let the rule you registered (register_grad_sampler) return one for "
@@ -318,7 +318,7 @@ class _Use:
 
     def _by_example(self, saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         claim, batch = self.claim, self.forward_pass.batch_size
-        if claim.rule in CHANNELS_SECOND and any(layout.flat for layout in self.output_layouts):
+        if claim.rule.channels_second and any(layout.flat for layout in self.output_layouts):
             reason = f"{claim} was called on positions of examples as if they were examples, and its rule cannot tell them from channels. "
             raise UnsupportedModuleError(reason + ways_out(claim.path, claim.module), claim.module)
         inputs = [layout.batch_first(x, batch) for x, layout in zip(saved[: len(self.input_layouts)], self.input_layouts, strict=True)]
@@ -510,11 +510,11 @@ class PerExampleClipper:
         # FSDP2's own hook gathers parameters; a check runs the model, which must not happen inside that
         self._handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=bool(self.shards))]
         for claim in self.claims:
-            self.parallel.refuse(claim, is_rerun=claim.may_be_rerun or claim.rule in INSIDE)
+            self.parallel.refuse(claim, is_rerun=claim.may_be_rerun or claim.rule.tapped_inside)
             self._handles.append(claim.module.register_forward_pre_hook(partial(self._before_module, claim), prepend=True))
-            if claim.rule in INSIDE:
+            if claim.rule.tapped_inside:
                 continue
-            if claim.rule is None:
+            if claim.is_rerun:
                 self.shards.refuse_rerun(claim.path, claim.module)
             # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
             hook = partial(self._after_module, claim)
@@ -524,9 +524,9 @@ class PerExampleClipper:
         self._handles += [p.register_post_accumulate_grad_hook(self._refuse_native_gradient) for p in self.parameters]
         if self._loss_reduction is not None:
             self._handles += [claim.module.register_forward_pre_hook(partial(self._hide, claim)) for claim in self.claims]
-        taps = {claim.module: partial(self._after_module, claim) for claim in self.claims if claim.rule in INSIDE}
+        taps = {claim.module: partial(self._after_module, claim) for claim in self.claims if claim.rule.tapped_inside}
         for module in self.model.modules():
-            opening = find_opening(module)
+            opening = forward_context_for(module)
             if opening and any(p.requires_grad for p in module.parameters()):
                 self._handles.append(module.register_forward_pre_hook(partial(self._open, opening, taps.get(module))))
                 self._handles.append(module.register_forward_hook(self._close, always_call=True, prepend=True))
@@ -675,7 +675,7 @@ class PerExampleClipper:
             forward_pass.followed = True
         return forward_pass
 
-    def _open(self, opening: Opening, tap: Tap | None, module: nn.Module, args: tuple) -> None:
+    def _open(self, opening: ForwardContext, tap: Tap | None, module: nn.Module, args: tuple) -> None:
         opened = opening(module, tap)
         opened.__enter__()
         self._opened.append((module, opened))

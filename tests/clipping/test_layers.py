@@ -11,9 +11,9 @@ from torch import nn
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping import terms as term_algebra
 from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.layer_rule import rule_for
 from dp_transformers.clipping.modes import MODES, REDUCED_FP32_SLACK
 from dp_transformers.clipping.precision import FULL_PRECISION, exact_arithmetic
-from dp_transformers.clipping.rules import find_rule
 from dp_transformers.clipping.rules.conv import convolution
 from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer, arithmetic
 
@@ -32,7 +32,7 @@ def assert_exact_in_all_modes(model, *inputs, self_check=False, has_rule=True):
     batch = {str(i): x for i, x in enumerate(inputs)}
     for mode in ALL_MODES:
         with PerExampleClipper(model, 1.0, mode=mode, self_check=self_check) as clipper:
-            assert all((claim.rule is not None) == has_rule for claim in clipper.claims)
+            assert all(claim.is_rerun != has_rule for claim in clipper.claims)
             assert_exact(model, clipper, lambda b: weigh(model(*b.values())), batch)
 
 
@@ -209,7 +209,7 @@ def test_frames_are_never_taken_for_channels(layer, frames):
         with PerExampleClipper(model, 1.0, mode=mode) as clipper:
             for count in (frames, 4, 3):
                 assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": torch.randn(3, count, 4, 5)})
-            assert all(claim.rule is None for claim in clipper.claims)
+            assert all(claim.is_rerun for claim in clipper.claims)
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.InstanceNorm1d(4, affine=True)], ids=str)
@@ -227,7 +227,7 @@ def test_a_convolution_with_its_own_computation_is_somebody_else():
     class Renamed(nn.Conv2d):
         pass
 
-    assert find_rule(Renamed(3, 4, 3)) is convolution and find_rule(Doubled(3, 4, 3)) is None
+    assert rule_for(Renamed(3, 4, 3)).terms is convolution and rule_for(Doubled(3, 4, 3)).terms is None
     assert_exact_in_all_modes(nn.Sequential(Doubled(3, 4, 3)), torch.randn(4, 3, 5, 5), has_rule=False)
 
 

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from dp_transformers import PerExampleClipper, check_model
 from dp_transformers.clipping.errors import UnsupportedModuleError
+from dp_transformers.clipping.layer_rule import rule_for
 from dp_transformers.clipping.modes import MODES
-from dp_transformers.clipping.rules import find_rule
 from dp_transformers.clipping.rules.recurrent import recurrent, recurrent_cell
 
 ALL_MODES = sorted(MODES)
@@ -90,7 +90,7 @@ def check(model, batch, mode, *, self_check=False):
     """Against one example at a time. The self-check does the same for all modes, so one will do."""
     with PerExampleClipper(model, 1.0, mode=mode, self_check=self_check and mode == "book_keeping") as clipper:
         assert_exact(model, clipper, losses_of(model), batch)
-        assert all(claim.rule for claim in clipper.claims), "a parent answers, not the rule"
+        assert all(claim.rule.terms for claim in clipper.claims), "a parent answers, not the rule"
 
 
 def x_of(batch=4, steps=6):
@@ -391,9 +391,9 @@ def test_dispatch_is_by_what_runs():
     class Renamed(nn.GRU):
         pass
 
-    assert find_rule(Renamed(2, 2)) is recurrent
-    assert find_rule(nn.LSTMCell(2, 2)) is recurrent_cell
-    assert find_rule(Own(2, 2)) is None
+    assert rule_for(Renamed(2, 2)).terms is recurrent
+    assert rule_for(nn.LSTMCell(2, 2)).terms is recurrent_cell
+    assert rule_for(Own(2, 2)).terms is None
 
 
 def test_tied_layers():

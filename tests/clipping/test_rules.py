@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from dp_transformers import PerExampleClipper, check_model, register_grad_sampler, register_norm_sampler
 from dp_transformers.clipping.errors import SelfCheckError, UnsupportedModuleError
+from dp_transformers.clipping.layer_rule import _RULES, LayerRule, rule_for
 from dp_transformers.clipping.modes import MODES
-from dp_transformers.clipping.rules import _NORM_SAMPLERS, _RULES, find_norm_sampler, find_rule
 from dp_transformers.clipping.rules.linear import linear
 from dp_transformers.clipping.rules.norm import _weight_only_rms_norm
 
@@ -95,9 +95,9 @@ def test_rms_norms_are_recognised_by_what_they_compute():
         def forward(self, x):
             return super().forward(x) * 1.01
 
-    assert find_rule(LlamaRMSNorm(6)) is _weight_only_rms_norm
-    assert find_rule(Gemma2RMSNorm(6)) is _weight_only_rms_norm
-    assert find_rule(LooksLikeOne(6)) is None
+    assert rule_for(LlamaRMSNorm(6)).terms is _weight_only_rms_norm
+    assert rule_for(Gemma2RMSNorm(6)).terms is _weight_only_rms_norm
+    assert rule_for(LooksLikeOne(6)).terms is None
 
 
 class LimitsItsInput(LlamaRMSNorm):
@@ -119,8 +119,8 @@ class LimitsItsInput(LlamaRMSNorm):
 @pytest.mark.parametrize("kind", ["above", "below", "in training"])
 def test_norms_of_a_limited_input_are_not_taken_for_plain_ones(kind):
     module = LimitsItsInput(6, kind)
-    assert find_rule(module) is None and module.training
-    assert find_rule(module.eval()) is None and not module.training
+    assert rule_for(module).terms is None and module.training
+    assert rule_for(module.eval()).terms is None and not module.training
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -164,9 +164,9 @@ def test_dispatch_is_by_what_runs():
 
     patched = nn.Linear(2, 2)
     patched.forward = lambda x: 2 * x
-    assert find_rule(Renamed(2, 2)) is linear
-    assert find_rule(OwnForward(2, 2)) is None
-    assert find_rule(patched) is None
+    assert rule_for(Renamed(2, 2)).terms is linear
+    assert rule_for(OwnForward(2, 2)).terms is None
+    assert rule_for(patched).terms is None
 
 
 class Scale(nn.Module):
@@ -482,7 +482,6 @@ def asked():
     register_norm_sampler(Affine)(norms)  # the last registration wins
     yield called
     _RULES.pop(Affine.forward, None)
-    _NORM_SAMPLERS.pop(Affine.forward)
 
 
 def asked_in_one_pass(asked, model, mode):
@@ -498,7 +497,7 @@ def asked_in_one_pass(asked, model, mode):
 def test_norm_sampler(asked, mode, has_grad_sampler):
     model = nn.Sequential(nn.Linear(5, 5), Affine(), nn.Tanh(), Affine())
     if not has_grad_sampler:
-        _RULES.pop(Affine.forward)
+        _RULES[Affine.forward] = LayerRule(norms=_RULES[Affine.forward].norms)
     check(model, torch.randn(4, 3, 5), mode)
     expected = ["norms"] if mode == "ghost" else ["gradients"] if has_grad_sampler else []
     assert asked_in_one_pass(asked, model, mode) == expected * 2
@@ -512,7 +511,7 @@ def test_norms_are_not_asked_for_where_a_parameter_is_used_twice(asked, kind, mo
     other.b = one.b
     model = nn.Sequential(nn.Linear(5, 5), one, nn.Tanh(), one if kind == "reused" else other)
     if not has_grad_sampler:
-        _RULES.pop(Affine.forward)
+        _RULES[Affine.forward] = LayerRule(norms=_RULES[Affine.forward].norms)
     check(model, torch.randn(4, 3, 5), mode)
     assert asked_in_one_pass(asked, model, mode) == (["gradients"] * 2 if has_grad_sampler else [])
 
@@ -521,7 +520,7 @@ def test_norms_are_not_asked_for_where_a_parameter_is_used_twice(asked, kind, mo
 def test_norm_sampler_and_an_example_that_is_not_finite(asked, has_grad_sampler):
     model, x = nn.Sequential(nn.Linear(5, 5), Affine()), torch.randn(4, 3, 5)
     if not has_grad_sampler:
-        _RULES.pop(Affine.forward)
+        _RULES[Affine.forward] = LayerRule(norms=_RULES[Affine.forward].norms)
     x[1, 0, 0] = float("inf")
     good = [0, 2, 3]
     with PerExampleClipper(model, 0.5, mode="ghost", self_check=False) as clipper:
@@ -536,7 +535,7 @@ def test_norm_sampler_and_an_example_that_is_not_finite(asked, has_grad_sampler)
 
 def test_norm_samplers_that_are_wrong(asked):
     model, x = nn.Sequential(nn.Linear(5, 5), Affine()), torch.randn(4, 3, 5)
-    right = _NORM_SAMPLERS[Affine.forward]
+    right = _RULES[Affine.forward].norms
     register_norm_sampler(Affine)(lambda *a: {p: n.square() for p, n in right(*a).items()})
     with pytest.raises(SelfCheckError, match="not exact"):
         check(model, x, "ghost")
@@ -556,8 +555,8 @@ def test_norm_sampler_is_found_by_what_runs(asked):
     class Same(Affine):
         pass
 
-    assert find_norm_sampler(Same()) is find_norm_sampler(Affine()) is not None
-    assert find_norm_sampler(Other()) is None
+    assert rule_for(Same()).norms is rule_for(Affine()).norms is not None
+    assert rule_for(Other()).norms is None
     replaced = Affine()
     replaced.forward = lambda x: x
-    assert find_norm_sampler(replaced) is None
+    assert rule_for(replaced).norms is None

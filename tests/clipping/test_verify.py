@@ -23,11 +23,12 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from dp_transformers import PerExampleClipper, check_model, check_per_sample_gradients_are_correct
-from dp_transformers.clipping import rules
+from dp_transformers.clipping import layer_rule
 from dp_transformers.clipping.checks.example_mixing import find_example_mixing
 from dp_transformers.clipping.checks.padding import check_padding
 from dp_transformers.clipping.checks.synthetic import synthetic_inputs
 from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.layer_rule import LayerRule, rule_for
 from dp_transformers.clipping.terms import Dense, Outer
 from dp_transformers.losses import find_per_example_loss
 
@@ -105,26 +106,26 @@ def test_a_layer_that_drops_the_batch(mode):
 
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost", "fast_gradient", "per_sample"])
 def test_rule_that_is_wrong_by_a_percent(monkeypatch, mode):
-    right = rules._RULES[nn.Linear.forward]
+    right = rule_for(nn.Linear(1, 1)).terms
 
     def wrong(module, activations, backprops):
         return {p: Outer(1.01 * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
 
-    monkeypatch.setitem(rules._RULES, nn.Linear.forward, wrong)
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
     with pytest.raises(SelfCheckError, match="not exact"):
         PerExampleClipper(model, 1.0, mode=mode).model(torch.randn(4, 3, 5))
 
 
 def test_norm_cached_across_batches(monkeypatch):
-    right, seen = rules._RULES[nn.Linear.forward], {}
+    right, seen = rule_for(nn.Linear(1, 1)).terms, {}
 
     def stale(module, activations, backprops):
         terms = right(module, activations, backprops)
         key = (id(module), len(backprops))
         return seen.setdefault(key, terms)
 
-    monkeypatch.setitem(rules._RULES, nn.Linear.forward, stale)
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(stale))
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
     clipper = PerExampleClipper(model, 1.0)
     stale_batch = torch.randn(3, 4, 5)
@@ -198,13 +199,13 @@ def test_batch_of_one_is_not_enough():
 
 
 def test_a_rule_behind_a_weight_that_starts_at_zero_is_checked(monkeypatch):
-    right = rules._RULES[nn.Linear.forward]
+    right = rule_for(nn.Linear(1, 1)).terms
 
     def wrong(module, activations, backprops):
         return {p: Outer(0.5 * t.left, t.right) if module.out_features == 7 and isinstance(t, Outer) else t
                 for p, t in right(module, activations, backprops).items()}  # fmt: skip
 
-    monkeypatch.setitem(rules._RULES, nn.Linear.forward, wrong)
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 2))
     nn.init.zeros_(model[1].weight)
     with pytest.raises(SelfCheckError, match="not exact"):
@@ -310,12 +311,12 @@ def test_models_that_do_not_mix_train_in_bf16(make, way, mode, caplog):
 @pytest.mark.parametrize("mode", [*MODES_OF_BF16, "fast_gradient"])
 @pytest.mark.parametrize("way", WAYS_TO_BF16)
 def test_rule_that_is_wrong_by_eight_percent_in_bf16(monkeypatch, way, mode):
-    right = rules._RULES[nn.Linear.forward]
+    right = rule_for(nn.Linear(1, 1)).terms
 
     def wrong(module, activations, backprops):
         return {p: Outer(0.92 * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
 
-    monkeypatch.setitem(rules._RULES, nn.Linear.forward, wrong)
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
     with pytest.raises(SelfCheckError, match="not exact"):
         in_bf16(lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()), way, mode, torch.randn(6, 3, 8))
 
@@ -378,13 +379,13 @@ def test_what_does_not_run_in_float32_is_checked_as_it_trains(inside, caplog):
 
 
 def test_a_rule_that_is_wrong_in_bf16_alone(monkeypatch):
-    right = rules._RULES[nn.Linear.forward]
+    right = rule_for(nn.Linear(1, 1)).terms
 
     def wrong(module, activations, backprops):
         factor = 0.7 if backprops.dtype == torch.bfloat16 else 1.0
         return {p: Outer(factor * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
 
-    monkeypatch.setitem(rules._RULES, nn.Linear.forward, wrong)
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
     for way in WAYS_TO_BF16:
         with pytest.raises(SelfCheckError, match=r"not exact.*allowed 1e-01"):
             in_bf16(lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()), way, "book_keeping", torch.randn(6, 3, 8))
@@ -948,17 +949,19 @@ def test_per_sample_gradients_are_correct(caplog):
 
 def test_per_sample_gradients_that_are_not_correct(monkeypatch, caplog):
     x, model = torch.randn(4, 3, 5), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
-    right = rules._RULES[nn.Linear.forward]
+    right = rule_for(nn.Linear(1, 1)).terms
 
     def rows_in_another_order(module, activations, backprops):
         """The norms of all parameters together stay; each example's gradient does not."""
         found = right(module, activations, backprops)
         return {p: Dense(t.instance().grad.flip(1)) for p, t in found.items()}
 
-    monkeypatch.setitem(rules._RULES, nn.Linear.forward, rows_in_another_order)
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(rows_in_another_order))
     assert not check_per_sample_gradients_are_correct(x, model, modes=["per_sample"])
     monkeypatch.setitem(
-        rules._RULES, nn.Linear.forward, lambda m, a, g: {p: Dense(t.instance().grad * 1.0001) for p, t in right(m, a, g).items()}
+        layer_rule._RULES,
+        nn.Linear.forward,
+        LayerRule(lambda m, a, g: {p: Dense(t.instance().grad * 1.0001) for p, t in right(m, a, g).items()}),
     )
     for mode in ("book_keeping", "ghost", "fast_gradient", "per_sample"):
         assert not check_per_sample_gradients_are_correct(x, model, modes=[mode])

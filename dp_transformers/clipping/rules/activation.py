@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..layer_rule import layer_rule
 from ..terms import Outer, Term, summed
-from . import channels_second, rule
 from .norm import sum_per_channel
 
 
-@channels_second
-@rule(nn.PReLU)
+@layer_rule(nn.PReLU, channels_second=True, backward_reads_output=False)
 def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     if not module.weight.requires_grad:
         return {}
@@ -24,7 +23,7 @@ def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torc
     return {module.weight: sum_per_channel(slope)}
 
 
-@rule(nn.Bilinear)
+@layer_rule(nn.Bilinear, backward_reads_output=False)
 def bilinear(module: nn.Bilinear, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     first, second, grad_btp = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in (*activations, backprops))

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..layer_rule import Tap, layer_rule
 from ..terms import Dense, Outer, Stacked, Term
-from . import Tap, inside_rule
 
 
 class _Opened(TorchFunctionMode):
@@ -35,7 +35,7 @@ class _Opened(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@inside_rule(nn.MultiheadAttention, opened=_Opened)
+@layer_rule(nn.MultiheadAttention, forward_context=_Opened, tapped_inside=True)
 def multihead_attention(
     module: nn.MultiheadAttention, activations: Sequence[torch.Tensor], backprops: torch.Tensor | Sequence[torch.Tensor]
 ) -> dict[nn.Parameter, Term]:

@@ -8,11 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..layer_rule import layer_rule
 from ..terms import Convolution, Convolved, Outer, Term
-from . import DOES_NOT_SAVE_OUTPUT, Rule, recogniser, require_batch
-from .norm import sum_per_channel
+from .norm import require_batch, sum_per_channel
 
 
+def _is_native_convolution(module: nn.Module) -> bool:
+    # forward is a call of _conv_forward, which a subclass may have replaced
+    runs = (type(module).forward, getattr(type(module), "_conv_forward", None))
+    return runs in {(cls.forward, cls._conv_forward) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+
+
+@layer_rule(recognise=_is_native_convolution, backward_reads_output=False)
 def convolution(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     dims = len(module.kernel_size)
@@ -23,16 +30,6 @@ def convolution(module: nn.Module, activations: Sequence[torch.Tensor], backprop
     if module.bias is not None and module.bias.requires_grad:
         terms[module.bias] = sum_per_channel(backprops, backprops.dim() - dims - 1)
     return terms
-
-
-DOES_NOT_SAVE_OUTPUT.add(convolution)
-
-
-@recogniser
-def _native_convolution(module: nn.Module) -> Rule | None:
-    # forward is a call of _conv_forward, which a subclass may have replaced
-    runs = (type(module).forward, getattr(type(module), "_conv_forward", None))
-    return convolution if runs in {(cls.forward, cls._conv_forward) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)} else None
 
 
 def _images(x: torch.Tensor, dims: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..layer_rule import layer_rule
 from ..terms import Rows, Term
-from . import rule
 
 
 def _refuse_options(module: nn.Embedding | nn.EmbeddingBag) -> None:
@@ -23,7 +23,7 @@ def _refuse_options(module: nn.Embedding | nn.EmbeddingBag) -> None:
             raise ValueError(f"nn.{name}({option}=...) cannot be trained privately: {why}. Build it without {option}.")
 
 
-@rule(nn.Embedding)
+@layer_rule(nn.Embedding, backward_reads_output=False)
 def embedding(module: nn.Embedding, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     _refuse_options(module)
     if not module.weight.requires_grad:
@@ -35,7 +35,7 @@ def embedding(module: nn.Embedding, activations: Sequence[torch.Tensor], backpro
     return {module.weight: Rows(ids_bt, grad_btd, module.num_embeddings)}
 
 
-@rule(nn.EmbeddingBag)
+@layer_rule(nn.EmbeddingBag, backward_reads_output=False)
 def embedding_bag(module: nn.EmbeddingBag, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     _refuse_options(module)
     ids, *offsets = [x for x in activations if not x.is_floating_point()]  # (B, ..., n), and the output is (B, ..., d)

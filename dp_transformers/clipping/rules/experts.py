@@ -17,23 +17,23 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModuleError, ways_out
+from ..layer_rule import layer_rule
 from ..terms import Routed, Rows, Term
-from . import Rule, recogniser
 
 _PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
 
 
-@recogniser
-def _huggingface_experts(module: nn.Module) -> Rule | None:
+def _are_fused_experts(module: nn.Module) -> bool:
     """Classes that ``use_experts_implementation`` made: they compute the formula above with whatever kernel, as their attributes say."""
     # looked up among what is already imported: this package does not depend on transformers, and a model that has one has it
     moe = sys.modules.get("transformers.integrations.moe")
     if moe is None or getattr(type(module).forward, "__globals__", None) is not vars(moe):
-        return None
-    # parametrised weights, a norm behind each expert, an activation that learns: somebody else's
-    return experts if _PARAMETERS.issuperset(name for name, _ in module.named_parameters()) else None
+        return False
+    # parametrised weights, a norm behind each expert, an activation that learns: not supported here
+    return _PARAMETERS.issuperset(name for name, _ in module.named_parameters())
 
 
+@layer_rule(recognise=_are_fused_experts)
 def experts(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     hidden_btd, index_btk, weight_btk = activations
     if backprops.dim() != 3 or hidden_btd.shape != backprops.shape or index_btk.is_floating_point() or weight_btk.shape != index_btk.shape:

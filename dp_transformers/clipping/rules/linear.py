@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..layer_rule import layer_rule
 from ..terms import Outer, Term, summed
-from . import Rule, recogniser, rule
 
 
 def _btd(x: torch.Tensor) -> torch.Tensor:
@@ -26,20 +26,18 @@ def _affine(module: nn.Module, a_btd: torch.Tensor, g_btp: torch.Tensor, transpo
     return terms
 
 
-@rule(nn.Linear)
+@layer_rule(nn.Linear, backward_reads_output=False)
 def linear(module: nn.Linear, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     return _affine(module, _btd(activations[0]), _btd(backprops), transposed=False)
 
 
+def _is_conv1d(module: nn.Module) -> bool:
+    # looked up among what is already imported: this package does not depend on transformers, and a model that has one has it
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    return pytorch_utils is not None and type(module).forward is pytorch_utils.Conv1D.forward
+
+
+@layer_rule(recognise=_is_conv1d)
 def conv1d(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     """transformers' Conv1D: a linear layer whose weight is stored as (in, out)."""
     return _affine(module, _btd(activations[0]), _btd(backprops), transposed=True)
-
-
-@recogniser
-def _huggingface_conv1d(module: nn.Module) -> Rule | None:
-    # looked up among what is already imported: this package does not depend on transformers, and a model that has one has it
-    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
-    if pytorch_utils is not None and type(module).forward is pytorch_utils.Conv1D.forward:
-        return conv1d
-    return None

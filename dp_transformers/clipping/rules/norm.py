@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..fallback import substituted
+from ..layer_rule import layer_rule
 from ..terms import Dense, Term, summed
-from . import Rule, channels_second, recogniser, require_batch, rule
 
 
 def _sum_positions(x: torch.Tensor, keep_dims: int) -> Dense:
@@ -19,7 +19,7 @@ def _sum_positions(x: torch.Tensor, keep_dims: int) -> Dense:
     return summed(x, range(1, x.dim() - keep_dims))
 
 
-@rule(nn.LayerNorm)
+@layer_rule(nn.LayerNorm, backward_reads_output=False)
 def layer_norm(module: nn.LayerNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     dims = len(module.normalized_shape)
@@ -31,12 +31,21 @@ def layer_norm(module: nn.LayerNorm, activations: Sequence[torch.Tensor], backpr
     return terms
 
 
-@rule(nn.RMSNorm)
+@layer_rule(nn.RMSNorm, backward_reads_output=False)
 def rms_norm(module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     if module.weight is None or not module.weight.requires_grad:
         return {}
     normalised = F.rms_norm(activations[0].to(backprops.dtype), module.normalized_shape, eps=module.eps)
     return {module.weight: _sum_positions(normalised.mul_(backprops), len(module.normalized_shape))}
+
+
+def require_batch(module: nn.Module, x: torch.Tensor, dims: int) -> None:
+    """``x`` is (B, ..., channels, *spatial) with ``dims`` spatial dimensions, not the (channels, *spatial) that torch allows too."""
+    if x.dim() < dims + 2:
+        raise ValueError(
+            f"nn.{type(module).__name__} was called without a batch dimension (a tensor of shape {tuple(x.shape)}), so gradients per "
+            f"example cannot be told apart: call it with {dims + 2} dimensions, the batch first."
+        )
 
 
 def sum_per_channel(x: torch.Tensor, channel_dim: int = 1) -> Dense:
@@ -55,8 +64,7 @@ def _per_channel(
     return terms
 
 
-@channels_second
-@rule(nn.GroupNorm)
+@layer_rule(nn.GroupNorm, channels_second=True, backward_reads_output=False)
 def group_norm(module: nn.GroupNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     def normalised() -> torch.Tensor:
         return F.group_norm(activations[0].float(), module.num_groups, eps=module.eps)
@@ -64,7 +72,7 @@ def group_norm(module: nn.GroupNorm, activations: Sequence[torch.Tensor], backpr
     return _per_channel(module, normalised, backprops)
 
 
-@rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+@layer_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, backward_reads_output=False)
 def instance_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     dims = module._get_no_batch_dim() - 1
     require_batch(module, activations[0], dims)
@@ -78,17 +86,11 @@ def instance_norm(module: nn.Module, activations: Sequence[torch.Tensor], backpr
     return _per_channel(module, normalised, backprops, backprops.dim() - dims - 1)
 
 
-def _weight_only_rms_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
-    normalised = F.rms_norm(activations[0].float(), module.weight.shape, eps=_eps(module))
-    return {module.weight: _sum_positions(normalised.mul_(backprops), 1)}
-
-
 def _eps(module: nn.Module) -> float:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
-@recogniser
-def _rms_norm_by_behaviour(module: nn.Module) -> Rule | None:
+def _computes_rms_norm(module: nn.Module) -> bool:
     """Each model of transformers brings its own RMSNorm class: x̂·w, or x̂·(1+w) in Gemma. d out/d w is x̂ in both.
 
     A module counts as one if a 1-d ``weight`` is all it owns and, on random input small and large and a random weight, in training and in
@@ -96,9 +98,9 @@ def _rms_norm_by_behaviour(module: nn.Module) -> Rule | None:
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules or not _eps(module):
-        return None
+        return False
     if len(inspect.signature(type(module).forward).parameters) != 2:  # self and x: a gate would change the gradient
-        return None
+        return False
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, len(weight), generator=generator).to(weight.device)
     w = torch.randn(len(weight), generator=generator).to(weight.device)
@@ -110,14 +112,20 @@ def _rms_norm_by_behaviour(module: nn.Module) -> Rule | None:
             # the forward of its class, not the module itself, whose hooks would take this for a forward pass
             outputs = [(x, type(module).forward(module.train(mode), x)) for mode in (True, False) for x in inputs]
     except Exception:  # another signature: not an RMS norm
-        return None
+        return False
     finally:
         module.train(training)
     scales = [scale for scale in (w, 1 + w) if all(_is_scaled_rms_norm(x, out, scale, _eps(module)) for x, out in outputs)]
-    return _weight_only_rms_norm if scales else None
+    return bool(scales)
 
 
 def _is_scaled_rms_norm(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, eps: float) -> bool:
     if not isinstance(out, torch.Tensor) or out.shape != x.shape:
         return False
     return torch.allclose(out.float(), F.rms_norm(x, scale.shape, eps=eps) * scale, rtol=1e-5, atol=1e-6)
+
+
+@layer_rule(recognise=_computes_rms_norm)
+def _weight_only_rms_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    normalised = F.rms_norm(activations[0].float(), module.weight.shape, eps=_eps(module))
+    return {module.weight: _sum_positions(normalised.mul_(backprops), 1)}

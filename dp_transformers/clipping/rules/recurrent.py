@@ -23,9 +23,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...randomness import replayed
 from ..errors import UnsupportedModuleError, ways_out
+from ..layer_rule import ModuleCall, layer_rule
 from ..precision import HALF
 from ..terms import Outer, Term, merge, summed
-from . import ModuleCall, whole_call_rule
 
 ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
 INSTANCE_MEMORY = 2  # with steps in the hundreds instances halve the arithmetic
@@ -323,7 +323,7 @@ def _give(call: ModuleCall, tensor: torch.Tensor, gradient: torch.Tensor) -> Non
         call.input_gradients[tensor] = gradient.to(tensor.dtype)
 
 
-@whole_call_rule(nn.RNN, nn.LSTM, nn.GRU)
+@layer_rule(nn.RNN, nn.LSTM, nn.GRU, takes_call=True)
 def recurrent(call: ModuleCall) -> dict[nn.Parameter, Term]:
     module, x, hx = call.module, call.arguments["input"], call.arguments["hx"]
     packed, batch_first = isinstance(x, PackedSequence), module.batch_first
@@ -365,7 +365,7 @@ def recurrent(call: ModuleCall) -> dict[nn.Parameter, Term]:
     return terms
 
 
-@whole_call_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+@layer_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell, takes_call=True)
 def recurrent_cell(call: ModuleCall) -> dict[nn.Parameter, Term]:
     """One step of one layer."""
     module, x, hx = call.module, call.arguments["input"], call.arguments["hx"]

@@ -1,0 +1,154 @@
+"""Layer rules: how a module's inputs and output gradient give the terms of its parameters' per-example gradients.
+
+A rule is a function ``rule(module, activations, backprops) -> {parameter: term}`` for the trainable parameters that the module
+owns directly. ``activations`` are the tensors the module was called with, ``backprops`` is the gradient of the summed losses with
+respect to its output, ``(B, ...)``. A plain tensor ``(B, *p.shape)`` stands for :class:`~dp_transformers.clipping.terms.Dense`.
+
+Rules are found by *what runs*, the ``forward`` of the module's class, never by name: a subclass that overrides ``forward`` needs its own
+rule, a subclass that does not (or a class swapped in by FSDP2) has the one of its parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .parallel.dispatch import class_forward
+from .terms import Term
+
+Terms = Mapping[nn.Parameter, Term | torch.Tensor]
+GradSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Terms]
+NormSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, torch.Tensor]]
+
+
+@dataclass
+class ModuleCall:
+    """One call of ``module`` on a batch of ``batch`` examples, every tensor detached and as it was given.
+
+    ``arguments`` by the names of the parameters of its ``forward``; ``outputs`` are the floating-point tensors of what it returned, in
+    order, ``backprops`` the gradients of the summed losses with respect to them. ``random_state`` is that of torch's generators at the
+    start of the call where the call used them, else None. ``path`` is where the model has the module. ``input_gradients`` has a key
+    for each tensor among the arguments that needs a gradient: a rule that can have them cheaply sets them all, and the backward of the
+    module itself does not run where norms are measured.
+    """
+
+    module: nn.Module
+    arguments: Mapping[str, Any]
+    outputs: Sequence[torch.Tensor]
+    backprops: Sequence[torch.Tensor]
+    batch: int
+    random_state: Any
+    path: str
+    input_gradients: dict[torch.Tensor, torch.Tensor | None]
+
+
+# What a tap is to whoever calls it, a forward hook: (module, inputs, {}, outputs) -> the outputs to go on with, None for the same.
+Tap = Callable[[nn.Module, tuple, dict, Any], Any]
+ForwardContext = Callable[[nn.Module, Tap | None], AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """All that is known of one kind of layer.
+
+    Attributes:
+        terms: ``f(module, activations, backprops) -> {parameter: term}``; None where only norms are known.
+        norms: ``f(module, activations, backprops) -> {parameter: (B,)}``, see :func:`register_norm_sampler`.
+        takes_call: ``terms`` is ``f(call: ModuleCall)`` instead, for modules with several inputs or outputs, or with the batch elsewhere
+            than first; it provides the terms of all parameters below the module too.
+        forward_context: ``f(module, tap)``, a context that the module's forward runs in, for modules whose forward reads the weights of
+            its parts. It calls the modules below as usual, and the tap (None where none of the module's own parameters is trained) on
+            inputs and outputs, batch first, between which the weights are used.
+        tapped_inside: ``terms`` gets what that tap was called with, instead of the module's own inputs and output gradient.
+        channels_second: The second dimension is special, so examples may not come as flattened rows.
+        backward_reads_output: Whether the module's own backward may need its output. False allows the model to overwrite that in place.
+    """
+
+    terms: Callable[..., Terms] | None = None
+    norms: NormSampler | None = None
+    takes_call: bool = False
+    forward_context: ForwardContext | None = None
+    tapped_inside: bool = False
+    channels_second: bool = False
+    backward_reads_output: bool = True
+
+
+_RULES: dict[Callable, LayerRule] = {}  # by the forward of a class
+_RECOGNISED: list[tuple[Callable[[nn.Module], bool], LayerRule]] = []
+
+
+def layer_rule(
+    *module_classes: type[nn.Module], recognise: Callable[[nn.Module], bool] | None = None, **options: Any
+) -> Callable[[Callable[..., Terms]], Callable[..., Terms]]:
+    """Register the decorated function as ``terms`` of these classes, or of the modules without a rule that ``recognise`` says yes to.
+
+    ``options`` are the other attributes of :class:`LayerRule`.
+    """
+
+    def register(function: Callable[..., Terms]) -> Callable[..., Terms]:
+        rule = LayerRule(function, **options)
+        for cls in module_classes:
+            _RULES[cls.forward] = rule
+        if recognise is not None:
+            _RECOGNISED.append((recognise, rule))
+        return function
+
+    return register
+
+
+def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[GradSampler], GradSampler]:
+    """Give your own layer a rule, found by the class's ``forward``. The last registration wins.
+
+    The decorated function is called as ``f(layer, activations, backprops)`` with ``activations`` the list of tensors the layer
+    was called with (batch first), ``backprops`` the gradient of the summed losses with respect to its output, and returns
+    ``{parameter: tensor of shape (B, *parameter.shape)}`` for every trainable parameter that ``layer`` owns directly.
+    """
+
+    def register(function: GradSampler) -> GradSampler:
+        for cls in module_classes:
+            known = _RULES.get(cls.forward, LayerRule())
+            _RULES[cls.forward] = LayerRule(function, norms=known.norms, forward_context=known.forward_context)
+        return function
+
+    return register
+
+
+def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSampler], NormSampler]:
+    """Give your own layer a way to its gradients' norms that needs no gradients. The last registration wins.
+
+    The decorated function is called as one for :func:`register_grad_sampler`, and returns ``{parameter: tensor of shape (B,)}``, the L2
+    norm (not its square) of every example's gradient, for every trainable parameter that ``layer`` owns directly.
+
+    Mode "ghost" measures with it. Where gradients themselves are needed they come from the layer's grad sampler, or without one from
+    re-running the layer: in the modes that keep or instantiate them, for parameters used more than once in a forward pass (the norm
+    of a sum does not follow from norms), and for a batch with a gradient that is not finite.
+    """
+
+    def register(function: NormSampler) -> NormSampler:
+        for cls in module_classes:
+            _RULES[cls.forward] = replace(_RULES.get(cls.forward, LayerRule()), norms=function)
+        return function
+
+    return register
+
+
+def rule_for(module: nn.Module) -> LayerRule:
+    """The rule for this module; without ``terms`` where there is none, and the fallback tries."""
+    forward = class_forward(module)
+    if forward is None:  # replaced on the instance: not what the class says
+        return LayerRule()
+    found = _RULES.get(forward, LayerRule())
+    if found.terms is None:
+        recognised = next((rule for recognise, rule in _RECOGNISED if recognise(module)), found)
+        found = replace(recognised, norms=found.norms)
+    return found
+
+
+def forward_context_for(module: nn.Module) -> ForwardContext | None:
+    """What this module's forward must run in; none of the recognised rules has one, so this costs nothing."""
+    return _RULES.get(class_forward(module), LayerRule()).forward_context
