@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.noise import GaussianNoise
+from dp_transformers.noise.generators import GaussianNoise
 
 from .harness import Contender, Phase
 

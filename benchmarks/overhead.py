@@ -22,7 +22,7 @@ import torch
 from dp_transformers import PerExampleClipper
 from dp_transformers.accounting import PrivacyAccountant
 from dp_transformers.checkpoint import Ledger, PrivacyState
-from dp_transformers.noise import GaussianNoise
+from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.sampling import PoissonSampler
 
 from .contenders import Task, plain

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.mechanism import privatise
-from dp_transformers.noise import GaussianNoise
+from dp_transformers.noise.generators import GaussianNoise
+from dp_transformers.noise.sharded import privatise
 
 from .contenders import MAX_GRAD_NORM, NOISE_MULTIPLIER, Task, ours
 from .harness import Benchmark, explain, parser

@@ -22,8 +22,8 @@ from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
 from .clipping.clipper import refuse_attached
 from .clipping.parallel.dtensor import local
-from .mechanism import LayoutNoise
-from .noise import check_noise_source
+from .noise.generators import check_noise_source
+from .noise.sharded import LayoutNoise
 from .plan import describe, hopeless
 from .randomness import SecretSeeds, seed_worker
 from .run import PrivacySpent, PrivateRun, saved_state

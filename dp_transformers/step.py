@@ -38,8 +38,8 @@ from .clipping.layout import batch_size_of
 from .clipping.parallel.dtensor import local
 from .clipping.precision import set_gradient
 from .losses import refuse_targets_padded_on_the_left
-from .mechanism import LayoutNoise, privatise
 from .mixing import LoadedRows
+from .noise.sharded import LayoutNoise, privatise
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .run import PrivateRun

@@ -27,8 +27,8 @@ from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint
 from .clipping import PerExampleClipper
 from .clipping.parallel.dtensor import everywhere, is_dtensor
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
-from .mechanism import LayoutNoise
-from .noise import check_noise_source
+from .noise.generators import check_noise_source
+from .noise.sharded import LayoutNoise
 from .overrides import refuse_overrides
 from .plan import describe, hopeless
 from .randomness import SecretSeeds, global_random_numbers, seed_worker

@@ -31,8 +31,8 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distributed
 from dp_transformers.checkpoint import Ledger
-from dp_transformers.mechanism import LayoutNoise
-from dp_transformers.noise import GaussianNoise
+from dp_transformers.noise.generators import GaussianNoise
+from dp_transformers.noise.sharded import LayoutNoise
 from dp_transformers.step import PrivateStep
 from dp_transformers.trainer import allow_meshes_on_cpu
 

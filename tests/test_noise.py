@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dp_transformers.noise import GaussianNoise, standard_normal
+from dp_transformers.noise.generators import GaussianNoise, standard_normal
 from dp_transformers.randomness import _TWISTER, SecretSeeds, forked_generators, global_random_numbers, seed_worker
 
 

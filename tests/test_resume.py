@@ -35,7 +35,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, checkpoint, compute_epsilon, distributed
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError
 from dp_transformers.clipping.parallel.dtensor import local
-from dp_transformers.noise import GaussianNoise
+from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.step import PrivateStep
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"

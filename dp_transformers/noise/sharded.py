@@ -1,4 +1,4 @@
-"""The private step: from clipped sums to the gradient that an optimizer steps with."""
+"""Noise for gradients that may lie over several processes, and the noised mean that an optimizer steps with."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from . import distributed
-from .clipping import PerExampleClipper
-from .clipping.parallel.dtensor import is_dtensor, local
-from .clipping.precision import set_gradient, sum_dtype
-from .noise import GaussianNoise, check_noise_source
+from .. import distributed
+from ..clipping import PerExampleClipper
+from ..clipping.parallel.dtensor import is_dtensor, local
+from ..clipping.precision import set_gradient, sum_dtype
+from .generators import GaussianNoise, check_noise_source
 
 
 class LayoutNoise:
-    """:class:`~dp_transformers.noise.GaussianNoise` for the gradients of ``clipper.parameters``, as they lie over processes.
+    """:class:`~dp_transformers.noise.generators.GaussianNoise` for the gradients of ``clipper.parameters``, as they lie over processes.
 
     Every way to lie (device mesh and placements) has a stream of its own. Processes that hold different parts of a parameter add
     independent noise to them; processes that hold the same part add the same. All processes must construct it together.
