@@ -22,8 +22,8 @@ import torch
 from dp_transformers import PerExampleClipper
 from dp_transformers.accounting import PrivacyAccountant
 from dp_transformers.checkpoint import Ledger, PrivacyState
+from dp_transformers.data import PoissonSampler
 from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.sampling import PoissonSampler
 
 from .contenders import Task, plain
 from .harness import WARM_UP, Benchmark, parser, spread

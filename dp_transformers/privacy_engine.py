@@ -22,12 +22,12 @@ from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
 from .clipping.clipper import refuse_attached
 from .clipping.parallel.dtensor import local
+from .data import LogicalBatches, PoissonSampler, poisson_dataloader
 from .noise.generators import check_noise_source
 from .noise.sharded import LayoutNoise
 from .plan import describe, hopeless
 from .randomness import SecretSeeds, seed_worker
 from .run import PrivacySpent, PrivateRun, saved_state
-from .sampling import LogicalBatches, PoissonSampler, poisson_dataloader
 from .step import Given, PrivateStep
 from .validation import validate_model, validate_optimizer, validate_training_data
 

@@ -1,6 +1,6 @@
 """A row is a row: what the examples of a draw, and the batches collated from them, must be for clipping by row to bound an example.
 
-Each function looks at what was loaded or collated just now. :class:`~dp_transformers.sampling.LogicalBatches` calls them for every draw, so
+Each function looks at what was loaded or collated just now. :class:`~dp_transformers.data.LogicalBatches` calls them for every draw, so
 they hold for both loops, for workers, and for data sets and collators that change while training goes on.
 """
 

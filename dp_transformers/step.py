@@ -37,13 +37,13 @@ from .clipping.errors import SelfCheckError
 from .clipping.layout import batch_size_of
 from .clipping.parallel.dtensor import local
 from .clipping.precision import set_gradient
+from .data import LogicalBatch, LogicalBatches, PhysicalBatch
 from .losses import refuse_targets_padded_on_the_left
 from .mixing import LoadedRows
 from .noise.sharded import LayoutNoise, privatise
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .run import PrivateRun
-from .sampling import LogicalBatch, LogicalBatches, PhysicalBatch
 
 logger = logging.getLogger(__name__)
 

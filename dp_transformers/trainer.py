@@ -26,6 +26,7 @@ from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
 from .clipping.parallel.dtensor import everywhere, is_dtensor
+from .data import LogicalBatch, LogicalBatches, PoissonSampler, poisson_dataloader
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
 from .noise.generators import check_noise_source
 from .noise.sharded import LayoutNoise
@@ -33,7 +34,6 @@ from .overrides import refuse_overrides
 from .plan import describe, hopeless
 from .randomness import SecretSeeds, global_random_numbers, seed_worker
 from .run import PrivacySpent, PrivateRun
-from .sampling import LogicalBatch, LogicalBatches, PoissonSampler, poisson_dataloader
 from .step import PrivateStep
 from .training_args import DPTrainingArguments
 from .validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
@@ -498,7 +498,7 @@ class DPTrainer(Trainer):
     # ---- what Trainer asks of batches, which here are LogicalBatch ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """A loader of Poisson draws, each a [`~dp_transformers.sampling.LogicalBatch`]."""
+        """A loader of Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]."""
         args, dataset, collator = self.args, self.train_dataset, self.data_collator
         if _is_datasets(dataset):
             dataset = self._remove_unused_columns(dataset, description="training")

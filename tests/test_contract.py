@@ -31,7 +31,7 @@ from transformers import (
     Wav2Vec2ForSequenceClassification,
 )
 
-from dp_transformers.sampling import Draw, PoissonSampler
+from dp_transformers.data import Draw, PoissonSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

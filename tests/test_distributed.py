@@ -14,7 +14,7 @@ import torch
 from models import batch_for, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients
 
-from dp_transformers.sampling import PoissonSampler
+from dp_transformers.data import PoissonSampler
 
 ROOT = Path(__file__).parent.parent
 PROCESSES = int(os.environ.get("PROCESSES", 2))

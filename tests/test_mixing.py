@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PrivacyEngine
+from dp_transformers.data import Draw, LogicalBatches
 from dp_transformers.mixing import LoadedRows
-from dp_transformers.sampling import Draw, LogicalBatches
 
 
 def others(x):

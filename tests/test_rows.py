@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from dp_transformers.data import Draw, LogicalBatches
 from dp_transformers.randomness import SecretSeeds
-from dp_transformers.sampling import Draw, LogicalBatches
 
 
 def batches(dataset, collate, size=8):

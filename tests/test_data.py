@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 from torch.utils.data import DataLoader
 
-from dp_transformers.sampling import Draw, LogicalBatches, PoissonSampler, poisson_dataloader
+from dp_transformers.data import Draw, LogicalBatches, PoissonSampler, poisson_dataloader
 
 
 def draws(sampler, epochs=1):
