@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
+    from dp_accounting import DpEvent
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 ACCOUNTANTS = ("pld", "rdp")
@@ -62,7 +63,7 @@ _MAX_STEPS = 10**6  # dp_accounting computes (cells of a step) ** steps as an ex
 _MAX_INTERVAL = 100.0  # nats; exp(interval) overflows at 709
 _MAX_MECHANISMS = 64  # distinct ones, beyond which similar ones are merged
 
-Mechanism = tuple[float, float]  # (σ, q)
+GaussianStep = tuple[float, float]  # (σ, q)
 Phase = tuple[float, float, int]  # (σ, q, steps)
 
 
@@ -108,18 +109,17 @@ def calibrate_noise_multiplier(
     Raises:
         ValueError: An argument is out of range, or not even `MAX_NOISE_MULTIPLIER` meets the target.
     """
-    _check_accountant(accountant)
+    check_accountant(accountant)
     target, delta = _check_epsilon("target_epsilon", target_epsilon), _check_delta("target_delta", target_delta)
     q, steps, rows = _check_rate(sample_rate), _check_count("steps", steps), _check_rows(rows)
     if q == 0 or steps == 0:
         return 0.0
 
-    def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
+    def epsilon_of(sigma: float) -> float:
         phases = ((sigma, q, steps),)
-        epsilon = _epsilon(phases, delta, accountant) if rows == 1 else group_epsilon(phases, rows, delta)
-        return math.log(min(max(epsilon / target, 1e-3), 1e9))
+        return _epsilon(phases, delta, accountant) if rows == 1 else group_epsilon(phases, rows, delta)
 
-    sigma = _decreasing_root(excess, rows * _guess_noise_multiplier(target, delta, q, steps))
+    sigma = smallest_noise(epsilon_of, target, rows * guess_noise_multiplier(target, delta, q, steps))
     if sigma is None:
         of_a_person = f", {rows} rows of one person" if rows > 1 else ""
         raise ValueError(
@@ -140,8 +140,8 @@ class PrivacyAccountant:
     """
 
     def __init__(self, accountant: str = "pld") -> None:
-        self.accountant = _check_accountant(accountant)
-        self._counts: Counter[Mechanism] = Counter()
+        self.accountant = check_accountant(accountant)
+        self._counts: Counter[GaussianStep] = Counter()
 
     def step(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
         """Count `steps` steps taken with this σ and q. Composition does not depend on order: equal pairs are merged.
@@ -189,13 +189,98 @@ class PrivacyAccountant:
             after = self._counts + Counter({mechanism: k})
             return _epsilon([(sigma, q, n) for (sigma, q), n in after.items()], delta, self.accountant) <= target
 
-        if fits(limit):
-            return limit
-        low, high = 0, limit  # low fits or is 0, high does not fit
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return most_steps(fits, limit)
+
+
+def most_steps(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest k <= `limit` with `fits(k)`, which no larger k does once one does not; 0 if none does."""
+    if fits(limit):
+        return limit
+    low, high = 0, limit  # low fits or is 0, high does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def smallest_noise(epsilon_of: Callable[[float], float], target: float, guess: float) -> float | None:
+    """The smallest σ with `epsilon_of(σ)` <= `target`, found to 0.1% of ε near `guess`; None if not even the largest will do."""
+
+    def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
+        return math.log(min(max(epsilon_of(sigma) / target, 1e-3), 1e9))
+
+    return _decreasing_root(excess, guess)
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+def event_epsilon(event: DpEvent, delta: float, accountant: str = "pld", *, relation: str = "add_or_remove_one", rows: int = 1) -> float:
+    """ε of an event of `dp_accounting` at `delta`, for neighbours by `relation`, an upper bound.
+
+    Poisson-sampled and full Gaussian steps under add/remove-one are accounted for by the numerics of this module, all other events by
+    the accountant of `dp_accounting`.
+
+    Args:
+        rows: Size of the group that is added or removed; more than 1 for the former steps only (`group_epsilon`).
+
+    Raises:
+        ValueError: The accountant has no bound for this event.
+    """
+    delta, rows = _check_delta("delta", delta), _check_count("rows", rows)
+    phases = _phases(event) if relation == "add_or_remove_one" else None
+    if phases is not None:
+        return _epsilon(phases, delta, check_accountant(accountant)) if rows == 1 else group_epsilon(phases, rows, delta)
+    if rows > 1:
+        raise ValueError(
+            f"there is no bound for groups of {rows} rows of {type(event).__name__} under {relation}; only Poisson sampling has one."
+        )
+    counted = _accountant_of_events(accountant, relation)
+    if why := unsupported(event, accountant, relation=relation):
+        raise ValueError(why)
+    return max(0.0, float(counted.compose(event).get_epsilon(delta)))
+
+
+def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remove_one") -> str | None:
+    """Why `accountant` has no bound for an event, if it has none."""
+    if (relation == "add_or_remove_one" and _phases(event) is not None) or _accountant_of_events(accountant, relation).supports(event):
+        return None
+    return f"accountant={accountant!r} has no bound on epsilon for {event} under {relation}, so nothing is known of what it spends."
+
+
+def _accountant_of_events(accountant: str, relation: str) -> Any:
+    import dp_accounting
+
+    neighbours = dp_accounting.NeighboringRelation[relation.upper()]
+    if check_accountant(accountant) == "pld":
+        return dp_accounting.pld.PLDAccountant(neighbours)
+    return dp_accounting.rdp.RdpAccountant(_ORDERS, neighbours)
+
+
+def _phases(event: DpEvent) -> list[Phase] | None:
+    """The phases that an event is composed of, if those are all: equal ones are one, in order of first use."""
+    counts: Counter[GaussianStep] = Counter()
+    for part, count in _parts(event, 1):
+        if part is None:
+            return None
+        counts[part] += count
+    return [(sigma, q, n) for (sigma, q), n in counts.items() if n]
+
+
+def _parts(event: DpEvent, count: int) -> Iterator[tuple[GaussianStep | None, int]]:
+    import dp_accounting as dp
+
+    if isinstance(event, dp.ComposedDpEvent):
+        for part in event.events:
+            yield from _parts(part, count)
+    elif isinstance(event, dp.SelfComposedDpEvent):
+        yield from _parts(event.event, count * event.count)
+    elif isinstance(event, dp.GaussianDpEvent):
+        yield (event.noise_multiplier, 1.0), count
+    elif isinstance(event, dp.PoissonSampledDpEvent) and isinstance(event.event, dp.GaussianDpEvent):
+        yield (event.event.noise_multiplier, event.sampling_probability), count
+    elif not isinstance(event, dp.NoOpDpEvent):
+        yield None, count
 
 
 def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
@@ -413,7 +498,7 @@ def _composed(phases: tuple[Phase, ...], grid: _Grid) -> PrivacyLossDistribution
 # --- calibration -----------------------------------------------------------------------------------------------------
 
 
-def _guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) -> float:
+def guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) -> float:
     """σ of a run whose privacy loss is normal with variance μ² = steps · log(1 + q²(e^{1/σ²} - 1)) and mean μ²/2."""
     z = math.sqrt(-2 * math.log(delta))
     mu = 2 * epsilon / (z + math.sqrt(z * z + 2 * epsilon))  # μ²/2 + z·μ = ε
@@ -452,7 +537,7 @@ def _decreasing_root(excess: Callable[[float], float], guess: float) -> float | 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _check_accountant(accountant: str) -> str:
+def check_accountant(accountant: str) -> str:
     if accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant must be one of {ACCOUNTANTS}, got {accountant!r}.")
     return accountant

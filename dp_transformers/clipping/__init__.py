@@ -3,9 +3,21 @@
 Where parameters are split over ranks, :mod:`.parallel` speaks to them, and no other room.
 """
 
-from . import rules  # noqa: F401  (every layer has its rule)
-from .checks.self_check import check_model, check_per_sample_gradients_are_correct
-from .clipper import PerExampleClipper
-from .layer_rule import register_grad_sampler, register_norm_sampler
+from importlib import import_module
+from typing import Any
 
+_WHERE = {
+    "PerExampleClipper": "clipper",
+    "check_model": "checks.self_check",
+    "check_per_sample_gradients_are_correct": "checks.self_check",
+    "register_grad_sampler": "layer_rule",
+    "register_norm_sampler": "layer_rule",
+}
 __all__ = ["PerExampleClipper", "check_model", "check_per_sample_gradients_are_correct", "register_grad_sampler", "register_norm_sampler"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for, so that :mod:`.functions` loads no torch."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_WHERE[name]}", __name__), name)

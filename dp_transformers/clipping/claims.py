@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from . import rules  # noqa: F401  (every layer has its rule)
 from .errors import UnclaimedParameterError, ways_out
 from .fallback import substituted, without_fused_attention
 from .layer_rule import LayerRule, rule_for

@@ -1,1 +1,75 @@
-"""The noise of a private training: its generators, and how it is drawn for gradients that lie over several processes."""
+"""The noise that a step adds, as a value: how much, and how the noise of one step depends on that of others. Free of torch.
+
+Noise of your own is a frozen dataclass derived from :class:`Noise`: :meth:`Noise.independent_steps` says what it is worth, and
+:meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of :class:`IndependentNoise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from ..values import StepParameters, Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+N = TypeVar("N", bound="Noise")
+
+
+class NoiseSource(Protocol):
+    """What draws the noise of one process. It holds secrets and is neither copied nor pickled."""
+
+    def add_(self, grads: Sequence[Tensor], std: float) -> None:
+        """Add the noise of the next step, whose independent part has this standard deviation, in place. Gradients are in float32."""
+
+
+class Noise(Value):
+    """Gaussian noise on the sum of clipped gradients.
+
+    Attributes:
+        noise_multiplier: σ, its standard deviation over the sensitivity of the clipping.
+        bands: Number of consecutive steps over which the noise is correlated; 1 where each step's is independent.
+    """
+
+    noise_multiplier: float
+    bands: ClassVar[int] = 1
+
+    def at(self, step: int) -> float:
+        """The noise multiplier of a step, counted from 0; noise that changes on the way overrides this."""
+        return self.noise_multiplier
+
+    def scaled_to(self: N, noise_multiplier: float) -> N:
+        """The same noise at another level, for calibration."""
+        return replace(self, noise_multiplier=noise_multiplier)
+
+    def independent_steps(self, steps: Mapping[StepParameters, int]) -> Iterable[tuple[StepParameters, int]]:
+        """Steps with independent noise that release no less than these, which one noise source served: so many of each parameters."""
+        return steps.items()
+
+    def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
+        """What draws the noise for the gradients of ``clipper.parameters``; all processes call this together.
+
+        Args:
+            dp_seed: Fixed seed for tests.
+            secure: From a cryptographic generator.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class IndependentNoise(Noise):
+    """N(0, (σ·C)²) on every coordinate of every step, independently. σ = 0 adds none, and nothing is private."""
+
+    kind: ClassVar[str] = "independent"
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.noise_multiplier, (int, float)) and 0 <= self.noise_multiplier < float("inf")):
+            raise ValueError(f"noise_multiplier must be a finite number >= 0, got {self.noise_multiplier!r}.")
+
+    def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
+        from .sharded import LayoutNoise
+
+        return LayoutNoise(clipper, dp_seed=dp_seed, secure=secure, warn=False)

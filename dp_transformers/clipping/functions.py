@@ -1,0 +1,53 @@
+"""Clipping functions as values: how much of an example's gradient enters the sum, and what one example can add to it. Free of torch.
+
+A function of your own is a frozen dataclass derived from :class:`ClippingFunction`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..values import Value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ClippingFunction(Value):
+    """What an example's gradient is multiplied with, by its norm.
+
+    Attributes:
+        sensitivity: The largest L2 norm that coefficient · gradient can have, for any gradient. Noise is scaled by it.
+    """
+
+    sensitivity: float
+
+    def at(self, step: int) -> ClippingFunction:
+        """The function of a step, counted from 0; one that changes on the way overrides this."""
+        return self
+
+    def coefficients(self, norms_b: Tensor) -> Tensor:
+        """(B,) the coefficients of gradients with the norms ``norms_b``; coefficient · norm is ``sensitivity`` at most."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FlatClipping(ClippingFunction):
+    """min(1, C / norm), with one bound C on the norm over all trainable parameters (Abadi et al. 2016, arXiv 1607.00133)."""
+
+    kind: ClassVar[str] = "flat"
+    max_grad_norm: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.max_grad_norm, (int, float)) and 0 < self.max_grad_norm < float("inf")):
+            raise ValueError(
+                f"max_grad_norm is the bound on the norm of an example's gradient and must be positive, got {self.max_grad_norm!r}."
+            )
+
+    @property
+    def sensitivity(self) -> float:
+        return self.max_grad_norm
+
+    def coefficients(self, norms_b: Tensor) -> Tensor:
+        return (self.max_grad_norm / norms_b).clamp(max=1.0)

@@ -1,0 +1,258 @@
+"""The mechanism of a private training: everything that ε depends on, in one value. Free of torch.
+
+In each step a :class:`~dp_transformers.sampling.Sampling` chooses examples, a :class:`~dp_transformers.clipping.functions.ClippingFunction`
+bounds what each adds to the sum of gradients, and a :class:`~dp_transformers.noise.Noise` hides it. The sampling knows which event the steps
+are, the clipping function its sensitivity, and what does not go together is refused when the mechanism is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from .accounting import (
+    ACCOUNTANTS,
+    MAX_NOISE_MULTIPLIER,
+    event_epsilon,
+    guess_noise_multiplier,
+    most_steps,
+    smallest_noise,
+    unsupported,
+)
+from .clipping.functions import ClippingFunction
+from .noise import Noise
+from .sampling import Sampling
+from .values import StepParameters
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+Steps = Mapping[StepParameters, int]  # how many steps used these parameters
+
+
+@dataclass(frozen=True)
+class PrivacyUnit:
+    """What the guarantee protects: one row of the training data, and all rows of one person, who has so many at most."""
+
+    max_examples_per_person: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
+            raise ValueError(f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}.")
+
+
+@dataclass(frozen=True)
+class Release:
+    """A sum over the draw that each step releases besides that of the gradients.
+
+    Attributes:
+        name: What it is the sum of.
+        bound: The largest absolute value that one example can add.
+        noise_multiplier: The standard deviation of its Gaussian noise over ``bound``.
+    """
+
+    name: str
+    bound: float
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bound < math.inf and 0 < self.noise_multiplier < math.inf):
+            raise ValueError(
+                f"the release {self.name!r} needs a positive bound and noise_multiplier, got {self.bound!r} and {self.noise_multiplier!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """What a training releases: in each step a noised sum of bounded contributions over a random draw.
+
+    Args:
+        sampling: Which examples take part in a step.
+        clipping: What an example's gradient is multiplied with, and what it can add at most.
+        noise: The noise on the sum of gradients.
+        steps: How many steps are planned; None where the loop decides.
+        releases: Further noised sums over the same draws. ε covers them too.
+        unit: What the guarantee protects.
+
+    Raises:
+        ValueError: the parts do not go together, or no accountant knows what they cost.
+
+    Example::
+
+        mechanism = Mechanism(
+            sampling=PoissonSampling(num_examples=60_000, expected_batch_size=256),
+            clipping=FlatClipping(1.0),
+            noise=IndependentNoise(1.1),
+            steps=2_000,
+        )
+        mechanism.epsilon(delta=1e-6)
+    """
+
+    sampling: Sampling
+    clipping: ClippingFunction
+    noise: Noise
+    steps: int | None = None
+    releases: tuple[Release, ...] = ()
+    unit: PrivacyUnit = PrivacyUnit()
+
+    def __post_init__(self) -> None:
+        for name, kind in (("sampling", Sampling), ("clipping", ClippingFunction), ("noise", Noise), ("unit", PrivacyUnit)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}.")
+        if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
+            raise ValueError(f"steps must be a whole number of at least 1, or None where the loop decides; got {self.steps!r}.")
+        if self.noise.bands > self.sampling.min_separation:
+            raise ValueError(
+                f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, but by sampling {self.sampling.kind!r} an example may take part "
+                f"again after {self.sampling.min_separation}: its share in all of them would not be covered. Take a sampling with min_separation of at least "
+                f"{self.noise.bands}, or independent noise."
+            )
+        if self.noise.bands > 1 and len({step.max_grad_norm for step in self.planned()}) > 1:
+            raise ValueError(
+                f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, which needs one clipping bound for all of them."
+            )
+        event, relation = self.event(Counter([self.at(0)])), self.sampling.relation
+        whys = [unsupported(event, accountant, relation=relation) for accountant in ACCOUNTANTS]
+        if all(whys):
+            raise ValueError(" ".join(whys))
+        if self.unit.max_examples_per_person > 1:
+            self.epsilon(0.5, executed=[Counter([self.at(0)])], rows=self.unit.max_examples_per_person)
+
+    # ---- what a step uses ----
+
+    def at(self, step: int) -> StepParameters:
+        """The parameters of a step, counted from 0."""
+        return StepParameters(*self.sampling.at(step), self.noise.at(step), self.clipping.at(step).sensitivity)
+
+    def planned(self, first_step: int = 0, steps: int | None = None) -> Counter[StepParameters]:
+        """The parameters of so many steps (default: all planned; the first where the loop decides)."""
+        steps = (self.steps or 1) if steps is None else steps
+        return Counter(self.at(step) for step in range(first_step, first_step + steps))
+
+    def costliest(self, steps: int) -> StepParameters:
+        """A step that costs no less than any of the first ``steps``, for those of which nothing but their number is known."""
+        rates, batches, sigmas, bounds = zip(*self.planned(0, steps), strict=True)
+        return StepParameters(max(rates), max(batches), min(sigmas), max(bounds))
+
+    @cached_property
+    def is_silent(self) -> bool:
+        """Whether no noise is added in some step, so that nothing is private."""
+        return any(step.noise_multiplier == 0 for step in self.planned())
+
+    # ---- what it costs ----
+
+    def event(self, *executed: Steps) -> DpEvent:
+        """What the executed steps release (default: all planned), as dp_accounting says it.
+
+        Args:
+            executed: Steps that were served by one noise source each; a resumed training has several.
+        """
+        import dp_accounting
+
+        events = []
+        for steps in executed or (self.planned(),):
+            independent = self.noise.independent_steps(steps)
+            events.append(self.sampling.event([(self._with_releases(step), count) for step, count in independent]))
+        return dp_accounting.ComposedDpEvent(events)
+
+    def _with_releases(self, step: StepParameters) -> StepParameters:
+        """The step with the noise multiplier of the gradient and all releases as one Gaussian mechanism."""
+        if not self.releases or step.noise_multiplier == 0:
+            return step
+        precision = step.noise_multiplier**-2 + sum(release.noise_multiplier**-2 for release in self.releases)
+        return step._replace(noise_multiplier=precision**-0.5)
+
+    def epsilon(self, delta: float, *, accountant: str = "pld", executed: Iterable[Steps] | None = None, rows: int = 1) -> float:
+        """ε at ``delta`` of the executed steps (default: all planned), for neighbours by ``sampling.relation``.
+
+        Args:
+            accountant: "pld" or "rdp".
+            executed: As in :meth:`event`; nothing was executed if it is empty.
+            rows: With more than one, for so many rows added or removed together.
+        """
+        segments = (self.planned(),) if executed is None else tuple(executed)
+        if not segments:
+            return 0.0
+        return event_epsilon(self.event(*segments), delta, accountant, relation=self.sampling.relation, rows=rows)
+
+    def calibrated(self, *, target_epsilon: float, target_delta: float, accountant: str = "pld") -> Mechanism:
+        """This mechanism with the least noise that keeps all planned steps within the target, for all rows of one person.
+
+        Raises:
+            ValueError: how many steps there will be is not known, or no noise is enough.
+        """
+        if self.steps is None:
+            raise ValueError("noise is calibrated to a number of steps: give the mechanism steps=.")
+        if not 0 < target_epsilon < math.inf:
+            raise ValueError(f"target_epsilon must be a positive finite number, got {target_epsilon!r}.")
+        rows = self.unit.max_examples_per_person
+
+        def scaled_to(sigma: float) -> Mechanism:
+            return replace(self, noise=self.noise.scaled_to(sigma))
+
+        def epsilon_of(sigma: float) -> float:
+            return scaled_to(sigma).epsilon(target_delta, accountant=accountant, rows=rows)
+
+        guess = rows * guess_noise_multiplier(target_epsilon, target_delta, self.sampling.at(0)[0], self.steps)
+        sigma = smallest_noise(epsilon_of, target_epsilon, guess)
+        if sigma is None:
+            raise ValueError(
+                f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {self.steps} steps: even noise_multiplier="
+                f"{MAX_NOISE_MULTIPLIER:g} spends more by accountant={accountant!r}. Choose a larger epsilon or delta, fewer steps or a smaller batch."
+            )
+        return scaled_to(sigma)
+
+    def affordable_steps(
+        self,
+        *,
+        target_epsilon: float,
+        delta: float,
+        limit: int,
+        executed: Iterable[Steps] = (),
+        first_step: int = 0,
+        accountant: str = "pld",
+    ) -> int:
+        """How many more steps from ``first_step`` on, at most ``limit``, stay within the target, for all rows of one person."""
+        executed, rows = list(executed), self.unit.max_examples_per_person
+
+        def fits(steps: int) -> bool:
+            segments = [*executed, self.planned(first_step, steps)]
+            return self.epsilon(delta, accountant=accountant, executed=segments, rows=rows) <= target_epsilon
+
+        return most_steps(fits, limit)
+
+    # ---- JSON ----
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: ledgers, checkpoints and reports hold this."""
+        return {
+            "sampling": self.sampling.to_dict(),
+            "clipping": self.clipping.to_dict(),
+            "noise": self.noise.to_dict(),
+            "steps": self.steps,
+            "releases": [asdict(release) for release in self.releases],
+            "unit": asdict(self.unit),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Mechanism:
+        """The mechanism that :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError: something is missing, or of a kind that is not defined.
+        """
+        try:
+            return cls(
+                sampling=Sampling.from_dict(data["sampling"]),
+                clipping=ClippingFunction.from_dict(data["clipping"]),
+                noise=Noise.from_dict(data["noise"]),
+                steps=data["steps"],
+                releases=tuple(Release(**release) for release in data["releases"]),
+                unit=PrivacyUnit(**data["unit"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no mechanism ({type(error).__name__}: {error}).") from error

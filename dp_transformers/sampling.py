@@ -1,0 +1,148 @@
+"""How steps choose examples: sampling schemes as values, and the batch sampler that draws from one. Free of torch.
+
+A scheme of your own is a frozen dataclass derived from :class:`Sampling`: what is public about it are its fields, how it draws is
+:meth:`Sampling.draws`, and what it costs is :meth:`Sampling.event`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from .values import StepParameters, Value
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+class Sampling(Value):
+    """Which examples take part in a step. Secrets are arguments, never fields.
+
+    Attributes:
+        num_examples: N.
+        expected_batch_size: The expected size of a draw, over all processes.
+        min_separation: Number of steps between two participations of one example, at least; 1 where it may take part in any step. Noise that
+            is correlated over b steps needs b.
+        relation: Which data sets are neighbours in :meth:`event`: "add_or_remove_one", "replace_special" (one example becomes a null
+            one, and N is public) or "replace_one".
+    """
+
+    num_examples: int
+    expected_batch_size: float
+    min_separation: ClassVar[int] = 1
+    relation: ClassVar[str] = "add_or_remove_one"
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which an example takes part in a step."""
+        return self.expected_batch_size / self.num_examples
+
+    def at(self, step: int) -> tuple[float, float]:
+        """The sample rate and the expected batch size of a step, counted from 0; a scheme that changes on the way overrides this."""
+        return self.sample_rate, self.expected_batch_size
+
+    def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
+        """The indices of the examples of each step from ``first_step`` on, without end, from a generator that only the training knows."""
+        raise NotImplementedError
+
+    def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
+        """What steps of these parameters release, so many of each, where the noise of each is Gaussian and independent of the others'."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PoissonSampling(Sampling):
+    """Every step takes every example independently with probability ``expected_batch_size / num_examples``, whatever was taken before."""
+
+    kind: ClassVar[str] = "poisson"
+    num_examples: int
+    expected_batch_size: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sample_rate <= 1:
+            raise ValueError(
+                f"expected_batch_size must lie between 0 and num_examples={self.num_examples}, got {self.expected_batch_size} (a sample_rate of "
+                f"{self.sample_rate:g})."
+            )
+
+    def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
+        """A sample size from Binomial(N, q), then that many distinct indices, which is how independent coins fall."""
+        while True:
+            size = int(generator.binomial(self.num_examples, self.sample_rate))
+            yield generator.choice(self.num_examples, size, replace=False, shuffle=False)
+
+    def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
+        import dp_accounting as dp
+
+        return dp.ComposedDpEvent(
+            [
+                dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(step.sample_rate, dp.GaussianDpEvent(step.noise_multiplier)), count)
+                for step, count in steps
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The examples that one rank has to process in one step.
+
+    Attributes:
+        number: Grows with every draw of a sampler and never repeats.
+        starts_pass: It is the first of a pass.
+        step: The step of the training that it is for, counted from 0.
+    """
+
+    number: int
+    indices: Sequence[int]
+    starts_pass: bool = False
+    step: int = 0
+
+
+class DrawSampler:
+    """A batch sampler: each iteration yields ``steps_per_epoch`` fresh draws, one-item batches of type :class:`Draw`.
+
+    All ranks hold the same ``secret`` and draw the same global sample; each takes every ``world_size``-th index of it, so counts
+    differ by at most one and no communication is needed. Draws of one sampler never repeat, over epochs too.
+
+    Args:
+        sampling: The scheme.
+        steps_per_epoch: How many draws count as an epoch (round(1/q) is usual).
+        secret: Seed of the draws, from :func:`dp_transformers.distributed.shared_secret`; never written anywhere.
+        rank, world_size: This process among those that share the secret.
+        first_step: The step that the first draw is for.
+        ended: All draws were taken; there are no more.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        steps_per_epoch: int,
+        secret: int,
+        rank: int = 0,
+        world_size: int = 1,
+        first_step: int = 0,
+        ended: bool = False,
+    ):
+        self.sampling, self.steps_per_epoch = sampling, steps_per_epoch
+        self.rank, self.world_size, self.ended = rank, world_size, ended
+        self._generator = np.random.Generator(np.random.PCG64DXSM(secret))
+        self._number = itertools.count()
+        self.start_at(first_step)
+
+    def start_at(self, step: int) -> None:
+        """Let the next draw be for this step."""
+        self._step, self._draws = itertools.count(step), self.sampling.draws(self._generator, step)
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        for position in range(0 if self.ended else self.steps_per_epoch):
+            yield [replace(self.draw(), starts_pass=position == 0, step=next(self._step))]
+
+    def draw(self) -> Draw:
+        return Draw(next(self._number), next(self._draws)[self.rank :: self.world_size].tolist())

@@ -1,0 +1,62 @@
+"""Values that say what a training does: frozen, comparable, written to JSON under the name of their kind. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+V = TypeVar("V", bound="Value")
+
+
+class StepParameters(NamedTuple):
+    """What one step uses, and what its line in the ledger says.
+
+    Attributes:
+        sample_rate: The probability with which an example takes part.
+        expected_batch_size: What the noised sum is divided by.
+        noise_multiplier: σ, the standard deviation of the gradient's noise over ``max_grad_norm``.
+        max_grad_norm: The L2 bound on what one example adds to the sum.
+    """
+
+    sample_rate: float
+    expected_batch_size: float
+    noise_multiplier: float
+    max_grad_norm: float
+
+    @property
+    def noise_std(self) -> float:
+        return self.noise_multiplier * self.max_grad_norm
+
+
+class Value:
+    """A base of frozen dataclasses whose fields JSON can hold. ``kind`` is the name under which :meth:`from_dict` finds the class again."""
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+    @classmethod
+    def from_dict(cls: type[V], data: Mapping[str, Any]) -> V:
+        """The value that :meth:`to_dict` wrote. Its class, also one that a user wrote, must be defined by now.
+
+        Raises:
+            ValueError: no subclass is of this kind, or its fields are others.
+        """
+        known = {c.kind: c for c in _subclasses(cls) if "kind" in vars(c)}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "kind"}
+        if data.get("kind") not in known:
+            raise ValueError(
+                f"no {cls.__name__} of kind {data.get('kind')!r} is defined; there are {sorted(known)}. Import the module that defines it first."
+            )
+        try:
+            return known[data["kind"]](**values)
+        except TypeError as error:
+            raise ValueError(f"{cls.__name__} of kind {data['kind']!r}: {error}.") from error
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
