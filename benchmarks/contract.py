@@ -114,14 +114,14 @@ def by_engine(model: nn.Module, data: TensorDataset, names: Sequence[str], physi
         module=model.train(), optimizer=optimizer, data_loader=DataLoader(data, batch), noise_multiplier=1.0, max_grad_norm=1.0,
         max_physical_batch_size=physical,
     )  # fmt: skip
-    while engine.accountant.steps < steps:
+    while engine.steps < steps:
         for rows in loader:
             batch = dict(zip(names, rows, strict=True))
             labels = batch.pop("labels")
             losses(model(**batch), labels).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if engine.accountant.steps >= steps:
+            if engine.steps >= steps:
                 break
 
 

@@ -20,10 +20,13 @@ from pathlib import Path
 import torch
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.accounting import PrivacyAccountant
 from dp_transformers.checkpoint import Ledger, PrivacyState
-from dp_transformers.data import PoissonSampler
+from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.mechanism import Mechanism
+from dp_transformers.noise import IndependentNoise
 from dp_transformers.noise.generators import GaussianNoise
+from dp_transformers.run import PrivateRun
+from dp_transformers.sampling import DrawSampler, PoissonSampling
 
 from .contenders import Task, plain
 from .harness import WARM_UP, Benchmark, parser, spread
@@ -78,12 +81,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     model = task.build().to(benchmark.device)
     gradients = [torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
-    noise, accountant = GaussianNoise(), PrivacyAccountant()
-    sampler = PoissonSampler(NUM_EXAMPLES, args.examples_per_step / NUM_EXAMPLES, NUM_EXAMPLES // args.examples_per_step, secret=0)
+    noise, sampling = GaussianNoise(), PoissonSampling(NUM_EXAMPLES, args.examples_per_step)
+    sampler = DrawSampler(sampling, NUM_EXAMPLES // args.examples_per_step, secret=0)
+    mechanism = Mechanism(sampling=sampling, clipping=FlatClipping(1.0), noise=IndependentNoise(1.0))
+    state = PrivacyState(PrivacyState.new_run_id(), mechanism, DELTA, None)
+    run = PrivateRun(state)
     clipper = PerExampleClipper(model, 1.0)
 
     def count() -> None:
-        accountant.step(noise_multiplier=1.0, sample_rate=sampler.sample_rate)
+        run.spend_step(run.steps)
 
     def check() -> None:
         clipper.checked = False  # a new one would do it again
@@ -95,15 +101,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(folder)
-        state = PrivacyState(PrivacyState.new_run_id(), NUM_EXAMPLES, args.examples_per_step, 1.0, 1.0, DELTA, None, "poisson")
         ledger.open()
         ledger.begin(state)
         added = {
             "noise": median([lambda: noise.add_(gradients, std=1.0)], (1,)),
             "sampling": median([sampler.draw], (1,)),
             "accounting": median([count], (1,)),
-            "epsilon in the log": median([count, lambda: accountant.epsilon(DELTA)], (0, 1 / LOGGING_STEPS)),
-            "ledger": median([lambda: ledger.add_step(state.run_id, 1)], (1,)),
+            "epsilon in the log": median([count, lambda: run.epsilon(DELTA)], (0, 1 / LOGGING_STEPS)),
+            "ledger": median([lambda: ledger.add_step(state.run_id, 1, mechanism.at(0))], (1,)),
         }
     for name, (seconds, wall) in added.items():
         benchmark.add(case, name, {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step})

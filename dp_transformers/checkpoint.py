@@ -9,7 +9,6 @@ checkpoint with their sizes: a checkpoint without it, or without one of them, is
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
@@ -21,9 +20,15 @@ import shutil
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .clipping.functions import FlatClipping
+from .mechanism import Mechanism
+from .noise import IndependentNoise
+from .sampling import PoissonSampling
+from .values import StepParameters
 
 try:
     import fcntl
@@ -32,6 +37,7 @@ except ImportError:  # Windows
 
 LEDGER_NAME = "privacy_ledger.jsonl"
 STATE_NAME = "privacy_state.json"
+VERSION = 2  # of both; version 1 has the numbers of its mechanism one by one, and nothing in the lines of steps
 
 _WAY_OUT = " Resume from another checkpoint, or start a new run (resume_from_checkpoint=None)."
 
@@ -44,20 +50,28 @@ class PrivacyStateError(ValueError):
 
 @dataclass(frozen=True)
 class PrivacyState:
-    """The mechanism of a run. Everything that must not change when it is resumed."""
+    """What must not change when a run is resumed: its mechanism, and the ε and δ it is to stay within."""
 
     run_id: str
-    num_examples: int
-    expected_batch_size: int
-    noise_multiplier: float
-    max_grad_norm: float
+    mechanism: Mechanism
     delta: float | None
     target_epsilon: float | None
-    sampling: str
 
-    @property
-    def sample_rate(self) -> float:
-        return self.expected_batch_size / self.num_examples
+    def to_dict(self) -> dict[str, Any]:
+        budget = {"delta": self.delta, "target_epsilon": self.target_epsilon}
+        return {"version": VERSION, "run_id": self.run_id, **budget, "mechanism": self.mechanism.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PrivacyState:
+        """The state that :meth:`to_dict` wrote, of this version or an earlier one, whatever else lies beside it.
+
+        Raises:
+            KeyError, TypeError, ValueError: it cannot be read.
+        """
+        if (version := data.get("version", 1)) not in (1, VERSION):
+            raise ValueError(f"it is of version {version!r}, which a later release wrote")
+        mechanism = _mechanism_of_version_1(data) if version == 1 else Mechanism.from_dict(data["mechanism"])
+        return cls(data["run_id"], mechanism, data["delta"], data["target_epsilon"])
 
     @staticmethod
     def new_run_id() -> str:
@@ -74,7 +88,7 @@ class PrivacyState:
         temporary = folder / f".{STATE_NAME}"
         with open(temporary, "w") as file:
             facts = {"ledger_steps": ledger_steps, "not_private_because": list(not_private_because), "files": sizes}
-            json.dump({**asdict(self), **facts}, file, indent=2)
+            json.dump({**self.to_dict(), **facts}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / STATE_NAME)
@@ -91,7 +105,7 @@ class PrivacyState:
         path = Path(folder) / STATE_NAME
         try:
             content = json.loads(path.read_text())
-            loaded = cls(**{f.name: content[f.name] for f in fields(cls)}), int(content["ledger_steps"])
+            loaded = cls.from_dict(content), int(content["ledger_steps"])
             sizes = dict(content["files"])
         except FileNotFoundError:
             raise PrivacyStateError(
@@ -113,15 +127,38 @@ class PrivacyState:
         """Why the steps behind a complete checkpoint were not private, if they were not."""
         return list(json.loads((Path(folder) / STATE_NAME).read_text()).get("not_private_because", []))
 
-    def require(self, wanted: Mapping[str, Any]) -> None:
-        """Raise PrivacyStateError unless every given value is the saved one."""
-        for name, value in wanted.items():
-            saved = getattr(self, name)
+    def require(self, wanted: PrivacyState) -> None:
+        """Raise PrivacyStateError unless this saved state is that of ``wanted``, whatever its run, number of steps and unit."""
+        before, now = (dict(_flat(state.to_dict())) for state in (self, wanted))
+        for path in [path for path in {**before, **now} if not path.startswith(_MAY_CHANGE)]:
+            name, saved, value = path.removeprefix("mechanism."), before.get(path), now.get(path)
             if saved != value:
                 raise PrivacyStateError(
                     f"the checkpoint was trained with {name}={saved!r}, now it is {value!r}. A run keeps its mechanism: use the old value, "
                     "or start a new run without this checkpoint."
                 )
+
+
+_MAY_CHANGE = ("run_id", "mechanism.steps", "mechanism.unit")
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _mechanism_of_version_1(data: Mapping[str, Any]) -> Mechanism:
+    """Version 1 knew one kind of each part, and neither steps nor unit."""
+    if data["sampling"] != PoissonSampling.kind:
+        raise ValueError(f"no sampling {data['sampling']!r} was ever supported")
+    return Mechanism(
+        sampling=PoissonSampling(data["num_examples"], data["expected_batch_size"]),
+        clipping=FlatClipping(data["max_grad_norm"]),
+        noise=IndependentNoise(data["noise_multiplier"]),
+    )
 
 
 def find_checkpoint(output_dir: str | os.PathLike) -> str:
@@ -196,41 +233,43 @@ class Ledger:
 
     def steps(self, run_id: str) -> int:
         """How many steps of this run were executed. 0 without a file."""
-        counts = self._counts()
-        return counts[run_id] + counts[None]
+        return sum(segment.total() for segment in self.segments(run_id))
 
-    def read(self, run_id: str) -> tuple[int, list[str]]:
-        """How many steps of this run were executed, and why some of them were not private."""
-        reasons: list[str] = []
-        for entry in self._entries():
-            if entry.get("run") == run_id:
-                reasons += entry.get("not_private_because", [])
-        return self.steps(run_id), list(dict.fromkeys(reasons))
+    def segments(self, run_id: str) -> list[Counter[StepParameters | None]]:
+        """What the steps of a run used, for each time that it began or went on; None where a line does not say.
+
+        A torn line may have been a step, of the run that wrote the line before; of any if there is none.
+        """
+        segments: list[Counter[StepParameters | None]] = [Counter()]
+        for writer, entry in self._lines():
+            if writer not in (run_id, None):
+                continue
+            if entry is None or "step" in entry:
+                segments[-1][None if entry is None else _parameters(entry)] += 1
+            elif segments[-1]:
+                segments.append(Counter())
+        return segments
+
+    def reasons(self, run_id: str) -> list[str]:
+        """Why some steps of a run were not private, if they were not."""
+        entries = [entry for writer, entry in self._lines() if writer == run_id and entry is not None]
+        return list(dict.fromkeys(reason for entry in entries for reason in entry.get("not_private_because", [])))
 
     def other_steps(self, run_id: str) -> int:
         """How many steps of other runs the same file holds."""
-        return self._counts().total() - self.steps(run_id)
+        return sum(writer not in (run_id, None) and (entry is None or "step" in entry) for writer, entry in self._lines())
 
-    def _entries(self) -> Iterator[dict[str, Any]]:
-        with open(self.path, "rb") if self.path.exists() else io.BytesIO() as file:
-            for line in file:
-                with contextlib.suppress(ValueError):
-                    if isinstance(entry := json.loads(line), dict):
-                        yield entry
-
-    def _counts(self) -> Counter[str | None]:
-        """Steps of each run. A torn line may have been a step, of the run that wrote the line before; of any if there is none (None)."""
-        counts: Counter[str | None] = Counter()
+    def _lines(self) -> Iterator[tuple[str | None, dict[str, Any] | None]]:
+        """The run that wrote each line, None where no line before says it, and what the line says, None where it is torn."""
         writer = None
         with open(self.path, "rb") if self.path.exists() else io.BytesIO() as file:
             for line in file:
                 try:
                     entry = json.loads(line)
-                    writer, is_step = entry["run"], "step" in entry
+                    writer = entry["run"]
                 except (ValueError, TypeError, KeyError):
-                    is_step = True
-                counts[writer] += is_step
-        return counts
+                    entry = None
+                yield writer, entry
 
     def open(self) -> None:
         """Become the one writer, until `close` or until this process ends, however it ends.
@@ -260,15 +299,17 @@ class Ledger:
 
     def begin(self, state: PrivacyState, facts: Mapping[str, Any] | None = None) -> None:
         """Record that this run starts or goes on, with its mechanism and further facts (whether it is private, and why not)."""
-        self._append({"run": state.run_id, "event": "begin", **{k: v for k, v in asdict(state).items() if k != "run_id"}, **(facts or {})})
+        self._append(
+            {"run": state.run_id, "event": "begin", **{k: v for k, v in state.to_dict().items() if k != "run_id"}, **(facts or {})}
+        )
 
-    def add_step(self, run_id: str, step: int) -> None:
-        """Record one step, before its result exists. Returns when the line is on disk.
+    def add_step(self, run_id: str, step: int, parameters: StepParameters) -> None:
+        """Record one step and what it uses, before its result exists. Returns when the line is on disk.
 
         Raises:
             OSError: it could not be written (the disk is full, say); the step must not be taken.
         """
-        self._append({"run": run_id, "step": step})
+        self._append({"run": run_id, "step": step, **parameters._asdict()})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         assert self._file is not None, "the ledger is not open"
@@ -280,6 +321,14 @@ class Ledger:
                 str(self.path),
             )
         os.fsync(self._file.fileno())
+
+
+def _parameters(entry: Mapping[str, Any]) -> StepParameters | None:
+    """What a step's line says that it used; None in version 1."""
+    try:
+        return StepParameters(*(entry[name] for name in StepParameters._fields))
+    except KeyError:
+        return None
 
 
 _OPEN: weakref.WeakSet[Ledger] = weakref.WeakSet()

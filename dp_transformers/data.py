@@ -1,4 +1,4 @@
-"""Poisson sampling: every step takes every example independently with probability q, whatever was taken before.
+"""Draws and their batches.
 
 One *logical batch* is one draw; it is one item of the dataloader, so that everything in Trainer that counts batches counts
 privacy-relevant steps. It carries its *physical batches*, of the size that fits the device, already collated.
@@ -7,9 +7,8 @@ privacy-relevant steps. It carries its *physical batches*, of the size that fits
 from __future__ import annotations
 
 import copy
-import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,15 +19,7 @@ from . import rows
 from .mixing import LoadedRows, refuse_mixed
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
-
-
-@dataclass(frozen=True)
-class Draw:
-    """The examples one rank has to process in one step. ``number`` grows with every draw of a sampler and never repeats."""
-
-    number: int
-    indices: Sequence[int]
-    starts_pass: bool = False
+from .sampling import Draw, DrawSampler
 
 
 @dataclass
@@ -57,11 +48,12 @@ class PhysicalBatch:
 
 @dataclass
 class LogicalBatch:
-    """What one rank contributes to one step: collated physical batches, possibly none. ``starts_pass``: it is the first of a pass."""
+    """What one rank contributes to one step: collated physical batches, possibly none. The rest is as in :class:`Draw`."""
 
     number: int
     batches: list[PhysicalBatch] = field(default_factory=list)
     starts_pass: bool = False
+    step: int = 0
 
     def pin_memory(self) -> LogicalBatch:
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
@@ -73,52 +65,6 @@ class LogicalBatch:
     @property
     def sizes(self) -> list[int]:
         return [batch.size for batch in self.batches]
-
-
-class PoissonSampler:
-    """A batch sampler: each iteration yields ``steps_per_epoch`` fresh draws, one-item batches of type :class:`Draw`.
-
-    All ranks hold the same ``secret`` and draw the same global sample; each takes every ``world_size``-th index of it, so counts
-    differ by at most one and no communication is needed. Draws of one sampler never repeat, over epochs too: a sample size from
-    Binomial(N, q), then that many distinct indices, which is how independent coins fall.
-
-    Args:
-        num_examples: N.
-        sample_rate: q in (0, 1].
-        steps_per_epoch: How many draws count as an epoch (round(1/q) is usual).
-        secret: Seed of the draws, from :func:`dp_transformers.distributed.shared_secret`; never written anywhere.
-        rank, world_size: This process among those that share the secret.
-        ended: All draws were taken; there are no more.
-    """
-
-    def __init__(
-        self,
-        num_examples: int,
-        sample_rate: float,
-        steps_per_epoch: int,
-        secret: int,
-        rank: int = 0,
-        world_size: int = 1,
-        ended: bool = False,
-    ):
-        if not 0 < sample_rate <= 1:
-            raise ValueError(f"sample_rate (expected batch size / number of examples) must lie in (0, 1], got {sample_rate}.")
-        self.num_examples, self.sample_rate, self.steps_per_epoch = num_examples, sample_rate, steps_per_epoch
-        self.rank, self.world_size, self.ended = rank, world_size, ended
-        self._generator = np.random.Generator(np.random.PCG64DXSM(secret))
-        self._number = itertools.count()
-
-    def __len__(self) -> int:
-        return self.steps_per_epoch
-
-    def __iter__(self) -> Iterator[list[Draw]]:
-        for position in range(0 if self.ended else self.steps_per_epoch):
-            yield [replace(self.draw(), starts_pass=position == 0)]
-
-    def draw(self) -> Draw:
-        size = int(self._generator.binomial(self.num_examples, self.sample_rate))
-        chosen = self._generator.choice(self.num_examples, size, replace=False, shuffle=False)
-        return Draw(next(self._number), chosen[self.rank :: self.world_size].tolist())
 
 
 class LogicalBatches(Dataset):
@@ -154,7 +100,7 @@ class LogicalBatches(Dataset):
             self._refuse_mixed_loading(draw)
             self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
         self._reseed(collating)  # a data set may have set seeds, each example's own
-        return LogicalBatch(draw.number, [self._collated(part) for part in parts], draw.starts_pass)
+        return LogicalBatch(draw.number, [self._collated(part) for part in parts], draw.starts_pass, draw.step)
 
     def filler(self) -> PhysicalBatch:
         """A row of weight 0 that any rank can run where it has no examples left, or none was drawn."""
@@ -243,6 +189,6 @@ def _only_item(items: list[LogicalBatch]) -> LogicalBatch:
     return items[0]
 
 
-def poisson_dataloader(logical_batches: LogicalBatches, sampler: PoissonSampler, **dataloader_options: Any) -> DataLoader:
+def draws_dataloader(logical_batches: LogicalBatches, sampler: DrawSampler, **dataloader_options: Any) -> DataLoader:
     """A DataLoader whose items are :class:`LogicalBatch`; ``dataloader_options`` are workers, pinning and the like."""
     return DataLoader(logical_batches, batch_sampler=sampler, collate_fn=_only_item, **dataloader_options)

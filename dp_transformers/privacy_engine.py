@@ -7,8 +7,9 @@ import logging
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,23 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from . import distributed
-from .accounting import PrivacyAccountant, calibrate_noise_multiplier
+from .accounting import check_accountant
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
 from .clipping.clipper import refuse_attached
+from .clipping.functions import FlatClipping
 from .clipping.parallel.dtensor import local
-from .data import LogicalBatches, PoissonSampler, poisson_dataloader
+from .data import LogicalBatches, draws_dataloader
+from .mechanism import Mechanism, PrivacyUnit
+from .noise import IndependentNoise
 from .noise.generators import check_noise_source
-from .noise.sharded import LayoutNoise
 from .plan import describe, hopeless
 from .randomness import SecretSeeds, seed_worker
-from .run import PrivacySpent, PrivateRun, saved_state
+from .run import PrivacySpent, PrivateRun
+from .sampling import DrawSampler, PoissonSampling, Sampling
 from .step import Given, PrivateStep
 from .validation import validate_model, validate_optimizer, validate_training_data
+from .values import StepParameters
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +90,15 @@ class PrivacyEngine:
         dp_seed: int | None = None,
     ):
         check_noise_source(dp_seed=dp_seed, secure=secure_rng)
-        self.accountant = PrivacyAccountant(accountant)
+        self._accountant = check_accountant(accountant)
         self._dp_seed, self._secure = dp_seed, secure_rng
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
         self._loop: _Loop | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps counted until now."""
+        return 0 if self._loop is None else self._loop.run.steps
 
     @property
     def clipper(self) -> PerExampleClipper:
@@ -101,8 +111,9 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader,
-        noise_multiplier: float,
-        max_grad_norm: float,
+        noise_multiplier: float | None = None,
+        max_grad_norm: float | None = None,
+        mechanism: Mechanism | None = None,
         criterion: nn.Module | None = None,
         loss_reduction: str = "mean",
         batch_first: bool = True,
@@ -122,6 +133,8 @@ class PrivacyEngine:
                 and batch size / N the sample rate; collate_fn, workers and pinning are kept.
             noise_multiplier: σ; the noise on the summed gradients has standard deviation σ · max_grad_norm.
             max_grad_norm: The bound C on each example's gradient norm.
+            mechanism: Sampling, clipping, noise and what else ε depends on, in the place of ``noise_multiplier``, ``max_grad_norm`` and
+                ``max_examples_per_person``, from which a mechanism is built otherwise. It must be for this data set and batch size.
             criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per example, which the
                 clipping modes "ghost" and "fast_gradient" need.
             loss_reduction: "mean" or "sum": how your loss is reduced over the *rows of the batch*, and that is all it may do with them. A mean
@@ -142,11 +155,18 @@ class PrivacyEngine:
         Raises:
             ValueError: whatever cannot be trained privately like this, with the way out.
         """
+        if mechanism is None and None in (noise_multiplier, max_grad_norm):
+            raise ValueError("make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both.")
+        if mechanism is not None and (noise_multiplier, max_grad_norm, max_examples_per_person) != (None, None, 1):
+            raise ValueError(
+                "noise_multiplier, max_grad_norm or max_examples_per_person is given beside a mechanism, which says them: leave them out."
+            )
+        bound = max_grad_norm if mechanism is None else mechanism.at(0).max_grad_norm
         loop = self._prepare(
             module, optimizer, data_loader, criterion, loss_reduction, batch_first, max_physical_batch_size, clipping_mode, poisson_sampling,
-            self_check, max_grad_norm,
+            self_check, bound, sampling=None if mechanism is None else mechanism.sampling,
         )  # fmt: skip
-        return loop.begin(noise_multiplier, rows=max_examples_per_person)
+        return loop.begin(lambda: mechanism or loop.mechanism(noise_multiplier, rows=max_examples_per_person))
 
     def make_private_with_epsilon(
         self,
@@ -177,15 +197,12 @@ class PrivacyEngine:
             self_check, max_grad_norm, target_delta,
         )  # fmt: skip
         steps = math.ceil(epochs * loop.loader.steps_per_epoch)
-        sigma = calibrate_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=loop.loader.sample_rate,
-            steps=steps,
-            accountant=self.accountant.accountant,
-            rows=max_examples_per_person,
-        )
-        return loop.begin(sigma, target_epsilon=target_epsilon, steps=steps, rows=max_examples_per_person)
+
+        def calibrated() -> Mechanism:
+            mechanism = loop.mechanism(1.0, steps=steps, rows=max_examples_per_person)
+            return mechanism.calibrated(target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant)
+
+        return loop.begin(calibrated, target_epsilon=target_epsilon)
 
     def _prepare(
         self,
@@ -201,6 +218,7 @@ class PrivacyEngine:
         self_check: bool,
         max_grad_norm: float,
         delta: float | None = None,
+        sampling: Sampling | None = None,
     ) -> _Loop:
         if self._loop is not None:
             raise ValueError("this engine is already used: take another PrivacyEngine for another training; what both spend adds up.")
@@ -218,7 +236,8 @@ class PrivacyEngine:
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if local(t) is t)
         secret = distributed.shared_secret(self._dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())
-        loader = PoissonLoader(data_loader, secret, seeds, max_physical_batch_size)
+        sampling = sampling or PoissonSampling(len(data_loader.dataset), data_loader.batch_size)
+        loader = PoissonLoader(data_loader, sampling, secret, seeds, max_physical_batch_size)
         clipper = PerExampleClipper(module, max_grad_norm, mode=clipping_mode, self_check=self_check, batch_first=batch_first)
         try:
             if clipper.parallel:
@@ -236,7 +255,7 @@ class PrivacyEngine:
 
     def get_epsilon(self, delta: float) -> float:
         """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the run is not private."""
-        return self.accountant.epsilon(delta) if self._loop is None else self._loop.run.epsilon(delta)
+        return 0.0 if self._loop is None else self._loop.run.epsilon(delta)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """What has been spent until now, at ``delta`` (default: ``target_delta``), with the mechanism and what it protects."""
@@ -253,7 +272,7 @@ class PrivacyEngine:
         """
         loop = self._made_private()
         if loop.step.drop():
-            loop.run.spend_step()
+            loop.run.spend_step(loop.step.number)
 
     def check_loss(self, loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any) -> None:
         """Check on public or made-up ``outputs`` and ``targets`` that a loss is the mean (or sum) over rows it is taken for.
@@ -290,8 +309,10 @@ class PrivacyEngine:
         loop, content = self._made_private(), dict(checkpoint_dict or {})
         content["module"], content["optimizer"] = loop.states(module, optimizer)
         run = loop.run
-        facts = {"steps": run.steps, "saved_by": loop.writer, "not_private_because": list(run.not_private_because)}
-        content["privacy"] = {**asdict(run.state), **facts}
+        executed = [[[*step, count] for step, count in segment.items()] for segment in run.executed]
+        facts = {"steps": run.steps, "executed": executed, "next_step": loop.step.number + 1}
+        facts |= {"saved_by": loop.writer, "not_private_because": list(run.not_private_because)}
+        content["privacy"] = {**run.state.to_dict(), **facts}
         if distributed.rank() != 0:
             return
         path = Path(path)
@@ -359,20 +380,23 @@ class PoissonLoader:
         steps_per_epoch: Draws in one pass, ``round(1 / q)``.
     """
 
-    def __init__(self, loader: DataLoader, secret: int, seeds: SecretSeeds, max_physical_batch_size: int | None):
+    def __init__(self, loader: DataLoader, sampling: Sampling, secret: int, seeds: SecretSeeds, max_physical_batch_size: int | None):
         if max_physical_batch_size is not None and max_physical_batch_size < 1:
             raise ValueError(f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}.")
         self.dataset, self.collate_fn, self.batch_size = loader.dataset, loader.collate_fn, loader.batch_size
         self.expected_batch_size, self.max_physical_batch_size = loader.batch_size, max_physical_batch_size
-        self.sample_rate = loader.batch_size / len(loader.dataset)
+        if (sampling.num_examples, sampling.expected_batch_size) != (len(loader.dataset), loader.batch_size):
+            raise ValueError(
+                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of {sampling.expected_batch_size:g}, but data_loader has "
+                f"{len(loader.dataset)} and batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data."
+            )
+        self.sample_rate = sampling.sample_rate
         self.steps_per_epoch = max(1, round(1 / self.sample_rate))
         options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
         options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
-        sampler = PoissonSampler(
-            len(self.dataset), self.sample_rate, self.steps_per_epoch, secret, distributed.rank(), distributed.world_size()
-        )
+        self.sampler = DrawSampler(sampling, self.steps_per_epoch, secret, distributed.rank(), distributed.world_size())
         self.logical_batches = LogicalBatches(self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds)
-        self._draws = poisson_dataloader(self.logical_batches, sampler, **options)
+        self._draws = draws_dataloader(self.logical_batches, self.sampler, **options)
         self._step: PrivateStep | None = None
 
     def hand_out_to(self, step: PrivateStep) -> None:
@@ -460,42 +484,36 @@ class _Loop:
         self._engine, self.clipper, self.optimizer, self.loader = engine, clipper, optimizer, loader
         self.criterion, self._delta, self._seeds, self._followed = criterion, delta, seeds, followed_reduction
         self.loss_reduction = criterion.reduction if criterion else followed_reduction
-        self._noise = LayoutNoise(clipper, dp_seed=engine._dp_seed, secure=engine._secure, warn=False)
         self._handles: list[Any] = []
         self._stepped: Given | None = None  # the batch that the last step was for, and whether it has not returned
         self._is_stepping = False
 
-    def begin(self, noise_multiplier: float, *, target_epsilon: float | None = None, steps: int | None = None, rows: int = 1) -> tuple:
+    def mechanism(self, noise_multiplier: float, *, steps: int | None = None, rows: int = 1) -> Mechanism:
+        """The mechanism of these numbers and of the loader."""
+        return Mechanism(
+            sampling=self.loader.sampler.sampling,
+            clipping=FlatClipping(self.clipper.max_grad_norm),
+            noise=IndependentNoise(noise_multiplier),
+            steps=steps,
+            unit=PrivacyUnit(rows),
+        )
+
+    def begin(self, make_mechanism: Callable[[], Mechanism], *, target_epsilon: float | None = None) -> tuple:
         engine, loader, clipper = self._engine, self.loader, self.clipper
         try:
-            state = PrivacyState(
-                run_id=distributed.on_rank_zero(PrivacyState.new_run_id),
-                num_examples=len(loader.dataset),
-                expected_batch_size=loader.expected_batch_size,
-                noise_multiplier=_checked_noise_multiplier(noise_multiplier),
-                max_grad_norm=clipper.max_grad_norm,
-                delta=self._delta,
-                target_epsilon=target_epsilon,
-                sampling="poisson",
-            )
+            mechanism = make_mechanism()
+            state = PrivacyState(distributed.on_rank_zero(PrivacyState.new_run_id), mechanism, self._delta, target_epsilon)
             if engine._ledger is not None:
                 distributed.on_rank_zero(engine._ledger.open)
-            self.run = PrivateRun(
-                state,
-                engine.accountant,
-                engine._ledger,
-                dp_seed=engine._dp_seed,
-                verified=clipper.self_check,
-                max_examples_per_person=rows,
-            )
-            self.step = PrivateStep(
-                clipper, self.run, self._noise, self._seeds, loader.logical_batches, at_least=1, own_optimizer=self.optimizer
-            )
+            self.run = PrivateRun(state, engine._accountant, engine._ledger, dp_seed=engine._dp_seed, verified=clipper.self_check)
+            noise = mechanism.noise.source(clipper, dp_seed=engine._dp_seed, secure=engine._secure)
+            self.step = PrivateStep(clipper, self.run, noise, self._seeds, loader.logical_batches, at_least=1, own_optimizer=self.optimizer)
             clipper.follow(self.step, self._followed)
         except BaseException:
             self.detach()
             engine._loop = None
             raise
+        steps = mechanism.steps
         self._id, self._planned = state.run_id, steps  # this engine's own, whatever runs it goes on with
         loader.hand_out_to(self.step)
         self._handles = [
@@ -512,9 +530,9 @@ class _Loop:
         parts = (clipper.model, self.optimizer, self.criterion, loader)
         return tuple(part for part in parts if part is not None)
 
-    def _plan(self) -> None:
+    def _plan(self, first_step: int = 0) -> None:
         if self._planned is not None:
-            self.run.plan(max(0, self._planned - self.run.steps))
+            self.run.plan(max(0, self._planned - self.run.steps), first_step)
 
     def detach(self) -> bool:
         """Whether a draw was unfinished; it is counted."""
@@ -536,12 +554,19 @@ class _Loop:
             raise ValueError(
                 "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a new engine."
             )
-        state = saved_state(saved)
-        state.require({name: value for name, value in asdict(self.run.state).items() if name != "run_id"})
+        state = PrivacyState.from_dict(saved)
+        state.require(self.run.state)
+        executed = [Counter({StepParameters(*step): count for *step, count in segment}) for segment in saved.get("executed", ())]
+        executed = executed or [Counter({state.mechanism.at(0): int(saved["steps"])})]  # version 1
         self.run.take_over(
-            state, int(saved["steps"]), is_own=saved.get("saved_by") == self.writer, reasons=saved.get("not_private_because", ())
+            replace(state, mechanism=self.run.mechanism),  # with the steps and the unit of now
+            executed,
+            is_own=saved.get("saved_by") == self.writer,
+            reasons=saved.get("not_private_because", ()),
         )
-        self._plan()
+        next_step = int(saved.get("next_step", saved["steps"]))
+        self.loader.sampler.start_at(next_step)
+        self._plan(next_step)
         self.run.begin()
 
     @property
@@ -630,9 +655,3 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> Non
         )
     if frozen := [names[p] for p in held if not p.requires_grad and p.grad is not None]:
         raise ValueError(f"'{frozen[0]}' is frozen, but has a gradient that the optimizer would use: set its grad to None.")
-
-
-def _checked_noise_multiplier(value: Any) -> float:
-    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-        raise ValueError(f"noise_multiplier must be a finite number >= 0, got {value!r}.")
-    return float(value)

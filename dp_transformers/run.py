@@ -6,17 +6,18 @@ DPTrainer and PrivacyEngine each hold one :class:`PrivateRun`; nothing else coun
 
 from __future__ import annotations
 
-import bisect
 import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from . import distributed
-from .accounting import PrivacyAccountant, group_epsilon
+from .accounting import unsupported
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
+from .mechanism import Mechanism
+from .values import StepParameters
 
 logger = logging.getLogger(__name__)
 
@@ -29,118 +30,155 @@ class PrivacySpent:
 
     Attributes:
         epsilon: Infinite where the run is not private.
-        unit: What the guarantee protects, and N.
+        mechanism: What every step released.
         private: Whether there is a guarantee at all; ``not_private_because`` says why not.
         verified: Whether clipping was compared with one example at a time before the first step (``self_check``).
-        max_examples_per_person: How many rows of the training data one person may have, as was said.
         epsilon_per_person: ε at the same delta for adding or removing all rows of one person.
     """
 
     epsilon: float
     delta: float
     steps: int
-    noise_multiplier: float
-    sample_rate: float
-    max_grad_norm: float
-    expected_batch_size: int
-    num_examples: int
+    mechanism: Mechanism
     accountant: str
-    sampling: str = "poisson"
-    neighboring_relation: str = "add_or_remove_one"
-    unit: str = UNIT
     private: bool = True
     not_private_because: tuple[str, ...] = ()
     verified: bool = True
-    max_examples_per_person: int = 1
     epsilon_per_person: float = math.inf
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self.mechanism.noise.noise_multiplier
+
+    @property
+    def sample_rate(self) -> float:
+        return self.mechanism.sampling.sample_rate
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The L2 bound on one example's gradient."""
+        return self.mechanism.clipping.sensitivity
+
+    @property
+    def expected_batch_size(self) -> float:
+        return self.mechanism.sampling.expected_batch_size
+
+    @property
+    def num_examples(self) -> int:
+        return self.mechanism.sampling.num_examples
+
+    @property
+    def sampling(self) -> str:
+        return self.mechanism.sampling.kind
+
+    @property
+    def neighboring_relation(self) -> str:
+        return self.mechanism.sampling.relation
+
+    @property
+    def unit(self) -> str:
+        """What the guarantee protects, and N."""
+        return f"{UNIT} (N = {self.num_examples})"
+
+    @property
+    def max_examples_per_person(self) -> int:
+        """How many rows of the training data one person may have, as was said."""
+        return self.mechanism.unit.max_examples_per_person
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which knows no infinity: an infinite ε is None."""
-        return {
-            name: None if value == math.inf else list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
-        }
+        values = {name: getattr(self, name) for name in _REPORTED}
+        plain = {name: None if value == math.inf else list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {**plain, "mechanism": self.mechanism.to_dict()}
+
+
+_REPORTED = (
+    "epsilon", "delta", "steps", "noise_multiplier", "sample_rate", "max_grad_norm", "expected_batch_size", "num_examples", "accountant",
+    "sampling", "neighboring_relation", "unit", "private", "not_private_because", "verified", "max_examples_per_person", "epsilon_per_person",
+)  # fmt: skip
 
 
 class PrivateRun:
     """The steps of one private training.
 
     Args:
-        state: The mechanism.
-        accountant: Counts what all runs of this object spent, see :meth:`take_over`.
+        state: Its mechanism and its budget.
+        accountant: "pld" or "rdp".
         ledger: Records every step before its noise exists; None where none was asked for.
         dp_seed: The fixed seed of draws and noise, if there is one: the run is then not private.
         verified: Whether the self-check is switched on.
-        max_examples_per_person: How many rows one person may have.
     """
 
     def __init__(
         self,
         state: PrivacyState,
-        accountant: PrivacyAccountant,
+        accountant: str = "pld",
         ledger: Ledger | None = None,
         *,
         dp_seed: int | None = None,
         verified: bool = True,
-        max_examples_per_person: int = 1,
     ):
-        if not isinstance(max_examples_per_person, int) or max_examples_per_person < 1:
-            raise ValueError(f"max_examples_per_person must be a whole number of at least 1, got {max_examples_per_person!r}.")
-        self.state, self.accountant, self.ledger = state, accountant, ledger
-        self.verified, self.max_examples_per_person = verified, max_examples_per_person
+        self.state, self.accountant, self.ledger, self.verified = state, accountant, ledger, verified
+        if why := unsupported(self.mechanism.event(self.mechanism.planned()), accountant, relation=self.mechanism.sampling.relation):
+            raise ValueError(f"{why} Choose another accountant.")
         self.steps_left: float = math.inf
         self.unfinished = 0  # draws that were shown and not stepped: epsilon counts them too
-        self._counted: Counter[str] = Counter()  # steps of each run, by its id
+        self._segments: dict[str, list[Counter[StepParameters]]] = {}  # steps of each run, by its id, for each noise source
         self.dp_seed = dp_seed
         self._reasons = [f"dp_seed={dp_seed}: draws and noise can be reproduced"] if dp_seed is not None else []
-        if state.noise_multiplier == 0:
+        if self.mechanism.is_silent:
             logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")
+
+    @property
+    def mechanism(self) -> Mechanism:
+        return self.state.mechanism
 
     @property
     def steps(self) -> int:
         """All steps counted, of whatever run of this object."""
-        return self._counted.total()
+        return sum(map(self._counted, self._segments))
+
+    def _counted(self, run_id: str) -> int:
+        return sum(segment.total() for segment in self._segments.get(run_id, ()))
+
+    @property
+    def executed(self) -> list[Counter[StepParameters]]:
+        """What all steps counted used, for each time that a run began or went on."""
+        return [segment for segments in self._segments.values() for segment in segments if segment]
 
     @property
     def not_private_because(self) -> tuple[str, ...]:
-        silent = ["noise_multiplier=0: no noise is added"] if self.state.noise_multiplier == 0 else []
+        silent = ["noise_multiplier=0: no noise is added"] if self.mechanism.is_silent else []
         return tuple(dict.fromkeys([*self._reasons, *silent]))
 
     def epsilon(self, delta: float) -> float:
         """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped."""
         if self.not_private_because:
             return math.inf if self.steps else 0.0
-        return self._with_unfinished().epsilon(delta)
+        return self.mechanism.epsilon(delta, accountant=self.accountant, executed=self._with_unfinished())
 
-    def _with_unfinished(self) -> PrivacyAccountant:
+    def _with_unfinished(self) -> list[Counter[StepParameters]]:
         if not self.unfinished or self.steps_left < 1:
-            return self.accountant
-        accountant = PrivacyAccountant(self.accountant.accountant)
-        for noise_multiplier, sample_rate, steps in self.accountant.history:
-            accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
-        accountant.step(noise_multiplier=self.state.noise_multiplier, sample_rate=self.state.sample_rate, steps=self.unfinished)
-        return accountant
+            return self.executed
+        *earlier, last = self.executed or [Counter()]
+        return [*earlier, last + Counter({self.mechanism.costliest(self.steps + 1): self.unfinished})]
 
     def spent(self, delta: float | None = None) -> PrivacySpent:
         """What was spent at ``delta`` (default: the run's own)."""
-        state, delta = self.state, self.state.delta if delta is None else delta
-        epsilon, k = self.epsilon(delta), self.max_examples_per_person
-        person = epsilon if k == 1 or epsilon in (0, math.inf) else group_epsilon(self._with_unfinished().history, k, delta)
+        delta = self.state.delta if delta is None else delta
+        epsilon, rows = self.epsilon(delta), self.mechanism.unit.max_examples_per_person
+        person = epsilon
+        if rows > 1 and epsilon not in (0, math.inf):
+            person = self.mechanism.epsilon(delta, accountant=self.accountant, executed=self._with_unfinished(), rows=rows)
         return PrivacySpent(
             epsilon=epsilon,
             delta=delta,
             steps=self.steps,
-            noise_multiplier=state.noise_multiplier,
-            sample_rate=state.sample_rate,
-            max_grad_norm=state.max_grad_norm,
-            expected_batch_size=state.expected_batch_size,
-            num_examples=state.num_examples,
-            accountant=self.accountant.accountant,
-            sampling=state.sampling,
-            unit=f"{UNIT} (N = {state.num_examples})",
+            mechanism=self.mechanism,
+            accountant=self.accountant,
             private=not self.not_private_because,
             not_private_because=self.not_private_because,
             verified=self.verified,
-            max_examples_per_person=k,
             epsilon_per_person=person,
         )
 
@@ -153,67 +191,65 @@ class PrivateRun:
     # ---- counting ----
 
     def begin(self) -> None:
-        """Record in the ledger that this run starts, or goes on, and as what."""
+        """Record in the ledger that this run starts, or goes on, with a noise source of its own, and as what."""
+        self._segments.setdefault(self.state.run_id, []).append(Counter())
         if self.ledger is None:
             return
         facts = {"private": not self.not_private_because, "not_private_because": list(self.not_private_because), "verified": self.verified}
         distributed.on_rank_zero(lambda: self.ledger.begin(self.state, facts))
 
-    def take_over(self, state: PrivacyState, at_least: int, *, is_own: bool = False, reasons: Sequence[str] = ()) -> None:
+    def take_over(
+        self, state: PrivacyState, at_least: Sequence[Counter[StepParameters]], *, is_own: bool = False, reasons: Sequence[str] = ()
+    ) -> None:
         """Go on with the run of ``state``, and count every step that was ever executed in it and is not counted yet.
 
         Args:
-            at_least: Steps that it is known to have executed.
+            at_least: Steps that it is known to have executed, for each noise source.
             is_own: They were all taken, and counted, by this very object; without a ledger nothing else tells.
             reasons: Why they were not private, if they were not.
 
         Raises:
             PrivacyStateError: the ledger lacks steps.
         """
-        counted = self._counted[state.run_id]
-        if self.ledger is None:
-            executed = counted if is_own else at_least + counted
-        else:
-            executed, recorded = distributed.on_rank_zero(lambda: self.ledger.read(state.run_id))
-            if executed < max(at_least, counted):
+        own, counted = self._segments.setdefault(state.run_id, []), self._counted(state.run_id)
+        if self.ledger is not None:
+            known = max(sum(segment.total() for segment in at_least), counted)
+            recorded, its_reasons = distributed.on_rank_zero(
+                lambda: (self.ledger.segments(state.run_id), self.ledger.reasons(state.run_id))
+            )
+            executed = sum(segment.total() for segment in recorded)
+            if executed < known:
                 raise PrivacyStateError(
-                    f"the ledger '{self.ledger.path}' holds {executed} steps of this run, which has executed {max(at_least, counted)} at least: lines are "
+                    f"the ledger '{self.ledger.path}' holds {executed} steps of this run, which has executed {known} at least: lines are "
                     "missing, so what was spent is not known. Restore the file from a backup, or make a new DPTrainer or PrivacyEngine and train the "
                     "original model without this checkpoint. If anything of this run is kept, its steps still count."
                 )
-            reasons = [*reasons, *recorded]
+            own[:] = [_known(segment, state.mechanism, executed) for segment in recorded if segment]
+            reasons = [*reasons, *its_reasons]
+        elif not is_own:
+            own.extend(at_least)
         self.state = state
         self._reasons = list(dict.fromkeys([*self._reasons, *reasons]))
-        self._count(executed - counted)
 
-    def plan(self, limit: int) -> None:
-        """Set how many more steps the budget allows, ``limit`` at most where there is a target ε."""
+    def plan(self, limit: int, first_step: int = 0) -> None:
+        """Set how many more steps the budget allows, ``limit`` at most where there is a target ε, from ``first_step`` on."""
         state = self.state
-        if state.target_epsilon is None or state.noise_multiplier == 0:
+        if state.target_epsilon is None or self.mechanism.is_silent:
             return
-        if self.max_examples_per_person > 1:
-            self.steps_left = self._steps_of_groups(limit)
-        else:
-            self.steps_left = self.accountant.max_steps(
-                target_epsilon=state.target_epsilon,
-                delta=state.delta,
-                noise_multiplier=state.noise_multiplier,
-                sample_rate=state.sample_rate,
-                limit=limit,
-            )
+        self.steps_left = self.mechanism.affordable_steps(
+            target_epsilon=state.target_epsilon,
+            delta=state.delta,
+            limit=limit,
+            executed=self.executed,
+            first_step=first_step,
+            accountant=self.accountant,
+        )
 
-    def _steps_of_groups(self, limit: int) -> int:
-        """The most steps after which all rows of one person together are within the target."""
-        state, k = self.state, self.max_examples_per_person
+    def spend_step(self, step: int) -> StepParameters:
+        """Record and count one step, number ``step`` of the plan from 0 on. Only after this, and on every rank, may its noise be drawn.
 
-        def fits(steps: int) -> bool:
-            phases = [*self.accountant.history, (state.noise_multiplier, state.sample_rate, steps)]
-            return group_epsilon(phases, k, state.delta) <= state.target_epsilon
-
-        return limit if fits(limit) else bisect.bisect_left(range(1, limit + 1), True, key=lambda steps: not fits(steps))
-
-    def spend_step(self) -> None:
-        """Record and count one step. Only after this, and on every rank, may its noise be drawn.
+        Returns:
+            What it uses.
 
         Raises:
             RuntimeError: the budget is spent; nothing was recorded.
@@ -225,17 +261,17 @@ class PrivateRun:
                 "did not change the model: stop the loop here (in DPTrainer let no callback undo should_training_stop). To train on, start a new run "
                 "with a target_epsilon of its own; what both spend adds up."
             )
+        parameters, segments = self.mechanism.at(step), self._segments.setdefault(self.state.run_id, [])
+        if not segments:
+            segments.append(Counter())
         if self.ledger is not None and distributed.rank() == 0:
-            self.ledger.add_step(self.state.run_id, self._counted[self.state.run_id] + 1)
-        self._count(1)  # at once: an interrupt from here on leaves it counted
+            self.ledger.add_step(self.state.run_id, self._counted(self.state.run_id) + 1, parameters)
+        segments[-1][parameters] += 1  # at once: an interrupt from here on leaves it counted
         self.steps_left -= 1
-
-    def _count(self, steps: int) -> None:
-        self._counted[self.state.run_id] += steps
-        state = self.state
-        self.accountant.step(noise_multiplier=state.noise_multiplier, sample_rate=state.sample_rate, steps=steps)
+        return parameters
 
 
-def saved_state(saved: dict[str, Any]) -> PrivacyState:
-    """The state in a dictionary that ``asdict`` made, whatever else lies beside it."""
-    return PrivacyState(**{name: saved[name] for name in PrivacyState.__dataclass_fields__})
+def _known(segment: Counter[StepParameters | None], mechanism: Mechanism, executed: int) -> Counter[StepParameters]:
+    """The segment, whose steps of which the ledger does not say what they used are taken for the costliest that there can have been."""
+    unknown = Counter({mechanism.costliest(executed): segment[None]}) if segment[None] else Counter()
+    return unknown + Counter({step: count for step, count in segment.items() if step is not None})

@@ -34,13 +34,16 @@ from .clipping.checks.padding import check_padding
 from .clipping.checks.self_check import self_check
 from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
+from .clipping.functions import FlatClipping
 from .clipping.layout import batch_size_of
 from .clipping.parallel.dtensor import local
 from .clipping.precision import set_gradient
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
 from .losses import refuse_targets_padded_on_the_left
+from .mechanism import Mechanism
 from .mixing import LoadedRows
-from .noise.sharded import LayoutNoise, privatise
+from .noise import NoiseSource
+from .noise.sharded import privatise
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .run import PrivateRun
@@ -87,7 +90,7 @@ class PrivateStep:
         self,
         clipper: PerExampleClipper,
         run: PrivateRun,
-        noise: LayoutNoise,
+        noise: NoiseSource,
         seeds: SecretSeeds,
         data: LogicalBatches,
         *,
@@ -97,11 +100,13 @@ class PrivateStep:
         label_names: Sequence[str] = ("labels",),
         reduce_every_batch: bool = True,
     ):
+        _refuse_what_no_step_does(run.mechanism)
         self.clipper, self.run, self._noise, self._seeds, self._data = clipper, run, noise, seeds, data
         self._at_least, self._own_optimizer = at_least, own_optimizer
         self._announce, self._label_names, self._reduce_every_batch = announce, list(label_names), reduce_every_batch
         self.given: Given | None = None
         self._last_draw = self._draw = -1  # the last that came; the one that the sums belong to
+        self.number = -1  # of the step that the last draw is for, counted from 0
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # clipped, of the draw so far
         self._mark: torch.Tensor | None = None  # of the sums, while a loop of the user's can see them in p.grad
         self._released: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # noised, with the version they had
@@ -135,6 +140,7 @@ class PrivateStep:
     def physical_batches(self, draw: LogicalBatch) -> Iterator[Given]:
         """The physical batches of a draw, one after the other; as many on every rank where parameters are sharded."""
         self._require_next(draw)
+        self.number = draw.step
         self._sums, self._mark, self._released = {}, None, {}
         batches, clipper = list(draw.batches), self.clipper
         rounds = max(self._at_least, distributed.largest(len(batches), clipper.device) if clipper.shards else len(batches))
@@ -319,7 +325,7 @@ class PrivateStep:
             ValueError: what was clipped is not what would be released; nothing is.
             RuntimeError: the budget is spent; nothing is released.
         """
-        clipper, state, given = self.clipper, self.run.state, self.given
+        clipper, given, bound = self.clipper, self.given, self.run.mechanism.at(self.number).max_grad_norm
         clipper.require_same_parameters()
         if given is not None and not (given.stage is _Stage.SUMMED and given.last_of_draw) and given.draw == self._last_draw:
             raise ValueError(
@@ -327,21 +333,19 @@ class PrivateStep:
                 "once on every physical batch before the step. If one raised an error, do not go on with this draw, but take a new one (with "
                 "PrivacyEngine after engine.drop_draw(), which counts the old one as a step)."
             )
-        if clipper.max_grad_norm != state.max_grad_norm:
+        if clipper.max_grad_norm != bound:
             raise ValueError(
-                f"examples were clipped to {clipper.max_grad_norm:g}, but the run's max_grad_norm is {state.max_grad_norm:g}, which the noise is made for. "
+                f"examples were clipped to {clipper.max_grad_norm:g}, but the run's max_grad_norm is {bound:g}, which the noise is made for. "
                 "Change neither while a training goes on; for another bound start another training (make_private, DPTrainingArguments)."
             )
         self._take_sums()
         self._mark = None
         self.run.verified = self.run.verified and clipper.self_check
-        self.run.spend_step()
+        used = self.run.spend_step(self.number)
         if clipper.shards:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
-        std = state.noise_multiplier * state.max_grad_norm
-        privatise(
-            clipper.parameters, self._noise, std=std, divisor=state.expected_batch_size, sharded=bool(clipper.shards or clipper.parallel)
-        )
+        summed = bool(clipper.shards or clipper.parallel)
+        privatise(clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed)
         self._released = {p: (p.grad, local(p.grad)._version) for p in clipper.parameters}
         self._sums, self.run.unfinished = {}, 0
         if given is not None:
@@ -385,6 +389,13 @@ class PrivateStep:
                     "come from this training's private step: leave gradients alone between training_step and optimizer.step(); in a loop of your "
                     "own, step with the optimizer that make_private was given."
                 )
+
+
+def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
+    if not isinstance(mechanism.clipping, FlatClipping):
+        raise ValueError(f"the clipper cannot clip by {type(mechanism.clipping).__name__} yet; take FlatClipping.")
+    if mechanism.releases:
+        raise ValueError(f"this step releases the gradient alone, and not {mechanism.releases[0].name!r} yet; leave releases out.")
 
 
 def _before_any_step(step: weakref.ref[PrivateStep], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,18 +22,17 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
 from . import distributed
-from .accounting import PrivacyAccountant, calibrate_noise_multiplier
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
 from .clipping.parallel.dtensor import everywhere, is_dtensor
-from .data import LogicalBatch, LogicalBatches, PoissonSampler, poisson_dataloader
+from .data import LogicalBatch, LogicalBatches, draws_dataloader
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
 from .noise.generators import check_noise_source
-from .noise.sharded import LayoutNoise
 from .overrides import refuse_overrides
 from .plan import describe, hopeless
 from .randomness import SecretSeeds, global_random_numbers, seed_worker
 from .run import PrivacySpent, PrivateRun
+from .sampling import DrawSampler
 from .step import PrivateStep
 from .training_args import DPTrainingArguments
 from .validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
@@ -101,7 +100,7 @@ class DPTrainer(Trainer):
         self._run: PrivateRun | None = None
         self._clipper: PerExampleClipper | None = None
         self._step: PrivateStep | None = None
-        self._has_ended = False
+        self._has_ended, self._first_step = False, 0
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
         )
@@ -176,31 +175,12 @@ class DPTrainer(Trainer):
 
     def _plan(self) -> PrivacyState:
         args, n = self.args, len(self.train_dataset)
-        sample_rate, steps = args.expected_batch_size / n, self._planned_steps(args.expected_batch_size)
+        steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
             raise ValueError(
                 f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train. Set one of them above 0."
             )
-        noise_multiplier = args.noise_multiplier
-        if noise_multiplier is None:
-            noise_multiplier = calibrate_noise_multiplier(
-                target_epsilon=args.target_epsilon,
-                target_delta=args.target_delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                accountant=args.accountant,
-                rows=args.max_examples_per_person,
-            )
-        return PrivacyState(
-            run_id=PrivacyState.new_run_id(),
-            num_examples=n,
-            expected_batch_size=args.expected_batch_size,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=args.max_grad_norm,
-            delta=args.target_delta,
-            target_epsilon=args.target_epsilon,
-            sampling=args.sampling,
-        )
+        return PrivacyState(PrivacyState.new_run_id(), args.mechanism_for(n, steps), args.target_delta, args.target_epsilon)
 
     def _steps_per_epoch(self, expected_batch_size: int) -> int:
         return max(1, round(len(self.train_dataset) / expected_batch_size))
@@ -225,14 +205,7 @@ class DPTrainer(Trainer):
     def _new_run(self, state: PrivacyState) -> PrivateRun:
         args = self.args
         check_noise_source(dp_seed=args.dp_seed, secure=args.secure_rng)
-        return PrivateRun(
-            state,
-            PrivacyAccountant(args.accountant),
-            self._ledger,
-            dp_seed=args.dp_seed,
-            verified=args.self_check,
-            max_examples_per_person=args.max_examples_per_person,
-        )
+        return PrivateRun(state, args.accountant, self._ledger, dp_seed=args.dp_seed, verified=args.self_check)
 
     # ---- training ----
 
@@ -267,7 +240,7 @@ class DPTrainer(Trainer):
             if resume_from_checkpoint:
                 resume_from_checkpoint = self._restore(resume_from_checkpoint)
             else:
-                self._run.take_over(distributed.on_rank_zero(lambda: self._run.state), self._run.steps, is_own=True)
+                self._run.take_over(distributed.on_rank_zero(lambda: self._run.state), self._run.executed, is_own=True)
             self._budget(resume_from_checkpoint)
             self._begin()
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -294,17 +267,20 @@ class DPTrainer(Trainer):
     def _budget(self, checkpoint: str | None) -> None:
         """Set how many more steps the budget allows. None is an error, unless the checkpoint is that of a run which ended."""
         run, state = self._run, self._run.state
-        planned = self._planned_steps(state.expected_batch_size)
-        run.plan(planned)
+        planned = self._planned_steps(state.mechanism.at(0).expected_batch_size)
         done = 0 if checkpoint is None else TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
         self._has_ended = done >= planned  # Trainer itself would take a step more
+        run.plan(planned, done)
+        self._first_step = (
+            done if self.args.ignore_data_skip else done - done % self._steps_per_epoch(state.mechanism.at(0).expected_batch_size)
+        )
         if run.steps_left >= 1 and not self._has_ended:
             return
         if self._has_ended:
             self._say(f"this run has ended: {run.spent_in_words()}, and there is nothing left to train.")
             return
-        whole = PrivateRun(state, PrivacyAccountant(self.args.accountant), max_examples_per_person=run.max_examples_per_person)
-        whole.take_over(state, run.steps + planned - done)
+        whole = PrivateRun(state, self.args.accountant)
+        whole.take_over(state, [*run.executed, state.mechanism.planned(done, planned - done)])
         raise ValueError(
             f"the privacy budget is spent: {run.spent_in_words()}, and one more would exceed target_epsilon={state.target_epsilon:g}. Nothing was "
             f"trained. All {planned - done} steps that are planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go "
@@ -323,17 +299,9 @@ class DPTrainer(Trainer):
         if checkpoint is True:
             checkpoint = distributed.on_rank_zero(lambda: find_checkpoint(args.output_dir))
         state, steps_at_save = PrivacyState.load(checkpoint)
-        wanted = {
-            "num_examples": len(self.train_dataset),
-            "max_grad_norm": args.max_grad_norm,
-            "delta": args.target_delta,
-            "target_epsilon": args.target_epsilon,
-            "sampling": args.sampling,
-        }
-        if args.noise_multiplier is not None:
-            wanted["noise_multiplier"] = args.noise_multiplier
-        if not args.expected_batch_size_is_derived:
-            wanted["expected_batch_size"] = args.expected_batch_size
+        steps = self._planned_steps(state.mechanism.at(0).expected_batch_size)
+        mechanism = args.mechanism_for(len(self.train_dataset), steps, saved=state.mechanism)
+        wanted = replace(state, mechanism=mechanism, delta=args.target_delta, target_epsilon=args.target_epsilon)
         state.require(wanted)
         if os.path.abspath(os.path.dirname(os.path.normpath(checkpoint))) != os.path.abspath(args.output_dir):
             raise PrivacyStateError(
@@ -345,9 +313,11 @@ class DPTrainer(Trainer):
                 f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than the folder of that name on the machine of rank 0. "
                 "Copy rank 0's folder over it, or set output_dir to a folder that all machines share."
             )
+        state = replace(state, mechanism=mechanism)  # with the steps and the unit of now
         self._run = self._new_run(state)
-        self._run.take_over(state, steps_at_save, reasons=PrivacyState.reasons(checkpoint))
-        args.expected_batch_size = state.expected_batch_size
+        at_least = [Counter({state.mechanism.at(0): steps_at_save})]
+        self._run.take_over(state, at_least, reasons=PrivacyState.reasons(checkpoint))
+        args.expected_batch_size = state.mechanism.at(0).expected_batch_size
         return checkpoint
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
@@ -355,7 +325,9 @@ class DPTrainer(Trainer):
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
         args = self.args
         validate_optimizer(self.optimizer, self.model)
-        self._clipper = PerExampleClipper(self.model, self._run.state.max_grad_norm, mode=args.clipping_mode, self_check=self._run.verified)
+        self._clipper = PerExampleClipper(
+            self.model, self._run.mechanism.at(0).max_grad_norm, mode=args.clipping_mode, self_check=self._run.verified
+        )
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError(
                 "FSDP was asked for, but accelerate did not shard the model. Set fsdp=True and fsdp_config={'version': 2}, and start one process per "
@@ -365,7 +337,7 @@ class DPTrainer(Trainer):
         self._step = PrivateStep(
             self._clipper,
             self._run,
-            LayoutNoise(self._clipper, dp_seed=self._run.dp_seed, secure=args.secure_rng, warn=False),
+            self._run.mechanism.noise.source(self._clipper, dp_seed=self._run.dp_seed, secure=args.secure_rng),
             self._seeds,
             self._logical_batches,
             announce=self._say,
@@ -373,7 +345,7 @@ class DPTrainer(Trainer):
             reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True),
         )
         self._clipper.follow(self._step, None)
-        steps, size = self._planned_steps(self._run.state.expected_batch_size), sum(p.numel() for p in self._clipper.parameters)
+        steps, size = self._planned_steps(self._run.mechanism.at(0).expected_batch_size), sum(p.numel() for p in self._clipper.parameters)
         self._say(describe(self._run, steps, size, self._clipper.mode.name))
         if warning := hopeless(self._run, steps, size):
             self._say(warning)
@@ -429,7 +401,7 @@ class DPTrainer(Trainer):
             self._refuse_losses_over_the_batch(losses, outputs, self._labels_of(rows))
             self._clipper.backward(losses)
             if self.args.log_train_loss and given.batch.weight:
-                loss += losses.detach().nansum() / self._run.state.expected_batch_size
+                loss += losses.detach().nansum() / self._run.mechanism.at(self._step.number).expected_batch_size
         self._step.release()
         if self._run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning("the next step would exceed target_epsilon=%g: training stops here.", self._run.state.target_epsilon)
@@ -504,18 +476,18 @@ class DPTrainer(Trainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        state = self._run.state
-        sampler = PoissonSampler(
-            len(dataset),
-            state.sample_rate,
-            self._steps_per_epoch(state.expected_batch_size),
+        sampling = self._run.mechanism.sampling
+        sampler = DrawSampler(
+            sampling,
+            self._steps_per_epoch(sampling.expected_batch_size),
             distributed.shared_secret(self._run.dp_seed),
             self._data_rank(),
             distributed.world_size() // self.get_tp_size(),
+            first_step=self._first_step,
             ended=self._has_ended,
         )
         self._logical_batches = LogicalBatches(dataset, collator, args.per_device_train_batch_size, self._seeds)
-        return poisson_dataloader(
+        return draws_dataloader(
             self._logical_batches,
             sampler,
             num_workers=args.dataloader_num_workers,

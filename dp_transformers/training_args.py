@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
 from .accounting import ACCOUNTANTS
+from .clipping.functions import FlatClipping
 from .clipping.modes import MODES
+from .mechanism import Mechanism, PrivacyUnit
+from .noise import IndependentNoise
+from .sampling import PoissonSampling
 
 
 @dataclass
@@ -42,6 +50,10 @@ class DPTrainingArguments(TrainingArguments):
             `"pld"` (tight) or `"rdp"`.
         sampling (`str`, defaults to `"poisson"`):
             How steps choose examples; `"poisson"` is the one that the accountants are for.
+        mechanism ([`~dp_transformers.mechanism.Mechanism`], `dict` or `str`, *optional*):
+            Sampling, clipping, noise and what else ε depends on, in the place of `noise_multiplier`, `expected_batch_size`, `max_grad_norm`,
+            `max_examples_per_person` and `sampling`, from which a mechanism is built otherwise; also as the dictionary of its `to_dict()`, or as
+            the path of a JSON file with that. With `target_epsilon` training stops before the step that would exceed it.
         secure_rng (`bool`, defaults to `False`):
             Draw the noise from a cryptographic generator (needs the extra `secure`).
         dp_seed (`int`, *optional*):
@@ -69,6 +81,9 @@ class DPTrainingArguments(TrainingArguments):
     )
     accountant: str = field(default="pld", metadata={"help": "pld (tight) or rdp."})
     sampling: str = field(default="poisson", metadata={"help": "How steps choose examples: poisson."})
+    mechanism: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "A mechanism, or the path of its JSON file, in the place of the flags that describe one."}
+    )
     secure_rng: bool = field(default=False, metadata={"help": "Draw noise from a cryptographic generator (extra 'secure')."})
     dp_seed: int | None = field(default=None, metadata={"help": "Fixed seed of draws and noise; for tests: NOT private."})
     self_check: bool = field(default=True, metadata={"help": "Check exactness on synthetic data before the first step."})
@@ -78,6 +93,7 @@ class DPTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._take_mechanism()
         self._check_privacy()
         self._refuse_what_breaks_privacy()
         self.expected_batch_size_is_derived = self.expected_batch_size is None
@@ -101,6 +117,68 @@ class DPTrainingArguments(TrainingArguments):
             )
         return super().train_batch_size
 
+    def _take_mechanism(self) -> None:
+        """Let the flags say what ``mechanism`` says, if it is given."""
+        if isinstance(self.mechanism, str):
+            self.mechanism = json.loads(self.mechanism if self.mechanism.startswith("{") else Path(self.mechanism).read_text())
+        if isinstance(self.mechanism, Mapping):
+            self.mechanism = Mechanism.from_dict(self.mechanism)
+        if (mechanism := self.mechanism) is None:
+            return
+        if not isinstance(mechanism, Mechanism):
+            raise ValueError(
+                f"mechanism must be a Mechanism, the dictionary of its to_dict() or the path of a JSON file, got {mechanism!r}."
+            )
+        step = mechanism.at(0)
+        said = {
+            "noise_multiplier": None,
+            "expected_batch_size": step.expected_batch_size,
+            "max_grad_norm": step.max_grad_norm,
+            "max_examples_per_person": mechanism.unit.max_examples_per_person,
+            "sampling": mechanism.sampling.kind,
+            "max_steps": mechanism.steps or self.max_steps,
+        }
+        for name, value in said.items():
+            if getattr(self, name) not in (type(self).__dataclass_fields__[name].default, value):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is given beside a mechanism, which says what it is: leave {name} out, or the mechanism."
+                )
+            setattr(self, name, value)
+
+    def mechanism_for(self, num_examples: int, steps: int, saved: Mechanism | None = None) -> Mechanism:
+        """What these arguments say of ``steps`` steps on so many examples: ``mechanism``, or one that is built from the flags.
+
+        Args:
+            saved: The mechanism of a run that goes on; it says what the flags leave open.
+
+        Raises:
+            ValueError: the mechanism is for another number of examples, or no noise meets the target.
+        """
+        if self.mechanism is not None:
+            if self.mechanism.sampling.num_examples != num_examples:
+                raise ValueError(
+                    f"the mechanism is for num_examples={self.mechanism.sampling.num_examples}, but train_dataset has {num_examples}: epsilon is computed for "
+                    "that number. Build it for the data set it is used on."
+                )
+            return self.mechanism
+        expected, sigma = self.expected_batch_size, self.noise_multiplier
+        if saved is not None:
+            expected = saved.at(0).expected_batch_size if self.expected_batch_size_is_derived else expected
+            sigma = saved.at(0).noise_multiplier if sigma is None else sigma
+        mechanism = Mechanism(
+            sampling=PoissonSampling(num_examples, expected),
+            clipping=FlatClipping(self.max_grad_norm),
+            noise=IndependentNoise(1.0 if sigma is None else sigma),
+            steps=steps,
+            unit=PrivacyUnit(self.max_examples_per_person),
+        )
+        if sigma is not None:
+            return mechanism
+        return mechanism.calibrated(target_epsilon=self.target_epsilon, target_delta=self.target_delta, accountant=self.accountant)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "mechanism": self.mechanism.to_dict() if isinstance(self.mechanism, Mechanism) else self.mechanism}
+
     def _check_privacy(self) -> None:
         for name in ("target_epsilon", "target_delta", "noise_multiplier", "max_grad_norm", "expected_batch_size"):
             optional = name != "max_grad_norm"
@@ -111,7 +189,7 @@ class DPTrainingArguments(TrainingArguments):
                 f"target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; got {self.target_delta}. "
                 "It is never chosen for you: it is the probability with which the guarantee may fail (1e-6 is common)."
             )
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+        if self.mechanism is None and (self.target_epsilon is None) == (self.noise_multiplier is None):
             given = "neither" if self.target_epsilon is None else "both"
             raise ValueError(
                 f"give either target_epsilon (the noise is calibrated to it) or noise_multiplier (epsilon follows); got {given}."
@@ -135,7 +213,7 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}.")
         if self.accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant {self.accountant!r} is unknown; choose one of {list(ACCOUNTANTS)}.")
-        if self.sampling != "poisson":
+        if self.mechanism is None and self.sampling != PoissonSampling.kind:
             raise ValueError(f"sampling {self.sampling!r} is not supported: epsilon is computed for 'poisson' only. Leave it at 'poisson'.")
         if self.secure_rng and self.dp_seed is not None:
             raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")

@@ -231,7 +231,7 @@ def loop(
     found = {"rest": engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer), "loaded": flat_state(net, optimizer)}
     draws = [d.indices for d in draws[:steps]]
     return {**found, "draws": draws, "gradients": gradients, "weights": weights, "ledger": Ledger(folder).steps(engine._loop.run.state.run_id),
-            "counted": engine.accountant.steps}  # fmt: skip
+            "counted": engine.steps}  # fmt: skip
 
 
 # ---- by hand ----

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
-from dp_transformers.data import PoissonSampler
 from dp_transformers.losses import find_per_example_loss
+from dp_transformers.sampling import DrawSampler
 
 LOOPS = ["trainer", "engine"]
 DELTA = 1e-4
@@ -156,7 +156,7 @@ def train(loop: str, task: Task) -> list[torch.Tensor]:
             optimizer.zero_grad()
             backward(task, engine, model, batch)
             optimizer.step()
-            if sum(steps for *_, steps in engine.accountant.history) > len(noted.sums):  # it was the last physical batch
+            if engine.steps > len(noted.sums):  # it was the last physical batch
                 noted.note(model)
             if len(noted.sums) == task.steps:
                 break
@@ -167,7 +167,7 @@ def train(loop: str, task: Task) -> list[torch.Tensor]:
 def moves(loop: str, task: Task, example: int) -> list[tuple[bool, float]]:
     """For each step whether it drew ``example``, and how far the sum moves when it is taken out."""
     with pytest.MonkeyPatch.context() as patch:
-        drawn, draw = [], PoissonSampler.draw
+        drawn, draw = [], DrawSampler.draw
 
         def with_it(sampler):
             drawn.append(draw(sampler))
@@ -177,9 +177,9 @@ def moves(loop: str, task: Task, example: int) -> list[tuple[bool, float]]:
             found = draw(sampler)
             return type(found)(found.number, [i for i in found.indices if i != example])
 
-        patch.setattr(PoissonSampler, "draw", with_it)
+        patch.setattr(DrawSampler, "draw", with_it)
         sums = train(loop, task)
-        patch.setattr(PoissonSampler, "draw", without_it)
+        patch.setattr(DrawSampler, "draw", without_it)
         others = train(loop, task)
     assert len(sums) == len(others) == task.steps
     return [(example in d.indices, float((a - b).norm())) for d, a, b in zip(drawn, sums, others, strict=False)]

@@ -8,17 +8,24 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dp_transformers import checkpoint
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
+from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.mechanism import Mechanism, PrivacyUnit
+from dp_transformers.noise import IndependentNoise
+from dp_transformers.sampling import PoissonSampling
+from dp_transformers.values import StepParameters
+
+USED = StepParameters(0.1, 10, 1.5, 0.5)
 
 
-def state(**changes):
-    values = {"run_id": "a1", "num_examples": 100, "expected_batch_size": 10, "noise_multiplier": 1.5, "max_grad_norm": 0.5,
-              "delta": 1e-5, "target_epsilon": 3.0, "sampling": "poisson"}  # fmt: skip
-    return PrivacyState(**{**values, **changes})
+def state(run_id="a1", max_grad_norm=0.5, **changes):
+    mechanism = Mechanism(sampling=PoissonSampling(100, 10), clipping=FlatClipping(max_grad_norm), noise=IndependentNoise(1.5), steps=7)
+    return PrivacyState(**{"run_id": run_id, "mechanism": mechanism, "delta": 1e-5, "target_epsilon": 3.0, **changes})
 
 
 @contextlib.contextmanager
@@ -52,16 +59,25 @@ def test_missing_broken_or_partial_state(tmp_path):
         PrivacyState.load(tmp_path)
     state().save(tmp_path, 3)
     content = json.loads((tmp_path / STATE_NAME).read_text())
-    del content["noise_multiplier"]
+    del content["mechanism"]["noise"]["noise_multiplier"]
     (tmp_path / STATE_NAME).write_text(json.dumps(content))
     with pytest.raises(PrivacyStateError, match="noise_multiplier"):
         PrivacyState.load(tmp_path)
 
 
 def test_require_names_what_disagrees():
-    state().require({"max_grad_norm": 0.5, "delta": 1e-5})
-    with pytest.raises(PrivacyStateError, match=r"max_grad_norm=0.5, now it is 0.7.*a new run without this checkpoint\.$"):
-        state().require({"max_grad_norm": 0.7})
+    other = state("b2")
+    state().require(replace(other, mechanism=replace(other.mechanism, steps=None, unit=PrivacyUnit(2))))
+    for changes, message in (
+        ({"max_grad_norm": 0.7}, r"with clipping.max_grad_norm=0.5, now it is 0.7"),
+        ({"delta": 1e-6}, "delta=1e-05, now it is 1e-06"),
+        ({"target_epsilon": None}, "target_epsilon=3.0, now it is None"),
+    ):
+        with pytest.raises(PrivacyStateError, match=message):
+            state().require(state(**changes))
+    silent = replace(state(), mechanism=replace(state().mechanism, noise=IndependentNoise(0.0)))
+    with pytest.raises(PrivacyStateError, match=r"noise.noise_multiplier=1.5, now it is 0.0"):
+        state().require(silent)
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "removed", "nested removed", "no state"])
@@ -133,9 +149,9 @@ def test_ledger_counts_every_line_of_its_run(tmp_path):
     with writing(tmp_path / "new") as ledger:
         ledger.begin(state())
         for step in (1, 2, 3, 2, 3):  # two steps were done again after a resume: they happened
-            ledger.add_step("a1", step)
+            ledger.add_step("a1", step, USED)
         ledger.begin(state(run_id="b2"))
-        ledger.add_step("b2", 1)
+        ledger.add_step("b2", 1, USED)
     assert ledger.steps("a1") == 5
     assert ledger.steps("b2") == 1
     assert ledger.other_steps("b2") == 5
@@ -146,15 +162,15 @@ def test_ledger_counts_every_line_of_its_run(tmp_path):
 def test_torn_line_counts_and_stays_alone(tmp_path, torn):
     """It was written by whoever wrote the line before, for there is one writer at a time."""
     with writing(tmp_path) as ledger:
-        ledger.add_step("b2", 1)
-        ledger.add_step("a1", 1)
+        ledger.add_step("b2", 1, USED)
+        ledger.add_step("a1", 1, USED)
     with open(ledger.path, "ab") as file:
         file.write(torn)
     assert (ledger.steps("a1"), ledger.steps("b2"), ledger.steps("c3")) == (2, 1, 0)
     with writing(tmp_path) as ledger:
-        ledger.add_step("a1", 2)
+        ledger.add_step("a1", 2, USED)
     assert (ledger.steps("a1"), ledger.steps("b2"), ledger.other_steps("a1")) == (3, 1, 1)
-    assert json.loads(ledger.path.read_bytes().splitlines()[-1]) == {"run": "a1", "step": 2}
+    assert json.loads(ledger.path.read_bytes().splitlines()[-1]) == {"run": "a1", "step": 2, **USED._asdict()}
 
 
 def test_a_torn_line_with_nothing_before_it_counts_for_every_run(tmp_path):
@@ -179,18 +195,18 @@ def broken_fsync(descriptor):
 @pytest.mark.parametrize("fault", [Failing, Short, broken_fsync])
 def test_a_line_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, fault):
     with writing(tmp_path) as ledger:
-        ledger.add_step("a1", 1)
+        ledger.add_step("a1", 1, USED)
     if fault is not broken_fsync:
         monkeypatch.setattr(checkpoint.io, "FileIO", fault)
     with writing(tmp_path) as ledger:
         if fault is broken_fsync:
             monkeypatch.setattr(os, "fsync", broken_fsync)
         with pytest.raises(OSError, match="No space|cut short.*make room on the disk|I/O error"):
-            ledger.add_step("a1", 2)
+            ledger.add_step("a1", 2, USED)
     monkeypatch.undo()
     assert ledger.steps("a1") == {Failing: 1, Short: 2, broken_fsync: 2}[fault]  # what may be on disk counts
     with writing(tmp_path) as ledger:
-        ledger.add_step("a1", 2)
+        ledger.add_step("a1", 2, USED)
     assert ledger.steps("a1") == {Failing: 2, Short: 3, broken_fsync: 3}[fault]
 
 
@@ -223,7 +239,7 @@ def test_one_writer_at_a_time_and_a_killed_one_does_not_block(tmp_path):
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         with writing(tmp_path) as ledger:  # though its child still lives
-            ledger.add_step("a1", 1)
+            ledger.add_step("a1", 1, USED)
         os.killpg(holder.pid, 0)  # it does
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
@@ -242,5 +258,5 @@ def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog, why):
 
         monkeypatch.setattr(checkpoint.fcntl, "flock", unsupported)
     with writing(tmp_path) as ledger:
-        ledger.add_step("a1", 1)
+        ledger.add_step("a1", 1, USED)
     assert "cannot be locked" in caplog.text and ledger.steps("a1") == 1

@@ -31,7 +31,7 @@ from transformers import (
     Wav2Vec2ForSequenceClassification,
 )
 
-from dp_transformers.data import Draw, PoissonSampler
+from dp_transformers.sampling import Draw, DrawSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -537,7 +537,7 @@ def with_lengths(rows):
 def test_a_model_that_sorts_its_rows(loop, monkeypatch):
     """Rows of what it packs are other examples', which a first batch of one length does not show."""
     script = [list(range(6)), list(range(6, 18))]
-    monkeypatch.setattr(PoissonSampler, "draw", lambda sampler: Draw((n := next(sampler._number)), script[n]))
+    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: Draw((n := next(sampler._number)), script[n]))
     rows = texts([12] * 6 + [1 + 5 * i % 12 for i in range(12)])
     task = Task(Sorting, rows, with_lengths, mean_cross_entropy, expected=9, physical=12, steps=2)
     with pytest.raises(

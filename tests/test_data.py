@@ -5,7 +5,12 @@ import pytest
 from scipy import stats
 from torch.utils.data import DataLoader
 
-from dp_transformers.data import Draw, LogicalBatches, PoissonSampler, poisson_dataloader
+from dp_transformers.data import LogicalBatches, draws_dataloader
+from dp_transformers.sampling import Draw, DrawSampler, PoissonSampling
+
+
+def poisson(n, q, steps, **options):
+    return DrawSampler(PoissonSampling(n, q * n), steps, **options)
 
 
 def draws(sampler, epochs=1):
@@ -15,7 +20,7 @@ def draws(sampler, epochs=1):
 def test_every_index_is_an_independent_coin():
     n, q, steps = 60, 0.15, 4000
     taken = np.zeros((steps, n), dtype=int)
-    for t, draw in enumerate(draws(PoissonSampler(n, q, steps, secret=1))):
+    for t, draw in enumerate(draws(poisson(n, q, steps, secret=1))):
         assert len(set(draw.indices)) == len(draw.indices)
         taken[t, list(draw.indices)] = 1
     p = 1e-4  # of a false alarm, per line
@@ -31,19 +36,19 @@ def test_every_index_is_an_independent_coin():
 
 
 def test_draws_never_repeat_over_epochs_and_secrets():
-    sampler = PoissonSampler(500, 0.1, 5, secret=1)
+    sampler = poisson(500, 0.1, 5, secret=1)
     first = draws(sampler, epochs=3)
     assert [d.number for d in first] == list(range(15))
     assert len({tuple(d.indices) for d in first}) == 15
-    other = draws(PoissonSampler(500, 0.1, 5, secret=2))
+    other = draws(poisson(500, 0.1, 5, secret=2))
     assert not {tuple(d.indices) for d in other} & {tuple(d.indices) for d in first}
-    assert [d.indices for d in draws(PoissonSampler(500, 0.1, 5, secret=1), epochs=3)] == [d.indices for d in first]
+    assert [d.indices for d in draws(poisson(500, 0.1, 5, secret=1), epochs=3)] == [d.indices for d in first]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_share_one_draw(world):
-    whole = draws(PoissonSampler(100, 0.2, 30, secret=7))
-    parts = [draws(PoissonSampler(100, 0.2, 30, secret=7, rank=r, world_size=world)) for r in range(world)]
+    whole = draws(poisson(100, 0.2, 30, secret=7))
+    parts = [draws(poisson(100, 0.2, 30, secret=7, rank=r, world_size=world)) for r in range(world)]
     for t, draw in enumerate(whole):
         shares = [part[t].indices for part in parts]
         assert sorted(i for share in shares for i in share) == sorted(draw.indices)
@@ -51,10 +56,10 @@ def test_ranks_share_one_draw(world):
 
 
 def test_everybody_every_time_at_q_one_and_empty_draws_at_small_q():
-    assert all(len(d.indices) == 9 for d in draws(PoissonSampler(9, 1.0, 5, secret=0)))
-    assert any(not d.indices for d in draws(PoissonSampler(10, 0.01, 50, secret=0)))
+    assert all(len(d.indices) == 9 for d in draws(poisson(9, 1.0, 5, secret=0)))
+    assert any(not d.indices for d in draws(poisson(10, 0.01, 50, secret=0)))
     with pytest.raises(ValueError, match="sample_rate"):
-        PoissonSampler(9, 1.1, 5, secret=0)
+        poisson(9, 1.1, 5, secret=0)
 
 
 class Rows:
@@ -69,9 +74,9 @@ class Rows:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_carries_whole_draws(workers):
-    sampler = PoissonSampler(40, 0.3, 6, secret=3)
-    expected = [sorted(d.indices) for d in draws(PoissonSampler(40, 0.3, 6, secret=3), epochs=2)]
-    loader = poisson_dataloader(LogicalBatches(Rows(), list, 5), sampler, num_workers=workers)
+    sampler = poisson(40, 0.3, 6, secret=3)
+    expected = [sorted(d.indices) for d in draws(poisson(40, 0.3, 6, secret=3), epochs=2)]
+    loader = draws_dataloader(LogicalBatches(Rows(), list, 5), sampler, num_workers=workers)
     assert isinstance(loader, DataLoader)
     assert len(loader) == 6
     got = [batch for _ in range(2) for batch in loader]

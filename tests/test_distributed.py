@@ -14,7 +14,7 @@ import torch
 from models import batch_for, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients
 
-from dp_transformers.data import PoissonSampler
+from dp_transformers.sampling import DrawSampler, PoissonSampling
 
 ROOT = Path(__file__).parent.parent
 PROCESSES = int(os.environ.get("PROCESSES", 2))
@@ -84,7 +84,7 @@ def test_loop_of_ranks_is_one_example_at_a_time(ranks, case):
     options, seen = worker.CASES[case][1], ranks[case]
     name = options.get("model", "bert")
     data, model = worker.dataset(kind="bert" if name == "bert" else "lm"), build(name)
-    sampler = PoissonSampler(len(data), 3 / len(data), 5, worker.SEED)
+    sampler = DrawSampler(PoissonSampling(len(data), 3), 5, worker.SEED)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
     some_are_clipped = False
     for step, draw in enumerate(draw for [draw] in sampler):

@@ -243,7 +243,7 @@ def test_empty_draws_are_steps_of_noise():
         optimizer.step()
         assert distance(list(model.parameters()), before) > 0
     assert empty > 5
-    assert engine.accountant.steps == len(loader) == N
+    assert engine.steps == len(loader) == N
 
 
 def test_epsilon_is_that_of_the_steps_taken():
@@ -399,9 +399,9 @@ def test_a_draw_that_was_shown_is_stepped(how):
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match=r"Do not peek.*drop_draw"):
         F.cross_entropy(model(x), y).backward()
-    assert distance(list(model.parameters()), before) == 0 and engine.accountant.steps == 0
+    assert distance(list(model.parameters()), before) == 0 and engine.steps == 0
     engine.drop_draw()
-    assert engine.accountant.steps == 1
+    assert engine.steps == 1
     reference, batches = copy_of(model), []
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
@@ -636,7 +636,7 @@ def test_copies_and_pickles_of_a_private_model_carry_nothing(tmp_path):
 def test_noise_is_never_copied():
     engine, *_ = make(engine=PrivacyEngine())
     with pytest.raises(TypeError, match="subtract the noise"):
-        pickle.dumps(engine._loop._noise._streams)
+        pickle.dumps(engine._loop.step._noise._streams)
 
 
 @pytest.mark.parametrize("iterators", [1, 2])
@@ -706,7 +706,7 @@ def test_optimizer_whose_step_calls_that_of_its_base():
         model = Net()
         engine, model, optimizer, loader = make(model, optimizer=kind(model.parameters(), lr=0.5), max_physical_batch_size=4)
         train(model, optimizer, loader)
-        assert engine.accountant.steps == 4
+        assert engine.steps == 4
         trained.append(list(model.parameters()))
     assert distance(*trained) == 0
 
@@ -898,7 +898,7 @@ def test_accelerate_loop():
             loss = F.cross_entropy(model(x), y)
             accelerator.backward(loss) if accelerated else loss.backward()
             optimizer.step()
-        assert engine.accountant.steps == 4
+        assert engine.steps == 4
         trained.append(list(model.parameters()))
     assert distance(*trained) == 0
 
@@ -938,7 +938,7 @@ def test_lightning_module():
         max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
     )
     trainer.fit(module)
-    assert module.engine.accountant.steps == 8
+    assert module.engine.steps == 8
     _, model, optimizer, loader = make()
     for _ in range(2):
         for x, y in loader:
@@ -978,7 +978,7 @@ def test_resume_counts_what_was_spent(tmp_path, with_ledger):
     executed = 8 if with_ledger else 4
     assert engine.get_epsilon(1e-3) == compute_epsilon(noise_multiplier=1.0, sample_rate=0.25, steps=executed, delta=1e-3)
     train(model, optimizer, loader)
-    assert engine.accountant.steps == executed + 4
+    assert engine.steps == executed + 4
     assert not (tmp_path / "c.pt.tmp").exists()
 
 
@@ -1000,12 +1000,12 @@ def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
         train(*first[1:])
         save(*first, f"{steps}.pt")
     load(*first, "4.pt")
-    assert first[0].accountant.steps == 8
+    assert first[0].steps == 8
     train(*first[1:])  # on the branch that was gone back to
     load(*first, "8.pt")
     load(*first, "4.pt")
     save(*first, "12.pt")
-    assert first[0].accountant.steps == 12
+    assert first[0].steps == 12
     first[0].detach()
     with pytest.raises(ValueError, match="taken off with detach"):
         load(*first, "8.pt")
@@ -1013,13 +1013,13 @@ def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
     second = start()
     load(*second, "8.pt")
     executed = 12 if with_ledger else 8  # all of the run, or what the file knows of
-    assert second[0].accountant.steps == executed
+    assert second[0].steps == executed
     train(*second[1:])
     save(*second, "second.pt")
     load(*second, "second.pt")
-    assert second[0].accountant.steps == executed + 4
+    assert second[0].steps == executed + 4
     load(*second, "12.pt")  # of the other engine: whether its steps were counted is known with a ledger
-    assert second[0].accountant.steps == executed + 4 + (0 if with_ledger else 12)
+    assert second[0].steps == executed + 4 + (0 if with_ledger else 12)
 
 
 def test_resume_refuses_another_mechanism(tmp_path):

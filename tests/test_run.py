@@ -5,24 +5,32 @@ import math
 
 import pytest
 
-from dp_transformers.accounting import PrivacyAccountant, calibrate_noise_multiplier, compute_epsilon, group_epsilon
+from dp_transformers.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
 from dp_transformers.checkpoint import LEDGER_NAME, Ledger, PrivacyState, PrivacyStateError
+from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.mechanism import Mechanism, PrivacyUnit
+from dp_transformers.noise import IndependentNoise
 from dp_transformers.plan import describe, hopeless
 from dp_transformers.run import PrivateRun
-
-MECHANISM = {"num_examples": 1000, "expected_batch_size": 50, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "delta": 1e-5, "target_epsilon": None,
-             "sampling": "poisson"}  # fmt: skip
+from dp_transformers.sampling import PoissonSampling
 
 
-def run_of(ledger=None, run_id="a", dp_seed=None, rows=1, verified=True, **changes):
-    state = PrivacyState(run_id=run_id, **{**MECHANISM, **changes})
-    return PrivateRun(state, PrivacyAccountant(), ledger, dp_seed=dp_seed, verified=verified, max_examples_per_person=rows)
+def run_of(ledger=None, run_id="a", dp_seed=None, rows=1, verified=True, noise_multiplier=1.0, target_epsilon=None):
+    mechanism = Mechanism(
+        sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(noise_multiplier), unit=PrivacyUnit(rows)
+    )
+    state = PrivacyState(run_id, mechanism, delta=1e-5, target_epsilon=target_epsilon)
+    return PrivateRun(state, ledger=ledger, dp_seed=dp_seed, verified=verified)
+
+
+def spend(run, steps=1):
+    for _ in range(steps):
+        run.spend_step(run.steps)
 
 
 def test_what_was_spent():
     run = run_of()
-    for _ in range(3):
-        run.spend_step()
+    spend(run, 3)
     spent = run.spent()
     assert spent.epsilon == compute_epsilon(1.0, 0.05, 3, 1e-5) and spent.steps == 3
     assert (
@@ -41,7 +49,7 @@ def test_what_is_not_private_says_so_everywhere(tmp_path, options, reason):
     run = run_of(ledger, verified=False, **options)
     assert run.spent().epsilon == 0, "nothing was released yet"
     run.begin()
-    run.spend_step()
+    spend(run)
     ledger.close()
     spent = run.spent()
     assert spent.epsilon == math.inf and not spent.private and not spent.verified and reason in spent.not_private_because[0]
@@ -61,14 +69,14 @@ def test_a_run_stays_what_it_was_when_it_is_resumed_without_its_seed(tmp_path):
     ledger.open()
     first = run_of(ledger, dp_seed=3)
     first.begin()
-    first.spend_step()
+    spend(first)
     second = run_of(ledger)
-    second.take_over(first.state, 1)
+    second.take_over(first.state, first.executed)
     second.begin()
     ledger.close()
     assert not second.spent().private and second.spent().epsilon == math.inf and "dp_seed=3" in second.spent().not_private_because[0]
     other = run_of(Ledger(tmp_path), run_id="b")
-    other.take_over(other.state, 0)
+    other.take_over(other.state, [])
     assert other.spent().private
 
 
@@ -77,12 +85,12 @@ def test_steps_that_the_ledger_lacks(tmp_path):
     ledger.open()
     run = run_of(ledger)
     run.begin()
-    run.spend_step()
+    spend(run)
     ledger.close()
     with pytest.raises(
         PrivacyStateError, match="holds 1 steps of this run, which has executed 4 at least.*a backup.*DPTrainer or PrivacyEngine"
     ):
-        run_of(Ledger(tmp_path)).take_over(run.state, 4)
+        run_of(Ledger(tmp_path)).take_over(run.state, [run.mechanism.planned(0, 4)])
 
 
 def test_budget():
@@ -90,18 +98,17 @@ def test_budget():
     run.plan(10**4)
     steps = int(run.steps_left)
     assert compute_epsilon(1.0, 0.05, steps, 1e-5) <= 3.0 < compute_epsilon(1.0, 0.05, steps + 1, 1e-5) and steps > 9
-    for _ in range(steps):
-        run.spend_step()
+    spend(run, steps)
     with pytest.raises(
         RuntimeError, match=r"budget is spent: epsilon is (2\.9\d+|3) after \d+ steps.*new run with a target_epsilon of its own"
     ):
-        run.spend_step()
+        spend(run)
     assert run.steps == steps
 
 
 def test_a_draw_that_was_shown_counts():
     run = run_of()
-    run.spend_step()
+    spend(run)
     run.unfinished = 1
     assert run.epsilon(1e-5) == compute_epsilon(1.0, 0.05, 2, 1e-5) and run.steps == 1
 
@@ -120,13 +127,12 @@ def test_sigma_for_all_rows_of_a_person():
     run = run_of(noise_multiplier=sigma, target_epsilon=2.0, rows=4)
     run.plan(30)
     assert run.steps_left == 30
-    for _ in range(30):
-        run.spend_step()
+    spend(run, 30)
     spent = run.spent()
     assert spent.epsilon < 0.8 < 1.9 < spent.epsilon_per_person <= 2.0 and spent.max_examples_per_person == 4
     said = rf"all rows of one person \(max_examples_per_person=4\) is {spent.epsilon_per_person:.4g} after 30 steps.*target_epsilon=2\."
     with pytest.raises(RuntimeError, match=said):
-        run.spend_step()
+        spend(run)
     with pytest.raises(ValueError, match="max_examples_per_person"):
         run_of(rows=0)
 

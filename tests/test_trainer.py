@@ -696,7 +696,7 @@ def test_a_callback_cannot_train_beyond_the_budget(tmp_path, monkeypatch):
 
     trainer = trainer_for(tmp_path, callbacks=[GoOn()], num_train_epochs=2, max_steps=-1)
     trainer.train_dataset = trainer.train_dataset  # the loop itself ends after ten steps
-    monkeypatch.setattr(PrivateRun, "plan", lambda run, limit: setattr(run, "steps_left", 3))
+    monkeypatch.setattr(PrivateRun, "plan", lambda run, *args: setattr(run, "steps_left", 3))
     with pytest.raises(RuntimeError, match="budget is spent"):
         trainer.train()
     assert trainer.privacy_spent().steps == 3

@@ -1,13 +1,18 @@
 """Arguments: derived values, and every refusal with its reason."""
 
 import dataclasses
+import json
 import pickle
 import re
 
 import pytest
 from transformers import HfArgumentParser
 
-from dp_transformers import DPTrainingArguments
+from dp_transformers import DPTrainingArguments, calibrate_noise_multiplier
+from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.mechanism import Mechanism
+from dp_transformers.noise import IndependentNoise
+from dp_transformers.sampling import PoissonSampling
 
 
 def make(tmp_path, **changes):
@@ -87,3 +92,66 @@ def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):
     for name in ("target_epsilon", "target_delta", "noise_multiplier", "expected_batch_size", "clipping_mode", "log_train_loss"):
         assert name in text
     assert all(f.metadata.get("help") for f in dataclasses.fields(DPTrainingArguments) if f.name in DPTrainingArguments.__annotations__)
+
+
+def mechanism(**changes):
+    parts = {"sampling": PoissonSampling(100, 12), "clipping": FlatClipping(0.7), "noise": IndependentNoise(1.3), "steps": 40}
+    return Mechanism(**{**parts, **changes})
+
+
+def test_flags_build_a_mechanism(tmp_path):
+    args = make(tmp_path, target_epsilon=None, noise_multiplier=1.3, expected_batch_size=12, max_grad_norm=0.7)
+    assert args.mechanism is None and args.mechanism_for(100, 40) == mechanism()
+    args = make(tmp_path, target_epsilon=3.0, expected_batch_size=12, max_examples_per_person=2)
+    found = args.mechanism_for(100, 40)
+    assert found.noise.noise_multiplier == calibrate_noise_multiplier(3.0, 1e-5, 0.12, 40, rows=2)
+    assert args.mechanism_for(100, 50, saved=found) == dataclasses.replace(found, steps=50)
+    derived = make(tmp_path, per_device_train_batch_size=4, max_examples_per_person=2)
+    assert derived.mechanism_for(100, 40, saved=found) == found
+
+
+@pytest.mark.parametrize("form", ["value", "dictionary", "text", "path"])
+def test_a_mechanism_in_the_place_of_flags(tmp_path, form):
+    text = json.dumps(mechanism().to_dict())
+    (tmp_path / "mechanism.json").write_text(text)
+    given = {"value": mechanism(), "dictionary": mechanism().to_dict(), "text": text, "path": str(tmp_path / "mechanism.json")}[form]
+    args = make(tmp_path, target_epsilon=None, mechanism=given)
+    assert args.mechanism == args.mechanism_for(100, 7) == mechanism()
+    assert (args.expected_batch_size, args.max_grad_norm, args.max_steps, args.noise_multiplier) == (12, 0.7, 40, None)
+    assert json.loads(args.to_json_string())["mechanism"] == mechanism().to_dict()
+    assert dataclasses.replace(args, learning_rate=1e-3).mechanism == mechanism()
+    assert pickle.loads(pickle.dumps(args)).mechanism == mechanism()
+    with pytest.raises(ValueError, match="for num_examples=100, but train_dataset has 99"):
+        args.mechanism_for(99, 7)
+
+
+def test_a_mechanism_by_the_command_line(tmp_path):
+    (tmp_path / "mechanism.json").write_text(json.dumps(mechanism().to_dict()))
+    words = ["--output_dir", str(tmp_path), "--mechanism", str(tmp_path / "mechanism.json"), "--target_delta", "1e-6", "--use_cpu"]
+    (args,) = HfArgumentParser(DPTrainingArguments).parse_args_into_dataclasses(words)
+    assert args.mechanism == mechanism()
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        {"noise_multiplier": 1.3},
+        {"noise_multiplier": 2.0},
+        {"expected_batch_size": 13},
+        {"max_grad_norm": 0.8},
+        {"max_examples_per_person": 2},
+        {"sampling": "shuffle"},
+        {"max_steps": 41},
+    ],
+    ids=str,
+)
+def test_a_mechanism_and_flags_at_once(tmp_path, flag):
+    with pytest.raises(ValueError, match=f"{next(iter(flag))}=.* is given beside a mechanism"):
+        make(tmp_path, **{"target_epsilon": None, "mechanism": mechanism(), **flag})
+
+
+def test_what_is_no_mechanism(tmp_path):
+    with pytest.raises(ValueError, match="mechanism must be a Mechanism"):
+        make(tmp_path, target_epsilon=None, mechanism=3)
+    with pytest.raises(ValueError, match="this is no mechanism.*sampling"):
+        make(tmp_path, target_epsilon=None, mechanism={"noise": 3})

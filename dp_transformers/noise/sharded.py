@@ -11,6 +11,7 @@ from .. import distributed
 from ..clipping import PerExampleClipper
 from ..clipping.parallel.dtensor import is_dtensor, local
 from ..clipping.precision import set_gradient, sum_dtype
+from . import NoiseSource
 from .generators import GaussianNoise, check_noise_source
 
 
@@ -45,9 +46,7 @@ class LayoutNoise:
             stream.add_([local(grad) for grad, its in zip(grads, self._layouts, strict=True) if its == layout], std)
 
 
-def privatise(
-    parameters: Sequence[nn.Parameter], noise: GaussianNoise | LayoutNoise, *, std: float, divisor: float, sharded: bool = False
-) -> None:
+def privatise(parameters: Sequence[nn.Parameter], noise: NoiseSource, *, std: float, divisor: float, sharded: bool = False) -> None:
     """``p.grad = (sum over ranks of p.grad + N(0, std²)) / divisor`` for every parameter; no gradient counts as zero.
 
     Noise and sums are in float32; the result is cast to the parameter's dtype last. ``sharded``: gradients are DTensors, summed already.
