@@ -184,7 +184,7 @@ class PrivateRun:
 
     def spent_in_words(self) -> str:
         """What the target is compared with: ε of one row, or of all rows of one person where a person may have several."""
-        k = self.max_examples_per_person
+        k = self.mechanism.unit.max_examples_per_person
         whose = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
         return f"epsilon{whose} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
 
