@@ -107,11 +107,10 @@ class Automatic(ClippingFunction):
 
 
 @dataclass(frozen=True)
-class Halving(Noise):
+class Halving(IndependentNoise):
     """σ halves after every ``every`` steps."""
 
     kind: ClassVar[str] = "halving"
-    noise_multiplier: float
     every: int
 
     def at(self, step):

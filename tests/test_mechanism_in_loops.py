@@ -1,0 +1,322 @@
+"""Mechanisms in both loops: given whole, with parts that a user wrote, with schedules, and resumed."""
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from test_mechanism import Automatic, Capped, EverybodyInTurn, Halving
+from test_resume import DELTA, Classifier, build, rows
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from dp_transformers import DPTrainer, PrivacyEngine, compute_epsilon
+from dp_transformers.accounting import PrivacyAccountant
+from dp_transformers.checkpoint import LEDGER_NAME, Ledger, PrivacyStateError
+from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
+from dp_transformers.noise import IndependentNoise, Noise
+from dp_transformers.sampling import DrawSampler, PoissonSampling
+from dp_transformers.values import StepParameters
+
+N, EXPECTED, STEPS, BOUND = 40, 8, 10, 0.7
+LOOPS = ("trainer", "engine")
+
+
+def mechanism(**changes):
+    parts = {"sampling": PoissonSampling(N, EXPECTED), "clipping": FlatClipping(BOUND), "noise": IndependentNoise(1.3), "steps": STEPS}
+    return Mechanism(**{**parts, **changes})
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+class Gradients(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.seen.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+
+
+def by_trainer(folder, mechanism, *callbacks, **changes):
+    options = {"target_epsilon": None, "mechanism": mechanism, "accountant": "pld", "save_total_limit": None, "expected_batch_size": None}
+    return build(DPTrainer, folder, callbacks, **{**options, "max_steps": -1, **changes})
+
+
+def by_engine(mechanism, batch_size=EXPECTED, folder=None, **options):
+    model, engine = Classifier(), PrivacyEngine(ledger_dir=folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.tensor(row["x"]), row["labels"]) for row in rows()]
+    loader = DataLoader(data, batch_size=batch_size)
+    made = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, mechanism=mechanism, self_check=False, **options)
+    return engine, *made
+
+
+def step_through(model, optimizer, loader, steps):
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    gradients = []
+    for x, y in itertools.islice(batches, steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        gradients.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+    return gradients
+
+
+def train(loop, folder, mechanism):
+    """What was spent, and the gradients that were stepped with."""
+    if loop == "trainer":
+        noted = Gradients()
+        trainer = by_trainer(folder, mechanism, noted)
+        trainer.train()
+        return trainer.privacy_spent(), noted.seen
+    engine, *loop = by_engine(mechanism, folder=folder)
+    gradients = step_through(*loop, STEPS)
+    engine.detach()
+    return engine.privacy_spent(DELTA), gradients
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_mechanism_is_what_the_flags_say(tmp_path, loop):
+    given = mechanism()
+    spent, gradients = train(loop, tmp_path, given)
+    assert len(gradients) == STEPS and spent.mechanism == given
+    assert spent.epsilon == given.epsilon(DELTA) == compute_epsilon(1.3, EXPECTED / N, STEPS, DELTA)
+    report = spent.to_dict()
+    assert Mechanism.from_dict(json.loads(json.dumps(report))["mechanism"]) == given
+    assert (report["noise_multiplier"], report["max_grad_norm"], report["expected_batch_size"], report["num_examples"]) == (
+        1.3,
+        BOUND,
+        EXPECTED,
+        N,
+    )
+    begin, *steps = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()]
+    assert begin["version"] == 2 and Mechanism.from_dict(begin["mechanism"]) == given
+    assert [StepParameters(*(line[name] for name in StepParameters._fields)) for line in steps] == [given.at(0)] * STEPS
+
+
+def test_a_mechanism_and_flags_at_once_or_neither():
+    for options in ({"noise_multiplier": 1.3}, {"max_grad_norm": BOUND}, {"max_examples_per_person": 2}):
+        with pytest.raises(ValueError, match="is given beside a mechanism"):
+            by_engine(mechanism(), **options)
+    for options in ({}, {"noise_multiplier": 1.3}, {"max_grad_norm": BOUND}):
+        with pytest.raises(ValueError, match="needs noise_multiplier and max_grad_norm, or a mechanism"):
+            by_engine(None, **options)
+
+
+@pytest.mark.parametrize("sampling", [PoissonSampling(N + 1, EXPECTED), PoissonSampling(N, EXPECTED + 1)], ids=str)
+def test_a_mechanism_for_other_data_is_refused(tmp_path, sampling):
+    with pytest.raises(ValueError, match=rf"mechanism is for {sampling.num_examples} examples and an expected batch size of"):
+        by_engine(mechanism(sampling=sampling))
+    if sampling.num_examples != N:
+        with pytest.raises(ValueError, match=f"mechanism is for num_examples={N + 1}, but train_dataset has {N}"):
+            by_trainer(tmp_path, mechanism(sampling=sampling))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clipping": Automatic(BOUND)}, "cannot clip by Automatic"),
+        ({"releases": (Release("loss", 1.0, 1.0),)}, "not 'loss'"),
+    ],
+    ids=["clipping", "release"],
+)
+def test_what_the_step_cannot_do_is_refused(tmp_path, loop, changes, message):
+    """Nothing would be as the mechanism says."""
+    with pytest.raises(ValueError, match=message):
+        train(loop, tmp_path, mechanism(**changes))
+
+
+def test_an_accountant_that_cannot_account_for_it_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"'rdp' has no bound.*Choose another accountant"):
+        by_trainer(tmp_path, mechanism(sampling=Capped(N, EXPECTED, 15)), accountant="rdp")
+
+
+# ---- parts that a user wrote ----
+
+
+@dataclass(frozen=True)
+class Shifting(Noise):
+    """No noise: every coordinate moves by the standard deviation."""
+
+    kind: ClassVar[str] = "shifting"
+    noise_multiplier: float
+
+    def source(self, clipper, *, dp_seed=None, secure=False):
+        class Source:
+            def add_(self, grads, std):
+                for grad in grads:
+                    grad.add_(std)
+
+        return Source()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_noise_of_the_users_own_is_what_is_added(tmp_path, loop, monkeypatch):
+    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(EMPTY, number=next(sampler._number)))
+    _, gradients = train(loop, tmp_path, mechanism(noise=Shifting(1.3)))
+    assert len(gradients) == STEPS and all(torch.equal(g, torch.full_like(g, 1.3 * BOUND / EXPECTED)) for g in gradients), (
+        "all draws are empty"
+    )
+
+
+EMPTY = next(iter(DrawSampler(PoissonSampling(N, EXPECTED), 1, 0)))[0]
+EMPTY = replace(EMPTY, indices=[])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_sampling_of_the_users_own_is_what_draws_and_is_accounted_for(tmp_path, loop, monkeypatch):
+    drawn, draw = [], DrawSampler.draw
+
+    def noted(sampler):
+        drawn.append(draw(sampler))
+        return drawn[-1]
+
+    monkeypatch.setattr(DrawSampler, "draw", noted)
+    spent, _ = train(loop, tmp_path, mechanism(sampling=EverybodyInTurn(N, EXPECTED)))
+    passes = [sorted(i for d in drawn[start : start + 5] for i in d.indices) for start in (0, 5)]
+    assert passes == [list(range(N))] * 2
+    assert spent.epsilon == compute_epsilon(1.3, 1.0, 2, DELTA) and spent.sampling == "in turn"
+
+
+def test_a_capped_draw_is_accounted_for_by_its_own_event(tmp_path):
+    capped = mechanism(sampling=Capped(N, EXPECTED, 12), steps=3)
+    trainer = by_trainer(tmp_path, capped)
+    trainer.train()
+    spent = trainer.privacy_spent()
+    assert spent.epsilon == capped.epsilon(DELTA) > compute_epsilon(1.3, EXPECTED / N, 3, DELTA)
+    assert spent.neighboring_relation == "replace_special"
+
+
+# ---- schedules ----
+
+
+@dataclass(frozen=True)
+class Growing(PoissonSampling):
+    """The expected batch size doubles after ``double_at`` steps."""
+
+    kind: ClassVar[str] = "growing in loops"
+    double_at: int
+
+    def at(self, step):
+        factor = 1 if step < self.double_at else 2
+        return factor * self.sample_rate, factor * self.expected_batch_size
+
+    def draws(self, generator, first_step):
+        for step in itertools.count(first_step):
+            yield np.flatnonzero(generator.random(self.num_examples) < self.at(step)[0])
+
+
+SCHEDULED = mechanism(sampling=Growing(N, EXPECTED, 4), noise=Halving(4.0, 5))
+
+
+def epsilon_of(steps):
+    """ε of these steps of the plan, one by one."""
+    accountant = PrivacyAccountant()
+    for used in map(SCHEDULED.at, steps):
+        accountant.step(noise_multiplier=used.noise_multiplier, sample_rate=used.sample_rate)
+    return pytest.approx(accountant.epsilon(DELTA), rel=1e-12)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_each_step_uses_its_own_noise_and_divisor(tmp_path, loop, monkeypatch):
+    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(EMPTY, number=next(sampler._number)))
+    moving = mechanism(sampling=SCHEDULED.sampling, noise=ShiftingByStep(4.0, 5))
+    spent, gradients = train(loop, tmp_path, moving)
+    assert [float(g[0]) for g in gradients] == pytest.approx([s.noise_std / s.expected_batch_size for s in map(SCHEDULED.at, range(STEPS))])
+    assert spent.epsilon == epsilon_of(range(STEPS))
+
+
+@dataclass(frozen=True)
+class ShiftingByStep(Halving):
+    kind: ClassVar[str] = "shifting by step"
+    source = Shifting.source
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("at", [3, 6])
+def test_a_schedule_goes_on_where_the_checkpoint_was(tmp_path, at, skip, monkeypatch):
+    """Both the draws and the noise, also within an epoch (of 5 steps), whose first draws Trainer skips or not; ε counts what each step used."""
+    by_trainer(tmp_path, SCHEDULED, Stop(8)).train()
+    drawn, draws = [], Growing.draws
+    monkeypatch.setattr(Growing, "draws", lambda self, generator, first: (drawn.append(first), draws(self, generator, first))[1])
+    trainer = by_trainer(tmp_path, SCHEDULED, ignore_data_skip=skip)
+    trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+    assert drawn == [at if skip else at - at % 5]
+    spent = trainer.privacy_spent()
+    assert spent.epsilon == epsilon_of([*range(8), *range(at, STEPS)]) and spent.steps == 8 + STEPS - at
+    segments = Ledger(tmp_path).segments(trainer._run.state.run_id)
+    assert segments == [SCHEDULED.planned(0, 8), SCHEDULED.planned(at, STEPS - at)]
+
+
+def test_steps_of_which_the_ledger_does_not_say_what_they_used_are_the_costliest(tmp_path):
+    by_trainer(tmp_path, SCHEDULED, Stop(7)).train()
+    path = tmp_path / LEDGER_NAME
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:20] + "\n" + "".join(lines[4:]))  # the third step's line is torn
+    trainer = by_trainer(tmp_path, SCHEDULED, Stop(6))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert trainer.privacy_spent().epsilon == epsilon_of([0, 1, 6, 3, 4, 5, 6, 3, 4, 5]), "of the first seven, the last two cost most"
+
+
+@pytest.mark.parametrize("with_ledger", [True, False])
+def test_a_schedule_goes_on_in_a_loop(tmp_path, with_ledger):
+    folder = tmp_path if with_ledger else None
+    engine, model, optimizer, loader = by_engine(SCHEDULED, folder=folder)
+    step_through(model, optimizer, loader, 5)
+    engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+    engine.detach()
+    engine, model, optimizer, loader = by_engine(SCHEDULED, folder=folder)
+    engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+    assert engine.get_epsilon(DELTA) == epsilon_of(range(5))
+    step_through(model, optimizer, loader, 3)
+    assert engine.get_epsilon(DELTA) == epsilon_of(range(8)) and engine.steps == 8
+
+
+def test_a_budget_knows_what_the_next_steps_cost(tmp_path):
+    """Training stops before the step that would exceed the target, by a schedule whose last steps cost most."""
+    target = SCHEDULED.epsilon(DELTA, executed=[SCHEDULED.planned(0, 7)]) * 1.001
+    trainer = by_trainer(tmp_path, SCHEDULED, target_epsilon=target)
+    trainer.train()
+    assert trainer.privacy_spent().steps == 7 and trainer.privacy_spent().epsilon <= target
+
+
+# ---- resume ----
+
+
+def test_another_mechanism_is_refused_and_another_number_of_steps_is_not(tmp_path):
+    given = mechanism(steps=6)
+    by_trainer(tmp_path, given).train()
+    for other, message in (
+        (replace(given, noise=Halving(1.3, 5)), "noise.kind='independent', now it is 'halving'"),
+        (replace(given, sampling=Capped(N, EXPECTED, 30)), "sampling.kind='poisson', now it is 'capped'"),
+        (replace(given, clipping=FlatClipping(0.8)), "clipping.max_grad_norm=0.7, now it is 0.8"),
+        (replace(given, releases=(Release("loss", 1.0, 2.0),)), "releases="),
+    ):
+        with pytest.raises(PrivacyStateError, match=message):
+            by_trainer(tmp_path, other).train(resume_from_checkpoint=True)
+    trainer = by_trainer(tmp_path, replace(given, steps=8, unit=PrivacyUnit(2)))
+    trainer.train(resume_from_checkpoint=True)
+    spent = trainer.privacy_spent()
+    assert spent.steps == 8 and spent.mechanism.steps == 8 and spent.epsilon == compute_epsilon(1.3, EXPECTED / N, 8, DELTA)
+    assert spent.epsilon_per_person == given.epsilon(DELTA, executed=[given.planned(0, 8)], rows=2) > spent.epsilon
+
+
+def test_flags_go_on_with_what_a_mechanism_began(tmp_path):
+    by_trainer(tmp_path, mechanism(steps=3)).train()
+    options = {"noise_multiplier": 1.3, "max_grad_norm": BOUND, "expected_batch_size": EXPECTED, "max_steps": 5}
+    trainer = by_trainer(tmp_path, None, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.privacy_spent().mechanism == mechanism(steps=5)
+    assert Ledger(tmp_path).segments(trainer._run.state.run_id) == [Counter({mechanism().at(0): n}) for n in (3, 2)]
