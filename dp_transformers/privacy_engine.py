@@ -21,8 +21,8 @@ from . import distributed
 from .accounting import check_accountant
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
-from .clipping.clipper import refuse_attached
 from .clipping.functions import FlatClipping
+from .clipping.hooks import refuse_attached
 from .clipping.parallel.dtensor import local
 from .data import LogicalBatches, draws_dataloader
 from .mechanism import Mechanism, PrivacyUnit

@@ -30,8 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 from . import distributed
 from .clipping import PerExampleClipper
-from .clipping.checks.padding import check_padding
-from .clipping.checks.self_check import self_check
 from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
 from .clipping.functions import FlatClipping
@@ -211,7 +209,7 @@ class PrivateStep:
         alone = not (clipper.shards or clipper.parallel)  # ranks meet different kinds, and must check the same input
         runs = not clipper.checked or (is_new and alone)
         if runs:
-            report = self_check(clipper, args, kwargs, loss_function)
+            report = clipper.check(args, kwargs, loss_function)
             self._announce(
                 f"self-check passed in {report.seconds:.1f} s: per-example norms are exact to {report.norm_error:.0e}, clipped sums to "
                 f"{report.sum_error:.0e}, and no example moves another's gradient by more than {report.locality_error:.0e}"
@@ -236,7 +234,7 @@ class PrivateStep:
             own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
             own_bt[padding.row] = padding.own_t
             try:
-                check_padding(clipper, args, kwargs, own_bt, loss_function, padding.row)
+                clipper.check_padding(args, kwargs, own_bt, loss_function, padding.row)
             except SelfCheckError as error:
                 if padding.by_others or len(self._lengths) > 1 or self._data.has_one_longest():
                     raise
@@ -255,8 +253,8 @@ class PrivateStep:
 
     # ---- clipped sums (the clipper asks) ----
 
-    def before_sum(self, batch_size: int) -> torch.Tensor | None:
-        """The weights of a batch that goes backward. Puts the sum so far in ``p.grad``."""
+    def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
+        """The weights of a batch that goes backward, and whether sharded sums are reduced now. Puts the sum so far in ``p.grad``."""
         given = self.given
         if given is None:
             raise ValueError(
@@ -287,9 +285,9 @@ class PrivateStep:
         if given.draw != self._draw:
             self._draw, self._sums, self._mark = given.draw, {}, None
         self._take_sums()
-        self.clipper.reduce_now = self._reduce_every_batch or given.last_of_draw
         given.stage = _Stage.SUMMING
-        return None if given.batch.weight == 1 else torch.full((batch_size,), given.batch.weight)
+        weights = None if given.batch.weight == 1 else torch.full((batch_size,), given.batch.weight)
+        return weights, self._reduce_every_batch or given.last_of_draw
 
     def after_sum(self) -> None:
         """Keep the sum. A loop of the user's can see that of a whole draw, and must not change it."""

@@ -257,8 +257,7 @@ def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **opt
         options["mesh"] = replicas()
     net = shard(build(model, lora=lora), **options)
     batch = {k: v[rank * ROWS : (rank + 1) * ROWS] for k, v in batch_for(model, LENGTH, size=ROWS * world).items()}
-    clipper = PerExampleClipper(net, 1.0, mode)
-    clipper.max_grad_norm = 0.9
+    clipper = PerExampleClipper(net, 0.9, mode)
     losses = losses_function(net)(batch)
     if bad is not None and bad // ROWS == rank:
         losses = losses * torch.where(torch.arange(ROWS) == bad % ROWS, torch.inf, 1.0)
@@ -279,8 +278,8 @@ def sensitivity(folder, mode="book_keeping", rows=8):
     """In bf16, with every example of both ranks the same and far longer than C: how far one of them moves the sum, in units of C."""
     net = shard(build("llama"), **BF16)
     batch = {k: v.expand(rows, LENGTH) for k, v in batch_for("llama", LENGTH, size=1).items()}
-    clipper, moved = PerExampleClipper(net, 1.0, mode), {}
-    clipper.max_grad_norm = bound = 0.25
+    bound, moved = 0.25, {}
+    clipper = PerExampleClipper(net, bound, mode)
     for name, weights in {"all": torch.ones(rows), "one less": torch.ones(rows), "one": torch.zeros(rows)}.items():
         if dist.get_rank() == 0 and name != "all":
             weights[0] = 1 - weights[0]
@@ -402,8 +401,7 @@ def parts(folder, model="llama", lora=False, mode="auto", bad=None, fsdp=None, l
         net.gradient_checkpointing_enable({"use_reentrant": False})
     group = mesh.get_local_rank("dp")
     batch = {k: v[group * ROWS : (group + 1) * ROWS] for k, v in rows_of(model, ROWS * shape[0]).items()}
-    clipper = PerExampleClipper(net, 1.0, mode)
-    clipper.max_grad_norm = 0.9
+    clipper = PerExampleClipper(net, 0.9, mode)
     for _ in range(2):
         losses = losses_of(net)(batch)
         if bad is not None and bad // ROWS == group:

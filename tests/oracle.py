@@ -44,13 +44,14 @@ def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 def assert_exact(model: nn.Module, clipper, losses_of: Callable[[dict], torch.Tensor], batch: dict, tolerance: float = 1e-5) -> None:
     """Norms (each) and clipped sum (all parameters together) agree with the oracle; some are clipped and some are not."""
     gradients = per_example_gradients(model, losses_of, batch)
-    clipper.max_grad_norm = float(torch.tensor([length(g) for g in gradients]).median()) or 1.0
-    norms, total = clipped_sum(gradients, clipper.max_grad_norm)
+    bound = float(torch.tensor([length(g) for g in gradients]).median()) or 1.0
+    norms, total = clipped_sum(gradients, bound)
     model.zero_grad()
-    got = clipper.backward(losses_of(batch))
+    scale = clipper.max_grad_norm / bound  # of the losses: a clipper's bound stays what it is
+    got = clipper.backward(losses_of(batch) * scale) / scale
     for i, (a, b) in enumerate(zip(got.tolist(), norms, strict=True)):
         assert abs(a - b) <= tolerance * b, f"norm of example {i}: {a} against {b}"
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad / scale for p in trainable(model)]
     error = distance(grads, total) / max(length(total), 1e-12)
     assert error <= tolerance, f"clipped sum: relative error {error:.2e}"
 

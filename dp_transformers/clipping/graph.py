@@ -12,31 +12,25 @@ Reentrant activation checkpointing builds its graph only in backward, and so hid
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from typing import Protocol
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from .recorded_call import RecordedCall
+
 _LEAF, _CAST = torch._C._functions.AccumulateGrad, "ToCopyBackward0"
-
-
-class TappedCall(Protocol):
-    """One call of a module, as its tap knows it: the number of the next node when it began, and what it answers for."""
-
-    started: int
-    claimed: Container[nn.Parameter]
 
 
 def parameter_past_taps(losses: torch.Tensor, tap: type, parameter_of: Mapping[torch.Tensor, nn.Parameter]) -> nn.Parameter | None:
     """A trainable parameter with a way to ``losses`` that no tap sees, or None.
 
     Args:
-        tap: The type of the taps' nodes, whose ``use`` is the :class:`TappedCall`.
+        tap: The type of the taps' nodes, whose ``call`` is the :class:`RecordedCall`.
         parameter_of: For each tensor that modules hold for a trainable parameter, that parameter.
     """
-    todo: list[tuple[Node, tuple[TappedCall, ...]]] = [(losses.grad_fn, ())]  # and inside which calls it was computed
+    todo: list[tuple[Node, tuple[RecordedCall, ...]]] = [(losses.grad_fn, ())]  # and inside which calls it was computed
     seen = set()
     while todo:
         entry = node, inside = todo.pop()
@@ -44,17 +38,17 @@ def parameter_past_taps(losses: torch.Tensor, tap: type, parameter_of: Mapping[t
             continue
         seen.add(entry)
         if type(node) is tap:
-            inside = (*inside, node.use)
+            inside = (*inside, node.call)
         for before, _ in node.next_functions:
             if before is None:
                 continue
             if (leaf := _leaf(before)) is not None:
                 parameter = parameter_of.get(leaf)
-                if parameter is not None and not any(parameter in call.claimed for call in inside):
+                if parameter is not None and not any(parameter in call.parameters for call in inside):
                     return parameter
             elif inside:
                 number = before._sequence_nr()
-                todo.append((before, tuple(call for call in inside if call.started <= number)))
+                todo.append((before, tuple(call for call in inside if call.first_node <= number)))
             else:
                 todo.append((before, inside))
     return None

@@ -26,27 +26,6 @@ GradSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Terms]
 NormSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, torch.Tensor]]
 
 
-@dataclass
-class ModuleCall:
-    """One call of ``module`` on a batch of ``batch`` examples, every tensor detached and as it was given.
-
-    ``arguments`` by the names of the parameters of its ``forward``; ``outputs`` are the floating-point tensors of what it returned, in
-    order, ``backprops`` the gradients of the summed losses with respect to them. ``random_state`` is that of torch's generators at the
-    start of the call where the call used them, else None. ``path`` is where the model has the module. ``input_gradients`` has a key
-    for each tensor among the arguments that needs a gradient: a rule that can have them cheaply sets them all, and the backward of the
-    module itself does not run where norms are measured.
-    """
-
-    module: nn.Module
-    arguments: Mapping[str, Any]
-    outputs: Sequence[torch.Tensor]
-    backprops: Sequence[torch.Tensor]
-    batch: int
-    random_state: Any
-    path: str
-    input_gradients: dict[torch.Tensor, torch.Tensor | None]
-
-
 # What a tap is to whoever calls it, a forward hook: (module, inputs, {}, outputs) -> the outputs to go on with, None for the same.
 Tap = Callable[[nn.Module, tuple, dict, Any], Any]
 ForwardContext = Callable[[nn.Module, Tap | None], AbstractContextManager]
@@ -59,7 +38,7 @@ class LayerRule:
     Attributes:
         terms: ``f(module, activations, backprops) -> {parameter: term}``; None where only norms are known.
         norms: ``f(module, activations, backprops) -> {parameter: (B,)}``, see :func:`register_norm_sampler`.
-        takes_call: ``terms`` is ``f(call: ModuleCall)`` instead, for modules with several inputs or outputs, or with the batch elsewhere
+        takes_call: ``terms`` is ``f(call: RecordedCall)`` instead (:mod:`.recorded_call`), for modules with several inputs or outputs, or with the batch elsewhere
             than first; it provides the terms of all parameters below the module too.
         forward_context: ``f(module, tap)``, a context that the module's forward runs in, for modules whose forward reads the weights of
             its parts. It calls the modules below as usual, and the tap (None where none of the module's own parameters is trained) on

@@ -11,32 +11,290 @@ per_sample     instantiated                           the instances       from t
 
 Sources: book-keeping, Bu et al. 2023 (arXiv 2210.00038); ghost norms, Li et al. 2022 (arXiv 2110.05679); fast gradient
 clipping, Lee and Kifer 2021 (arXiv 2009.03106); per-sample gradients, Abadi et al. 2016 (arXiv 1607.00133).
+
+A mode is told of a backward pass before it begins (:meth:`Mode.begin`), and returns what sees it: every tap that is reached gives its terms to
+:meth:`BackwardPass.add`, and at the end :meth:`BackwardPass.finish` is asked for the norms, when the clipped sums must have been added. A
+mode that clips and sums inside each layer's backward does so in ``add``: it is given all that this takes in ``begin``.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from ..randomness import global_state, set_global_state
+from . import norms
+from .claims import Claim
+from .coefficients import Coefficients
+from .gradient_sums import GradientSums
+from .loss_graph import LossGraph
+from .precision import FULL_PRECISION, HALF, exact_arithmetic, product_settings
+from .recorded_call import BackwardPass, ForwardPass
+from .terms import Dense, Memo, Routed, Stacked, Term, measure, merge, position_lengths, small_gradient
+from .trainable import TrainableParameters
+
+Clip = Callable[[torch.Tensor], Coefficients]  # from (B,) squared norms
+
+
+class Mode(Protocol):
+    """How norms are measured and clipped sums formed.
+
+    Attributes:
+        name: What the user calls it.
+        one_pass: Whether one backward pass is enough, so that it may be one that the user runs.
+    """
+
+    name: str
+    one_pass: bool
+
+    def refuse(self, trainable: TrainableParameters) -> None:
+        """Raise ValueError if the mode is not exact for parameters that lie like these."""
+
+    def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
+        """A backward pass over ``forward`` begins, which ``graph`` can run again; None where the user runs it."""
+
+
+class _TermsOfPass:
+    """Measures each parameter's norm as soon as all its uses were reached."""
+
+    keeps = False
+
+    def __init__(self, forward: ForwardPass, *, instantiate: bool):
+        self.forward, self.instantiate = forward, instantiate
+        self._counts = forward.trainable.parallel.counts
+        self._norms = norms.Norms()  # of the parameters all of whose uses were seen
+        self._memo = Memo()
+        self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
+        self.kept: dict[nn.Parameter, list[Term]] = {}  # of the others; empty lists where nothing is kept
+
+    def meet(self, owner: Claim, saved: Sequence[torch.Tensor]) -> bool:
+        return True
+
+    def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
+        return not (self.keeps or self.instantiate) and all(self.forward.uses[p] == 1 for p in parameters)
+
+    def add(self, parameter: nn.Parameter, term: Term) -> None:
+        """At the last use that the forward pass has seen, the norm of all together is measured."""
+        if parameter in self.kept:
+            raise RuntimeError(
+                "the forward pass was run again inside backward by something else than torch's activation checkpointing, so a parameter was used more "
+                "often than was counted. Use torch.utils.checkpoint (gradient_checkpointing=True, use_reentrant=False), or switch re-running off."
+            )
+        seen = self._open[parameter]
+        seen.append(term.instance() if self.keeps and isinstance(term, Dense) else term)
+        if len(seen) >= self.forward.uses[parameter]:
+            self._close(parameter)
+
+    def _close(self, parameter: nn.Parameter) -> None:
+        raise NotImplementedError
+
+    def squared_norms(self) -> torch.Tensor:
+        """(B,) over all parameters, with those of announced uses that the losses do not depend on."""
+        with exact_arithmetic(self.forward.probe.device):
+            for parameter in list(self._open):
+                self._close(parameter)
+            return self.forward.trainable.parallel.added(self._total())
+
+    def _total(self) -> torch.Tensor:
+        total_b = self._norms.total(self.forward.probe.device)
+        return torch.zeros_like(self.forward.probe) if total_b is None else total_b
+
+
+class KeptTerms(_TermsOfPass):
+    """Keeps the terms, or the instances, and forms the clipped sums from them."""
+
+    keeps = True
+
+    def __init__(self, forward: ForwardPass, clip: Clip, sums: GradientSums, *, instantiate: bool = False, hand_out: bool = False):
+        super().__init__(forward, instantiate=instantiate)
+        self._clip, self._sums, self._hand_out = clip, sums, hand_out
+        self._small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)  # (B, n), kept to be laid side by side
+        self._together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
+
+    def _close(self, parameter: nn.Parameter) -> None:
+        terms = merge(self._open.pop(parameter))
+        terms = merge([t.instance() if self.instantiate or t.keeps_instance else t for t in terms])
+        counts, self.kept[parameter] = self._counts(parameter), []
+        if counts and not self.instantiate and (small := small_gradient(terms)) is not None:
+            self._small[small.grad.device][parameter] = small.flat
+            return
+        self.kept[parameter] = terms
+        if not counts:
+            return
+        measured = measure(terms, instantiate=self.instantiate, memo=self._memo)
+        # the sum is of these very terms, and most norms know what it may be off by
+        terms = [t for t in terms if t.is_bf16 or isinstance(t, Routed | Stacked)]
+        rounding = norms.SPLIT if any(t.is_bf16 for t in terms) else norms.FP32
+        self._norms.add(measured, position_lengths(terms, self._memo), rounding)
+
+    def _total(self) -> torch.Tensor:
+        for small in self._small.values():
+            together = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
+            self._together.append((list(small), [x.shape[1] for x in small.values()], together))
+            self._norms.add(together.measure())
+        self._small.clear()
+        return super()._total()
+
+    def finish(self) -> torch.Tensor:
+        clipped = self._clip(self.squared_norms())
+        if self._hand_out:
+            for p, terms in self.kept.items():
+                gradients = terms[0].grad.view(len(clipped.norms_b), *p.shape)
+                p.grad_sample = gradients if clipped.scale == 1 else gradients * clipped.scale
+        self.add_sums(clipped)
+        return clipped.norms_b
+
+    def add_sums(self, clipped: Coefficients) -> None:
+        memo, shards = Memo(), self.forward.trainable.shards
+        with exact_arithmetic(clipped.of_sum_b.device):
+            small = self._small_sums(clipped)
+            for parameter in self._sums.order(self.kept):
+                device = shards.whole(parameter).device
+                terms = self.kept.pop(parameter, [])  # a record is freed as soon as its sum is formed
+                parts = (_weighted_sum(term, clipped, device, memo) for term in terms)
+                self._sums.add(parameter, [small[parameter]] if parameter in small else parts, reduce=clipped.reduce)
+
+    def _small_sums(self, clipped: Coefficients) -> dict[nn.Parameter, torch.Tensor]:
+        """The clipped sums of small gradients, by one product for all of them."""
+        sums = {}
+        for parameters, sizes, gradients in self._together:
+            total = _weighted_sum(gradients, clipped, gradients.grad.device)
+            # .data: each counts its own changes
+            sums |= {p: piece.data for p, piece in zip(parameters, total.split(sizes), strict=True)}
+        return sums
+
+
+def _weighted_sum(term: Term, clipped: Coefficients, device: torch.device, memo: Memo | None = None) -> torch.Tensor:
+    term = term if clipped.invalid_b is None else term.clean(clipped.invalid_b.to(device))
+    return term.weighted_sum(clipped.of_sum_b.to(device), memo)
+
 
 @dataclass(frozen=True)
-class Mode:
-    """How norms are measured (`instantiate` always, or by cost) and whether terms are kept for the sum."""
+class OnePass:
+    """Keeps what sums are formed from: the terms, or each example's gradient, which is then handed out too."""
 
     name: str
     instantiate: bool
-    keep: bool
+    one_pass = True
+
+    def refuse(self, trainable: TrainableParameters) -> None:
+        if self.instantiate and trainable.parallel:
+            raise ValueError(
+                f"clipping mode '{self.name}' hands out whole gradients, which no process of a tensor-parallel model has. Use clipping_mode='auto' or "
+                "'book_keeping'."
+            )
+
+    def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
+        return KeptTerms(forward, clip, sums, instantiate=self.instantiate, hand_out=self.instantiate)
 
 
-MODES = {
+@dataclass(frozen=True)
+class TwoPass:
+    """Keeps nothing: goes back over the losses a second time, each times its coefficient."""
+
+    name: str
+    instantiate: bool
+    one_pass = False
+
+    def refuse(self, trainable: TrainableParameters) -> None:
+        """There is nothing to refuse."""
+
+    def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
+        return _FirstOfTwo(self, forward, clip, sums, graph)
+
+
+class _Recomputed:
+    """What activation checkpointing recomputed in one backward pass: sizes of what every call was given."""
+
+    def __init__(self, forward: ForwardPass):
+        self._forward = forward
+        self._number: Counter[Claim] = Counter()
+        self.sizes: dict[tuple[Claim, int], list[torch.Tensor]] = {}
+
+    def note(self, owner: Claim, saved: Sequence[torch.Tensor]) -> None:
+        call = owner, self._number[owner]
+        self._number[owner] += 1
+        if self._forward.recomputes:
+            self.sizes[call] = [torch.linalg.vector_norm(x.float(), 1) for x in saved if x.is_floating_point()]
+
+    def is_same_as(self, other: _Recomputed) -> bool:
+        calls = [call for call in self.sizes if call in other.sizes]  # those before the first that was recomputed are in one of them only
+        if not calls:
+            return True
+        device = self._forward.probe.device
+        a, b = (torch.stack([x.to(device) for call in calls for x in sizes[call]]) for sizes in (self.sizes, other.sizes))
+        return bool(((a == b) | (a - b).abs().le(1e-5 * a) | ~torch.isfinite(a)).all())
+
+
+class _FirstOfTwo(_TermsOfPass):
+    """Measures, and at the end goes back a second time."""
+
+    def __init__(self, mode: TwoPass, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph):
+        super().__init__(forward, instantiate=mode.instantiate)
+        self._name, self._clip, self._sums, self._graph = mode.name, clip, sums, graph
+        self._recomputed = _Recomputed(forward)
+        self._numbers = global_state(graph.device)
+        self._rounding = norms.BF16 if any(dtype in HALF for dtype in graph.dtypes) else norms.FP32  # of the second pass
+
+    def meet(self, owner: Claim, saved: Sequence[torch.Tensor]) -> bool:
+        self._recomputed.note(owner, saved)
+        return True
+
+    def _close(self, parameter: nn.Parameter) -> None:
+        terms, self.kept[parameter] = merge(self._open.pop(parameter)), []
+        if self._counts(parameter):
+            measured = measure(terms, instantiate=self.instantiate, memo=self._memo)
+            self._norms.add(measured, position_lengths(terms, self._memo), self._rounding)
+
+    def finish(self) -> torch.Tensor:
+        clipped, trainable = self._clip(self.squared_norms()), self.forward.trainable
+        if trainable.shards.anywhere(clipped.invalid_b is not None, clipped.norms_b.device):
+            # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
+            kept = KeptTerms(self.forward, self._clip, self._sums)
+            self.forward.go_back(kept)
+            self._graph.go_back(retain_graph=False)
+            kept.squared_norms()
+            kept.add_sums(clipped._replace(reduce=True))
+        else:
+            second = _SecondOfTwo(self.forward)
+            self.forward.go_back(second)
+            set_global_state(self._graph.device, self._numbers)  # checkpointed blocks draw again what they drew when they were measured
+            slack = second_pass_slack(self._graph.device, self._graph.dtypes, convolves=trainable.convolves)
+            self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack))
+            same = self._recomputed.is_same_as(second.recomputed)
+            if trainable.shards.anywhere(not same, self.forward.probe.device):
+                trainable.drop_gradients()
+                raise ValueError(
+                    f"activation checkpointing recomputed other activations in the second backward pass of clipping mode '{self._name}' than in the "
+                    "first, so the gradient that is summed is not the one whose norm was measured: a checkpointed module draws random numbers from a "
+                    "generator of its own. Use clipping_mode='book_keeping', which goes back once, or torch's global generator."
+                )
+        return clipped.norms_b
+
+
+class _SecondOfTwo(BackwardPass):
+    """Autograd itself forms the sums; two passes must see the same activations, or one gradient is measured and another one summed."""
+
+    def __init__(self, forward: ForwardPass):
+        self.recomputed = _Recomputed(forward)
+
+    def meet(self, owner: Claim, saved: Sequence[torch.Tensor]) -> bool:
+        self.recomputed.note(owner, saved)
+        return False
+
+
+MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("book_keeping", instantiate=False, keep=True),
-        Mode("ghost", instantiate=False, keep=False),
-        Mode("fast_gradient", instantiate=True, keep=False),
-        Mode("per_sample", instantiate=True, keep=True),
+        OnePass("book_keeping", instantiate=False),
+        TwoPass("ghost", instantiate=False),
+        TwoPass("fast_gradient", instantiate=True),
+        OnePass("per_sample", instantiate=True),
     )
 }
 
@@ -44,6 +302,13 @@ MODES = {
 # The coefficient is shrunk by this much so that the sum still respects C.
 SECOND_PASS_SLACK = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
 REDUCED_FP32_SLACK = 2.0**-7  # where fp32 products are allowed to run as TF32 or bf16
+
+
+def second_pass_slack(device: torch.device, dtypes: Iterable[torch.dtype], *, convolves: bool) -> float:
+    """By how much the coefficients of the second pass are shrunk, where these dtypes were seen in the first."""
+    matmul, conv = (setting.fp32_precision for setting in product_settings(device))
+    used = {matmul, conv} if convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
+    return max(0.0 if used <= FULL_PRECISION else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in dtypes))
 
 
 def choose_mode(name: str, model: nn.Module) -> Mode:

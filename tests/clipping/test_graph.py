@@ -325,5 +325,5 @@ def test_a_state_that_is_carried_from_step_to_step_keeps_no_graph():
         for _ in range(6):
             logits, state = model(x, state)
             clipper.backward(F.cross_entropy(logits, y, reduction="none"))
-            alive.append(sum(type(o).__name__ == "_Use" for o in gc.get_objects()))
+            alive.append(sum(type(o).__name__ == "RecordedCall" for o in gc.get_objects()))
     assert alive[1] == alive[-1]

@@ -213,7 +213,7 @@ def test_dropout_between_layers(kind, packed, mode):
 def test_dropout_that_cannot_be_replayed_is_refused(monkeypatch):
     """As on devices whose kernel keeps a random state of its own."""
     model = Tagger(nn.LSTM(IN, HIDDEN, num_layers=2, dropout=0.5))
-    monkeypatch.setattr("dp_transformers.clipping.clipper.same_state", lambda a, b: True)
+    monkeypatch.setattr("dp_transformers.clipping.recorded_call.same_state", lambda a, b: True)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         losses = losses_of(model)({"x": x_of()})
         with pytest.raises(UnsupportedModuleError, match=r"'rnn' \(LSTM\).*dropout cannot be replayed.*Ways out: freeze"):

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_transformers.clipping import terms as algebra
-from dp_transformers.clipping.clipper import _Pass
+from dp_transformers.clipping.modes import KeptTerms
 from dp_transformers.clipping.precision import SPLIT_ROUNDING
+from dp_transformers.clipping.recorded_call import ForwardPass
 from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Memo, Outer, Routed, Rows, Stacked, arithmetic
+from dp_transformers.clipping.trainable import TrainableParameters
 
 sizes = st.integers(1, 9)
 
@@ -100,12 +102,13 @@ def test_equal_slots_of_an_expert_that_cancel(dtype):
     g, slots, bound = torch.Generator().manual_seed(0), 512, 1e-3
     left = torch.where(torch.arange(slots) < slots // 4, 3.0, -1.0)[:, None] * torch.randint(1, 8, (16,), generator=g)
     term = Routed(torch.zeros(1, slots, dtype=torch.long), left[None].to(dtype), torch.randn(1, 1, 32, generator=g).expand(1, slots, 32).to(dtype), 64)  # fmt: skip
-    parameter, forward_pass = torch.nn.Parameter(torch.zeros(1)), _Pass(1, torch.zeros(1))
-    forward_pass.uses[parameter] = 1
-    forward_pass.restart(measure=True, keep=True)
-    forward_pass.add(parameter, term)
-    norm_b = forward_pass.squared_norms().sqrt()
-    (kept,) = forward_pass.kept[parameter]
+    layer = torch.nn.Linear(1, 1, bias=False)
+    forward = ForwardPass(1, torch.zeros(1), TrainableParameters(layer))
+    forward.uses[layer.weight] = 1
+    backward = KeptTerms(forward, None, None)
+    backward.add(layer.weight, term)
+    norm_b = backward.squared_norms().sqrt()
+    (kept,) = backward.kept[layer.weight]
     assert kept.weighted_sum((bound / norm_b).clamp(max=1), Memo()).norm() <= bound * (1 + 1e-5)
 
 

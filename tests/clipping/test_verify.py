@@ -25,7 +25,6 @@ from transformers.utils import ModelOutput
 from dp_transformers import PerExampleClipper, check_model, check_per_sample_gradients_are_correct
 from dp_transformers.clipping import layer_rule
 from dp_transformers.clipping.checks.example_mixing import find_example_mixing
-from dp_transformers.clipping.checks.padding import check_padding
 from dp_transformers.clipping.checks.synthetic import synthetic_inputs
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.layer_rule import LayerRule, rule_for
@@ -582,7 +581,7 @@ def padded_ids(side="right", lengths=(5, 9, 12, 7), value=0):
 
 def padding_of(model, args, kwargs, own_bt, loss_function=None, **options):
     with PerExampleClipper(model.train(), 1.0) as clipper:
-        return check_padding(clipper, args, kwargs, own_bt, loss_function, **options)
+        return clipper.check_padding(args, kwargs, own_bt, loss_function, **options)
 
 
 def tiny_wav2vec2(norm):
@@ -651,10 +650,10 @@ def test_padding_of_positions_that_come_first(reads_last):
     x = torch.randn(9, 4, 5) * own_bt.T[..., None]
     with PerExampleClipper(Reads(), 1.0, batch_first=False) as clipper:
         if not reads_last:
-            assert check_padding(clipper, (x,), {}, own_bt) <= 1e-5
+            assert clipper.check_padding((x,), {}, own_bt) <= 1e-5
             return
         with pytest.raises(SelfCheckError, match="padded on the right"):
-            check_padding(clipper, (x,), {}, own_bt)
+            clipper.check_padding((x,), {}, own_bt)
 
 
 def test_lengths_stay_true():
@@ -758,14 +757,14 @@ def test_padding_is_looked_at_on_synthetic_content():
     model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         state = torch.get_rng_state()
-        check_padding(clipper, (), batch, batch["attention_mask"])
+        clipper.check_padding((), batch, batch["attention_mask"])
         assert torch.equal(torch.get_rng_state(), state) and model.training
         assert {len(x[0]) for x in seen} == {9, 12}
         assert all((x[0, :9] != batch["input_ids"][1, :9]).any() for x in seen)
         assert all((x[0, 9:] == 0).all() for x in seen)
         seen.clear()
         full = {name: x[2:3] for name, x in batch.items()}
-        assert check_padding(clipper, (), full, full["attention_mask"]) == 0 and not seen
+        assert clipper.check_padding((), full, full["attention_mask"]) == 0 and not seen
 
 
 class OnlyInTraining(nn.Module):

@@ -6,36 +6,33 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from ..engine import ClippingEngine
 from ..graph import dtypes_in_graph
 from ..precision import HALF, full_products, product_settings, without_autocast
 from .synthetic import LossFunction, evaluating, kept_buffers
-
-if TYPE_CHECKING:
-    from ..clipper import PerExampleClipper
-
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def _in_float32(clipper: PerExampleClipper) -> Iterator[list[str]]:
+def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
     """Inside, what trains in less computes in float32: bf16's rounding would hide a tenth of a batch's influence on an example.
 
     Autocast is off, also where the model enters it, products are full float32, and parameters and buffers in bf16 or fp16 have float32
     values, for which memory must hold both for a moment. Afterwards each is the tensor it was. Left alone are quantised weights, tensors
-    of other classes, and the weights of a model that is split over processes. Call it with the gradients put aside (:func:`undisturbed`).
+    of other classes, and the weights of a model that is split over processes. Call it with the gradients put aside (:meth:`ClippingEngine.trial`).
 
     The list that is given names what was replaced, as far as the model has run.
     """
-    tensors = [*clipper.model.parameters(), *clipper.model.buffers()]
+    tensors = [*engine.model.parameters(), *engine.model.buffers()]
     half = [t for t in tensors if t.dtype in HALF and type(t.data) is torch.Tensor]
-    kept = [] if clipper.shards or clipper.parallel else [(t, t.data) for t in half]
-    low_precision, settings = clipper.low_precision, product_settings(clipper.device)
+    kept = [] if engine.trainable.shards or engine.trainable.parallel else [(t, t.data) for t in half]
+    low_precision, settings = engine.trainable.low_precision, product_settings(engine.trainable.device)
     replaced, enter = ["weights"] if kept else [], torch.autocast.__enter__
 
     def enter_disabled(region: torch.autocast) -> torch.autocast:
@@ -46,43 +43,43 @@ def _in_float32(clipper: PerExampleClipper) -> Iterator[list[str]]:
         finally:
             region._enabled = enabled
 
-    if torch.is_autocast_enabled(clipper.device.type):
+    if torch.is_autocast_enabled(engine.trainable.device.type):
         replaced.append("autocast")
-    with without_autocast(clipper.device), full_products(settings if clipper.convolves else settings[:1]) as were_reduced:
+    with without_autocast(engine.trainable.device), full_products(settings if engine.trainable.convolves else settings[:1]) as were_reduced:
         if were_reduced:
             replaced.append("products")
         torch.autocast.__enter__ = enter_disabled
         try:
-            for p in clipper.parameters:
+            for p in engine.trainable.parameters:
                 p.grad = None
             for t, data in kept:
                 t.data = data.float()
-            clipper.low_precision = next((p.dtype for p in clipper.model.parameters() if p.dtype in HALF), torch.float32)
+            engine.trainable.low_precision = next((p.dtype for p in engine.model.parameters() if p.dtype in HALF), torch.float32)
             yield replaced
         finally:
             torch.autocast.__enter__ = enter
-            clipper.low_precision = low_precision
-            for p in clipper.parameters:
+            engine.trainable.low_precision = low_precision
+            for p in engine.trainable.parameters:
                 p.grad = None
             for t, data in kept:
                 t.data = data
 
 
 def in_float32_if_possible(
-    clipper: PerExampleClipper, losses_of: LossFunction, inputs: tuple[tuple, dict], compare: Callable[[], Any]
+    engine: ClippingEngine, losses_of: LossFunction, inputs: tuple[tuple, dict], compare: Callable[[], Any]
 ) -> tuple[Any, list[str]]:
     """What ``compare`` returns in float32, None where the model does not run in it, and what was replaced to make it run."""
     replaced = ["weights"]
     try:
-        with _in_float32(clipper) as replaced:
-            if _stays_in_float32(clipper, losses_of, *with_float32(inputs)):
+        with _in_float32(engine) as replaced:
+            if _stays_in_float32(engine, losses_of, *with_float32(inputs)):
                 return compare(), replaced
     except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
         pass
     logger.warning(
         "%s could not be checked in float32 (it casts by itself, holds weights that stay as they are, is split over processes in less precision, "
         "or does not fit), so small influences of one example on another may hide in its rounding.",
-        type(clipper.model).__name__,
+        type(engine.model).__name__,
     )
     return None, replaced
 
@@ -91,16 +88,18 @@ def with_float32(structure: Any) -> Any:
     return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x, structure)
 
 
-def _stays_in_float32(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict) -> bool:
+def _stays_in_float32(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> bool:
     """Whether the model runs in float32 now, without casting to less by itself: read off the graph that one pass leaves."""
-    if clipper.low_precision in HALF:
+    if engine.trainable.low_precision in HALF:
         return False
     frozen = [
-        p for p in clipper.model.parameters() if p.is_floating_point() and not (p.requires_grad or clipper.shards or clipper.parallel)
+        p
+        for p in engine.model.parameters()
+        if p.is_floating_point() and not (p.requires_grad or engine.trainable.shards or engine.trainable.parallel)
     ]
-    wholes = [whole for p in clipper.parameters for whole in clipper.shards.wholes(p)]
+    wholes = [whole for p in engine.trainable.parameters for whole in engine.trainable.shards.wholes(p)]
     try:
-        with clipper._suspended(), evaluating(clipper.model), kept_buffers(clipper.model):
+        with engine.suspended(), evaluating(engine.model), kept_buffers(engine.model):
             for p in frozen:
                 p.requires_grad_()  # so that the graph shows what they compute in
             losses = losses_of(*args, **kwargs)
@@ -110,7 +109,7 @@ def _stays_in_float32(clipper: PerExampleClipper, losses_of: LossFunction, args:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # anything else is what the comparison will stumble over too, and say
-        clipper.shards.recover()
+        engine.trainable.shards.recover()
         return not re.search("d(ata )?type|BFloat16|Half|bf16|fp16", str(error))
     finally:
         for p in frozen:

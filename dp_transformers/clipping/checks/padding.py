@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map, tree_map_with_path
 
 from ...randomness import forked_generators
+from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from .float32 import in_float32_if_possible, with_float32
-from .reference import TOLERANCE, clip, distance, length_of, perturbed, undisturbed
-from .self_check import self_check
+from .reference import TOLERANCE, clip, distance, length_of, perturbed
 from .synthetic import (
     LossFunction,
     argument_names,
@@ -26,15 +26,11 @@ from .synthetic import (
     synthetic_inputs,
 )
 
-if TYPE_CHECKING:
-    from ..clipper import PerExampleClipper
-
-
 PADDING_TOLERANCE = 1e-4  # in full fp32, where padding changes a gradient by 1e-7 if it leaves it alone
 
 
 def check_padding(
-    clipper: PerExampleClipper,
+    engine: ClippingEngine,
     args: tuple,
     kwargs: dict,
     own_bt: torch.Tensor,
@@ -46,7 +42,7 @@ def check_padding(
     Where examples are padded to the length of others, one that is not lets those decide its gradient. Looked at in float32.
 
     Args:
-        clipper: Attached to the model as it trains.
+        engine: Attached to the model as it trains; the model was checked.
         args: Positional arguments of the model, tensors with the batch first. Those that have T in a later dimension are cut to the example's
             own positions; where they are padding, they keep the numbers they have.
         kwargs: Keyword arguments likewise. Lengths, integers of shape (B,), stay true.
@@ -60,10 +56,8 @@ def check_padding(
     Raises:
         SelfCheckError: padding changes it, or the model cannot compute the example without.
     """
-    if not clipper.checked:
-        self_check(clipper, args, kwargs, loss_function)
-    losses_of = loss_function or random_output_loss(clipper.model, batch_first=clipper.batch_first)
-    if not clipper.batch_first:
+    losses_of = loss_function or random_output_loss(engine.model, batch_first=engine.batch_first)
+    if not engine.batch_first:
         (args, kwargs), losses_of = second_dimension_first(args, kwargs), batch_second(losses_of)
     shape, own_bt = own_bt.shape, own_bt.bool().flatten(1, -2).any(1) if own_bt.dim() > 2 else own_bt.bool()
     if row is None:
@@ -72,18 +66,18 @@ def check_padding(
     own_t = own_bt[row]
     if own_t.all() or not own_t.any():
         return 0.0
-    with forked_generators(clipper.device), undisturbed(clipper), evaluating(clipper.model):
-        if clipper.shards or clipper.parallel:
+    with forked_generators(engine.trainable.device), engine.trial(), evaluating(engine.model):
+        if engine.trainable.shards or engine.trainable.parallel:
             torch.manual_seed(0)
-        padded, alone = _with_and_without_padding(clipper.model, args, kwargs, own_bt, row, shape)
-        with clipper._suspended():
+        padded, alone = _with_and_without_padding(engine.model, args, kwargs, own_bt, row, shape)
+        with engine.suspended():
             losses_of(*padded[0], **padded[1])  # what raises here has nothing to do with padding
 
         given = None if loss_function is None else losses_of
         found, _ = in_float32_if_possible(
-            clipper, losses_of, padded, lambda: _change_by_padding(clipper, given, with_float32(padded), with_float32(alone), own_t)
+            engine, losses_of, padded, lambda: _change_by_padding(engine, given, with_float32(padded), with_float32(alone), own_t)
         )
-        change, low_precision = found or _change_by_padding(clipper, given, padded, alone, own_t)
+        change, low_precision = found or _change_by_padding(engine, given, padded, alone, own_t)
     tolerance = PADDING_TOLERANCE if found else TOLERANCE[low_precision]
     if not change <= tolerance:
         first, last = bool(own_t[0]), bool(own_t[-1])
@@ -98,21 +92,21 @@ def check_padding(
 
 
 def _change_by_padding(
-    clipper: PerExampleClipper, loss_function: LossFunction | None, padded: tuple, alone: tuple, own_t: torch.Tensor
+    engine: ClippingEngine, loss_function: LossFunction | None, padded: tuple, alone: tuple, own_t: torch.Tensor
 ) -> tuple[float, torch.dtype]:
     """How much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
-    with perturbed(clipper):
-        clipper._max_grad_norm = float("inf")
+    with perturbed(engine):
+        unbounded = float("inf")
         try:
-            losses_of = loss_function or _own_output_loss(clipper, alone, own_t)
-            without = clip(clipper, losses_of, *alone)[1]
+            losses_of = loss_function or _own_output_loss(engine, alone, own_t)
+            without = clip(engine, losses_of, *alone, bound=unbounded)[1]
         except (RuntimeError, ValueError, IndexError) as error:
             raise SelfCheckError(
                 f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed without the padding "
                 f"({str(error).splitlines()[0]}), so nobody knows what the padding does to its gradient. Leave out examples that are so short, or "
                 "pad all to one length (padding='max_length')."
             ) from error
-        _, with_padding, low_precision = clip(clipper, losses_of, *padded)
+        _, with_padding, low_precision = clip(engine, losses_of, *padded, bound=unbounded)
         return float(distance(with_padding, without) / length_of(without).clamp(min=1e-12)), low_precision
 
 
@@ -164,14 +158,14 @@ def _with_and_without_padding(
     return padded, tree_map_with_path(own_positions, given, padded)
 
 
-def _own_output_loss(clipper: PerExampleClipper, alone: tuple, own_t: torch.Tensor) -> LossFunction:
+def _own_output_loss(engine: ClippingEngine, alone: tuple, own_t: torch.Tensor) -> LossFunction:
     """A loss for models whose own is not known, of what they put out for ``alone``, and of as much of it where there is padding too."""
 
     def outputs(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-        args, kwargs = (args, kwargs) if clipper.batch_first else second_dimension_first(args, kwargs)
-        return outputs_by_example(clipper.model, args, kwargs, batch_first=clipper.batch_first)
+        args, kwargs = (args, kwargs) if engine.batch_first else second_dimension_first(args, kwargs)
+        return outputs_by_example(engine.model, args, kwargs, batch_first=engine.batch_first)
 
-    with clipper._suspended():
+    with engine.suspended():
         shapes = [x.shape for x in outputs(*alone)]
 
     def own(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -4,48 +4,57 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_map
 
+from ..engine import ClippingEngine
 from ..parallel.dtensor import everywhere, like, local
 from ..precision import sum_dtype
 from .synthetic import LossFunction, has_batch
-
-if TYPE_CHECKING:
-    from ..clipper import PerExampleClipper
-
 
 # Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is caught in fp32, which is
 # where exactness and locality are decided: in bf16 a model may attend over the whole batch and stay below the error of its rounding.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
-def clip(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict):
-    for p in clipper.parameters:
+def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, *, bound: float = 1.0):
+    """(B,) norms, the clipped sum of each parameter, and the lowest precision seen."""
+    for p in engine.trainable.parameters:
         p.grad = None
     losses = losses_of(*args, **kwargs)
-    seen = (losses.dtype, clipper.low_precision, clipper._pass.low_precision if clipper._pass else torch.float32)
+    seen = (losses.dtype, engine.trainable.low_precision, engine.forward.low_precision if engine.forward else torch.float32)
     low_precision = max(seen, key=TOLERANCE.__getitem__)
-    norms_b = clipper.backward(losses)
-    return norms_b, [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in clipper.parameters], low_precision
+    norms_b = engine.backward(losses, bound=bound)
+    return (
+        norms_b,
+        [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in engine.trainable.parameters],
+        low_precision,
+    )
 
 
-def one_at_a_time(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list):
+def one_at_a_time(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list, *, bound: float):
     """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for each parameter."""
-    norms, total, worst, shards = [], [torch.zeros_like(p, dtype=sum_dtype(p)) for p in clipper.parameters], 0.0, clipper.shards
-    wholes = [shards.wholes(p) for p in clipper.parameters]
-    with clipper._suspended():
+    norms, total, worst, shards = (
+        [],
+        [torch.zeros_like(p, dtype=sum_dtype(p)) for p in engine.trainable.parameters],
+        0.0,
+        engine.trainable.shards,
+    )
+    wholes = [shards.wholes(p) for p in engine.trainable.parameters]
+    with engine.suspended():
         for i in range(batch):
             one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if has_batch(x, batch) else x, (args, kwargs))
             loss = losses_of(*one_args, **one_kwargs).sum()
             found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
             grads = [_sum([next(found) for _ in its]) for its in wholes]
-            grads = [None if g is None else clipper.parallel.native_gradient(p, g) for p, g in zip(clipper.parameters, grads, strict=True)]
+            grads = [
+                None if g is None else engine.trainable.parallel.native_gradient(p, g)
+                for p, g in zip(engine.trainable.parameters, grads, strict=True)
+            ]
             norm = length_of([g for g in grads if g is not None])
-            coefficient = float((clipper.max_grad_norm / norm).clamp(max=1.0))
-            for p, running, g in zip(clipper.parameters, total, grads, strict=True):
+            coefficient = float((bound / norm).clamp(max=1.0))
+            for p, running, g in zip(engine.trainable.parameters, total, grads, strict=True):
                 if g is not None:
                     g = local(g).to(sum_dtype(p)) * coefficient
                     running.add_(shards.summed(p, g) if shards else like(g, p))
@@ -71,42 +80,19 @@ def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def perturbed(clipper: PerExampleClipper) -> Iterator[None]:
+def perturbed(engine: ClippingEngine) -> Iterator[None]:
     """Inside, the trainable parameters are shifted a little."""
-    values = [p.detach().clone() for p in clipper.parameters]
+    values = [p.detach().clone() for p in engine.trainable.parameters]
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
-            for p in map(local, clipper.parameters):
+            for p in map(local, engine.trainable.parameters):
                 p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
         torch.clear_autocast_cache()  # it holds casts of the weights as they were
         yield
     finally:
-        clipper.shards.reshard()
+        engine.trainable.shards.reshard()
         with torch.no_grad():
-            for p, value in zip(clipper.parameters, values, strict=True):
+            for p, value in zip(engine.trainable.parameters, values, strict=True):
                 p.copy_(value)
         torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def undisturbed(clipper: PerExampleClipper) -> Iterator[None]:
-    clipper.shards.reshard()
-    grads = [(p.grad, p.grad_dtype) for p in clipper.parameters]
-    bound, modes = clipper.max_grad_norm, {m: m.training for m in clipper.model.modules()}
-    follower, clipper._follower = clipper._follower, None
-    try:
-        with torch.enable_grad(), clipper._state.during_check():
-            yield
-    finally:
-        clipper._max_grad_norm, clipper._pass, clipper._follower = bound, None, follower
-        clipper.shards.reshard()
-        for m, training in modes.items():
-            m.training = training
-        for p, (grad, dtype) in zip(clipper.parameters, grads, strict=True):
-            p.grad = None
-            if p.grad_dtype != dtype:
-                p.grad_dtype = dtype
-            p.grad = grad
-            if hasattr(p, "grad_sample"):
-                del p.grad_sample

@@ -21,19 +21,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from ...randomness import forked_generators, global_state, random_state, set_global_state
-from ..claims import announce, give_up, settle
+from ..claims import announce, give_up
+from ..discovery import settle
+from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnclaimedParameterError, UnsupportedModuleError
 from ..layout import batch_size_of, positions_of
-from ..modes import MODES
+from ..modes import MODES, choose_mode
 from .float32 import in_float32_if_possible, with_float32
-from .reference import TOLERANCE, clip, distance, length_of, one_at_a_time, perturbed, undisturbed
+from .reference import TOLERANCE, clip, distance, length_of, one_at_a_time, perturbed
 from .synthetic import (
     LossFunction,
     arguments_of,
@@ -47,10 +49,6 @@ from .synthetic import (
     second_dimension_first,
     synthetic_inputs,
 )
-
-if TYPE_CHECKING:
-    from ..clipper import PerExampleClipper
-
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +65,16 @@ class CheckReport:
     locality_error: float
     seconds: float
     gradient_error: float = 0.0
+
+
+@contextlib.contextmanager
+def _attached(model: nn.Module, mode: str) -> Iterator[ClippingEngine]:
+    engine = ClippingEngine(model, choose_mode(mode, model))
+    engine.attach()
+    try:
+        yield engine
+    finally:
+        engine.detach()
 
 
 def check_model(
@@ -90,10 +98,8 @@ def check_model(
     Raises:
         SelfCheckError: a parameter escapes, or norms, sums or locality are off.
     """
-    from ..clipper import PerExampleClipper
-
-    with PerExampleClipper(model, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
-        return run_checks(clipper, *arguments_of(batch), loss_function)
+    with _attached(model, mode) as engine:
+        return run_checks(engine, *arguments_of(batch), loss_function)
 
 
 def check_per_sample_gradients_are_correct(
@@ -122,13 +128,12 @@ def check_per_sample_gradients_are_correct(
     Raises:
         ValueError: fewer than two examples, or nothing to train.
     """
-    from ..clipper import PerExampleClipper
 
     args, kwargs = arguments_of(inputs)
     for mode in modes:
         try:
-            with PerExampleClipper(module, max_grad_norm=1.0, mode=mode, self_check=False) as clipper:
-                report = run_checks(clipper, args, kwargs, loss_function)
+            with _attached(module, mode) as engine:
+                report = run_checks(engine, args, kwargs, loss_function)
         except (SelfCheckError, UnsupportedModuleError) as error:
             logger.warning("mode %s: %s", mode, error)
             return False
@@ -144,23 +149,21 @@ def check_per_sample_gradients_are_correct(
     return True
 
 
-def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
-    """Both checks on synthetic input shaped like ``args`` and ``kwargs``; marks the clipper as checked."""
-    clipper.checked = True  # the passes below must not check themselves
+def self_check(engine: ClippingEngine, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
+    """Both checks on synthetic input shaped like ``args`` and ``kwargs``."""
     try:
-        with forked_generators(clipper.device):
-            clipper.parallel.require_same((args, kwargs), random_state(clipper.device))
-            given = clipper.shards.agreed((args, kwargs), clipper.device)
-            if clipper.shards or clipper.parallel:
+        with forked_generators(engine.trainable.device):
+            engine.trainable.parallel.require_same((args, kwargs), random_state(engine.trainable.device))
+            given = engine.trainable.shards.agreed((args, kwargs), engine.trainable.device)
+            if engine.trainable.shards or engine.trainable.parallel:
                 torch.manual_seed(0)  # processes that share parameters must take the same decisions
-            if not clipper.batch_first:
+            if not engine.batch_first:
                 given = second_dimension_first(*given)
-                loss_function = batch_second(loss_function or random_output_loss(clipper.model, batch_first=False))
-            args, kwargs = synthetic_inputs(clipper.model, *given)
-            report = run_checks(clipper, args, kwargs, loss_function, lambda rows: synthetic_inputs(clipper.model, *given, rows))
+                loss_function = batch_second(loss_function or random_output_loss(engine.model, batch_first=False))
+            args, kwargs = synthetic_inputs(engine.model, *given)
+            report = run_checks(engine, args, kwargs, loss_function, lambda rows: synthetic_inputs(engine.model, *given, rows))
     except BaseException:
-        clipper.checked = False
-        clipper.shards.recover()
+        engine.trainable.shards.recover()
         raise
     logger.info(
         "self-check passed in %.2f s: every trainable parameter is covered; worst relative error of per-example norms %.1e, "
@@ -171,7 +174,7 @@ def self_check(clipper: PerExampleClipper, args: tuple, kwargs: dict, loss_funct
 
 
 def run_checks(
-    clipper: PerExampleClipper,
+    engine: ClippingEngine,
     args: tuple,
     kwargs: dict,
     loss_function: LossFunction | None = None,
@@ -182,26 +185,26 @@ def run_checks(
     The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like these for claims to settle on; default: these examples again.
     """
     start = time.perf_counter()
-    losses_of = loss_function or random_output_loss(clipper.model)
-    batch = batch_size_of(clipper.model, args, kwargs)
+    losses_of = loss_function or random_output_loss(engine.model)
+    batch = batch_size_of(engine.model, args, kwargs)
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
-    with undisturbed(clipper), _true_causes(clipper, losses_of, args, kwargs, batch):
+    with engine.trial(), _true_causes(engine, losses_of, args, kwargs, batch):
         inputs = with_float32((args, kwargs))
         errors, replaced = in_float32_if_possible(
-            clipper, losses_of, inputs, lambda: _compare(clipper, losses_of, *inputs, batch, lambda rows: with_float32(others(rows)))
+            engine, losses_of, inputs, lambda: _compare(engine, losses_of, *inputs, batch, lambda rows: with_float32(others(rows)))
         )
         if replaced or errors is None:
-            as_trained = _compare(clipper, losses_of, args, kwargs, batch, others, locality=errors is None)
+            as_trained = _compare(engine, losses_of, args, kwargs, batch, others, locality=errors is None)
     errors = errors or as_trained
-    announce(clipper.claims)
+    announce(engine.owners)
     norm_error, sum_error, locality_error, gradient_error = errors
     return CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
 
 
 def _compare(
-    clipper: PerExampleClipper,
+    engine: ClippingEngine,
     losses_of: LossFunction,
     args: tuple,
     kwargs: dict,
@@ -214,28 +217,28 @@ def _compare(
 
     Low precision adds nothing to what is known of locality, so it need not be looked at twice.
     """
-    with perturbed(clipper):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
-        with evaluating(clipper.model):
-            _settle_and_run(clipper, losses_of, args, kwargs, batch, others)
-        locality_error = _check_locality_as_trained(clipper, losses_of, args, kwargs, batch) if locality else 0.0
-        with evaluating(clipper.model):
-            norms_b = clip(clipper, losses_of, args, kwargs)[0]
+    with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
+        with evaluating(engine.model):
+            _settle_and_run(engine, losses_of, args, kwargs, batch, others)
+        locality_error = _check_locality_as_trained(engine, losses_of, args, kwargs, batch) if locality else 0.0
+        with evaluating(engine.model):
+            norms_b = clip(engine, losses_of, args, kwargs)[0]
             if not bool(torch.isfinite(norms_b).all()):
                 raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
-            clipper._max_grad_norm = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
-            norms_b, total, low_precision = clip(clipper, losses_of, args, kwargs)
-            samples = [getattr(p, "grad_sample", None) for p in clipper.parameters]
+            bound = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
+            norms_b, total, low_precision = clip(engine, losses_of, args, kwargs, bound=bound)
+            samples = [getattr(p, "grad_sample", None) for p in engine.trainable.parameters]
             tolerance = TOLERANCE[low_precision]
-            _require_equal_replicas(clipper, total, tolerance)
+            _require_equal_replicas(engine, total, tolerance)
             if locality:
-                locality_error = max(locality_error, _locality_error(clipper, losses_of, args, kwargs, batch, norms_b))
+                locality_error = max(locality_error, _locality_error(engine, losses_of, args, kwargs, batch, norms_b))
                 _require_locality(locality_error, tolerance)
-            single_b, reference, gradient_error = one_at_a_time(clipper, losses_of, args, kwargs, batch, samples)
+            single_b, reference, gradient_error = one_at_a_time(engine, losses_of, args, kwargs, batch, samples, bound=bound)
     norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
     sum_error = float(distance(total, reference) / length_of(reference).clamp(min=1e-12))
     if not max(norm_error, sum_error, gradient_error) <= tolerance:
         raise SelfCheckError(
-            f"clipping is not exact for {type(clipper.model).__name__} in mode '{clipper.mode.name}': relative error of per-example norms "
+            f"clipping is not exact for {type(engine.model).__name__} in mode '{engine.mode.name}': relative error of per-example norms "
             f"{norm_error:.1e}, of the clipped sum {sum_error:.1e}, of per-example gradients {gradient_error:.1e} (allowed {tolerance:.0e}) "
             "against one example at a time. "
             "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or report the model."
@@ -244,16 +247,18 @@ def _compare(
 
 
 @contextlib.contextmanager
-def _true_causes(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> Iterator[None]:
+def _true_causes(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> Iterator[None]:
     """Where a check fails for a reason that people know by another name, it is said by that name."""
     try:
         yield
     except Exception as error:
-        if clipper.shards or clipper.parallel or not clipper.batch_first:  # where a pass of this process's own would leave others waiting
+        if (
+            engine.trainable.shards or engine.trainable.parallel or not engine.batch_first
+        ):  # where a pass of this process's own would leave others waiting
             raise
-        dims, wrong_way = _seen_in_forward(clipper, losses_of, args, kwargs, batch)
+        dims, wrong_way = _seen_in_forward(engine, losses_of, args, kwargs, batch)
         one = tree_map(lambda x: x[:1] if has_batch(x, batch) else x, (args, kwargs))
-        lost = [(a, b) for a, b in zip(dims, _seen_in_forward(clipper, losses_of, *one, 1)[0], strict=False) if b < a]
+        lost = [(a, b) for a, b in zip(dims, _seen_in_forward(engine, losses_of, *one, 1)[0], strict=False) if b < a]
         if wrong_way:
             raise SelfCheckError(
                 f"{wrong_way[0]} has batch_first=False and is given a tensor with the batch first, so it takes examples for positions, and mixes "
@@ -267,9 +272,7 @@ def _true_causes(clipper: PerExampleClipper, losses_of: LossFunction, args: tupl
         raise
 
 
-def _seen_in_forward(
-    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
-) -> tuple[list[int], list[str]]:
+def _seen_in_forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> tuple[list[int], list[str]]:
     """How many dimensions the model's outputs have, and the modules that expect the batch second and are given it first."""
     dims: list[int] = []
     wrong_way: list[str] = []
@@ -283,34 +286,34 @@ def _seen_in_forward(
             wrong_way.append(f"'{path}' ({type(module).__name__})")
 
     with contextlib.ExitStack() as stack:
-        for path, module in clipper.model.named_modules():
+        for path, module in engine.model.named_modules():
             if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
                 stack.callback(module.register_forward_pre_hook(partial(note_input, path), with_kwargs=True).remove)
-        stack.callback(clipper.model.register_forward_hook(note_output).remove)
-        stack.enter_context(clipper._suspended())
-        stack.enter_context(kept_buffers(clipper.model))
+        stack.callback(engine.model.register_forward_hook(note_output).remove)
+        stack.enter_context(engine.suspended())
+        stack.enter_context(kept_buffers(engine.model))
         with contextlib.suppress(Exception):  # what the model does before it fails is enough
             losses_of(*args, **kwargs)
     return dims, wrong_way
 
 
-def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
+def _check_locality_as_trained(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
     """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may change."""
-    clipper.shards.reshard()
-    watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
+    engine.trainable.shards.reshard()
+    watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(engine.model.named_buffers())
     before = {name: (id(t), t._version) for name, t in watched.items()}
 
     def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        set_global_state(clipper.device, numbers)
+        set_global_state(engine.trainable.device, numbers)
         return losses_of(*args, **kwargs)
 
-    with forked_generators(clipper.device), kept_buffers(clipper.model):
+    with forked_generators(engine.trainable.device), kept_buffers(engine.model):
         torch.manual_seed(0)
-        numbers = global_state(clipper.device)
-        norms_b, _, low_precision = clip(clipper, replayed, args, kwargs)
-        error = _locality_error(clipper, replayed, args, kwargs, batch, norms_b)
-        clipper.shards.reshard()
-        watched = {name: t for name, t in clipper.model.named_parameters() if not t.requires_grad} | dict(clipper.model.named_buffers())
+        numbers = global_state(engine.trainable.device)
+        norms_b, _, low_precision = clip(engine, replayed, args, kwargs)
+        error = _locality_error(engine, replayed, args, kwargs, batch, norms_b)
+        engine.trainable.shards.reshard()
+        watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(engine.model.named_buffers())
         changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
     if changed:
         raise SelfCheckError(
@@ -321,14 +324,12 @@ def _check_locality_as_trained(clipper: PerExampleClipper, losses_of: LossFuncti
     return error
 
 
-def _locality_error(
-    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor
-) -> float:
+def _locality_error(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor) -> float:
     """How much (relative) the other examples' norms move when the last one is replaced, by either of two others."""
     worst = 0.0
     for source in range(min(2, batch - 1)):
         moved_args, moved_kwargs = replace_example(args, kwargs, batch, batch - 1, source)
-        moved_b = clip(clipper, losses_of, moved_args, moved_kwargs)[0]
+        moved_b = clip(engine, losses_of, moved_args, moved_kwargs)[0]
         same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
         change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
         worst = max(worst, float(change[:-1].max()))
@@ -344,9 +345,9 @@ def _require_locality(error: float, tolerance: float) -> None:
         )
 
 
-def _require_equal_replicas(clipper: PerExampleClipper, total: list[torch.Tensor], tolerance: float) -> None:
-    if differing := clipper.parallel.differing(clipper.parameters, total, tolerance):
-        name = next(name for name, p in clipper.model.named_parameters() if p is clipper.parameters[differing[0]])
+def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], tolerance: float) -> None:
+    if differing := engine.trainable.parallel.differing(engine.trainable.parameters, total, tolerance):
+        name = next(name for name, p in engine.model.named_parameters() if p is engine.trainable.parameters[differing[0]])
         raise SelfCheckError(
             f"every process of the tensor-parallel group holds parameter '{name}', but their gradients differ: each sees a part of what it is "
             "used on, and nobody adds them up. Give its module the plan's style 'replicated_with_grad_allreduce', or freeze it."
@@ -354,24 +355,24 @@ def _require_equal_replicas(clipper: PerExampleClipper, total: list[torch.Tensor
 
 
 def _settle_and_run(
-    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
 ) -> None:
     """Settle, and let the parents answer for modules that turn out not to be re-runnable."""
     while True:
-        _settle(clipper, losses_of, args, kwargs, batch, others)
+        _settle(engine, losses_of, args, kwargs, batch, others)
         try:
-            clip(clipper, losses_of, args, kwargs)
+            clip(engine, losses_of, args, kwargs)
             break
         except UnsupportedModuleError as error:
-            clipper.shards.recover()
+            engine.trainable.shards.recover()
             try:
-                give_up(clipper.model, clipper.claims, error.module)
+                give_up(engine.model, engine.owners, error.module)
             except UnclaimedParameterError:
                 raise error from None
 
 
 def _settle(
-    clipper: PerExampleClipper, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
 ) -> None:
     """Let claims settle on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
     taken = {n for x in tree_leaves((args, kwargs)) if has_batch(x, batch) for n in x.shape[1:]}
@@ -379,26 +380,26 @@ def _settle(
     inputs = {sizes[0]: others(sizes[0]), sizes[1]: _ragged(*others(sizes[1]), sizes[1])}
 
     def plain(size: int) -> torch.Tensor:
-        with clipper._suspended():
+        with engine.suspended():
             return losses_of(*inputs[size][0], **inputs[size][1])
 
     def tapped() -> None:
-        clipper._hook()
+        engine.install_hooks()
         try:
             losses_of(*inputs[sizes[0]][0], **inputs[sizes[0]][1])
         except BaseException:
-            clipper.shards.recover()
+            engine.trainable.shards.recover()
             raise
 
     try:
         # positions are not looked for where they come before the examples: flattened rows would not lie example by example
-        positions = positions_of(args, kwargs, batch) if clipper.batch_first else set()
-        settle(clipper.model, clipper.claims, clipper.parameters, plain, tapped, tuple(sizes), positions, clipper.shards)
+        positions = positions_of(args, kwargs, batch) if engine.batch_first else set()
+        settle(engine.model, engine.owners, engine.trainable.parameters, plain, tapped, tuple(sizes), positions, engine.trainable.shards)
     except UnclaimedParameterError as error:
         raise SelfCheckError(str(error)) from None
     finally:
-        clipper._pass = None
-        clipper._hook()
+        engine.forget()
+        engine.install_hooks()
 
 
 def _recycled(args: tuple, kwargs: dict, batch: int, size: int) -> tuple[tuple, dict]:

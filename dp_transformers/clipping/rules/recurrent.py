@@ -23,8 +23,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...randomness import replayed
 from ..errors import UnsupportedModuleError, ways_out
-from ..layer_rule import ModuleCall, layer_rule
+from ..layer_rule import layer_rule
 from ..precision import HALF
+from ..recorded_call import RecordedCall
 from ..terms import Outer, Term, merge, summed
 
 ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
@@ -233,7 +234,7 @@ class _Stack:
         return kernel(x_nd, self.rows.batch_sizes, hx, *options)[0]
 
 
-def _run_below(call: ModuleCall, stack: _Stack) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+def _run_below(call: RecordedCall, stack: _Stack) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Every layer's input and output, and the dropout (as factors) between them."""
     inputs, outputs, dropout = [stack.x_nd], [], []
     below = range(len(stack.layers) - 1)
@@ -248,7 +249,7 @@ def _run_below(call: ModuleCall, stack: _Stack) -> tuple[list[torch.Tensor], lis
     return inputs, [*outputs, stack.output_np], dropout
 
 
-def _differentiate(call: ModuleCall, stack: _Stack, *, needs_input: bool):
+def _differentiate(call: RecordedCall, stack: _Stack, *, needs_input: bool):
     """The terms, the gradient of the input rows (None unless needed), and of the initial states."""
     rows, dtype = stack.rows, stack.d_output_np.dtype
     inputs, outputs, dropout = _run_below(call, stack)
@@ -291,7 +292,7 @@ def _add_terms(terms: dict[nn.Parameter, Term], parameters: Weights, direction: 
         terms[p] = merge([terms[p], term])[0] if p in terms else term  # layers that share a parameter
 
 
-def _require_same(call: ModuleCall, recorded_np: torch.Tensor, recomputed_np: torch.Tensor) -> None:
+def _require_same(call: RecordedCall, recorded_np: torch.Tensor, recomputed_np: torch.Tensor) -> None:
     """Each step, recomputed from the recorded one before, gives what was recorded, up to rounding, wherever that is finite."""
     tolerance = 3e-2 if call.outputs[0].dtype in HALF else 1e-4
     difference_np = recorded_np - recomputed_np
@@ -302,7 +303,7 @@ def _require_same(call: ModuleCall, recorded_np: torch.Tensor, recomputed_np: to
         raise _unsupported(call, "it does not give again the output it gave")
 
 
-def _unsupported(call: ModuleCall, reason: str) -> UnsupportedModuleError:
+def _unsupported(call: RecordedCall, reason: str) -> UnsupportedModuleError:
     where = f"the gradients per example of '{call.path}' ({type(call.module).__name__}) cannot be had from this call"
     return UnsupportedModuleError(f"{where}: {reason}. {ways_out(call.path, call.module)}", call.module)
 
@@ -310,7 +311,7 @@ def _unsupported(call: ModuleCall, reason: str) -> UnsupportedModuleError:
 # ---- the modules ----
 
 
-def _by_role(call: ModuleCall, weights: Sequence[torch.Tensor | None]) -> Weights:
+def _by_role(call: RecordedCall, weights: Sequence[torch.Tensor | None]) -> Weights:
     roles = ROLES if len(weights) > 3 else ("ih", "hh", "projection")  # without biases
     found = {role: p for role, p in zip(roles, weights, strict=False) if p is not None}
     if not all(isinstance(p, nn.Parameter) for p in found.values()):
@@ -318,14 +319,15 @@ def _by_role(call: ModuleCall, weights: Sequence[torch.Tensor | None]) -> Weight
     return found
 
 
-def _give(call: ModuleCall, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+def _give(call: RecordedCall, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
     if tensor in call.input_gradients:
         call.input_gradients[tensor] = gradient.to(tensor.dtype)
 
 
 @layer_rule(nn.RNN, nn.LSTM, nn.GRU, takes_call=True)
-def recurrent(call: ModuleCall) -> dict[nn.Parameter, Term]:
-    module, x, hx = call.module, call.arguments["input"], call.arguments["hx"]
+def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
+    module, arguments = call.module, call.arguments
+    x, hx = arguments["input"], arguments["hx"]
     packed, batch_first = isinstance(x, PackedSequence), module.batch_first
     data = x.data if packed else x
     if not packed and x.dim() != 3:
@@ -335,8 +337,8 @@ def recurrent(call: ModuleCall) -> dict[nn.Parameter, Term]:
     else:
         steps, batch = x.shape[:2][:: -1 if batch_first else 1]
         rows = _Rows(torch.full((steps,), batch))
-    if rows.batch != call.batch:
-        raise _unsupported(call, f"it was called on {rows.batch} sequences in a batch of {call.batch} examples")
+    if rows.batch != call.batch_size:
+        raise _unsupported(call, f"it was called on {rows.batch} sequences in a batch of {call.batch_size} examples")
 
     def as_rows(y: torch.Tensor) -> torch.Tensor:
         return y if packed else (y.transpose(0, 1) if batch_first else y).flatten(0, 1)
@@ -366,11 +368,12 @@ def recurrent(call: ModuleCall) -> dict[nn.Parameter, Term]:
 
 
 @layer_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell, takes_call=True)
-def recurrent_cell(call: ModuleCall) -> dict[nn.Parameter, Term]:
+def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
     """One step of one layer."""
-    module, x, hx = call.module, call.arguments["input"], call.arguments["hx"]
-    if x.dim() != 2 or len(x) != call.batch:
-        raise _unsupported(call, f"its input has the shape {tuple(x.shape)} in a batch of {call.batch} examples")
+    module, arguments = call.module, call.arguments
+    x, hx = arguments["input"], arguments["hx"]
+    if x.dim() != 2 or len(x) != call.batch_size:
+        raise _unsupported(call, f"its input has the shape {tuple(x.shape)} in a batch of {call.batch_size} examples")
     mode = f"RNN_{module.nonlinearity.upper()}" if isinstance(module, nn.RNNCell) else type(module).__name__.removesuffix("Cell")
     weights = _by_role(call, [module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh])
     dtype = torch.promote_types(torch.float32, weights["hh"].dtype)

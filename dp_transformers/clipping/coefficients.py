@@ -1,0 +1,60 @@
+"""From each example's squared norm to what its gradient is multiplied with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+SMALLEST_BOUND = 1e-12
+
+
+class Coefficients(NamedTuple):
+    """(B,) each: gradient norms, what gradients are multiplied with, which of them are not finite (None: all are).
+
+    Gradients may be there divided by ``scale``, as under a loss that is averaged over the batch. ``norms_b`` are those of the gradients
+    themselves, and ``of_sum_b`` is for what is there. ``reduce``: whether sums of sharded parameters are reduced now, or wait.
+    """
+
+    norms_b: torch.Tensor
+    of_sum_b: torch.Tensor
+    invalid_b: torch.Tensor | None
+    scale: float = 1.0
+    reduce: bool = True
+
+
+def coefficients(
+    norm_sq_b: torch.Tensor, *, bound: float, weights_b: torch.Tensor | None = None, scale: float = 1.0, reduce: bool = True
+) -> Coefficients:
+    """``weight · min(1, bound / norm)`` of every example, 0 where the norm is not finite."""
+    norms_b = norm_sq_b.sqrt() if scale == 1 else norm_sq_b.sqrt() * scale
+    coef_b = (bound / norms_b).clamp(max=1.0)
+    coef_b = coef_b if weights_b is None else coef_b * weights_b
+    invalid_b = None
+    if not math.isfinite(norms_b.sum()):
+        invalid_b = ~torch.isfinite(norms_b)
+        coef_b = coef_b.masked_fill(invalid_b, 0.0)
+    return Coefficients(norms_b, coef_b if scale == 1 else coef_b * scale, invalid_b, scale, reduce)
+
+
+def checked_bound(bound: Any) -> float:
+    """Raise ValueError if gradients cannot be clipped to ``bound``."""
+    if not (isinstance(bound, (int, float)) and SMALLEST_BOUND <= bound < float("inf")):
+        raise ValueError(
+            f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's gradient (squares of smaller "
+            f"norms vanish in float32); got {bound!r}."
+        )
+    return float(bound)
+
+
+def checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch.Tensor | None:
+    """Raise ValueError if ``weights`` are not one number in [0, 1] for each loss."""
+    if weights is None:
+        return None
+    weights = torch.as_tensor(weights, dtype=torch.float32, device=losses.device)
+    if weights.shape != losses.shape:
+        raise ValueError(f"weights have shape {tuple(weights.shape)}, losses {tuple(losses.shape)}: give one weight for each example.")
+    if not bool(((weights >= 0) & (weights <= 1)).all()):
+        raise ValueError("weights must lie in [0, 1]: a larger one would let an example contribute more than max_grad_norm.")
+    return weights

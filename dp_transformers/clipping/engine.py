@@ -1,0 +1,322 @@
+"""One forward pass → per-example norms → coefficients → clipped sums. The engine knows no checks: it is what they try out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .claims import Claim, claim_parameters
+from .coefficients import coefficients
+from .errors import UnsupportedModuleError
+from .gradient_sums import GradientSums
+from .hooks import HookedModel, refuse_attached
+from .layout import batch_size_of, positions_of
+from .loss_graph import LossGraph
+from .model_state import ModelState
+from .modes import Mode
+from .precision import without_autocast
+from .recorded_call import BackwardPass, ForwardPass, RecordedCall
+from .tap import tapped
+from .trainable import TrainableParameters
+
+
+class Follower(Protocol):
+    """Who follows a clipper from batch to batch (:meth:`.clipper.PerExampleClipper.follow`)."""
+
+    def before_forward(self, args: tuple, kwargs: dict) -> bool:
+        """The model is called with these, by somebody who will go backward. Whether the self-check ran. May raise."""
+
+    def current_batch(self) -> object:
+        """What stands for the batch that is worked on; forward passes on several are not clipped as one."""
+
+    def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
+        """The weights of a batch that goes backward (None: ones), and whether sums of sharded parameters are reduced now or with a later
+        batch. ``grad`` must hold what the clipped sum is to be added to. May raise."""
+
+    def after_sum(self) -> None:
+        """The clipped sum has been added to ``grad``."""
+
+
+class ClippingEngine:
+    """Clips and sums the per-example gradients of ``model``, while it is attached.
+
+    Args:
+        model: It is hooked, not wrapped.
+        mode: How norms are measured and sums formed.
+        batch_first: False where inputs and outputs of two and more dimensions have the batch in the second.
+        before_forward: ``f(args, kwargs)``, before every forward pass that is recorded; may raise, check the model or attach it anew.
+
+    Attributes:
+        trainable, owners, state, sums: What :meth:`attach` found out.
+        forward: The forward pass that a backward pass would use.
+        follower: Weighs the examples of every sum, and is told of it.
+        on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where :meth:`backward` goes back.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: Mode,
+        *,
+        batch_first: bool = True,
+        before_forward: Callable[[tuple, dict], None] = lambda args, kwargs: None,
+    ):
+        self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
+        self.trainable: TrainableParameters | None = None
+        self.owners: list[Claim] = []
+        self.forward: ForwardPass | None = None
+        self.follower: Follower | None = None
+        self.on_user_backward: Callable[[ForwardPass], None] | None = None
+        self._hooks = HookedModel(model, self._begin_forward, self._record, self._refuse_native_gradient)
+        self._on_trial = False
+        self._fills_gradients = False  # autograd may, for the second of two passes
+
+    # ---- attaching ----
+
+    @property
+    def is_attached(self) -> bool:
+        return self._hooks.are_installed
+
+    def attach(self) -> bool:
+        """Hook the model. Whether it is another one than was attached before, of which everything had to be found out."""
+        refuse_attached(self.model)
+        is_known = self.trainable is not None and self.trainable.are_of_the_same_model()
+        if not is_known:
+            trainable = TrainableParameters(self.model)
+            self.mode.refuse(trainable)
+            self.trainable, self.sums = trainable, GradientSums(trainable)
+            self.owners = claim_parameters(self.model)
+        self.state = ModelState(self.model, watch_parameters=not self.trainable.shards)
+        self.install_hooks()
+        return not is_known
+
+    def install_hooks(self) -> None:
+        """Hook the model anew, after owners changed.
+
+        Raises:
+            ValueError: a module owns parameters that are split over ranks in a way that its rule, or the fallback, cannot deal with.
+        """
+        shards, parallel = self.trainable.shards, self.trainable.parallel
+        for owner in self.owners:
+            parallel.refuse(owner, is_rerun=owner.may_be_rerun or owner.rule.tapped_inside)
+            if owner.is_rerun:
+                shards.refuse_rerun(owner.path, owner.module)
+        hides = self.on_user_backward is not None
+        self._hooks.install(self.owners, self.trainable.parameters, gathers=bool(shards), hides=hides)
+
+    def detach(self) -> None:
+        """Remove the hooks and everything that was kept."""
+        self._hooks.remove()
+        self.forget()
+        self.sums.clear()
+        self._drop_instances()
+
+    def _drop_instances(self) -> None:
+        for p in self.trainable.parameters:
+            if hasattr(p, "grad_sample"):
+                del p.grad_sample
+
+    def suspended(self) -> contextlib.AbstractContextManager:
+        """Inside, the model runs as if it were not attached."""
+        return self._hooks.suspended()
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Inside, the engine may be tried out: nobody is asked or told, and gradients, training mode and forward pass are put back at the end."""
+        trainable = self.trainable
+        trainable.shards.reshard()
+        grads = [(p.grad, p.grad_dtype) for p in trainable.parameters]
+        training = {m: m.training for m in self.model.modules()}
+        on_trial, self._on_trial = self._on_trial, True
+        try:
+            with torch.enable_grad(), self.state.during_check():
+                yield
+        finally:
+            self._on_trial = on_trial
+            self.forget()
+            trainable.shards.reshard()
+            for m, mode in training.items():
+                m.training = mode
+            for p, (grad, dtype) in zip(trainable.parameters, grads, strict=True):
+                p.grad = None
+                if p.grad_dtype != dtype:
+                    p.grad_dtype = dtype
+                p.grad = grad
+            self._drop_instances()
+
+    # ---- forward ----
+
+    def forget(self) -> None:
+        """Let go of the forward pass: it is used up, or its losses are thrown away."""
+        self._replace_forward(None)
+
+    def _replace_forward(self, forward: ForwardPass | None) -> None:
+        if self.forward is not None:
+            self.forward.is_current = False
+        self.forward, self._hooks.in_backward = forward, False
+
+    def _begin_forward(self, args: tuple, kwargs: dict) -> bool:
+        """The model is called with a graph; False if activation checkpointing calls it inside backward."""
+        if self._hooks.in_backward:
+            if torch._C._current_graph_task_id() != -1:
+                return False
+            self.forget()  # that backward raised before its end
+        self._hooks.reset()
+        self.trainable.shards.reshard()
+        follower = None if self._on_trial else self.follower
+        if not self._on_trial:
+            self._before_forward(args, kwargs)
+        self.state.before_forward()
+        batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
+        batch = None if follower is None else follower.current_batch()
+        if self.forward is None or self.forward.batch_size != batch_size or self.forward.batch is not batch:
+            unused = self.forward
+            self._replace_forward(self._new_forward(batch_size, batch))
+            if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
+                self.forward.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
+        if self.batch_first:
+            self.forward.positions |= positions_of(args, kwargs, batch_size)
+        return True
+
+    def _new_forward(self, batch_size: int, batch: object) -> ForwardPass:
+        probe = torch.zeros(batch_size, device=self.trainable.device, dtype=torch.float32, requires_grad=True)
+        suspended, on_backward = self._hooks.suspended, self.on_user_backward
+        return ForwardPass(batch_size, probe, self.trainable, suspended=suspended, batch=batch, on_backward=on_backward)
+
+    def _record(self, owner: Claim, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
+        forward = self.forward
+        if forward.backward is not None:  # activation checkpointing recomputes a call that was counted
+            if forward.followed and forward.reentrant:
+                raise ValueError(
+                    f"'{owner.path}' runs under reentrant activation checkpointing, which loss.backward() cannot be followed through: use "
+                    "use_reentrant=False."
+                )
+            forward.recomputes = True
+        else:
+            for p in owner.names:
+                forward.uses[p] += 1
+        if not torch.is_grad_enabled():
+            forward.reentrant = True
+            return None
+        call = RecordedCall(owner, forward, args, kwargs, output, first_node)
+        owner.random_state = None  # of no use any more, and nobody shall find it in a saved model
+        return tapped(call)
+
+    # ---- backward ----
+
+    def go_back(self, forward: ForwardPass, backward: BackwardPass) -> None:
+        """A backward pass over ``forward`` begins."""
+        forward.go_back(backward)
+        self._hooks.in_backward = True
+
+    def require_forward(self, losses: torch.Tensor) -> ForwardPass:
+        """The forward pass that ``losses`` must come from. Raises ValueError if they cannot."""
+        if not isinstance(losses, torch.Tensor) or losses.dim() != 1:
+            shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(
+                f"losses must be a tensor of shape (B,), one loss for each example, not {shape}: compute them with "
+                "reduction='none' and average inside each example only."
+            )
+        if not self.is_attached or self.forward is None:
+            raise ValueError(
+                "no forward pass to go back over: call attach() first, then the model, then backward(losses), once each. Losses of one batch are "
+                "added up before backward(), not after."
+            )
+        if not losses.requires_grad:
+            raise ValueError("losses have no graph: the forward pass ran under no_grad(), or they were detached.")
+        if len(losses) != self.forward.batch_size:
+            raise ValueError(
+                f"{len(losses)} losses for a batch of {self.forward.batch_size} examples: give one loss for each example. Losses of positions, (B, T), are "
+                "averaged or summed within each example first; do not flatten them to (B·T,)."
+            )
+        return self.forward
+
+    def backward(self, losses: torch.Tensor, *, bound: float, weights_b: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that."""
+        forward = self.require_forward(losses)
+        self._refuse_foreign_hooks()
+        forward.on_backward, forward.followed = None, False
+        try:
+            weights_b, reduce = self.begin_sum(forward, weights_b)
+            self._fills_gradients = True
+            with without_autocast(losses.device):
+                graph = LossGraph(losses, forward)
+                clip = partial(coefficients, bound=bound, weights_b=weights_b, reduce=reduce)
+                self.go_back(forward, self.mode.begin(forward, clip, self.sums, graph))
+                gradients = [(p.grad, None if p.grad is None else p.grad._version) for p in self.trainable.parameters]
+                graph.go_back(retain_graph=not self.mode.one_pass)
+                self._refuse_escapes(graph, gradients)
+                norms_b = forward.backward.finish()
+        finally:
+            self._fills_gradients = False
+            self.forget()  # used up, whatever happened
+        self.end_sum()
+        return norms_b
+
+    def begin_sum(self, forward: ForwardPass, weights_b: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+        """The examples' weights, None where all are one, and whether sums are reduced now."""
+        given, reduce = (None, True) if self.follower is None or self._on_trial else self.follower.before_sum(forward.batch_size)
+        if given is None or weights_b is None:
+            return weights_b if given is None else given.to(forward.probe), reduce
+        return weights_b * given.to(weights_b), reduce
+
+    def end_sum(self) -> None:
+        try:
+            self.state.require_unchanged()
+        except ValueError:
+            self.trainable.drop_gradients()
+            raise
+        if self.follower is not None and not self._on_trial:
+            self.follower.after_sum()
+
+    # ---- gradients that no tap saw ----
+
+    def _refuse_foreign_hooks(self) -> None:
+        hooked = [
+            p for p in self.trainable.parameters if (p._backward_hooks or p._post_accumulate_grad_hooks) and self._has_foreign_hook(p)
+        ]
+        if hooked:
+            raise ValueError(
+                f"trainable parameter '{self.trainable.name_of(hooked[0])}' has a gradient hook, which could change or use gradients that are not private "
+                "yet. Remove it: call remove() of the handle that register_hook returned."
+            )
+
+    def _has_foreign_hook(self, p: nn.Parameter) -> bool:
+        own = 1 + self.trainable.parallel.native_hooks(p)
+        return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > own
+
+    def _refuse_escapes(self, graph: LossGraph, gradients: list[tuple[torch.Tensor | None, int | None]]) -> None:
+        for p, (grad, version) in zip(self.trainable.parameters, gradients, strict=True):
+            if p.grad is not grad or (grad is not None and grad._version != version):  # some Function's own backward wrote to it
+                p.grad = None
+                self._refuse_escape(p)
+        if (parameter := graph.find_escape()) is not None:
+            self._refuse_escape(parameter)
+
+    def _refuse_native_gradient(self, parameter: nn.Parameter) -> None:
+        """Autograd filled a gradient by itself, which is not clipped."""
+        if self._fills_gradients:
+            return
+        parameter.grad = None
+        if self.on_user_backward is None:
+            raise ValueError(
+                "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients that are not clipped. Call "
+                "clipper.backward(losses) with losses of shape (B,) (reduction='none'), or use the criterion that make_private returned; for a loss that is not the private one (a generator's, "
+                "an adversarial input's) call clipper.detach() before and clipper.attach() after it, or use a deepcopy of the model."
+            )
+        self._refuse_escape(parameter)
+
+    def _refuse_escape(self, parameter: nn.Parameter) -> None:
+        innermost = max((owner for owner in self.owners if parameter in owner.names), key=lambda owner: len(owner.path))
+        raise UnsupportedModuleError(  # which the self-check has answered by a parent, where there is one that sees it
+            f"parameter '{self.trainable.name_of(parameter)}' got a gradient that did not come through its module's call, so it cannot be clipped. Either "
+            "the loss uses the parameter directly (a weight penalty: use the optimizer's weight_decay), or forward ran outside the model that is clipped, or "
+            "forward read the weight or an inner activation without calling the module. Call the module for it, or freeze the parameter "
+            "(requires_grad_(False)).",
+            innermost.module,
+        )

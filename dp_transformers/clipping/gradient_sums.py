@@ -1,0 +1,49 @@
+"""``p.grad += sum of clipped gradients``: in float32, reduce-scattered where parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from .parallel.dtensor import like
+from .precision import set_gradient, sum_dtype
+from .trainable import TrainableParameters
+
+
+class GradientSums:
+    """Adds clipped sums to the ``grad`` of the trainable parameters.
+
+    Under FSDP2 sums may wait here, whole and for several physical batches, until one of them is reduced.
+    """
+
+    def __init__(self, trainable: TrainableParameters):
+        self._trainable = trainable
+        self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
+
+    def order(self, summed: Iterable[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """The order in which the sums of these parameters must be formed.
+
+        Under FSDP2 every rank takes part in every sum, in one order, whatever its examples used.
+        """
+        return self._trainable.parameters if self._trainable.shards else list(summed)[::-1]
+
+    def add(self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], *, reduce: bool = True) -> None:
+        """Add what ``parts`` come to; they are taken one after the other, and freed."""
+        shards, parallel = self._trainable.shards, self._trainable.parallel
+        total = self._unreduced.pop(parameter, None)
+        for part in parts:
+            part = part.to(sum_dtype(parameter)).view(parallel.shape(parameter))
+            total = part.contiguous() if total is None else total.add_(part)
+        if shards and not reduce:
+            if total is not None:
+                self._unreduced[parameter] = total
+            return
+        if total is None:
+            total = torch.zeros(parallel.shape(parameter), dtype=sum_dtype(parameter), device=self._trainable.device)
+        total = shards.summed(parameter, total) if shards else like(total, parameter)
+        set_gradient(parameter, total if parameter.grad is None else parameter.grad.add_(total))
+
+    def clear(self) -> None:
+        self._unreduced.clear()

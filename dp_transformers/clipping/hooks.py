@@ -1,0 +1,201 @@
+"""The hooks of one model: they tell when it is called, and pass on every call of a module that owns parameters. They know no gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..randomness import random_state
+from .claims import Claim
+from .layer_rule import ForwardContext, Tap, forward_context_for
+
+
+class HookedModel:
+    """A model with hooks, while it is attached.
+
+    Args:
+        on_forward: ``f(args, kwargs)``, before the model runs with a graph. Whether calls shall be passed on.
+        on_call: ``f(owner, args, kwargs, output, first_node)``, after each of them: the output to go on with, None for the same.
+        on_gradient: ``f(parameter)``, when autograd has filled a gradient by itself.
+
+    Attributes:
+        in_backward: Set while calls are passed on that run inside backward, where activation checkpointing recomputes them.
+    """
+
+    _is_copy = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_forward: Callable[[tuple, dict], bool],
+        on_call: Callable[[Claim, tuple, dict, Any, int], Any],
+        on_gradient: Callable[[nn.Parameter], None],
+    ):
+        self.model, self._on_forward, self._on_call, self._on_gradient = model, on_forward, on_call, on_gradient
+        self.in_backward = False
+        self._owners: Iterable[Claim] = ()
+        self._hides = False
+        self._handles: list[Any] = []
+        self._in_forward = False
+        self._suspended = False
+        self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
+        self._hidden: set[nn.Parameter] = set()  # ask for no gradient while the module that uses them runs
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes with them."""
+        inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
+        return inert | {"_owners": (), "_hidden": set(), "_opened": []}
+
+    @property
+    def are_installed(self) -> bool:
+        return bool(self._handles)
+
+    def install(self, owners: Iterable[Claim], parameters: Iterable[nn.Parameter], *, gathers: bool, hides: bool) -> None:
+        """Hook the model anew.
+
+        Args:
+            gathers: The model has hooks of its own that gather parameters, and must not be run inside those.
+            hides: Parameters ask for no gradient while the module that owns them runs, so that autograd computes none.
+        """
+        self._remove_handles()
+        self._owners, self._hides = owners, hides
+        handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=gathers)]
+        for owner in owners:
+            handles.append(owner.module.register_forward_pre_hook(partial(self._before_call, owner), prepend=True))
+            if owner.rule.tapped_inside:
+                continue
+            # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
+            handles.append(owner.module.register_forward_hook(partial(self._after_call, owner), with_kwargs=True, prepend=True))
+            if owner.may_be_rerun:
+                handles.append(owner.module.register_forward_pre_hook(partial(self._keep_random_state, owner)))
+        handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
+        if hides:
+            handles += [owner.module.register_forward_pre_hook(partial(self._hide, owner)) for owner in owners]
+        taps = {owner.module: partial(self._after_call, owner) for owner in owners if owner.rule.tapped_inside}
+        for module in self.model.modules():
+            context = forward_context_for(module)
+            if context and any(p.requires_grad for p in module.parameters()):
+                handles.append(module.register_forward_pre_hook(partial(self._open, context, taps.get(module))))
+                handles.append(module.register_forward_hook(self._close, always_call=True, prepend=True))
+        handles.append(self.model.register_forward_hook(self._after_model, always_call=True))
+        self._handles = handles
+
+    def remove(self) -> None:
+        self._remove_handles()
+        self.reset()
+
+    def _remove_handles(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def reset(self) -> None:
+        """Undo what an interrupt may have left inside a module."""
+        self._show(self._hidden)
+        while self._opened:
+            self._opened.pop()[1].__exit__(None, None, None)
+
+    @property
+    def are_suspended(self) -> bool:
+        return self._suspended
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the model runs as if it had no hooks."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    # ---- the model ----
+
+    def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not torch.is_grad_enabled() or self._suspended:
+            return
+        handles = self._handles
+        if not self._on_forward(args, kwargs):
+            return
+        self._in_forward = True
+        if self._handles is not handles:  # hooks that the model itself was given now come too late for the call that is going on
+            for owner in [owner for owner in self._owners if owner.module is module]:
+                self._before_call(owner, module, args)
+                if owner.may_be_rerun:
+                    self._keep_random_state(owner, module, args)
+                if self._hides:
+                    self._hide(owner, module, args)
+
+    def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._in_forward = False
+        self._show(self._hidden)
+        for owner in self._owners:
+            owner.started.clear()  # of calls that raised
+
+    # ---- modules that own parameters ----
+
+    def _before_call(self, owner: Claim, module: nn.Module, args: tuple) -> None:
+        owner.started.append(torch.autograd._get_sequence_nr())
+
+    def _keep_random_state(self, owner: Claim, module: nn.Module, args: tuple) -> None:
+        if not self._suspended:
+            owner.random_state = random_state(next(iter(owner.names)).device)
+
+    def _after_call(self, owner: Claim, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        first_node = owner.started.pop()
+        if self._hidden:
+            self._show(owner.names)
+        if self._suspended:
+            return None
+        if self._in_forward or self.in_backward:
+            return self._on_call(owner, args, kwargs, output, first_node)
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"'{owner.path}' was called outside the forward of the model that is being clipped, so a gradient through it would not "
+                "be clipped. Call the model itself, or use torch.no_grad(), or detach() the clipper first."
+            )
+        return None
+
+    def _open(self, context: ForwardContext, tap: Tap | None, module: nn.Module, args: tuple) -> None:
+        opened = context(module, tap)
+        opened.__enter__()
+        self._opened.append((module, opened))
+
+    def _close(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._opened and self._opened[-1][0] is module:
+            self._opened.pop()[1].__exit__(None, None, None)
+
+    # ---- parameters ----
+
+    def _hide(self, owner: Claim, module: nn.Module, args: tuple) -> None:
+        if self._suspended or not torch.is_grad_enabled() or not (self._in_forward or self.in_backward):
+            return
+        for p in owner.names:
+            p.requires_grad_(False)
+            self._hidden.add(p)
+
+    def _show(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in list(parameters) if self._hidden else ():
+            p.requires_grad_(True)
+            self._hidden.discard(p)
+
+    def _after_gradient(self, parameter: nn.Parameter) -> None:
+        if not self._suspended:
+            self._on_gradient(parameter)
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise ValueError if a clipper, that of an engine or a trainer included, is attached to ``model`` or a part of it."""
+    for path, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, HookedModel) and not owner._is_copy:
+                where = f"'{path}' of the model" if path else "this model"
+                raise ValueError(
+                    f"another PerExampleClipper is attached to {where}, of an earlier make_private or made by hand: call detach() of that engine "
+                    "or clipper first, or go on with it."
+                )

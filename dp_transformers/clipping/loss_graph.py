@@ -1,0 +1,69 @@
+"""The backward passes that clipping runs over per-example losses."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .graph import parameter_past_taps
+from .precision import set_gradient, sum_dtype
+from .recorded_call import ForwardPass
+from .tap import Tap
+
+
+class LossGraph:
+    """Losses (B,) with the graph that leads back to the calls of ``forward``."""
+
+    def __init__(self, losses: torch.Tensor, forward: ForwardPass):
+        self.losses, self.forward, self.device = losses, forward, losses.device
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What something was computed in, as far as that was seen."""
+        return self.losses.dtype, self.forward.low_precision, self.forward.trainable.low_precision
+
+    def go_back(self, *, retain_graph: bool) -> None:
+        """Reach all taps, by a backward pass that computes no weight gradient."""
+        forward, trainable = self.forward, self.forward.trainable
+        if forward.reentrant and (trainable.shards or trainable.parallel):
+            raise ValueError("reentrant activation checkpointing does not go with split parameters here: use use_reentrant=False.")
+        if forward.reentrant:
+            reached = self._gradient_of_probe(retain_graph=retain_graph)
+        else:
+            probes = [forward.probe, *forward.earlier_probes]
+            ones = torch.ones_like(self.losses)
+            reached = torch.autograd.grad(self.losses, probes, ones, retain_graph=retain_graph, allow_unused=True)[0]
+        if reached is None:
+            raise ValueError(
+                "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "
+                "or through a submodule instead of the model given to PerExampleClipper."
+            )
+
+    def _gradient_of_probe(self, *, retain_graph: bool) -> torch.Tensor | None:
+        """What autograd.grad would give, where reentrant checkpointing allows only a backward that fills every ``grad``."""
+        parameters, probe = self.forward.trainable.parameters, self.forward.probe
+        before = [p.grad for p in parameters]
+        try:
+            for p in parameters:
+                p.grad = None
+            self.losses.sum().backward(retain_graph=retain_graph)
+            reached, probe.grad = probe.grad, None
+            return reached
+        finally:
+            for p, grad in zip(parameters, before, strict=True):
+                set_gradient(p, grad)  # what backward left there is not clipped
+
+    def find_escape(self) -> nn.Parameter | None:
+        """A trainable parameter that reaches the losses past the taps, if there is one."""
+        return parameter_past_taps(self.losses, Tap._backward_cls, self.forward.trainable.parameter_of)
+
+    def fill_gradients(self, coef_b: torch.Tensor) -> None:
+        """Let autograd add the gradient of ``coef_b · losses`` to every ``grad``, summed over ranks."""
+        trainable = self.forward.trainable
+        shards, parameters = trainable.shards, trainable.parameters
+        for p in parameters:
+            if p.grad is None and not shards:
+                p.grad_dtype = sum_dtype(p)
+        only = None if self.forward.reentrant else [whole for p in parameters for whole in shards.wholes(p)]
+        with shards.native_sum(), trainable.parallel.native_sum(parameters):
+            torch.autograd.backward(self.losses, coef_b.to(self.losses.dtype), inputs=only)

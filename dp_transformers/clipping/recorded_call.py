@@ -1,0 +1,229 @@
+"""What a forward pass leaves for the backward passes over it: one record of the pass, and one of each call of a module that owns parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..randomness import random_state, same_state
+from .claims import Claim
+from .errors import UnsupportedModuleError, ways_out
+from .layout import BATCH_FIRST, Layout
+from .parallel.dtensor import local
+from .precision import HALF
+from .terms import Term
+from .trainable import TrainableParameters
+
+
+class BackwardPass(Protocol):
+    """One backward pass over the losses, as the taps that it reaches see it (:mod:`.modes`)."""
+
+    def meet(self, owner: Claim, saved: Sequence[torch.Tensor]) -> bool:
+        """A call of ``owner`` was reached, of which ``saved`` was kept. Whether its terms are wanted."""
+
+    def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the norm of each one's term is enough."""
+
+    def add(self, parameter: nn.Parameter, term: Term) -> None:
+        """Take the term of one use of ``parameter``."""
+
+    def finish(self) -> torch.Tensor:
+        """All taps were reached: form the clipped sums; (B,) the gradient norms."""
+
+
+class ForwardPass:
+    """One forward pass of the model.
+
+    Args:
+        batch_size: B.
+        probe: (B,) zeros, to which all taps lead.
+        trainable: The parameters.
+        suspended: Inside, the model runs without taps.
+        batch: A token of the physical batch; passes with different tokens are never clipped together.
+        on_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where the clipper goes back itself.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        probe: torch.Tensor,
+        trainable: TrainableParameters,
+        *,
+        suspended: Callable[[], AbstractContextManager] = nullcontext,
+        batch: object = None,
+        on_backward: Callable[[ForwardPass], None] | None = None,
+    ):
+        self.batch_size, self.probe, self.trainable = batch_size, probe, trainable
+        self.suspended, self.batch, self.on_backward = suspended, batch, on_backward
+        self.followed = on_backward is not None  # by a loss.backward() of the user
+        self.is_current = True  # until another pass takes its place, or a backward pass has used it
+        self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
+        self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
+        self.positions: set[int] = set()  # how many an example may have
+        self.low_precision = torch.float32
+        self.reentrant = False  # some module ran without a graph, to be re-run inside backward
+        self.recomputes = False  # activation checkpointing runs modules again inside backward
+        self.backward: BackwardPass | None = None  # the one that goes on
+
+    def go_back(self, backward: BackwardPass) -> None:
+        """Let ``backward`` see what taps are reached from now on."""
+        self.backward, self._is_reached = backward, False
+
+    def begin_backward(self) -> None:
+        """A tap was reached; the first one may tell that the user went back."""
+        if self.on_backward is not None and self.is_current:
+            begin, self.on_backward = self.on_backward, None
+            begin(self)
+
+    def probe_gradient(self) -> torch.Tensor | None:
+        """A gradient for the probe, once in a backward pass."""
+        if self._is_reached:
+            return None
+        self._is_reached = True
+        return self.probe.detach()
+
+
+class RecordedCall:
+    """One call of a module in one forward pass, every tensor as the module was given it.
+
+    In backward, between :meth:`reach` and :meth:`release`, it has ``inputs`` and ``outputs``, the tensors it was given and the
+    floating-point ones that it returned, all detached, in order; ``backprops``, the gradients of the summed losses with respect to the
+    outputs; and ``input_gradients`` with a key for each tensor among the inputs that needs a gradient: a rule that can have them cheaply
+    sets them all, and the backward of the module itself does not run where norms are measured. ``random_state`` is that of torch's
+    generators at the start of the call where the call used them, else None.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    backprops: Sequence[torch.Tensor]
+    input_gradients: dict[torch.Tensor, torch.Tensor | None]
+
+    def __init__(self, owner: Claim, forward: ForwardPass, args: tuple, kwargs: dict, output: Any, first_node: int):
+        self.owner, self.forward, self.parameters = owner, forward, owner.names
+        self.module, self.batch_size = owner.module, forward.batch_size
+        self.first_node = first_node  # autograd's sequence number when it began
+        leaves, self._input_spec = _flatten((args, kwargs))
+        self._is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        self._constants = [None if is_tensor else x for x, is_tensor in zip(leaves, self._is_tensor, strict=True)]
+        self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+        self.output_leaves, self._output_spec = _flatten(output)
+        self.outputs = [x for x in self.output_leaves if is_differentiable(x)]
+        if not self.outputs:
+            raise ValueError(
+                f"{owner} returns no tensor that a gradient could come from, but {type(output).__name__}. "
+                + ways_out(owner.path, owner.module)
+            )
+        parallel = forward.trainable.parallel
+        self.sums_positions = bool(parallel) and parallel.sums_positions(owner, self.inputs, self.outputs)
+        if parallel:
+            self.inputs, self.outputs = [local(x) for x in self.inputs], [local(x) for x in self.outputs]
+        layouts = owner.layouts_of(self.inputs, self.outputs)
+        self.input_layouts, self.output_layouts = layouts[: len(self.inputs)], layouts[len(self.inputs) :]
+        if not owner.rule.takes_call:
+            self.outputs = [self._with_batch(x, layout) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
+        self.random_state = None
+        if owner.may_be_rerun:
+            device = self.outputs[0].device
+            self.autocast = (device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
+            if not same_state(owner.random_state, random_state(device)):
+                self.random_state = owner.random_state
+
+    @property
+    def path(self) -> str:
+        """Where the model has the module."""
+        return self.owner.path
+
+    def _with_batch(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
+        batch = self.batch_size
+        if layout.holds_examples(x, batch) and (not layout.flat or self._holds_all_positions(x)):
+            return x
+        if x.dim() and len(x) == 1 and layout == BATCH_FIRST:
+            return x.expand(batch, *x.shape[1:])
+        raise UnsupportedModuleError(  # which the self-check has answered by a parent
+            f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
+            "gradients per example cannot be told apart. " + ways_out(self.path, self.module),
+            self.module,
+        )
+
+    def _holds_all_positions(self, x: torch.Tensor) -> bool:
+        positions, rest = divmod(len(x), self.batch_size)
+        return rest == 0 and (positions == 1 or positions in self.forward.positions)
+
+    # ---- in backward ----
+
+    def reach(
+        self,
+        saved: Sequence[torch.Tensor],
+        backprops: Sequence[torch.Tensor],
+        input_gradients: dict[torch.Tensor, torch.Tensor | None],
+    ) -> None:
+        number = len(self.input_layouts)
+        self.inputs, self.outputs, self.backprops, self.input_gradients = saved[:number], saved[number:], backprops, input_gradients
+
+    def release(self) -> None:
+        """Let go of the tensors; autograd holds what is needed, and frees it."""
+        self.inputs = self.outputs = self.backprops = ()
+        self.input_gradients = {}
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """By the names of the parameters of the module's ``forward``."""
+        args, kwargs = self.rebuilt(self.inputs)
+        arguments = inspect.signature(self.module.forward).bind(*args, **kwargs)
+        arguments.apply_defaults()
+        return arguments.arguments
+
+    def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
+        """The arguments of the call with these tensors in the place of its own."""
+        given = iter(tensors)
+        leaves = [next(given) if is_tensor else x for x, is_tensor in zip(self._constants, self._is_tensor, strict=True)]
+        return (tuple(leaves), {}) if self._input_spec is None else tree_unflatten(leaves, self._input_spec)
+
+    def rebuilt_output(self, leaves: list[Any]) -> Any:
+        return leaves[0] if self._output_spec is None else tree_unflatten(leaves, self._output_spec)
+
+    def inputs_by_example(self) -> list[torch.Tensor]:
+        """(B, ...), flat ones (B, positions, ...); as they are where they are the same for all examples."""
+        return [layout.batch_first(x, self.batch_size) for x, layout in zip(self.inputs, self.input_layouts, strict=True)]
+
+    def outputs_by_example(self) -> list[torch.Tensor]:
+        return [layout.batch_first(x, self.batch_size) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
+
+    def backprops_by_example(self) -> list[torch.Tensor]:
+        return [layout.batch_first(g, self.batch_size) for g, layout in zip(self.backprops, self.output_layouts, strict=True)]
+
+    def input_has_examples(self) -> list[bool]:
+        """Which inputs have something of their own for each example."""
+        return [layout.holds_examples(x, self.batch_size) for x, layout in zip(self.inputs, self.input_layouts, strict=True)]
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it ran, or may have run, in less than float32."""
+        return self.autocast[2] or any(x.dtype in HALF for x in (*self.inputs, *self.outputs))
+
+
+def is_differentiable(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def differentiable_leaves(output: Any) -> list[torch.Tensor]:
+    return [x for x in _flatten(output)[0] if is_differentiable(x)]
+
+
+def _flatten(structure: Any) -> tuple[list[Any], Any]:
+    """Leaves and spec of an output, or of (args, kwargs); None is the spec of the usual cases, a tensor and one positional tensor."""
+    if isinstance(structure, torch.Tensor):
+        return [structure], None
+    if isinstance(structure, tuple) and len(structure) == 2 and structure[1] == {}:
+        args = structure[0]
+        if isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], torch.Tensor):
+            return [args[0]], None
+    return tree_flatten(structure)

@@ -1,0 +1,147 @@
+"""The tap: an identity behind every module that owns parameters, whose backward turns the module's call into terms.
+
+All taps lead to the *probe*, a zero vector of shape (B,), so ``torch.autograd.grad(losses.sum(), probe)`` reaches all of them, and native
+layers are never asked for a weight gradient. Nothing is wrapped or re-classed, native kernels stay, no activation is saved twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import UnsupportedModuleError, ways_out
+from .fallback import per_example_gradients
+from .parallel.dtensor import like
+from .precision import HALF, exact_arithmetic
+from .recorded_call import RecordedCall, is_differentiable
+from .terms import Dense, Norm, Term
+
+_NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}  # nodes of autograd that save what they are given, at most
+
+
+class Tap(torch.autograd.Function):
+    """Identity on a module's outputs; its backward gives ``call`` their gradients. A gradient of the probe says that one was reached."""
+
+    @staticmethod
+    def forward(ctx, call: RecordedCall, in_place: bool, probe: torch.Tensor, num_outputs: int, *tensors: torch.Tensor):
+        outputs, saved = tensors[:num_outputs], tensors[num_outputs:]
+        ctx.call = call
+        ctx.save_for_backward(*saved)
+        if in_place:
+            outputs = tuple(x.data for x in outputs)  # same memory, but not a view to autograd, which refuses in-place writes to those
+        elif call.owner.is_rerun:
+            outputs = tuple(x.clone() for x in outputs)  # the module may need its output, and so does the fallback
+        return outputs if num_outputs > 1 else outputs[0]
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "backward with create_graph=True (a gradient penalty, second derivatives) uses weights in a way that no rule sees, so per-example "
+                "gradients would not be clipped: compute losses without gradients inside them."
+            )
+        call, forward = ctx.call, ctx.call.forward
+        forward.begin_backward()  # before activation checkpointing recomputes what was saved
+        grads = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
+        saved, needed = [x.detach() for x in _recorded(ctx)], ctx.needs_input_grad[4 + len(grads) :]
+        if not forward.is_current:
+            raise ValueError(
+                f"the losses also depend on an earlier forward pass (of {forward.batch_size} examples), or backward ran over it before, so "
+                "their gradients would not be clipped together. Compute losses from forward passes of one batch size, and call backward once."
+            )
+        input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
+        reached = None
+        if forward.backward is not None and forward.backward.meet(call.owner, saved):
+            reached = forward.probe_gradient()
+            call.reach(saved, grads, input_gradients)
+            try:
+                with exact_arithmetic(forward.probe.device):
+                    for parameter, term in _terms(call).items():
+                        forward.backward.add(parameter, term)
+            finally:
+                call.release()
+        if any(g is None for g in input_gradients.values()):
+            input_gradients = {}
+        elif input_gradients:  # the rule went back through the module, so autograd need not
+            grads = [None] * len(grads)
+        return None, None, reached, None, *grads, *map(input_gradients.get, saved)
+
+
+def tapped(call: RecordedCall) -> Any:
+    """The output of the call, behind the tap."""
+    owner, forward, outputs = call.owner, call.forward, call.outputs
+    # a rule that takes the call may give the gradients of the inputs, so there the tap hangs on them too
+    saved = list(call.inputs) if owner.rule.takes_call else [x.detach() for x in call.inputs]
+    if owner.may_be_rerun:
+        saved += [x.detach() for x in outputs]  # to compare what is recomputed with, or to compute from
+    if any(x.dtype in HALF for x in outputs):
+        forward.low_precision = next(x.dtype for x in outputs if x.dtype in HALF)
+    in_place = not owner.rule.backward_reads_output or _ends_in_arithmetic(call)
+    tensors = Tap.apply(call, in_place, forward.probe, len(outputs), *outputs, *saved)
+    given = iter(tensors if isinstance(tensors, tuple) else (tensors,))
+    leaves = [like(next(given), x) if is_differentiable(x) else x for x in call.output_leaves]
+    call.release()
+    del call.output_leaves
+    return call.rebuilt_output(leaves)
+
+
+def _ends_in_arithmetic(call: RecordedCall) -> bool:
+    """Whether a module with a rule of the user's, which does not run it again, needs its only output no more than torch's layers do."""
+    return not call.owner.may_be_rerun and len(call.outputs) == 1 and type(call.outputs[0].grad_fn).__name__ in _NEEDS_NO_OUTPUT
+
+
+def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
+    """What the tap saved, if that is still what the module was given and gave."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        owner = ctx.call.owner
+        raise UnsupportedModuleError(  # which the self-check has answered by a parent
+            f"the model writes in place to a tensor that {owner} was given or returned, after it ran, so its per-example gradients cannot "
+            "be computed from that any more. Make it a copy there (x = x + y instead of x += y). " + ways_out(owner.path, owner.module),
+            owner.module,
+        ) from error
+
+
+def _terms(call: RecordedCall) -> dict[nn.Parameter, Term]:
+    owner, trainable = call.owner, call.forward.trainable
+    if owner.rule.norms is not None and call.forward.backward.wants_only_norms_of(owner.names):
+        found = {p: Norm(norm_b) for p, norm_b in owner.rule.norms(owner.module, *_by_example(call)).items()}
+    elif owner.is_rerun:
+        found = _rerun(call)
+    elif owner.rule.takes_call:
+        found = owner.rule.terms(call)
+    else:
+        found = owner.rule.terms(owner.module, *_by_example(call))
+    found = {trainable.shards.shard(p): Dense(term) if isinstance(term, torch.Tensor) else term for p, term in found.items()}
+    if missing := [name for p, name in owner.names.items() if p not in found]:
+        raise ValueError(
+            f"the rule of {owner} gives no gradient for its trainable {missing}. Let the rule you registered (register_grad_sampler) return one for "
+            "every trainable parameter of the module, or freeze those (requires_grad_(False))."
+        )
+    parallel = trainable.parallel
+    return {p: parallel.part(owner, p, found[p], call.sums_positions) if parallel else found[p] for p in owner.names}
+
+
+def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | Sequence[torch.Tensor]]:
+    """``activations`` and ``backprops`` of a rule."""
+    owner, batch = call.owner, call.batch_size
+    if owner.rule.channels_second and any(layout.flat for layout in call.output_layouts):
+        reason = f"{owner} was called on positions of examples as if they were examples, and its rule cannot tell them from channels. "
+        raise UnsupportedModuleError(reason + ways_out(owner.path, owner.module), owner.module)
+    inputs = [layout.batch_first(x, batch) for x, layout in zip(call.inputs, call.input_layouts, strict=True)]
+    inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
+    grads = [layout.batch_first(g, batch) for g, layout in zip(call.backprops, call.output_layouts, strict=True)]
+    return inputs, grads[0] if len(grads) == 1 else grads
+
+
+def _rerun(call: RecordedCall) -> dict[nn.Parameter, Term]:
+    device, dtype, enabled = call.autocast
+    with call.forward.suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
+        names = {whole: name for p, name in call.parameters.items() for whole in call.forward.trainable.shards.wholes(p)}
+        return per_example_gradients(call, names)

@@ -1,0 +1,93 @@
+"""The trainable parameters of a model: which they are, how they are split over ranks, in which precision they are used."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .parallel.fsdp2 import Shards
+from .parallel.tensor_parallel import TensorParallel
+from .precision import HALF, TRAINABLE
+
+
+class TrainableParameters:
+    """What is found out about the trainable parameters of ``model`` when it is attached.
+
+    Raises:
+        ValueError: there are none, or they are split or kept in a way in which clipping would not be exact.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.shards = Shards(model)
+        self.parallel = TensorParallel(model, self.shards)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
+        self._refuse_dtypes()
+        self.parameter_of = {whole: p for p in self.parameters for whole in self.shards.wholes(p)}  # for what autograd sees
+        half = [p.dtype for p in model.parameters() if p.dtype in HALF]
+        self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
+        self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+        self._ids, self._modules = _trainable_ids(model), list(model.modules())
+
+    def _refuse_dtypes(self) -> None:
+        split = bool(self.shards or self.parallel)
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and (p.dtype not in TRAINABLE or (p.dtype == torch.bfloat16 and split)):
+                raise ValueError(
+                    f"parameter '{name}' is {p.dtype}{', and sharded' if split else ''}: load the model with dtype=torch.float32 "
+                    "(frozen parameters may stay as they are) and use bf16 autocast, or MixedPrecisionPolicy under FSDP2, for speed."
+                )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.shards.whole(self.parameters[0]).device
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return next((name for name, p in self.model.named_parameters() if p is parameter), "?")
+
+    def drop_gradients(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def are_the_same(self) -> bool:
+        """Whether the same parameters are trainable now."""
+        return self._ids == _trainable_ids(self.model)
+
+    def are_of_the_same_model(self) -> bool:
+        """Whether also the modules are the same, so that nothing needs to be found out again."""
+        return self.are_the_same() and self._modules == list(self.model.modules())
+
+    def require_same(self) -> None:
+        """Raise ValueError if other parameters are trainable now."""
+        if self.are_the_same():
+            return
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        now, before = set(_trainable_ids(self.model)), set(self._ids)
+        frozen = sorted(names.get(i, "a parameter that was replaced") for i in before - now)
+        added = sorted(names[i] for i in now - before)
+        what = (
+            f"'{frozen[0]}' was frozen or taken out"
+            if frozen
+            else f"'{added[0]}' became trainable"
+            if added
+            else "their order is another one"
+        )
+        raise ValueError(
+            f"the set of trainable parameters changed since make_private (or since train() began): {what}. Freeze, unfreeze, replace and add layers "
+            "and adapters before it, and build the optimizer from what is then trainable."
+        )
+
+
+def _trainable_ids(model: nn.Module) -> list[int]:
+    """Of every step, so without the bookkeeping of names in ``model.parameters()``."""
+    found, seen, todo = [], set(), [model]
+    while todo:
+        module = todo.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            found += [id(p) for p in module._parameters.values() if p is not None and p.requires_grad]
+            todo += module._modules.values()
+    return found

@@ -1,0 +1,74 @@
+"""Clipping inside a ``loss.backward()`` that the user calls.
+
+That call's backward pass fills the probe. The parameters ask for no gradient while their modules run (:class:`.hooks.HookedModel`), so
+autograd computes no unclipped weight gradient at all, and the clipped sum is in ``p.grad`` when ``backward`` returns.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from .coefficients import Coefficients, coefficients
+from .engine import ClippingEngine
+from .precision import without_autocast
+from .recorded_call import ForwardPass
+
+
+class UserBackward:
+    """Forms the clipped sum at the end of the user's backward pass.
+
+    Args:
+        engine: Records the calls.
+        loss_reduction: "mean" or "sum": how the user's loss comes from the examples' losses.
+        bound: C.
+
+    Raises:
+        ValueError: the mode goes back over the losses itself, or the model is sharded.
+    """
+
+    def __init__(self, engine: ClippingEngine, loss_reduction: str, bound: float):
+        if not engine.mode.one_pass:
+            raise ValueError(
+                f"clipping mode '{engine.mode.name}' goes back over the losses a second time, so it needs them one for each example: hand over "
+                "the criterion, call backward(losses) of the clipper yourself, or use clipping_mode='book_keeping'."
+            )
+        if engine.trainable.shards:
+            raise ValueError(
+                "the model is sharded (fully_shard), and there loss.backward() cannot be followed: hand over the criterion, or take "
+                'loss_reduction="none" and call backward(losses) of the clipper yourself.'
+            )
+        self._engine, self._loss_reduction, self._bound = engine, loss_reduction, bound
+
+    def begin(self, forward: ForwardPass) -> None:
+        """The first tap was reached."""
+        engine = self._engine
+
+        def clip(norm_sq_b: torch.Tensor) -> Coefficients:
+            weights_b, reduce = engine.begin_sum(forward, None)
+            scale = forward.batch_size if self._loss_reduction == "mean" else 1
+            return coefficients(norm_sq_b, bound=self._bound, weights_b=weights_b, scale=scale, reduce=reduce)
+
+        engine.go_back(forward, engine.mode.begin(forward, clip, engine.sums, None))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, forward))
+
+    def _finish(self, forward: ForwardPass) -> None:
+        """The end of ``loss.backward()``."""
+        engine, device = self._engine, forward.probe.device
+        try:
+            if not forward.is_current:
+                raise ValueError(
+                    "the model was called again while loss.backward() was going on, so the first call's gradients cannot be clipped. Call the model "
+                    "only before backward or after it, not in a gradient hook."
+                )
+            if forward.probe.grad is None:
+                raise ValueError(
+                    "the model's outputs were differentiated by something else than loss.backward() (torch.autograd.grad, or inputs=...), so "
+                    "no gradient was clipped. Do that on a deepcopy of the model, which has no clipper."
+                )
+            with without_autocast(device), torch.no_grad():
+                forward.backward.finish()
+        finally:
+            engine.forget()
+        engine.end_sum()
