@@ -18,7 +18,7 @@ from .checks.padding import check_padding
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
 from .claims import Claim, announce
-from .coefficients import checked_bound, checked_weights
+from .coefficients import checked_bound
 from .engine import ClippingEngine, Follower
 from .layout import batch_size_of
 from .modes import Mode, choose_mode
@@ -198,5 +198,4 @@ class PerExampleClipper:
             ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before ``attach``, or a parameter
                 that reaches the losses past the modules that own it.
         """
-        self._engine.require_forward(losses)
-        return self._engine.backward(losses, bound=self.max_grad_norm, weights_b=checked_weights(weights, losses))
+        return self._engine.backward(losses, bound=self.max_grad_norm, weights=weights)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .claims import Claim, claim_parameters
-from .coefficients import coefficients
+from .coefficients import checked_weights, coefficients
 from .errors import UnsupportedModuleError
 from .gradient_sums import GradientSums
 from .hooks import HookedModel, refuse_attached
@@ -214,7 +214,7 @@ class ClippingEngine:
         forward.go_back(backward)
         self._hooks.in_backward = True
 
-    def require_forward(self, losses: torch.Tensor) -> ForwardPass:
+    def _require_forward(self, losses: torch.Tensor) -> ForwardPass:
         """The forward pass that ``losses`` must come from. Raises ValueError if they cannot."""
         if not isinstance(losses, torch.Tensor) or losses.dim() != 1:
             shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
@@ -236,9 +236,10 @@ class ClippingEngine:
             )
         return self.forward
 
-    def backward(self, losses: torch.Tensor, *, bound: float, weights_b: torch.Tensor | None = None) -> torch.Tensor:
+    def backward(self, losses: torch.Tensor, *, bound: float, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that."""
-        forward = self.require_forward(losses)
+        forward = self._require_forward(losses)
+        weights_b = checked_weights(weights, losses)
         self._refuse_foreign_hooks()
         forward.on_backward, forward.followed = None, False
         try:
@@ -248,12 +249,13 @@ class ClippingEngine:
                 graph = LossGraph(losses, forward)
                 clip = partial(coefficients, bound=bound, weights_b=weights_b, reduce=reduce)
                 self.go_back(forward, self.mode.begin(forward, clip, self.sums, graph))
-                gradients = [(p.grad, None if p.grad is None else p.grad._version) for p in self.trainable.parameters]
+                self.sums.watch()
                 graph.go_back(retain_graph=not self.mode.one_pass)
-                self._refuse_escapes(graph, gradients)
+                self._refuse_escapes(graph)
                 norms_b = forward.backward.finish()
         finally:
             self._fills_gradients = False
+            self.sums.end_watch()
             self.forget()  # used up, whatever happened
         self.end_sum()
         return norms_b
@@ -290,11 +292,10 @@ class ClippingEngine:
         own = 1 + self.trainable.parallel.native_hooks(p)
         return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > own
 
-    def _refuse_escapes(self, graph: LossGraph, gradients: list[tuple[torch.Tensor | None, int | None]]) -> None:
-        for p, (grad, version) in zip(self.trainable.parameters, gradients, strict=True):
-            if p.grad is not grad or (grad is not None and grad._version != version):  # some Function's own backward wrote to it
-                p.grad = None
-                self._refuse_escape(p)
+    def _refuse_escapes(self, graph: LossGraph) -> None:
+        if (parameter := self.sums.find_foreign()) is not None:  # some Function's own backward wrote to its gradient
+            parameter.grad = None
+            self._refuse_escape(parameter)
         if (parameter := graph.find_escape()) is not None:
             self._refuse_escape(parameter)
 

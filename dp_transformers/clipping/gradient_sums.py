@@ -21,6 +21,7 @@ class GradientSums:
     def __init__(self, trainable: TrainableParameters):
         self._trainable = trainable
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
+        self._watched: dict[nn.Parameter, tuple[torch.Tensor | None, int]] = {}  # every grad and its version, while a backward pass runs
 
     def order(self, summed: Iterable[nn.Parameter]) -> Sequence[nn.Parameter]:
         """The order in which the sums of these parameters must be formed.
@@ -44,6 +45,26 @@ class GradientSums:
             total = torch.zeros(parallel.shape(parameter), dtype=sum_dtype(parameter), device=self._trainable.device)
         total = shards.summed(parameter, total) if shards else like(total, parameter)
         set_gradient(parameter, total if parameter.grad is None else parameter.grad.add_(total))
+        if self._watched:
+            self._watched[parameter] = _state(parameter)
+
+    def watch(self) -> None:
+        """Look from now on whether somebody else writes to a ``grad``."""
+        self._watched = {p: _state(p) for p in self._trainable.parameters}
+
+    def find_foreign(self) -> nn.Parameter | None:
+        """The first parameter whose ``grad`` somebody else wrote to since :meth:`watch`."""
+        for p, (grad, version) in self._watched.items():
+            if p.grad is not grad or (grad is not None and grad._version != version):
+                return p
+        return None
+
+    def end_watch(self) -> None:
+        self._watched = {}
 
     def clear(self) -> None:
         self._unreduced.clear()
+
+
+def _state(p: nn.Parameter) -> tuple[torch.Tensor | None, int]:
+    return p.grad, 0 if p.grad is None else p.grad._version

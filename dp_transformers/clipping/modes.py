@@ -14,7 +14,7 @@ clipping, Lee and Kifer 2021 (arXiv 2009.03106); per-sample gradients, Abadi et 
 
 A mode is told of a backward pass before it begins (:meth:`Mode.begin`), and returns what sees it: every tap that is reached gives its terms to
 :meth:`BackwardPass.add`, and at the end :meth:`BackwardPass.finish` is asked for the norms, when the clipped sums must have been added. A
-mode that clips and sums inside each layer's backward does so in ``add``: it is given all that this takes in ``begin``.
+mode that clips and sums inside each layer's backward does so where :meth:`MeasuringPass.close` is called, with what ``begin`` was given.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class Mode(Protocol):
         """A backward pass over ``forward`` begins, which ``graph`` can run again; None where the user runs it."""
 
 
-class _TermsOfPass:
-    """Measures each parameter's norm as soon as all its uses were reached."""
+class MeasuringPass:
+    """Measures each parameter's norm as soon as all its uses were reached; subclasses say what else becomes of the terms then."""
 
     keeps = False
 
     def __init__(self, forward: ForwardPass, *, instantiate: bool):
         self.forward, self.instantiate = forward, instantiate
-        self._counts = forward.trainable.parallel.counts
-        self._norms = norms.Norms()  # of the parameters all of whose uses were seen
-        self._memo = Memo()
+        self.counts = forward.trainable.parallel.counts
+        self.norms = norms.Norms()  # of the parameters all of whose uses were seen
+        self.memo = Memo()
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}  # of the others; empty lists where nothing is kept
 
@@ -88,24 +88,25 @@ class _TermsOfPass:
         seen = self._open[parameter]
         seen.append(term.instance() if self.keeps and isinstance(term, Dense) else term)
         if len(seen) >= self.forward.uses[parameter]:
-            self._close(parameter)
+            self.kept[parameter] = self.close(parameter, merge(self._open.pop(parameter)))
 
-    def _close(self, parameter: nn.Parameter) -> None:
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
+        """Take the terms of all uses together; those that are to be kept."""
         raise NotImplementedError
 
     def squared_norms(self) -> torch.Tensor:
         """(B,) over all parameters, with those of announced uses that the losses do not depend on."""
         with exact_arithmetic(self.forward.probe.device):
             for parameter in list(self._open):
-                self._close(parameter)
+                self.kept[parameter] = self.close(parameter, merge(self._open.pop(parameter)))
             return self.forward.trainable.parallel.added(self._total())
 
     def _total(self) -> torch.Tensor:
-        total_b = self._norms.total(self.forward.probe.device)
+        total_b = self.norms.total(self.forward.probe.device)
         return torch.zeros_like(self.forward.probe) if total_b is None else total_b
 
 
-class KeptTerms(_TermsOfPass):
+class KeptTerms(MeasuringPass):
     """Keeps the terms, or the instances, and forms the clipped sums from them."""
 
     keeps = True
@@ -116,27 +117,25 @@ class KeptTerms(_TermsOfPass):
         self._small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)  # (B, n), kept to be laid side by side
         self._together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
 
-    def _close(self, parameter: nn.Parameter) -> None:
-        terms = merge(self._open.pop(parameter))
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
         terms = merge([t.instance() if self.instantiate or t.keeps_instance else t for t in terms])
-        counts, self.kept[parameter] = self._counts(parameter), []
-        if counts and not self.instantiate and (small := small_gradient(terms)) is not None:
+        if not self.counts(parameter):
+            return terms
+        if not self.instantiate and (small := small_gradient(terms)) is not None:
             self._small[small.grad.device][parameter] = small.flat
-            return
-        self.kept[parameter] = terms
-        if not counts:
-            return
-        measured = measure(terms, instantiate=self.instantiate, memo=self._memo)
+            return []
+        measured = measure(terms, instantiate=self.instantiate, memo=self.memo)
         # the sum is of these very terms, and most norms know what it may be off by
-        terms = [t for t in terms if t.is_bf16 or isinstance(t, Routed | Stacked)]
-        rounding = norms.SPLIT if any(t.is_bf16 for t in terms) else norms.FP32
-        self._norms.add(measured, position_lengths(terms, self._memo), rounding)
+        inexact = [t for t in terms if t.is_bf16 or isinstance(t, Routed | Stacked)]
+        rounding = norms.SPLIT if any(t.is_bf16 for t in inexact) else norms.FP32
+        self.norms.add(measured, position_lengths(inexact, self.memo), rounding)
+        return terms
 
     def _total(self) -> torch.Tensor:
         for small in self._small.values():
             together = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
             self._together.append((list(small), [x.shape[1] for x in small.values()], together))
-            self._norms.add(together.measure())
+            self.norms.add(together.measure())
         self._small.clear()
         return super()._total()
 
@@ -231,7 +230,7 @@ class _Recomputed:
         return bool(((a == b) | (a - b).abs().le(1e-5 * a) | ~torch.isfinite(a)).all())
 
 
-class _FirstOfTwo(_TermsOfPass):
+class _FirstOfTwo(MeasuringPass):
     """Measures, and at the end goes back a second time."""
 
     def __init__(self, mode: TwoPass, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph):
@@ -245,11 +244,11 @@ class _FirstOfTwo(_TermsOfPass):
         self._recomputed.note(owner, saved)
         return True
 
-    def _close(self, parameter: nn.Parameter) -> None:
-        terms, self.kept[parameter] = merge(self._open.pop(parameter)), []
-        if self._counts(parameter):
-            measured = measure(terms, instantiate=self.instantiate, memo=self._memo)
-            self._norms.add(measured, position_lengths(terms, self._memo), self._rounding)
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
+        if self.counts(parameter):
+            measured = measure(terms, instantiate=self.instantiate, memo=self.memo)
+            self.norms.add(measured, position_lengths(terms, self.memo), self._rounding)
+        return []
 
     def finish(self) -> torch.Tensor:
         clipped, trainable = self._clip(self.squared_norms()), self.forward.trainable
