@@ -252,6 +252,7 @@ class ClippingEngine:
                 self.sums.watch()
                 graph.go_back(retain_graph=not self.mode.one_pass)
                 self._refuse_escapes(graph)
+                self.sums.end_watch()
                 norms_b = forward.backward.finish()
         finally:
             self._fills_gradients = False

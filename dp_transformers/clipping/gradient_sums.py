@@ -21,7 +21,9 @@ class GradientSums:
     def __init__(self, trainable: TrainableParameters):
         self._trainable = trainable
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
-        self._watched: dict[nn.Parameter, tuple[torch.Tensor | None, int]] = {}  # every grad and its version, while a backward pass runs
+        self._watched: dict[
+            nn.Parameter, tuple[torch.Tensor | None, int | None]
+        ] = {}  # every grad and its version, while a backward pass runs
 
     def order(self, summed: Iterable[nn.Parameter]) -> Sequence[nn.Parameter]:
         """The order in which the sums of these parameters must be formed.
@@ -46,11 +48,11 @@ class GradientSums:
         total = shards.summed(parameter, total) if shards else like(total, parameter)
         set_gradient(parameter, total if parameter.grad is None else parameter.grad.add_(total))
         if self._watched:
-            self._watched[parameter] = _state(parameter)
+            self._watched[parameter] = parameter.grad, parameter.grad._version
 
     def watch(self) -> None:
         """Look from now on whether somebody else writes to a ``grad``."""
-        self._watched = {p: _state(p) for p in self._trainable.parameters}
+        self._watched = {p: (p.grad, None if p.grad is None else p.grad._version) for p in self._trainable.parameters}
 
     def find_foreign(self) -> nn.Parameter | None:
         """The first parameter whose ``grad`` somebody else wrote to since :meth:`watch`."""
@@ -64,7 +66,3 @@ class GradientSums:
 
     def clear(self) -> None:
         self._unreduced.clear()
-
-
-def _state(p: nn.Parameter) -> tuple[torch.Tensor | None, int]:
-    return p.grad, 0 if p.grad is None else p.grad._version

@@ -169,7 +169,7 @@ class RecordedCall:
         self.inputs, self.outputs, self.backprops, self.input_gradients = saved[:number], saved[number:], backprops, input_gradients
 
     def release(self) -> None:
-        """Let go of the tensors; autograd holds what is needed, and frees it."""
+        """Let go of the tensors."""
         self.inputs = self.outputs = self.backprops = ()
         self.input_gradients = {}
 

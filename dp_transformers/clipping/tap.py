@@ -83,8 +83,7 @@ def tapped(call: RecordedCall) -> Any:
     tensors = Tap.apply(call, in_place, forward.probe, len(outputs), *outputs, *saved)
     given = iter(tensors if isinstance(tensors, tuple) else (tensors,))
     leaves = [like(next(given), x) if is_differentiable(x) else x for x in call.output_leaves]
-    call.release()
-    del call.output_leaves
+    call.inputs = call.outputs = call.output_leaves = ()  # autograd holds what is needed, and frees it
     return call.rebuilt_output(leaves)
 
 
