@@ -1,5 +1,6 @@
 """The term algebra against gradients that are written out, over drawn shapes."""
 
+import inspect
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from dp_transformers.clipping import terms as algebra
 from dp_transformers.clipping.modes import KeptTerms
 from dp_transformers.clipping.precision import SPLIT_ROUNDING
 from dp_transformers.clipping.recorded_call import ForwardPass
-from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Memo, Outer, Routed, Rows, Stacked, arithmetic
+from dp_transformers.clipping.terms import Convolution, Convolved, Dense, GradientTerm, Memo, Outer, Routed, Rows, Stacked, arithmetic
 from dp_transformers.clipping.trainable import TrainableParameters
 
 sizes = st.integers(1, 9)
@@ -275,3 +276,17 @@ def test_an_input_whose_square_vanishes_times_a_gradient_that_is_long():
     left[:, 1] = 0
     exact = written_out(Outer(left, right), 64, 48).norm()
     assert Outer(left, right).measure().squared().sqrt() >= exact
+
+
+def members(protocol):
+    return {name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("family", [Dense, Outer, Stacked, Rows, Routed, Convolved])
+def test_every_family_keeps_the_protocol(family):
+    """A norm alone does not: it is of a pass that keeps nothing and of a parameter that is used once."""
+    assert members(GradientTerm) <= {*dir(family)}
+    for name in ("measure", "lengths", "instance", "weighted_sum", "clean"):
+        assert (
+            inspect.signature(getattr(family, name)).parameters.keys() == inspect.signature(getattr(GradientTerm, name)).parameters.keys()
+        )

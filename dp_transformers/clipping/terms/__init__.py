@@ -1,4 +1,4 @@
-"""What one parameter's per-example gradient is made of, and the three questions asked of it.
+"""What one parameter's per-example gradient is made of, and what is asked of it (:class:`GradientTerm`).
 
 A rule never returns a gradient of shape ``(B, *p.shape)`` unless that is the cheapest thing to have. It returns a *term*:
 factors from which the squared norm per example, the instantiated gradient, and the weighted sum over examples follow.
@@ -28,6 +28,7 @@ is cheaper is by floating-point operations: T²(d+p) against T·d·p.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -42,9 +43,39 @@ from .experts import Routed
 from .outer import Outer, Stacked, sum_in_blocks
 
 __all__ = [
-    "Convolution", "Convolved", "Dense", "Memo", "Norm", "Outer", "Routed", "Rows", "Stacked", "Term", "measure", "merge", "position_lengths",
+    "Convolution", "Convolved", "Dense", "GradientTerm", "Memo", "Norm", "Outer", "Routed", "Rows", "Stacked", "Term", "measure", "merge", "position_lengths",
     "small_gradient", "summed",
 ]  # fmt: skip
+
+
+class GradientTerm(Protocol):
+    """The per-example gradients of one use of a parameter.
+
+    A term of a new family is a class with these members, a file beside the others and a case in :func:`merge`.
+
+    Attributes:
+        is_bf16: Whether it is multiplied in bf16, so that sums may be off by its rounding.
+        keeps_instance: Whether the gradients themselves take no more memory than the factors, and are kept in their place.
+    """
+
+    is_bf16: bool
+    keeps_instance: bool
+
+    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+        """The norm of each example's gradient, in float32: by the cheaper way, or from the gradients themselves."""
+
+    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+        """(B, n) each: the norms of the parts, by position, that the gradients are sums of."""
+
+    def instance(self) -> Dense:
+        """The gradients themselves."""
+
+    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+        """The sum over examples of ``coef_b`` times their gradients, shaped like the parameter (or flat where that is told from it)."""
+
+    def clean(self, bad_b: torch.Tensor) -> GradientTerm:
+        """The same with zeros for the examples in ``bad_b``, whose numbers are not finite."""
+
 
 Term = Dense | Norm | Outer | Stacked | Rows | Routed | Convolved
 
