@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import IterableDataset
 
 from .clipping.checks.example_mixing import ExampleMixing, find_example_mixing
-from .clipping.claims import why_no_wrapper
+from .clipping.owners import unsupported_wrapper_reason
 from .clipping.precision import TRAINABLE
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ def _alien(module: nn.Module) -> Iterator[Finding]:
         yield " compiled by torch.compile, which is not supported yet: pass the module that was compiled (its _orig_mod).", None, None
     if isinstance(module, torch.jit.ScriptModule):
         yield " compiled by torch.jit, whose layers cannot be seen: pass the module that was compiled.", None, None
-    if why := why_no_wrapper(module):
+    if why := unsupported_wrapper_reason(module):
         yield f": {why}.", None, None
     quantization = sys.modules.get("torch.ao.quantization")  # an observer in the model has imported it
     if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):

@@ -18,8 +18,8 @@ ADAPTERS = "\n## Adapters (peft)\n\n| adapter | outcome | worst relative error |
 TUNING = {"full": "full", "tied": "full, embeddings tied", "lora": "LoRA"}
 
 
-def _classes(claims, *, ruled: bool) -> str:
-    return ", ".join(sorted({type(c.module).__name__ for c in claims if c.is_rerun is not ruled})) or "none"
+def _classes(owners, *, ruled: bool) -> str:
+    return ", ".join(sorted({type(c.module).__name__ for c in owners if c.is_rerun is not ruled})) or "none"
 
 
 class ModelTable:
@@ -28,12 +28,12 @@ class ModelTable:
     def __init__(self) -> None:
         self.rows: dict[str, list[tuple[str, float | None, str]]] = {MODELS: [], ADAPTERS: []}
 
-    def add(self, name: str, variant: str, worst: float, claims: list) -> None:
-        tail = f" {_classes(claims, ruled=True)} | {_classes(claims, ruled=False)} |"
+    def add(self, name: str, variant: str, worst: float, owners: list) -> None:
+        tail = f" {_classes(owners, ruled=True)} | {_classes(owners, ruled=False)} |"
         self.rows[MODELS].append((f"| {name} | {TUNING[variant]} |", worst, tail))
 
-    def add_adapter(self, name: str, outcome: str, worst: float | None, claims: list) -> None:
-        self.rows[ADAPTERS].append((f"| {name} | {outcome} |", worst, f" {_classes(claims, ruled=False) if claims else ''} |"))
+    def add_adapter(self, name: str, outcome: str, worst: float | None, owners: list) -> None:
+        self.rows[ADAPTERS].append((f"| {name} | {outcome} |", worst, f" {_classes(owners, ruled=False) if owners else ''} |"))
 
     def lines(self, title: str) -> list[str]:
         return [head + (f" {worst:.1e} |" if worst is not None else " |") + tail for head, worst, tail in self.rows[title]]

@@ -65,8 +65,8 @@ def errors(model, mode, batch, losses_of, oracle=None):
     model.zero_grad()
     with PerExampleClipper(model, bound, mode=mode) as clipper:  # the self-check settles who answers for what
         got = clipper.backward(losses_of(batch)).double()
-        claims = clipper.claims
+        owners = clipper.owners
     expected = torch.tensor(norms, dtype=torch.float64)
     norm_error = ((got - expected).abs() / expected.clamp(min=1e-12)).where(expected > 0, got).max()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
-    return float(norm_error), distance(grads, total) / length(total), claims
+    return float(norm_error), distance(grads, total) / length(total), owners

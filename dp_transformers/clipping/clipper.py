@@ -17,11 +17,11 @@ from torch import nn
 from .checks.padding import check_padding
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
-from .claims import Claim, announce
 from .coefficients import checked_bound
 from .engine import ClippingEngine, Follower
 from .layout import batch_size_of
 from .modes import Mode, choose_mode
+from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
 from .parallel.tensor_parallel import TensorParallel
 from .user_backward import UserBackward
@@ -101,7 +101,7 @@ class PerExampleClipper:
         return self._engine.trainable.parallel
 
     @property
-    def claims(self) -> list[Claim]:
+    def owners(self) -> list[Owner]:
         return self._engine.owners
 
     # ---- attaching ----
@@ -111,7 +111,7 @@ class PerExampleClipper:
         if not self._engine.is_attached and self._engine.attach():
             self.checked = not self.self_check  # owners are found in the check, so it must run again
             if not self.self_check:
-                announce(self.claims)
+                warn_about_fallback(self.owners)
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""

@@ -1,4 +1,4 @@
-"""Find out which modules answer for which parameters, and where their tensors have examples, by running the model on two sizes of batch."""
+"""Finds out which modules own which parameters, and where their tensors have examples, by running the model on two sizes of batch."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .claims import Claim, hand_up
 from .fallback import substituted, without_fused_attention
 from .layout import SHARED, learn_layout
+from .owners import Owner, assign_to_parent
 from .parallel.dtensor import local
 from .parallel.fsdp2 import Shards
 
 
 @contextmanager
-def hidden_parameters(claims: Iterable[Claim], shards: Shards) -> Iterator[None]:
-    """While a claimed module runs, it sees detached copies of the parameters it answers for."""
+def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]:
+    """While an owner runs, its module sees detached copies of its parameters."""
     handles: list[Any] = []
-    open_: list[tuple[Claim, ExitStack]] = []
+    open_: list[tuple[Owner, ExitStack]] = []
 
-    def hide(claim: Claim) -> None:
+    def hide(owner: Owner) -> None:
         stack = ExitStack()
-        wholes = [whole for p in claim.names for whole in shards.wholes(p)]
-        stack.enter_context(substituted(claim.module, {p: p.detach() for p in wholes}))
-        open_.append((claim, stack))
+        wholes = [whole for p in owner.names for whole in shards.wholes(p)]
+        stack.enter_context(substituted(owner.module, {p: p.detach() for p in wholes}))
+        open_.append((owner, stack))
 
-    def show(claim: Claim) -> None:
-        while open_ and open_[-1][0] is claim:
+    def show(owner: Owner) -> None:
+        while open_ and open_[-1][0] is owner:
             open_.pop()[1].close()
 
     try:
-        for claim in claims:
-            handles.append(claim.module.register_forward_pre_hook(lambda m, a, claim=claim: hide(claim)))
+        for owner in owners:
+            handles.append(owner.module.register_forward_pre_hook(lambda m, a, owner=owner: hide(owner)))
             # the hooks of one module run in the order opposite to that of hiding
-            handles.append(claim.module.register_forward_hook(lambda m, a, o, claim=claim: show(claim), always_call=True, prepend=True))
+            handles.append(owner.module.register_forward_hook(lambda m, a, o, owner=owner: show(owner), always_call=True, prepend=True))
         yield
     finally:
         while open_:
@@ -47,16 +47,16 @@ def hidden_parameters(claims: Iterable[Claim], shards: Shards) -> Iterator[None]
             handle.remove()
 
 
-def escaping(
-    claims: Sequence[Claim], parameters: Sequence[nn.Parameter], losses: Callable[[], torch.Tensor], shards: Shards
+def unowned_parameters(
+    owners: Sequence[Owner], parameters: Sequence[nn.Parameter], losses: Callable[[], torch.Tensor], shards: Shards
 ) -> list[nn.Parameter]:
-    """The parameters that still get a gradient when every claimed module sees detached copies: used where nobody answers for them.
+    """The parameters that still get a gradient when every owner sees detached copies: they are used outside all calls of their owners.
 
     Raises:
         ValueError: the losses depend on no trainable parameter at all.
     """
     wholes = [(p, whole) for p in parameters for whole in shards.wholes(p)]
-    with hidden_parameters(claims, shards), torch.enable_grad():
+    with hidden_parameters(owners, shards), torch.enable_grad():
         # a leaf of its own keeps the graph alive where nothing escapes
         total = losses().sum() + torch.zeros((), requires_grad=True, device=wholes[0][1].device)
         gradients = torch.autograd.grad(total, [whole for _, whole in wholes], allow_unused=True)
@@ -67,84 +67,84 @@ def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:
     return [x.shape for x in tree_leaves(structure) if isinstance(x, torch.Tensor) and (x.is_floating_point() or not floating)]
 
 
-def _observe(claims: Sequence[Claim], run: Callable[[], Any]) -> dict[Claim, list[tuple[list[torch.Size], list[torch.Size]]]]:
-    seen: dict[Claim, list[tuple[list[torch.Size], list[torch.Size]]]] = {claim: [] for claim in claims}
+def _observe(owners: Sequence[Owner], run: Callable[[], Any]) -> dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]]:
+    seen: dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]] = {owner: [] for owner in owners}
     with ExitStack() as stack:
-        for claim in claims:
+        for owner in owners:
 
-            def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, claim: Claim = claim) -> None:
-                seen[claim].append((_shapes((args, kwargs), floating=False), _shapes(output, floating=True)))
+            def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, owner: Owner = owner) -> None:
+                seen[owner].append((_shapes((args, kwargs), floating=False), _shapes(output, floating=True)))
 
-            stack.callback(claim.module.register_forward_hook(note, with_kwargs=True).remove)
+            stack.callback(owner.module.register_forward_hook(note, with_kwargs=True).remove)
         run()
     return seen
 
 
-def _learn_layouts(claims: Sequence[Claim], runs: Sequence[tuple[int, dict]], positions: set[int]) -> list[Claim]:
-    """Set the layouts of every claim from two runs; the claims whose outputs cannot be told apart by example."""
+def _learn_layouts(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]], positions: set[int]) -> list[Owner]:
+    """Set the layouts of every owner from two runs; the owners whose outputs cannot be told apart by example."""
     (batch, first), (other_batch, second) = runs
     lost = []
-    for claim in claims:
-        claim.layouts, claim.gave_single = {}, False
-        if claim.rule.takes_call:
+    for owner in owners:
+        owner.layouts, owner.returned_unbatched_output = {}, False
+        if owner.rule.takes_call:
             continue  # it knows where its examples are
-        calls, other_calls = first[claim], second[claim]
+        calls, other_calls = first[owner], second[owner]
         if len(calls) != len(other_calls):
-            lost.append(claim)
+            lost.append(owner)
             continue
         for (ins, outs), (other_ins, other_outs) in zip(calls, other_calls, strict=True):
             if (len(ins), len(outs)) != (len(other_ins), len(other_outs)) or not outs:
-                lost.append(claim)
+                lost.append(owner)
                 break
             layouts = [
                 learn_layout(*shapes, batch, other_batch, positions)
                 for shapes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)
             ]
-            if claim.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
+            if owner.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
                 if any(
                     layout.batch_dim is None or x[layout.batch_dim] != batch for x, layout in zip(outs, layouts[len(ins) :], strict=True)
                 ):
-                    lost.append(claim)
+                    lost.append(owner)
                     break
                 continue
-            known = claim.layouts.setdefault((len(ins), len(outs)), layouts)
+            known = owner.layouts.setdefault((len(ins), len(outs)), layouts)
             if SHARED in layouts[len(ins) :] or known != layouts:
-                lost.append(claim)
+                lost.append(owner)
                 break
-            claim.gave_single |= any(x[:1] == (1,) for x in outs)
+            owner.returned_unbatched_output |= any(x[:1] == (1,) for x in outs)
     return lost
 
 
-def _misread(claims: Sequence[Claim], losses_of: Callable[[int], torch.Tensor], batch: int) -> list[Claim]:
-    """The claims whose output for the whole batch, once every example has its copy, is not read by each example from its own.
+def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], batch: int) -> list[Owner]:
+    """The owners whose output for the whole batch, once every example has its copy, is not read by each example from its own.
 
     A table of relative positions is one: flattened, then indexed, it is the first example's copy that everybody reads.
     """
-    copies: list[tuple[Claim, torch.Tensor]] = []
+    copies: list[tuple[Owner, torch.Tensor]] = []
 
-    def copied(claim: Claim, x: Any) -> Any:
+    def copied(owner: Owner, x: Any) -> Any:
         if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.shape[:1] == (1,)):
             return x
         copy = x.expand(batch, *x.shape[1:]).clone()
-        copies.append((claim, copy if copy.requires_grad else copy.requires_grad_()))
+        copies.append((owner, copy if copy.requires_grad else copy.requires_grad_()))
         return copy.clone()  # the model may write to it
 
     with ExitStack() as stack, torch.enable_grad():
-        for claim in claims:
-            if claim.gave_single:
-                hook = partial(lambda claim, module, args, output: tree_map(partial(copied, claim), output), claim)
-                stack.callback(claim.module.register_forward_hook(hook).remove)
+        for owner in owners:
+            if owner.returned_unbatched_output:
+                hook = partial(lambda owner, module, args, output: tree_map(partial(copied, owner), output), owner)
+                stack.callback(owner.module.register_forward_hook(hook).remove)
         loss = losses_of(batch)[1]  # neither of the first example nor of the last, whose copies are the ones read by mistake
         if not copies or not loss.requires_grad:
             return []
         gradients = torch.autograd.grad(loss, [copy for _, copy in copies], allow_unused=True)
     own = torch.arange(batch) == 1
-    return list({claim: None for (claim, _), g in zip(copies, gradients, strict=True) if g is not None and bool(local(g)[~own].any())})
+    return list({owner: None for (owner, _), g in zip(copies, gradients, strict=True) if g is not None and bool(local(g)[~own].any())})
 
 
-def settle(
+def discover_owners(
     model: nn.Module,
-    claims: list[Claim],
+    owners: list[Owner],
     parameters: Sequence[nn.Parameter],
     losses_of: Callable[[int], torch.Tensor],
     tapped: Callable[[], Any],
@@ -161,26 +161,26 @@ def settle(
         positions: How many positions an example may have (:func:`positions_of`).
 
     Raises:
-        UnclaimedParameterError: a parameter is used where not even the model itself sees it.
+        UnownedParameterError: a parameter is used where not even the model itself sees it.
     """
     while True:
-        if wayward := escaping(claims, parameters, lambda: losses_of(batch_sizes[0]), shards):
+        if wayward := unowned_parameters(owners, parameters, lambda: losses_of(batch_sizes[0]), shards):
             for p in wayward:
-                hand_up(model, claims, p, [path for c in claims if p in c.names for path in c.paths])
+                assign_to_parent(model, owners, p, [path for c in owners if p in c.names for path in c.paths])
             continue
         with torch.no_grad(), without_fused_attention():
-            runs = [(size, _observe(claims, lambda size=size: losses_of(size))) for size in batch_sizes]
-        lost = _learn_layouts(claims, runs, positions)
-        if not lost and any(claim.gave_single for claim in claims):
+            runs = [(size, _observe(owners, lambda size=size: losses_of(size))) for size in batch_sizes]
+        lost = _learn_layouts(owners, runs, positions)
+        if not lost and any(owner.returned_unbatched_output for owner in owners):
             try:
                 tapped()
-                lost = _misread(claims, losses_of, batch_sizes[0])
+                lost = _misread(owners, losses_of, batch_sizes[0])
             except Exception:
-                lost = [claim for claim in claims if claim.gave_single]
+                lost = [owner for owner in owners if owner.returned_unbatched_output]
                 if not lost:
                     raise
         if not lost:
             return
-        for claim in lost:
-            for p in list(claim.names):
-                hand_up(model, claims, p, claim.paths)
+        for owner in lost:
+            for p in list(owner.names):
+                assign_to_parent(model, owners, p, owner.paths)

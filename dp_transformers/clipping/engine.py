@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .claims import Claim, claim_parameters
 from .coefficients import checked_weights, coefficients
 from .errors import UnsupportedModuleError
 from .gradient_sums import GradientSums
@@ -19,6 +18,7 @@ from .layout import batch_size_of, positions_of
 from .loss_graph import LossGraph
 from .model_state import ModelState
 from .modes import Mode
+from .owners import Owner, assign_owners
 from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall
 from .tap import tapped
@@ -68,7 +68,7 @@ class ClippingEngine:
     ):
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
         self.trainable: TrainableParameters | None = None
-        self.owners: list[Claim] = []
+        self.owners: list[Owner] = []
         self.forward: ForwardPass | None = None
         self.follower: Follower | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
@@ -90,7 +90,7 @@ class ClippingEngine:
             trainable = TrainableParameters(self.model)
             self.mode.refuse(trainable)
             self.trainable, self.sums = trainable, GradientSums(trainable)
-            self.owners = claim_parameters(self.model)
+            self.owners = assign_owners(self.model)
         self.state = ModelState(self.model, watch_parameters=not self.trainable.shards)
         self.install_hooks()
         return not is_known
@@ -188,7 +188,7 @@ class ClippingEngine:
         suspended, on_backward = self._hooks.suspended, self.on_user_backward
         return ForwardPass(batch_size, probe, self.trainable, suspended=suspended, batch=batch, on_backward=on_backward)
 
-    def _record(self, owner: Claim, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
+    def _record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
         forward = self.forward
         if forward.backward is not None:  # activation checkpointing recomputes a call that was counted
             if forward.followed and forward.reentrant:
@@ -315,7 +315,7 @@ class ClippingEngine:
 
     def _refuse_escape(self, parameter: nn.Parameter) -> None:
         innermost = max((owner for owner in self.owners if parameter in owner.names), key=lambda owner: len(owner.path))
-        raise UnsupportedModuleError(  # which the self-check has answered by a parent, where there is one that sees it
+        raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters, where there is one that sees it
             f"parameter '{self.trainable.name_of(parameter)}' got a gradient that did not come through its module's call, so it cannot be clipped. Either "
             "the loss uses the parameter directly (a weight penalty: use the optimizer's weight_decay), or forward ran outside the model that is clipped, or "
             "forward read the weight or an inner activation without calling the module. Call the module for it, or freeze the parameter "

@@ -13,8 +13,8 @@ class UnsupportedModuleError(ValueError):
         self.module = module
 
 
-class UnclaimedParameterError(ValueError):
-    """A trainable parameter is used where no module that could answer for it sees the use."""
+class UnownedParameterError(ValueError):
+    """A trainable parameter is used outside the calls of every module that could own it."""
 
 
 class SelfCheckError(ValueError):

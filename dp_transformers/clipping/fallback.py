@@ -1,4 +1,4 @@
-"""Any other module that answers for trainable parameters: re-run it on what it was given, and ask for one gradient per example.
+"""Any other module that owns trainable parameters: re-run it on what it was given, and ask for one gradient per example.
 
 Slow, and right for whatever treats its examples independently. There are three ways:
 

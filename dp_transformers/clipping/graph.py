@@ -2,7 +2,7 @@
 
 The checks of :mod:`.checks` see the model as it is called first. A way through its forward that is taken only later may use a weight
 where no rule sees it, or take an activation out of a module before its tap; nothing would measure that gradient. The graph shows it:
-walked from the losses to the inputs, it may reach a trainable parameter only inside a call whose tap answers for that parameter.
+walked from the losses to the inputs, it may reach a trainable parameter only inside a call of its owner.
 
 Autograd numbers its nodes in the order in which they are made. What a tap leads to and is not older than the call of its module was
 computed inside that call. The walk takes a few microseconds for each module.

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..randomness import random_state
-from .claims import Claim
 from .layer_rule import ForwardContext, Tap, forward_context_for
+from .owners import Owner
 
 
 class HookedModel:
@@ -33,12 +33,12 @@ class HookedModel:
         self,
         model: nn.Module,
         on_forward: Callable[[tuple, dict], bool],
-        on_call: Callable[[Claim, tuple, dict, Any, int], Any],
+        on_call: Callable[[Owner, tuple, dict, Any, int], Any],
         on_gradient: Callable[[nn.Parameter], None],
     ):
         self.model, self._on_forward, self._on_call, self._on_gradient = model, on_forward, on_call, on_gradient
         self.in_backward = False
-        self._owners: Iterable[Claim] = ()
+        self._owners: Iterable[Owner] = ()
         self._hides = False
         self._handles: list[Any] = []
         self._in_forward = False
@@ -55,7 +55,7 @@ class HookedModel:
     def are_installed(self) -> bool:
         return bool(self._handles)
 
-    def install(self, owners: Iterable[Claim], parameters: Iterable[nn.Parameter], *, gathers: bool, hides: bool) -> None:
+    def install(self, owners: Iterable[Owner], parameters: Iterable[nn.Parameter], *, gathers: bool, hides: bool) -> None:
         """Hook the model anew.
 
         Args:
@@ -134,19 +134,19 @@ class HookedModel:
         self._in_forward = False
         self._show(self._hidden)
         for owner in self._owners:
-            owner.started.clear()  # of calls that raised
+            owner.first_nodes.clear()  # of calls that raised
 
     # ---- modules that own parameters ----
 
-    def _before_call(self, owner: Claim, module: nn.Module, args: tuple) -> None:
-        owner.started.append(torch.autograd._get_sequence_nr())
+    def _before_call(self, owner: Owner, module: nn.Module, args: tuple) -> None:
+        owner.first_nodes.append(torch.autograd._get_sequence_nr())
 
-    def _keep_random_state(self, owner: Claim, module: nn.Module, args: tuple) -> None:
+    def _keep_random_state(self, owner: Owner, module: nn.Module, args: tuple) -> None:
         if not self._suspended:
             owner.random_state = random_state(next(iter(owner.names)).device)
 
-    def _after_call(self, owner: Claim, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        first_node = owner.started.pop()
+    def _after_call(self, owner: Owner, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        first_node = owner.first_nodes.pop()
         if self._hidden:
             self._show(owner.names)
         if self._suspended:
@@ -171,7 +171,7 @@ class HookedModel:
 
     # ---- parameters ----
 
-    def _hide(self, owner: Claim, module: nn.Module, args: tuple) -> None:
+    def _hide(self, owner: Owner, module: nn.Module, args: tuple) -> None:
         if self._suspended or not torch.is_grad_enabled() or not (self._in_forward or self.in_backward):
             return
         for p in owner.names:
@@ -192,8 +192,8 @@ def refuse_attached(model: nn.Module) -> None:
     """Raise ValueError if a clipper, that of an engine or a trainer included, is attached to ``model`` or a part of it."""
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, HookedModel) and not owner._is_copy:
+            hooked = getattr(hook, "__self__", None)
+            if isinstance(hooked, HookedModel) and not hooked._is_copy:
                 where = f"'{path}' of the model" if path else "this model"
                 raise ValueError(
                     f"another PerExampleClipper is attached to {where}, of an earlier make_private or made by hand: call detach() of that engine "

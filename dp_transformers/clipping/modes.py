@@ -29,10 +29,10 @@ from torch import nn
 
 from ..randomness import global_state, set_global_state
 from . import norms
-from .claims import Claim
 from .coefficients import Coefficients
 from .gradient_sums import GradientSums
 from .loss_graph import LossGraph
+from .owners import Owner
 from .precision import FULL_PRECISION, HALF, exact_arithmetic, product_settings
 from .recorded_call import BackwardPass, ForwardPass
 from .terms import Dense, Memo, Routed, Stacked, Term, measure, merge, position_lengths, small_gradient
@@ -72,7 +72,7 @@ class MeasuringPass:
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}  # of the others; empty lists where nothing is kept
 
-    def meet(self, owner: Claim, saved: Sequence[torch.Tensor]) -> bool:
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> bool:
         return True
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -212,10 +212,10 @@ class _Recomputed:
 
     def __init__(self, forward: ForwardPass):
         self._forward = forward
-        self._number: Counter[Claim] = Counter()
-        self.sizes: dict[tuple[Claim, int], list[torch.Tensor]] = {}
+        self._number: Counter[Owner] = Counter()
+        self.sizes: dict[tuple[Owner, int], list[torch.Tensor]] = {}
 
-    def note(self, owner: Claim, saved: Sequence[torch.Tensor]) -> None:
+    def note(self, owner: Owner, saved: Sequence[torch.Tensor]) -> None:
         call = owner, self._number[owner]
         self._number[owner] += 1
         if self._forward.recomputes:
@@ -240,7 +240,7 @@ class _FirstOfTwo(MeasuringPass):
         self._numbers = global_state(graph.device)
         self._rounding = norms.BF16 if any(dtype in HALF for dtype in graph.dtypes) else norms.FP32  # of the second pass
 
-    def meet(self, owner: Claim, saved: Sequence[torch.Tensor]) -> bool:
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> bool:
         self._recomputed.note(owner, saved)
         return True
 
@@ -282,7 +282,7 @@ class _SecondOfTwo(BackwardPass):
     def __init__(self, forward: ForwardPass):
         self.recomputed = _Recomputed(forward)
 
-    def meet(self, owner: Claim, saved: Sequence[torch.Tensor]) -> bool:
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> bool:
         self.recomputed.note(owner, saved)
         return False
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..randomness import random_state, same_state
-from .claims import Claim
 from .errors import UnsupportedModuleError, ways_out
 from .layout import BATCH_FIRST, Layout
+from .owners import Owner
 from .parallel.dtensor import local
 from .precision import HALF
 from .terms import Term
@@ -25,7 +25,7 @@ from .trainable import TrainableParameters
 class BackwardPass(Protocol):
     """One backward pass over the losses, as the taps that it reaches see it (:mod:`.modes`)."""
 
-    def meet(self, owner: Claim, saved: Sequence[torch.Tensor]) -> bool:
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> bool:
         """A call of ``owner`` was reached, of which ``saved`` was kept. Whether its terms are wanted."""
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -105,7 +105,7 @@ class RecordedCall:
     backprops: Sequence[torch.Tensor]
     input_gradients: dict[torch.Tensor, torch.Tensor | None]
 
-    def __init__(self, owner: Claim, forward: ForwardPass, args: tuple, kwargs: dict, output: Any, first_node: int):
+    def __init__(self, owner: Owner, forward: ForwardPass, args: tuple, kwargs: dict, output: Any, first_node: int):
         self.owner, self.forward, self.parameters = owner, forward, owner.names
         self.module, self.batch_size = owner.module, forward.batch_size
         self.first_node = first_node  # autograd's sequence number when it began
@@ -147,7 +147,7 @@ class RecordedCall:
             return x
         if x.dim() and len(x) == 1 and layout == BATCH_FIRST:
             return x.expand(batch, *x.shape[1:])
-        raise UnsupportedModuleError(  # which the self-check has answered by a parent
+        raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
             f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
             "gradients per example cannot be told apart. " + ways_out(self.path, self.module),
             self.module,

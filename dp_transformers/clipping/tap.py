@@ -100,7 +100,7 @@ def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
         if "inplace operation" not in str(error):
             raise
         owner = ctx.call.owner
-        raise UnsupportedModuleError(  # which the self-check has answered by a parent
+        raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
             f"the model writes in place to a tensor that {owner} was given or returned, after it ran, so its per-example gradients cannot "
             "be computed from that any more. Make it a copy there (x = x + y instead of x += y). " + ways_out(owner.path, owner.module),
             owner.module,

@@ -110,10 +110,10 @@ def test_adapter_is_exact_in_every_mode(adapter, model_table):
 
     worst = 0.0
     for mode in sorted(MODES):
-        norm_error, sum_error, claims = errors(model, mode, batch, losses_of, oracle)
+        norm_error, sum_error, owners = errors(model, mode, batch, losses_of, oracle)
         worst = max(worst, norm_error, sum_error)
     assert worst <= 1e-5
-    model_table.add_adapter(adapter, "exact", worst, claims)
+    model_table.add_adapter(adapter, "exact", worst, owners)
 
 
 @pytest.mark.parametrize("adapter", REFUSED)

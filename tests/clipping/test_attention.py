@@ -109,7 +109,7 @@ def check(model, batch, modes=ALL_MODES, answers=multihead_attention):
             torch.testing.assert_close(got.double(), torch.tensor(norms).double(), rtol=1e-5, atol=0)
             found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
             assert distance(found, total) <= 1e-5 * length(total), mode
-        rules = {claim.module: claim.rule.terms for claim in clipper.claims}
+        rules = {owner.module: owner.rule.terms for owner in clipper.owners}
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and any(p.requires_grad for p in module.parameters(recurse=False)):
             assert rules.get(module) is answers

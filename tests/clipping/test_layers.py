@@ -33,7 +33,7 @@ def assert_exact_in_all_modes(model, *inputs, self_check=False, has_rule=True):
     batch = {str(i): x for i, x in enumerate(inputs)}
     for mode in ALL_MODES:
         with PerExampleClipper(model, 1.0, mode=mode, self_check=self_check) as clipper:
-            assert all(claim.is_rerun != has_rule for claim in clipper.claims)
+            assert all(owner.is_rerun != has_rule for owner in clipper.owners)
             assert_exact(model, clipper, lambda b: weigh(model(*b.values())), batch)
 
 
@@ -210,7 +210,7 @@ def test_frames_are_never_taken_for_channels(layer, frames):
         with PerExampleClipper(model, 1.0, mode=mode) as clipper:
             for count in (frames, 4, 3):
                 assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": torch.randn(3, count, 4, 5)})
-            assert all(claim.is_rerun for claim in clipper.claims)
+            assert all(owner.is_rerun for owner in clipper.owners)
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.InstanceNorm1d(4, affine=True)], ids=str)

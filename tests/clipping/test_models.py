@@ -21,13 +21,13 @@ def test_exact_in_every_mode(name, variant, model_table):
     model = build(name, tied=variant == "tied", lora=variant == "lora")
     batch, losses_of = batch_for(name), losses_function(model)
     oracle = per_example_gradients(model, losses_of, batch)
-    worst, claims = 0.0, []
+    worst, owners = 0.0, []
     for mode in sorted(MODES):
-        norm_error, sum_error, claims = errors(model, mode, batch, losses_of, oracle)
+        norm_error, sum_error, owners = errors(model, mode, batch, losses_of, oracle)
         worst = max(worst, norm_error, sum_error)
         assert norm_error <= 1e-5, mode
         assert sum_error <= 1e-5, mode
-    model_table.add(name, variant, worst, claims)
+    model_table.add(name, variant, worst, owners)
 
 
 HEADS = {

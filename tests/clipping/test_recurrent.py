@@ -90,7 +90,7 @@ def check(model, batch, mode, *, self_check=False):
     """Against one example at a time. The self-check does the same for all modes, so one will do."""
     with PerExampleClipper(model, 1.0, mode=mode, self_check=self_check and mode == "book_keeping") as clipper:
         assert_exact(model, clipper, losses_of(model), batch)
-        assert all(claim.rule.terms for claim in clipper.claims), "a parent answers, not the rule"
+        assert all(owner.rule.terms for owner in clipper.owners), "a parent answers, not the rule"
 
 
 def x_of(batch=4, steps=6):

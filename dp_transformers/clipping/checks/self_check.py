@@ -1,6 +1,6 @@
 """Two checks before anything is trained: that no parameter escapes, and that what is computed is what is claimed.
 
-* The **canary**: one pass in which every claimed module sees detached copies of its parameters. Whatever gradient still reaches a
+* The **canary**: one pass in which the modules of all owners see detached copies of their parameters. Whatever gradient still reaches a
   parameter came by a use that no rule saw: a weight read by a functional call, a parametrisation, a module that was bypassed.
 * The **self-check**: norms and clipped sum of a small batch against one example at a time through plain autograd, with dropout off and
   the trainable parameters shifted a little; and locality, as trained too: another example's content must not move an example's gradient,
@@ -28,12 +28,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from ...randomness import forked_generators, global_state, random_state, set_global_state
-from ..claims import announce, give_up
-from ..discovery import settle
+from ..discovery import discover_owners
 from ..engine import ClippingEngine
-from ..errors import SelfCheckError, UnclaimedParameterError, UnsupportedModuleError
+from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
 from ..layout import batch_size_of, positions_of
 from ..modes import MODES, choose_mode
+from ..owners import reassign_to_parents, warn_about_fallback
 from .float32 import in_float32_if_possible, with_float32
 from .reference import TOLERANCE, clip, distance, length_of, one_at_a_time, perturbed
 from .synthetic import (
@@ -182,7 +182,7 @@ def run_checks(
 ) -> CheckReport:
     """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left as they were.
 
-    The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like these for claims to settle on; default: these examples again.
+    The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like these for owners to discover_owners on; default: these examples again.
     """
     start = time.perf_counter()
     losses_of = loss_function or random_output_loss(engine.model)
@@ -198,7 +198,7 @@ def run_checks(
         if replaced or errors is None:
             as_trained = _compare(engine, losses_of, args, kwargs, batch, others, locality=errors is None)
     errors = errors or as_trained
-    announce(engine.owners)
+    warn_about_fallback(engine.owners)
     norm_error, sum_error, locality_error, gradient_error = errors
     return CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
 
@@ -219,7 +219,7 @@ def _compare(
     """
     with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         with evaluating(engine.model):
-            _settle_and_run(engine, losses_of, args, kwargs, batch, others)
+            _discover_and_run(engine, losses_of, args, kwargs, batch, others)
         locality_error = _check_locality_as_trained(engine, losses_of, args, kwargs, batch) if locality else 0.0
         with evaluating(engine.model):
             norms_b = clip(engine, losses_of, args, kwargs)[0]
@@ -354,27 +354,27 @@ def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], t
         )
 
 
-def _settle_and_run(
+def _discover_and_run(
     engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
 ) -> None:
-    """Settle, and let the parents answer for modules that turn out not to be re-runnable."""
+    """Discover the owners, and let the parents own what modules hold that turn out not to be re-runnable."""
     while True:
-        _settle(engine, losses_of, args, kwargs, batch, others)
+        _discover(engine, losses_of, args, kwargs, batch, others)
         try:
             clip(engine, losses_of, args, kwargs)
             break
         except UnsupportedModuleError as error:
             engine.trainable.shards.recover()
             try:
-                give_up(engine.model, engine.owners, error.module)
-            except UnclaimedParameterError:
+                reassign_to_parents(engine.model, engine.owners, error.module)
+            except UnownedParameterError:
                 raise error from None
 
 
-def _settle(
+def _discover(
     engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
 ) -> None:
-    """Let claims settle on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
+    """Discover the owners on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
     taken = {n for x in tree_leaves((args, kwargs)) if has_batch(x, batch) for n in x.shape[1:]}
     sizes = [n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken][:2]
     inputs = {sizes[0]: others(sizes[0]), sizes[1]: _ragged(*others(sizes[1]), sizes[1])}
@@ -394,8 +394,10 @@ def _settle(
     try:
         # positions are not looked for where they come before the examples: flattened rows would not lie example by example
         positions = positions_of(args, kwargs, batch) if engine.batch_first else set()
-        settle(engine.model, engine.owners, engine.trainable.parameters, plain, tapped, tuple(sizes), positions, engine.trainable.shards)
-    except UnclaimedParameterError as error:
+        discover_owners(
+            engine.model, engine.owners, engine.trainable.parameters, plain, tapped, tuple(sizes), positions, engine.trainable.shards
+        )
+    except UnownedParameterError as error:
         raise SelfCheckError(str(error)) from None
     finally:
         engine.forget()

@@ -2,7 +2,7 @@
 
 Under FSDP2 a parameter has two faces: its *shard*, a DTensor, is what is trained; its *whole*, an ordinary tensor, is what the modules
 hold while they run, and what autograd sees. They stay the same objects all along, so everything that is said about a parameter
-(claims, terms, sums) is said about its shard, and :class:`Shards` translates where a module or autograd is spoken to. A parameter tied over
+(owners, terms, sums) is said about its shard, and :class:`Shards` translates where a module or autograd is spoken to. A parameter tied over
 several units, as in models that transformers shards while it loads them, has a whole for each of them.
 
 The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or FSDP2's own backward

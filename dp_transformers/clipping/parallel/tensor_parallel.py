@@ -112,35 +112,35 @@ class TensorParallel:
             if any(x is not None and not x.is_replicate() and getattr(x, "dim", 0) != -1 for x in layouts):
                 raise ValueError(f"'{path}' ({type(module).__name__}) splits its activations as {layouts}, not by features. {_WAYS_OUT}")
 
-    def refuse(self, claim: Any, *, is_rerun: bool) -> None:
+    def refuse(self, owner: Any, *, is_rerun: bool) -> None:
         """Nothing below a module that is re-run may be split, and split parameters need a rule that was written for parts."""
         if not self:
             return
-        module, splits = claim.module, any(p in self._pieces for p in claim.names)
+        module, splits = owner.module, any(p in self._pieces for p in owner.names)
         below = any(is_dtensor(self._shards.whole(p)) for p in module.parameters()) or any(map(style_of, module.modules()))
         if (is_rerun and below) or (splits and class_forward(module) not in (nn.Linear.forward, nn.Embedding.forward)):
-            raise ValueError(f"{claim} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_WAYS_OUT}")
+            raise ValueError(f"{owner} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_WAYS_OUT}")
 
     # ---- activations ----
 
-    def sums_positions(self, claim: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether this process sees a part of what ``claim``'s parameters, which all processes hold, were used on."""
+    def sums_positions(self, owner: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether this process sees a part of what ``owner``'s parameters, which all processes hold, were used on."""
         activations = [x for x in (*inputs, *outputs) if is_dtensor(x)]
         if not activations:
-            return style_of(claim.module) == BY_HEAD
+            return style_of(owner.module) == BY_HEAD
         kinds = {_kind(x) for x in activations}
         partial = {"partial"} if not any(is_dtensor(x) and _kind(x) == "partial" for x in inputs) else set()
-        allowed = [{"whole", "features"} | partial] if any(p in self._pieces for p in claim.names) else [{"whole"}, {"positions"}]
+        allowed = [{"whole", "features"} | partial] if any(p in self._pieces for p in owner.names) else [{"whole"}, {"positions"}]
         if any(x.device_mesh != self.mesh for x in activations) or not any(kinds <= these for these in allowed):
             layouts = [x.placements for x in activations]
             raise ValueError(
-                f"{claim} works on activations that lie as {layouts}, of which it is not known what they add up to. {_WAYS_OUT}"
+                f"{owner} works on activations that lie as {layouts}, of which it is not known what they add up to. {_WAYS_OUT}"
             )
         return kinds == {"positions"}
 
     # ---- norms ----
 
-    def part(self, claim: Any, parameter: nn.Parameter, term: Term, sums_positions: bool) -> Term:
+    def part(self, owner: Any, parameter: nn.Parameter, term: Term, sums_positions: bool) -> Term:
         """This process's part of ``term``; the whole, if all processes hold the parameter."""
         if sums_positions:
             grad = term.instance().grad.clone()
@@ -151,7 +151,7 @@ class TensorParallel:
         found = self._pieces[parameter].of(term)
         if found is None:
             raise ValueError(
-                f"the gradient of {claim.names[parameter]} in {claim} does not lie as the parameter, {self._pieces[parameter]}. {_WAYS_OUT}"
+                f"the gradient of {owner.names[parameter]} in {owner} does not lie as the parameter, {self._pieces[parameter]}. {_WAYS_OUT}"
             )
         return found
 

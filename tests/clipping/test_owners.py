@@ -1,4 +1,4 @@
-"""Claims settle: whatever a module's calls look like, each parameter ends with somebody who sees all of its uses, or is refused."""
+"""Claims discover_owners: whatever a module's calls look like, each parameter ends with somebody who sees all of its uses, or is refused."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def weigh(model, batch):
     return torch.tanh(out).flatten(1) @ weight
 
 
-def settled(clipper, name):
-    return next(claim.path for claim in clipper.claims for p in claim.names if p is dict(clipper.model.named_parameters())[name])
+def owner_of(clipper, name):
+    return next(owner.path for owner in clipper.owners for p in owner.names if p is dict(clipper.model.named_parameters())[name])
 
 
 class Packs(nn.Module):
@@ -202,7 +202,7 @@ def test_who_answers_and_that_it_is_exact(build, name, answers, mode):
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         for _ in range(2):
             assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 5, 4)})
-        assert settled(clipper, name) == answers
+        assert owner_of(clipper, name) == answers
 
 
 class AddsPositions(nn.Module):
@@ -222,7 +222,7 @@ def test_copies_that_are_read_by_their_own_examples_stay_with_their_modules(mode
     model = AddsPositions()
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 5, 4)})
-        assert settled(clipper, "positions.weight") == "positions"
+        assert owner_of(clipper, "positions.weight") == "positions"
 
 
 def test_swin_with_positions_computed_once():
@@ -259,12 +259,12 @@ class SortsRarely(nn.Module):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_tokens_that_were_as_many_as_examples_or_positions_by_chance(mode):
-    """With this seed they are in both batches that claims settle on: the check's next batch shows that they are not."""
+    """With this seed they are in both batches that owners discover_owners on: the check's next batch shows that they are not."""
     torch.manual_seed(15)
     model, x = SortsRarely(), torch.randn(4, 5, 4)
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         assert_exact(model, clipper, lambda b: weigh(model, b), {"x": x})
-        assert settled(clipper, "experts.linears.0.weight") == "experts"
+        assert owner_of(clipper, "experts.linears.0.weight") == "experts"
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -290,7 +290,7 @@ def test_layouts():
     model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 2), nn.Unflatten(0, (-1, 5)))
     with PerExampleClipper(model, 1.0) as clipper:
         model(torch.randn(4, 5, 4))
-        assert [list(claim.layouts.values()) for claim in clipper.claims] == [[[FLAT, FLAT]]]
+        assert [list(owner.layouts.values()) for owner in clipper.owners] == [[[FLAT, FLAT]]]
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
