@@ -35,7 +35,7 @@ from .loss_graph import LossGraph
 from .owners import Owner
 from .precision import FULL_PRECISION, HALF, exact_arithmetic, product_settings
 from .recorded_call import BackwardPass, ForwardPass
-from .terms import Dense, Memo, Routed, Stacked, Term, measure, merge, position_lengths, small_gradient
+from .terms import Dense, LastResultCache, Routed, Stacked, Term, merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
 
 Clip = Callable[[torch.Tensor], Coefficients]  # from (B,) squared norms
@@ -67,8 +67,8 @@ class MeasuringPass:
     def __init__(self, forward: ForwardPass, *, instantiate: bool):
         self.forward, self.instantiate = forward, instantiate
         self.counts = forward.trainable.parallel.counts
-        self.norms = norms.Norms()  # of the parameters all of whose uses were seen
-        self.memo = Memo()
+        self.norms = norms.NormAccumulator()  # of the parameters all of whose uses were seen
+        self.cache = LastResultCache()
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}  # of the others; empty lists where nothing is kept
 
@@ -86,7 +86,7 @@ class MeasuringPass:
                 "often than was counted. Use torch.utils.checkpoint (gradient_checkpointing=True, use_reentrant=False), or switch re-running off."
             )
         seen = self._open[parameter]
-        seen.append(term.instance() if self.keeps and isinstance(term, Dense) else term)
+        seen.append(term.instantiate() if self.keeps and isinstance(term, Dense) else term)
         if len(seen) >= self.forward.uses[parameter]:
             self.kept[parameter] = self.close(parameter, merge(self._open.pop(parameter)))
 
@@ -118,24 +118,24 @@ class KeptTerms(MeasuringPass):
         self._together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
-        terms = merge([t.instance() if self.instantiate or t.keeps_instance else t for t in terms])
+        terms = merge([t.instantiate() if self.instantiate or t.store_instantiated else t for t in terms])
         if not self.counts(parameter):
             return terms
         if not self.instantiate and (small := small_gradient(terms)) is not None:
             self._small[small.grad.device][parameter] = small.flat
             return []
-        measured = measure(terms, instantiate=self.instantiate, memo=self.memo)
+        measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
         # the sum is of these very terms, and most norms know what it may be off by
         inexact = [t for t in terms if t.is_bf16 or isinstance(t, Routed | Stacked)]
         rounding = norms.SPLIT if any(t.is_bf16 for t in inexact) else norms.FP32
-        self.norms.add(measured, position_lengths(inexact, self.memo), rounding)
+        self.norms.add(measured, position_norms(inexact, self.cache), rounding)
         return terms
 
     def _total(self) -> torch.Tensor:
         for small in self._small.values():
             together = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
             self._together.append((list(small), [x.shape[1] for x in small.values()], together))
-            self.norms.add(together.measure())
+            self.norms.add(together.norm())
         self._small.clear()
         return super()._total()
 
@@ -149,13 +149,13 @@ class KeptTerms(MeasuringPass):
         return clipped.norms_b
 
     def add_sums(self, clipped: Coefficients) -> None:
-        memo, shards = Memo(), self.forward.trainable.shards
+        cache, shards = LastResultCache(), self.forward.trainable.shards
         with exact_arithmetic(clipped.of_sum_b.device):
             small = self._small_sums(clipped)
             for parameter in self._sums.order(self.kept):
                 device = shards.whole(parameter).device
                 terms = self.kept.pop(parameter, [])  # a record is freed as soon as its sum is formed
-                parts = (_weighted_sum(term, clipped, device, memo) for term in terms)
+                parts = (_weighted_sum(term, clipped, device, cache) for term in terms)
                 self._sums.add(parameter, [small[parameter]] if parameter in small else parts, reduce=clipped.reduce)
 
     def _small_sums(self, clipped: Coefficients) -> dict[nn.Parameter, torch.Tensor]:
@@ -168,9 +168,9 @@ class KeptTerms(MeasuringPass):
         return sums
 
 
-def _weighted_sum(term: Term, clipped: Coefficients, device: torch.device, memo: Memo | None = None) -> torch.Tensor:
-    term = term if clipped.invalid_b is None else term.clean(clipped.invalid_b.to(device))
-    return term.weighted_sum(clipped.of_sum_b.to(device), memo)
+def _weighted_sum(term: Term, clipped: Coefficients, device: torch.device, cache: LastResultCache | None = None) -> torch.Tensor:
+    term = term if clipped.invalid_b is None else term.zero_examples(clipped.invalid_b.to(device))
+    return term.weighted_sum(clipped.of_sum_b.to(device), cache)
 
 
 @dataclass(frozen=True)
@@ -246,8 +246,8 @@ class _FirstOfTwo(MeasuringPass):
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
         if self.counts(parameter):
-            measured = measure(terms, instantiate=self.instantiate, memo=self.memo)
-            self.norms.add(measured, position_lengths(terms, self.memo), self._rounding)
+            measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
+            self.norms.add(measured, position_norms(terms, self.cache), self._rounding)
         return []
 
     def finish(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From what was measured of every parameter's per-example gradients to their squared norm over all parameters together.
+"""Adds the norms of each parameter's per-example gradients to one squared norm of each example, with allowances for rounding.
 
 What a norm is computed from differs from parameter to parameter (:mod:`.terms`); what then happens to numbers of shape (B,) does not, so
 that is done once for all parameters of a pass, however many they are.
@@ -27,10 +27,10 @@ GHOST_ERROR, GHOST_ERROR_TOLERATED = 16 * torch.finfo(torch.float32).eps, 1e-2
 NEGLIGIBLE = 1e-34
 FP32_UNIT = torch.finfo(torch.float32).eps / 2
 # Numbers of one parameter's positions up to which they are held, to be looked at together with others'.
-HELD = 2**14
+MAX_HELD_NUMEL = 2**14
 
 
-class Length(NamedTuple):
+class DirectNorm(NamedTuple):
     """The norm itself, (B,) or (M, B)."""
 
     norm: torch.Tensor
@@ -39,65 +39,65 @@ class Length(NamedTuple):
         return self.norm.square()
 
 
-class InnerProduct(NamedTuple):
+class GhostNorm(NamedTuple):
     """A squared norm that is a sum of positive and negative parts; (B,) or (M, B), as are these two of the lengths of its positions.
 
-    ``reach`` is their sum, the largest norm it could have been of; ``unlike`` is what they would come to if no two were alike.
+    ``max_value`` is their sum, the largest norm it could have been of; ``unlike`` is what they would come to if no two were alike.
     """
 
     value: torch.Tensor
-    reach: torch.Tensor
+    max_value: torch.Tensor
     unlike: torch.Tensor
 
     @classmethod
-    def between(cls, value: torch.Tensor, lengths_bt: torch.Tensor) -> InnerProduct:
+    def between(cls, value: torch.Tensor, lengths_bt: torch.Tensor) -> GhostNorm:
         return cls(value, lengths_bt.sum(1), torch.linalg.vector_norm(lengths_bt, dim=1))
 
     def squared(self) -> torch.Tensor:
         """A sum of squares cannot be negative, and must not come out too small."""
-        norm_sq, largest = self.value.clamp(min=0), self.reach.square()
+        norm_sq, largest = self.value.clamp(min=0), self.max_value.square()
         error = (GHOST_ERROR * largest).sub_(norm_sq, alpha=GHOST_ERROR_TOLERATED).clamp_(min=0)
         return error.addcmul_(self.unlike, self.unlike, value=GHOST_ERROR).add_(norm_sq).add_(largest, alpha=GHOST_SLACK)
 
 
-Measured = Length | InnerProduct
+Measured = DirectNorm | GhostNorm
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """What a sum over positions may be off by that is not the one that was measured.
+class RoundingAllowance:
+    """Upper bound on the rounding error of a sum over positions that is computed separately from the measured norm.
 
-    ``part`` is the relative rounding of each position's part; sums are in float32. Roundings of unlike parts add up like random numbers;
-    those of equal parts all point the same way. The second counts only for what exceeds ``tolerated`` · norm, so that norms of ordinary
+    ``relative`` is the relative rounding of each position's part; sums are in float32. Roundings of unlike parts add up like random numbers;
+    those of equal parts all point the same way. The second counts only for what exceeds ``threshold`` · norm, so that norms of ordinary
     data, where positions do not cancel, stay what they are.
     """
 
-    part: float
-    tolerated: float
+    relative: float
+    threshold: float
 
-    def lengthened(self, norm: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The norm (..., B), with what positions' parts of these lengths (..., B, T) may add to it."""
+    def inflate(self, norm: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The norm (..., B), enlarged by what rounding may add where positions have these norms (..., B, T)."""
         number = lengths.shape[-1]
-        unlike = torch.linalg.vector_norm(lengths, dim=-1) * (self.part**2 + number * FP32_UNIT**2) ** 0.5
-        alike = (lengths.sum(-1) * (self.part + number * FP32_UNIT)).sub_(norm, alpha=self.tolerated)
+        unlike = torch.linalg.vector_norm(lengths, dim=-1) * (self.relative**2 + number * FP32_UNIT**2) ** 0.5
+        alike = (lengths.sum(-1) * (self.relative + number * FP32_UNIT)).sub_(norm, alpha=self.threshold)
         return torch.maximum(unlike, alike).add_(norm)
 
 
-FP32 = Rounding(0.0, 1e-3)
-SPLIT = Rounding(SPLIT_ROUNDING, 1e-5)  # factors in bf16, times a coefficient
-BF16 = Rounding(torch.finfo(torch.bfloat16).eps / 2, 2.0**-6)  # a backward pass in bf16 or fp16, whose coefficients have slack
+FP32 = RoundingAllowance(0.0, 1e-3)
+SPLIT = RoundingAllowance(SPLIT_ROUNDING, 1e-5)  # factors in bf16, times a coefficient
+BF16 = RoundingAllowance(torch.finfo(torch.bfloat16).eps / 2, 2.0**-6)  # a backward pass in bf16 or fp16, whose coefficients have slack
 
 
-class Norms:
+class NormAccumulator:
     """Squared norms of parameters, added up at the end."""
 
     def __init__(self) -> None:
         self._alike: dict[Any, list[tuple[Measured, torch.Tensor | None]]] = defaultdict(list)
 
-    def add(self, measured: Measured, lengths_bt: torch.Tensor | None = None, rounding: Rounding | None = None) -> None:
-        """Of one parameter; of a sum over positions whose parts have these lengths, from which ``rounding`` may have taken something."""
-        if lengths_bt is not None and lengths_bt.numel() > HELD:
-            measured, lengths_bt = Length(rounding.lengthened(measured.squared().sqrt(), lengths_bt)), None
+    def add(self, measured: Measured, lengths_bt: torch.Tensor | None = None, rounding: RoundingAllowance | None = None) -> None:
+        """Add one parameter's norm. If its gradient is a sum over positions, whose norms are ``lengths_bt``, ``rounding`` says what rounding may remove."""
+        if lengths_bt is not None and lengths_bt.numel() > MAX_HELD_NUMEL:
+            measured, lengths_bt = DirectNorm(rounding.inflate(measured.squared().sqrt(), lengths_bt)), None
         positions = None if lengths_bt is None else lengths_bt.shape[1]
         self._alike[type(measured), measured[0].device, positions, rounding].append((measured, lengths_bt))
 
@@ -108,7 +108,7 @@ class Norms:
             measured, lengths = zip(*members, strict=True)
             norm_sq = kind(*map(_stacked, zip(*measured, strict=True))).squared()
             if positions is not None:
-                norm_sq = rounding.lengthened(norm_sq.sqrt(), _stacked(lengths)).square()
+                norm_sq = rounding.inflate(norm_sq.sqrt(), _stacked(lengths)).square()
             totals.append((norm_sq.sum(0) if len(members) > 1 else norm_sq).to(device))
         if not totals:
             return None

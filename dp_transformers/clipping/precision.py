@@ -1,4 +1,4 @@
-"""In which precision gradients are multiplied and added up."""
+"""Matrix products and gradient sums in a controlled precision."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .fallback import per_example_gradients
 from .parallel.dtensor import like
 from .precision import HALF, exact_arithmetic
 from .recorded_call import RecordedCall, is_differentiable
-from .terms import Dense, Norm, Term
+from .terms import Dense, NormOnly, Term
 
 _NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}  # nodes of autograd that save what they are given, at most
 
@@ -110,7 +110,7 @@ def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
 def _terms(call: RecordedCall) -> dict[nn.Parameter, Term]:
     owner, trainable = call.owner, call.forward.trainable
     if owner.rule.norms is not None and call.forward.backward.wants_only_norms_of(owner.names):
-        found = {p: Norm(norm_b) for p, norm_b in owner.rule.norms(owner.module, *_by_example(call)).items()}
+        found = {p: NormOnly(norm_b) for p, norm_b in owner.rule.norms(owner.module, *_by_example(call)).items()}
     elif owner.is_rerun:
         found = _rerun(call)
     elif owner.rule.takes_call:

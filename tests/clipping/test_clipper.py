@@ -235,7 +235,7 @@ def test_ghost_norm_never_comes_out_too_small(tokens, width, out):
         gradients -= gradients.mean(1, keepdim=True)
         exact = torch.bmm(gradients.double().mT, activations.double()).square().sum((1, 2))
         ghost = Outer(gradients, activations)
-        chosen = ghost.measure().squared()
+        chosen = ghost.norm().squared()
         assert (chosen.double() >= exact * (1 - 1e-5)).all(), (jitter, chosen / exact)
 
 

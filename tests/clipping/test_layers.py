@@ -103,10 +103,10 @@ def test_convolutions_by_ghost_norm_and_by_instance(layer, shape, ghost, scratch
     monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", scratch)
     x = torch.randn(shape)
     term = convolution(layer, [x], torch.randn_like(layer(x)))[layer.weight]
-    assert isinstance(term, Convolved) and term.prefers_instance == (not ghost)
-    by_instance = term.measure(instantiate=True).norm
+    assert isinstance(term, Convolved) and term.cheaper_instantiated == (not ghost)
+    by_instance = term.norm(instantiate=True).norm
     torch.testing.assert_close(term._ghost_norm().norm, by_instance, rtol=1e-5, atol=0)
-    torch.testing.assert_close(term.instance().weighted_sum(torch.ones(4)), term.weighted_sum(torch.ones(4)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(term.instantiate().weighted_sum(torch.ones(4)), term.weighted_sum(torch.ones(4)), rtol=1e-4, atol=1e-4)
     assert_exact_in_all_modes(overwritten(layer), x, self_check=True)
 
 
@@ -440,8 +440,8 @@ def test_low_precision_factors_are_contracted_in_fp32(shape):
     image, grad = torch.randn(shape).bfloat16().unsqueeze(1), torch.randn(4, 20, *shape[2:]).bfloat16().unsqueeze(1)
     low, full, coef = Convolved(image, grad, how), Convolved(image.float(), grad.float(), how), torch.rand(4)
     for a, b in zip(
-        (low.measure().norm, low.weighted_sum(coef), low.instance().grad),
-        (full.measure().norm, full.weighted_sum(coef), full.instance().grad),
+        (low.norm().norm, low.weighted_sum(coef), low.instantiate().grad),
+        (full.norm().norm, full.weighted_sum(coef), full.instantiate().grad),
         strict=True,
     ):
         assert a.dtype == torch.float32
@@ -481,9 +481,9 @@ def test_reduced_precision_of_convolutions_is_kept_out_of_norms_and_known_to_the
 def test_uses_that_are_not_alike_are_added_as_instances():
     how = Convolution(torch.Size((4, 3, 2)), (1,), (0,), (1,), 1)
     first, second = (Convolved(torch.randn(2, 1, 3, n), torch.randn(2, 1, 4, n - 1), how) for n in (5, 6))
-    together = first.instance().grad + second.instance().grad
+    together = first.instantiate().grad + second.instantiate().grad
     (merged,) = term_algebra.merge([first, second, Dense(torch.zeros(2, 4, 6))])
     torch.testing.assert_close(merged.grad.flatten(), together.flatten())
     mixed = [Outer(torch.randn(2, 3, 4), torch.randn(2, 3, 6)), first]
-    expected = (mixed[0].instance().grad.flatten(1) + mixed[1].instance().grad.flatten(1)).square().sum(1)
-    torch.testing.assert_close(term_algebra.measure(mixed).squared(), expected)
+    expected = (mixed[0].instantiate().grad.flatten(1) + mixed[1].instantiate().grad.flatten(1)).square().sum(1)
+    torch.testing.assert_close(term_algebra.norm_of_sum(mixed).squared(), expected)

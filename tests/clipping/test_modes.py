@@ -8,7 +8,7 @@ from torch import nn
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping import modes
 from dp_transformers.clipping.modes import MODES, MeasuringPass
-from dp_transformers.clipping.terms import measure
+from dp_transformers.clipping.terms import norm_of_sum
 
 BOUND = 2.0
 
@@ -21,7 +21,7 @@ class EachParameter(MeasuringPass):
         self.clip, self.sums, self.formed = clip, sums, []
 
     def close(self, parameter, terms):
-        measured = measure(terms, memo=self.memo)
+        measured = norm_of_sum(terms, cache=self.cache)
         self.norms.add(measured)
         clipped = self.clip(measured.squared())
         self.sums.add(parameter, (term.weighted_sum(clipped.of_sum_b) for term in terms))

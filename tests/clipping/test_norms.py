@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping.norms import BF16, FP32, SPLIT, InnerProduct, Length, Norms
+from dp_transformers.clipping.norms import BF16, FP32, SPLIT, DirectNorm, GhostNorm, NormAccumulator
 from dp_transformers.clipping.terms import dense
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ measured = st.tuples(st.sampled_from(["length", "product"]), st.sampled_from([No
 
 def some(kind, rounding, positions, b, g):
     if kind == "length":
-        found = Length(torch.rand(b, generator=g))
+        found = DirectNorm(torch.rand(b, generator=g))
     else:
-        found = InnerProduct(torch.rand(b, generator=g) - 0.1, *(1 + torch.rand(2, b, generator=g)))
+        found = GhostNorm(torch.rand(b, generator=g) - 0.1, *(1 + torch.rand(2, b, generator=g)))
     return (found, None, None) if rounding is None else (found, 100 * torch.rand(b, positions, generator=g), rounding)
 
 
@@ -40,9 +40,9 @@ def some(kind, rounding, positions, b, g):
 @given(members=st.lists(measured, min_size=1, max_size=9), b=st.integers(0, 4), seed=st.integers(0, 10**6))
 def test_together_they_are_what_they_are_one_by_one(members, b, seed):
     g = torch.Generator().manual_seed(seed)
-    together, added = Norms(), torch.zeros(b, dtype=torch.float64)
+    together, added = NormAccumulator(), torch.zeros(b, dtype=torch.float64)
     for member in members:
-        alone, of_one = Norms(), some(*member, b, g)
+        alone, of_one = NormAccumulator(), some(*member, b, g)
         alone.add(*of_one)
         together.add(*of_one)
         added += alone.total(CPU)
@@ -52,16 +52,16 @@ def test_together_they_are_what_they_are_one_by_one(members, b, seed):
 @pytest.mark.parametrize("rounding", [FP32, SPLIT, BF16])
 def test_rounding_lengthens_by_what_positions_can_hide(rounding):
     lengths = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    norms = Norms()
-    norms.add(Length(torch.tensor([0.0, 2.0])), lengths, rounding)
+    norms = NormAccumulator()
+    norms.add(DirectNorm(torch.tensor([0.0, 2.0])), lengths, rounding)
     found = norms.total(CPU).sqrt()
-    assert found[0] >= 5 * rounding.part  # what is left of them is nothing, and their roundings do not cancel
-    assert found[0] >= 7 * rounding.part * (1 - 1e-6)  # which may all point the same way
+    assert found[0] >= 5 * rounding.relative  # what is left of them is nothing, and their roundings do not cancel
+    assert found[0] >= 7 * rounding.relative * (1 - 1e-6)  # which may all point the same way
     assert found[1] == 2
 
 
 def test_of_nothing_there_is_no_norm():
-    assert Norms().total(CPU) is None
+    assert NormAccumulator().total(CPU) is None
 
 
 def small_model(dtype=torch.float32):
@@ -75,7 +75,7 @@ def small_model(dtype=torch.float32):
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
 def test_small_gradients_side_by_side(mode, small, dtype, monkeypatch):
     """Norms, sums and what is added to, however many are taken together; with weights, and an example that is not finite."""
-    monkeypatch.setattr(dense, "SMALL", small)
+    monkeypatch.setattr(dense, "MAX_BATCHED_NUMEL", small)
     model = small_model(dtype)
     batch = {"x": torch.randn(4, 3, 6, dtype=dtype)}
     with PerExampleClipper(model, 0.05, mode=mode, self_check=False) as clipper:
@@ -212,11 +212,11 @@ def test_a_layer_costs_few_calls(mode, times_plain):
 
 def test_many_positions_are_not_held():
     """As many as a parametric ReLU has on images: with eight of them a pass took 128 MiB for 76."""
-    norms, norm_b, total_b = Norms(), torch.rand(4), torch.zeros(4)
+    norms, norm_b, total_b = NormAccumulator(), torch.rand(4), torch.zeros(4)
     for positions in (2, 2**13):
         lengths_bt = torch.rand(4, positions)
-        norms.add(Length(norm_b), lengths_bt, FP32)
-        total_b += FP32.lengthened(norm_b, lengths_bt).square()
+        norms.add(DirectNorm(norm_b), lengths_bt, FP32)
+        total_b += FP32.inflate(norm_b, lengths_bt).square()
     held = weakref.ref(lengths_bt)
     del lengths_bt
     assert held() is None

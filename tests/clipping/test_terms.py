@@ -13,7 +13,18 @@ from dp_transformers.clipping import terms as algebra
 from dp_transformers.clipping.modes import KeptTerms
 from dp_transformers.clipping.precision import SPLIT_ROUNDING
 from dp_transformers.clipping.recorded_call import ForwardPass
-from dp_transformers.clipping.terms import Convolution, Convolved, Dense, GradientTerm, Memo, Outer, Routed, Rows, Stacked, arithmetic
+from dp_transformers.clipping.terms import (
+    Convolution,
+    Convolved,
+    Dense,
+    GradientTerm,
+    LastResultCache,
+    Outer,
+    Routed,
+    Rows,
+    Stacked,
+    arithmetic,
+)
 from dp_transformers.clipping.trainable import TrainableParameters
 
 sizes = st.integers(1, 9)
@@ -53,13 +64,15 @@ def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiat
     }
     terms = [made[kind](t) for kind, t in lengths]
     exact = sum(written_out(t, rows, columns) for t in terms)
-    norm_sq = algebra.measure(terms, instantiate=instantiate, memo=Memo()).squared()
+    norm_sq = algebra.norm_of_sum(terms, instantiate=instantiate, cache=LastResultCache()).squared()
     scale = sum(written_out(t, rows, columns).flatten(1).norm(dim=1) for t in terms).square()  # what rounding is relative to
     assert norm_sq.dtype == torch.float32
     assert norm_sq.shape == (b,)
     assert ((norm_sq.double() - exact.flatten(1).square().sum(1)).abs() <= 1e-5 * scale + 1e-12).all()
     coef = torch.rand(b, generator=g)
-    total = sum(t.weighted_sum(coef, Memo()).double() for t in algebra.merge(terms)) if b else torch.zeros(rows, columns).double()
+    total = (
+        sum(t.weighted_sum(coef, LastResultCache()).double() for t in algebra.merge(terms)) if b else torch.zeros(rows, columns).double()
+    )
     expected = torch.einsum("b,bpd->pd", coef.double(), exact)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
 
@@ -87,12 +100,15 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
         ids = torch.randint(0, e, (b, t), generator=g)
         term = Routed(ids, term.left, term.right, e)
         exact, reach = (torch.einsum("bse,bsp,bsd->bepd", F.one_hot(ids, e).double(), f(left), f(right)) for f in (torch.clone, torch.abs))
-    norm_sq, scale = algebra.measure([term], instantiate=instantiate, memo=Memo()).squared(), reach.flatten(1).square().sum(1)
+    norm_sq, scale = (
+        algebra.norm_of_sum([term], instantiate=instantiate, cache=LastResultCache()).squared(),
+        reach.flatten(1).square().sum(1),
+    )
     assert ((norm_sq.double() - exact.flatten(1).square().sum(1)).abs() <= 2e-6 * scale).all()
-    instance = term.instance().grad.double().view_as(exact)
+    instance = term.instantiate().grad.double().view_as(exact)
     assert ((instance - exact).abs() <= 1e-6 * reach).all()
     coef = torch.rand(b, generator=g)
-    total = term.weighted_sum(coef, Memo()).double()
+    total = term.weighted_sum(coef, LastResultCache()).double()
     expected, within = (torch.einsum("b,b...->...", coef.double(), x) for x in (exact, reach))
     assert ((total - expected).abs() <= (SPLIT_ROUNDING + 1e-6) * within).all()
 
@@ -110,15 +126,15 @@ def test_equal_slots_of_an_expert_that_cancel(dtype):
     backward.add(layer.weight, term)
     norm_b = backward.squared_norms().sqrt()
     (kept,) = backward.kept[layer.weight]
-    assert kept.weighted_sum((bound / norm_b).clamp(max=1), Memo()).norm() <= bound * (1 + 1e-5)
+    assert kept.weighted_sum((bound / norm_b).clamp(max=1), LastResultCache()).norm() <= bound * (1 + 1e-5)
 
 
 def test_tied_factors_of_which_one_is_bf16():
     ids = torch.arange(8)[None]
     left = 1.0039 * torch.eye(40)[None, :8]
     terms = [Outer(left, torch.ones(1, 8, 50).bfloat16()), Rows(ids, -0.98 * torch.ones(1, 8, 50), 40)]
-    norm_b, memo = algebra.measure(terms).squared().sqrt(), Memo()
-    total = sum(t.weighted_sum(torch.ones(1), memo) for t in terms)
+    norm_b, cache = algebra.norm_of_sum(terms).squared().sqrt(), LastResultCache()
+    total = sum(t.weighted_sum(torch.ones(1), cache) for t in terms)
     assert total.norm() <= norm_b * (1 + 1e-5)
 
 
@@ -130,32 +146,32 @@ def test_chunks_change_nothing(monkeypatch):
         Rows(torch.randint(0, 4, (7, 9)), torch.randn(7, 9, 3), 4),
     ]
     tied = [Outer(torch.randn(7, 5, 4), torch.randn(7, 5, 3)), terms[2]]
-    whole = [t.measure(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.measure(tied).squared()]
+    whole = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.norm_of_sum(tied).squared()]
     monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", 600)
-    parts = [t.measure(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.measure(tied).squared()]
+    parts = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.norm_of_sum(tied).squared()]
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
 def test_memo_does_not_mistake_one_tensor_for_another():
-    memo, calls = Memo(), []
+    cache, calls = LastResultCache(), []
 
     def double(x):
         calls.append(1)
         return x * 2
 
     x = torch.randn(4, 6)
-    assert torch.equal(memo.get("k", x, double), x * 2)
-    assert torch.equal(memo.get("k", x.detach(), double), x * 2)
+    assert torch.equal(cache.get("k", x, double), x * 2)
+    assert torch.equal(cache.get("k", x.detach(), double), x * 2)
     assert len(calls) == 1
-    assert torch.equal(memo.get("k", x.view(6, 4), double), (x * 2).view(6, 4))
-    assert torch.equal(memo.get("k", x[1:], double), x[1:] * 2)
+    assert torch.equal(cache.get("k", x.view(6, 4), double), (x * 2).view(6, 4))
+    assert torch.equal(cache.get("k", x[1:], double), x[1:] * 2)
     assert len(calls) == 3
 
 
 def test_instance_is_preferred_where_it_costs_fewer_operations():
-    assert not Outer(torch.empty(1, 20, 64), torch.empty(1, 20, 32)).prefers_instance  # dp/(d+p) = 21.3
-    assert Outer(torch.empty(1, 22, 64), torch.empty(1, 22, 32)).prefers_instance
+    assert not Outer(torch.empty(1, 20, 64), torch.empty(1, 20, 32)).cheaper_instantiated  # dp/(d+p) = 21.3
+    assert Outer(torch.empty(1, 22, 64), torch.empty(1, 22, 32)).cheaper_instantiated
 
 
 @pytest.mark.parametrize(
@@ -169,8 +185,8 @@ def test_instance_is_preferred_where_it_costs_fewer_operations():
 )
 def test_what_is_kept_for_the_sum(positions, rows, columns, dtype, keeps):
     outer = Outer(torch.empty(1, positions, rows, dtype=dtype), torch.empty(1, positions, columns, dtype=dtype))
-    assert outer.keeps_instance == keeps
-    assert Stacked([outer, outer]).keeps_instance == keeps
+    assert outer.store_instantiated == keeps
+    assert Stacked([outer, outer]).store_instantiated == keeps
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -189,17 +205,17 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
         exact = exact + terms[-1].grad.double()
     before, arithmetic.SCRATCH_BYTES = arithmetic.SCRATCH_BYTES, scratch
     try:
-        norm_sq = algebra.measure(terms, instantiate=instantiate).squared()
+        norm_sq = algebra.norm_of_sum(terms, instantiate=instantiate).squared()
     finally:
         arithmetic.SCRATCH_BYTES = before
     size = exact.flatten(1).square().sum(1)
     assert norm_sq.dtype == torch.float32
     assert ((norm_sq.double() - size).abs() <= 1e-5 * size + 1e-5).all()
     coef = torch.rand(b, generator=g)
-    total = sum(t.weighted_sum(coef, Memo()).double() for t in algebra.merge(terms))
+    total = sum(t.weighted_sum(coef, LastResultCache()).double() for t in algebra.merge(terms))
     torch.testing.assert_close(total, torch.einsum("b,bepd->epd", coef.double(), exact), rtol=1e-4, atol=1e-4)
     (merged,) = algebra.merge(terms[: len(lengths)])
-    torch.testing.assert_close(merged.instance().grad.double(), exact - (terms[-1].grad.double() if dense else 0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(merged.instantiate().grad.double(), exact - (terms[-1].grad.double() if dense else 0), rtol=1e-4, atol=1e-4)
 
 
 def where_padding_has_gradients(kind, g):
@@ -228,7 +244,7 @@ def test_long_gradients_of_positions_without_input_do_not_lengthen_norms(kind, c
     if chunks:
         monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", 600)
     terms, exact = where_padding_has_gradients(kind, torch.Generator().manual_seed(0))
-    norm_b = algebra.measure(terms, memo=Memo()).squared().sqrt().double()
+    norm_b = algebra.norm_of_sum(terms, cache=LastResultCache()).squared().sqrt().double()
     torch.testing.assert_close(norm_b, exact.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
 
 
@@ -246,7 +262,7 @@ def test_positions_of_unlike_lengths_that_cancel(pairs, decades, left_over, colu
     if kind == "tied":
         terms.append(Rows(torch.arange(rows).expand(b, rows), -0.999 * (left.mT @ right), rows))
     exact = sum(written_out(term, rows, columns) for term in terms).flatten(1).norm(dim=1)
-    norm_b = algebra.measure(terms, memo=Memo()).squared().sqrt()
+    norm_b = algebra.norm_of_sum(terms, cache=LastResultCache()).squared().sqrt()
     assert (norm_b >= exact * (1 - 1e-5)).all()
 
 
@@ -259,7 +275,7 @@ def test_few_positions_that_nearly_cancel(positions):
     left = sign * torch.randn(examples, 1, 64, generator=g) + left_over * torch.randn(examples, positions, 64, generator=g)
     right = torch.randn(examples, 1, 512, generator=g) + left_over * torch.randn(examples, positions, 512, generator=g)
     exact = written_out(Outer(left, right), 64, 512).flatten(1).norm(dim=1)
-    norm_b = Outer(left, right).measure().squared().sqrt()
+    norm_b = Outer(left, right).norm().squared().sqrt()
     assert (norm_b >= exact * (1 - 1e-6)).all()
 
 
@@ -267,7 +283,7 @@ def test_few_positions_that_nearly_cancel(positions):
 def test_the_norm_of_a_long_gradient(numbers):
     """A table of embeddings instantiated: on the CPU torch's own norm of 4 million numbers is too small by 8e-5."""
     grad = torch.randn(2, numbers, generator=torch.Generator().manual_seed(0))
-    (norm_b,) = Dense(grad).measure()
+    (norm_b,) = Dense(grad).norm()
     torch.testing.assert_close(norm_b.double(), grad.double().norm(dim=1), rtol=1e-6, atol=0)
 
 
@@ -275,7 +291,7 @@ def test_an_input_whose_square_vanishes_times_a_gradient_that_is_long():
     left, right = torch.full((1, 2, 64), 1e17), torch.full((1, 2, 48), 1e-24)
     left[:, 1] = 0
     exact = written_out(Outer(left, right), 64, 48).norm()
-    assert Outer(left, right).measure().squared().sqrt() >= exact
+    assert Outer(left, right).norm().squared().sqrt() >= exact
 
 
 def members(protocol):
@@ -286,7 +302,7 @@ def members(protocol):
 def test_every_family_keeps_the_protocol(family):
     """A norm alone does not: it is of a pass that keeps nothing and of a parameter that is used once."""
     assert members(GradientTerm) <= {*dir(family)}
-    for name in ("measure", "lengths", "instance", "weighted_sum", "clean"):
+    for name in ("norm", "position_norms", "instantiate", "weighted_sum", "zero_examples"):
         assert (
             inspect.signature(getattr(family, name)).parameters.keys() == inspect.signature(getattr(GradientTerm, name)).parameters.keys()
         )

@@ -461,11 +461,11 @@ def test_a_batch_of_one_that_is_squeezed_before_the_loss():
 class Encodes(nn.Module):
     def __init__(self, part):
         super().__init__()
-        self.emb, self.part, self.head = nn.Linear(4, 8), part, nn.Linear(8, 2)
+        self.emb, self.relative, self.head = nn.Linear(4, 8), part, nn.Linear(8, 2)
 
     def forward(self, x):
         x = self.emb(x)
-        x = self.part(x, x, x) if isinstance(self.part, nn.MultiheadAttention) else self.part(x)
+        x = self.relative(x, x, x) if isinstance(self.relative, nn.MultiheadAttention) else self.relative(x)
         return self.head(x[0] if isinstance(x, tuple) else x)
 
 
@@ -794,10 +794,10 @@ def test_frozen_state_that_moves_is_refused_and_put_back(module):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.part, self.head = module(), nn.Linear(5, 2)
+            self.relative, self.head = module(), nn.Linear(5, 2)
 
         def forward(self, x):
-            return self.head(self.part(x))
+            return self.head(self.relative(x))
 
     model = Model()
     buffers = {k: v.clone() for k, v in model.named_buffers()}
@@ -953,14 +953,14 @@ def test_per_sample_gradients_that_are_not_correct(monkeypatch, caplog):
     def rows_in_another_order(module, activations, backprops):
         """The norms of all parameters together stay; each example's gradient does not."""
         found = right(module, activations, backprops)
-        return {p: Dense(t.instance().grad.flip(1)) for p, t in found.items()}
+        return {p: Dense(t.instantiate().grad.flip(1)) for p, t in found.items()}
 
     monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(rows_in_another_order))
     assert not check_per_sample_gradients_are_correct(x, model, modes=["per_sample"])
     monkeypatch.setitem(
         layer_rule._RULES,
         nn.Linear.forward,
-        LayerRule(lambda m, a, g: {p: Dense(t.instance().grad * 1.0001) for p, t in right(m, a, g).items()}),
+        LayerRule(lambda m, a, g: {p: Dense(t.instantiate().grad * 1.0001) for p, t in right(m, a, g).items()}),
     )
     for mode in ("book_keeping", "ghost", "fast_gradient", "per_sample"):
         assert not check_per_sample_gradients_are_correct(x, model, modes=[mode])

@@ -143,7 +143,7 @@ class TensorParallel:
     def part(self, owner: Any, parameter: nn.Parameter, term: Term, sums_positions: bool) -> Term:
         """This process's part of ``term``; the whole, if all processes hold the parameter."""
         if sums_positions:
-            grad = term.instance().grad.clone()
+            grad = term.instantiate().grad.clone()
             dist.all_reduce(grad, group=self.group)
             return Dense(grad)
         if parameter not in self._pieces:

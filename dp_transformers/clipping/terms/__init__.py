@@ -19,7 +19,7 @@ Norm       norm_b                          not known
 =========  ==============================  ======================================================
 
 The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that sum
-(adding squared norms is wrong in both directions), which :func:`measure` gives for any mixture.
+(adding squared norms is wrong in both directions), which :func:`norm_of_sum` gives for any mixture.
 
 All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4); the rule for when instantiating
 is cheaper is by floating-point operations: T²(d+p) against T·d·p.
@@ -32,18 +32,18 @@ from typing import Protocol
 
 import torch
 
-from ..norms import InnerProduct, Measured
+from ..norms import GhostNorm, Measured
 from ..precision import factor
 from .arithmetic import chunks, norms_over
-from .cache import Memo
+from .cache import LastResultCache
 from .convolution import Convolution, Convolved
-from .dense import Dense, Norm, summed
+from .dense import Dense, NormOnly, summed
 from .embedding import Rows
 from .experts import Routed
 from .outer import Outer, Stacked, sum_in_blocks
 
 __all__ = [
-    "Convolution", "Convolved", "Dense", "GradientTerm", "Memo", "Norm", "Outer", "Routed", "Rows", "Stacked", "Term", "measure", "merge", "position_lengths",
+    "Convolution", "Convolved", "Dense", "GradientTerm", "LastResultCache", "Norm", "Outer", "Routed", "Rows", "Stacked", "Term", "merge", "norm_of_sum", "position_norms",
     "small_gradient", "summed",
 ]  # fmt: skip
 
@@ -55,29 +55,29 @@ class GradientTerm(Protocol):
 
     Attributes:
         is_bf16: Whether it is multiplied in bf16, so that sums may be off by its rounding.
-        keeps_instance: Whether the gradients themselves take no more memory than the factors, and are kept in their place.
+        store_instantiated: Whether the gradients themselves take no more memory than the factors, and are kept in their place.
     """
 
     is_bf16: bool
-    keeps_instance: bool
+    store_instantiated: bool
 
-    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+    def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         """The norm of each example's gradient, in float32: by the cheaper way, or from the gradients themselves."""
 
-    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+    def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
         """(B, n) each: the norms of the parts, by position, that the gradients are sums of."""
 
-    def instance(self) -> Dense:
+    def instantiate(self) -> Dense:
         """The gradients themselves."""
 
-    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+    def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
         """The sum over examples of ``coef_b`` times their gradients, shaped like the parameter (or flat where that is told from it)."""
 
-    def clean(self, bad_b: torch.Tensor) -> GradientTerm:
-        """The same with zeros for the examples in ``bad_b``, whose numbers are not finite."""
+    def zero_examples(self, invalid_b: torch.Tensor) -> GradientTerm:
+        """The same with zeros for the examples in ``invalid_b``, whose numbers are not finite."""
 
 
-Term = Dense | Norm | Outer | Stacked | Rows | Routed | Convolved
+Term = Dense | NormOnly | Outer | Stacked | Rows | Routed | Convolved
 
 
 def merge(terms: Sequence[Term]) -> list[Term]:
@@ -102,7 +102,7 @@ def merge(terms: Sequence[Term]) -> list[Term]:
             image, grad = torch.cat([t.image for t in convolved], 1), torch.cat([t.grad for t in convolved], 1)
             merged.append(Convolved(image, grad, convolved[0].how))
         else:
-            dense += [t.instance() for t in convolved]
+            dense += [t.instantiate() for t in convolved]
     if dense:
         grads = [t.grad.view_as(dense[0].grad) for t in dense]  # an instance may be flat, as (b, p, d)
         parts = tuple(x for t in dense for x in t.parts)
@@ -110,7 +110,7 @@ def merge(terms: Sequence[Term]) -> list[Term]:
     return merged
 
 
-def measure(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+def norm_of_sum(terms: Sequence[Term], *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
     """The norm per example of the sum of ``terms``, all uses of one parameter, in float32.
 
     An embedding tied to the head that reads it out is E + H with ‖E+H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩, and
@@ -118,12 +118,12 @@ def measure(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | No
     """
     terms = merge(terms)
     if len(terms) == 1:
-        return terms[0].measure(instantiate=instantiate, memo=memo)
+        return terms[0].norm(instantiate=instantiate, cache=cache)
     if instantiate or [type(t) for t in terms] != [Outer, Rows]:
-        total = terms[0].instance().grad.flatten(1)
+        total = terms[0].instantiate().grad.flatten(1)
         for term in terms[1:]:
-            total = total + term.instance().grad.flatten(1)
-        return Dense(total).measure()
+            total = total + term.instantiate().grad.flatten(1)
+        return Dense(total).norm()
     outer, rows = terms
     cross_b, lengths = [], []
     (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
@@ -133,8 +133,8 @@ def measure(terms: Sequence[Term], *, instantiate: bool = False, memo: Memo | No
         picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
         cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
         lengths.append(torch.cat([norms_over(left, [2]) * norms_over(right, [2]), norms_over(grad, [2])], 1))
-    norm_sq_b = outer.measure().squared() + rows.measure().squared() + 2 * torch.cat(cross_b)
-    return InnerProduct.between(norm_sq_b, torch.cat(lengths))  # the two uses may cancel
+    norm_sq_b = outer.norm().squared() + rows.norm().squared() + 2 * torch.cat(cross_b)
+    return GhostNorm.between(norm_sq_b, torch.cat(lengths))  # the two uses may cancel
 
 
 def small_gradient(terms: Sequence[Term]) -> Dense | None:
@@ -142,7 +142,7 @@ def small_gradient(terms: Sequence[Term]) -> Dense | None:
     return terms[0] if len(terms) == 1 and isinstance(terms[0], Dense) and terms[0].is_small else None
 
 
-def position_lengths(terms: Sequence[Term], memo: Memo | None = None) -> torch.Tensor | None:
+def position_norms(terms: Sequence[Term], cache: LastResultCache | None = None) -> torch.Tensor | None:
     """(B, n): how long every position's part of the gradient is; None where that is not known, or there are no positions."""
-    lengths = [x for term in terms for x in term.lengths(memo) if x.shape[1]]
+    lengths = [x for term in terms for x in term.position_norms(cache) if x.shape[1]]
     return (torch.cat(lengths, 1) if len(lengths) > 1 else lengths[0]) if lengths else None

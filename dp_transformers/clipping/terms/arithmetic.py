@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 
-from ..norms import FP32, Length, Measured
+from ..norms import FP32, DirectNorm, Measured
 
 # Numbers of one example that are squared and added up one after the other: of 2·10⁷ the norm would be too small by 1e-3.
 PIECE = 2**14
@@ -21,22 +21,22 @@ def chunks(batch: int, bytes_per_example: int) -> Iterator[slice]:
         yield slice(start, min(start + size, batch))
 
 
-def clean_rows(x: torch.Tensor, bad_b: torch.Tensor) -> torch.Tensor:
-    return x.masked_fill(bad_b.view(-1, *[1] * (x.dim() - 1)), 0)
+def zero_rows(x: torch.Tensor, invalid_b: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill(invalid_b.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def joined(measured: Sequence[Measured]) -> Measured:
-    """Of chunks of examples, all."""
+    """Concatenate the results of chunks of examples."""
     return measured[0] if len(measured) == 1 else type(measured[0])(*map(torch.cat, zip(*measured, strict=True)))
 
 
-def summed_anew(norm_b: torch.Tensor, lengths_bt: torch.Tensor) -> Length:
+def summed_anew(norm_b: torch.Tensor, lengths_bt: torch.Tensor) -> DirectNorm:
     """A sum that rounds every position anew, after it is multiplied."""
-    return Length(FP32.lengthened(norm_b, lengths_bt))
+    return DirectNorm(FP32.inflate(norm_b, lengths_bt))
 
 
 def sum_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Of one tensor or several, without a copy of the first."""
+    """Sum, accumulating into the first."""
     return reduce(torch.Tensor.add_, parts)
 
 

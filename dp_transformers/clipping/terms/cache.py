@@ -10,7 +10,7 @@ import torch
 T = TypeVar("T")
 
 
-class Memo:
+class LastResultCache:
     """The last result of each kind and the tensor it came from: layers that share their input (query, key, value) share work."""
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..norms import Length, Measured
-from .arithmetic import chunks, clean_rows, joined
-from .cache import Memo
+from ..norms import DirectNorm, Measured
+from .arithmetic import chunks, joined, zero_rows
+from .cache import LastResultCache
 from .dense import Dense
 from .gram import gram_of
 
@@ -58,51 +58,51 @@ class Convolved:
         return self.grad.shape[1] * self.grad.shape[3:].numel(), self.how.shape[0] // self.how.groups, self.how.shape[1:].numel()
 
     @property
-    def prefers_instance(self) -> bool:
+    def cheaper_instantiated(self) -> bool:
         t, p, d = self._sizes
         return t * (p + d) >= p * d
 
     @property
-    def keeps_instance(self) -> bool:
-        return self.prefers_instance
+    def store_instantiated(self) -> bool:
+        return self.cheaper_instantiated
 
-    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+    def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         t, p, d = self._sizes
-        by_instance = instantiate or self.prefers_instance
+        by_instance = instantiate or self.cheaper_instantiated
         numbers = p * d if by_instance else t * (p + d + 2 * t)
         measured = []
         for rows in chunks(len(self.grad), 4 * self.how.groups * numbers):
             part = Convolved(self.image[rows], self.grad[rows], self.how)
-            measured.append(part.instance().measure() if by_instance else part._ghost_norm())
+            measured.append(part.instantiate().norm() if by_instance else part._ghost_norm())
         return joined(measured)
 
-    def _ghost_norm(self) -> Length:
+    def _ghost_norm(self) -> DirectNorm:
         (t, p, d), groups, b = self._sizes, self.how.groups, len(self.grad)
         dims = len(self.how.stride)
         patches = self.how.patches(self.image.float()).unflatten(2, (groups, -1))  # b n groups c positions k
         positions, kernel = range(4, 4 + dims), range(4 + dims, 4 + 2 * dims)
         patches = patches.permute(0, 2, 3, *kernel, 1, *positions).reshape(b * groups, d, t)
         grad = self.grad.float().unflatten(2, (groups, p)).movedim(1, 3).reshape(b * groups, p, t)
-        return Length(gram_of(grad.mT).inner_product(gram_of(patches.mT)).squared().view(b, groups).sum(1).sqrt())
+        return DirectNorm(gram_of(grad.mT).inner_product(gram_of(patches.mT)).squared().view(b, groups).sum(1).sqrt())
 
-    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+    def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
         groups, dims = self.how.groups, len(self.how.stride)
         image, grad = (x.float().square().unflatten(2, (groups, -1)).sum(3) for x in (self.image, self.grad))
         patches = self.how.patches(image).flatten(3 + dims).sum(-1)
         return [(patches * grad).sum(2).flatten(1).sqrt()]
 
-    def instance(self) -> Dense:
+    def instantiate(self) -> Dense:
         b = len(self.grad)
         if b == 0:
             return Dense(self.grad.new_zeros(0, *self.how.shape, dtype=torch.float32))
         image, grad = (x.float().transpose(0, 1).flatten(1, 2) for x in (self.image, self.grad))
         return Dense(self.how.weight_gradient(image, grad, examples=b).view(b, *self.how.shape))
 
-    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+    def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
         smaller, larger = sorted((self.image, self.grad), key=torch.Tensor.numel)
         scaled = smaller.float() * coef_b.view(-1, *[1] * (smaller.dim() - 1))
         image, grad = (scaled, larger) if smaller is self.image else (larger, scaled)
         return self.how.weight_gradient(image.flatten(0, 1).float(), grad.flatten(0, 1).float())
 
-    def clean(self, bad_b: torch.Tensor) -> Convolved:
-        return Convolved(clean_rows(self.image, bad_b), clean_rows(self.grad, bad_b), self.how)
+    def zero_examples(self, invalid_b: torch.Tensor) -> Convolved:
+        return Convolved(zero_rows(self.image, invalid_b), zero_rows(self.grad, invalid_b), self.how)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..norms import Length, Measured
-from .arithmetic import clean_rows, flat_norm
-from .cache import Memo
+from ..norms import DirectNorm, Measured
+from .arithmetic import flat_norm, zero_rows
+from .cache import LastResultCache
 from .gram import lengths_of
 
 # Numbers of all examples' gradients of one parameter up to which they are laid side by side with others' rather than looked at alone.
-SMALL = 2**14
+MAX_BATCHED_NUMEL = 2**14
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Dense:
     grad: torch.Tensor
     parts: tuple[tuple[torch.Tensor, tuple[int, ...]], ...] = ()
 
-    keeps_instance = is_bf16 = False
+    store_instantiated = is_bf16 = False
 
     def __post_init__(self) -> None:
         if self.grad.dim() == 1:  # the parameter is a single number
@@ -37,26 +37,26 @@ class Dense:
 
     @property
     def is_small(self) -> bool:
-        return self.grad.numel() <= SMALL
+        return self.grad.numel() <= MAX_BATCHED_NUMEL
 
-    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
-        return Length(flat_norm(self.flat))
+    def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
+        return DirectNorm(flat_norm(self.flat))
 
-    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
-        return [lengths_of(x, dims, memo) for x, dims in self.parts]
+    def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
+        return [lengths_of(x, dims, cache) for x, dims in self.parts]
 
-    def instance(self) -> Dense:
+    def instantiate(self) -> Dense:
         return Dense(self.grad) if self.parts else self
 
-    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+    def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
         return torch.mv(self.flat.t(), coef_b).view(self.grad.shape[1:])
 
-    def clean(self, bad_b: torch.Tensor) -> Dense:
-        return Dense(clean_rows(self.grad, bad_b))
+    def zero_examples(self, invalid_b: torch.Tensor) -> Dense:
+        return Dense(zero_rows(self.grad, invalid_b))
 
 
 @dataclass
-class Norm:
+class NormOnly:
     """A norm without the gradient it is of, ``(B,)``: the only use of its parameter, in a pass that keeps nothing."""
 
     norm_b: torch.Tensor
@@ -67,10 +67,10 @@ class Norm:
         if self.norm_b.dim() != 1:
             raise ValueError(f"a norm sampler gives one norm for each example, (B,); got a tensor of shape {tuple(self.norm_b.shape)}.")
 
-    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
-        return Length(self.norm_b.float())
+    def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
+        return DirectNorm(self.norm_b.float())
 
-    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+    def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
         return []
 
 

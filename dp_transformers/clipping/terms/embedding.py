@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ..norms import Measured
-from .arithmetic import chunks, clean_rows, joined, norms_over, sum_rows, summed_anew
-from .cache import Memo
+from .arithmetic import chunks, joined, norms_over, sum_rows, summed_anew, zero_rows
+from .cache import LastResultCache
 from .dense import Dense
 from .gram import lengths_of
 
@@ -21,18 +21,18 @@ class Rows:
     grad: torch.Tensor
     num_rows: int
 
-    keeps_instance = is_bf16 = False
+    store_instantiated = is_bf16 = False
 
     def __post_init__(self) -> None:
         assert self.ids.dim() == 2 and self.grad.dim() == 3 and self.ids.shape == self.grad.shape[:2]
 
-    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+    def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         (b, t), d = self.ids.shape, self.grad.shape[2]
         if instantiate:
             parts = chunks(b, 4 * self.num_rows * d)
-            return joined([Rows(self.ids[r], self.grad[r], self.num_rows).instance().measure() for r in parts])
+            return joined([Rows(self.ids[r], self.grad[r], self.num_rows).instantiate().norm() for r in parts])
         if t == 1:
-            return Dense(self.grad).measure()
+            return Dense(self.grad).norm()
         # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its gradient.
         sorted_ids, order = self.ids.sort(dim=1)
         is_repeated = sorted_ids[:, 1:] == sorted_ids[:, :-1]
@@ -42,7 +42,7 @@ class Rows:
         slot += torch.arange(b, device=slot.device)[:, None] * t
         lengths_bt = norms_over(self.grad, [2])
         if slot.device.type != "cpu":
-            (norm_b,) = Dense(sum_rows(self.grad, slot, b * t).view(b, t * d)).measure()
+            (norm_b,) = Dense(sum_rows(self.grad, slot, b * t).view(b, t * d)).norm()
             return summed_anew(norm_b, lengths_bt)
         # Where looking costs no synchronisation, only rows that come from several positions are summed.
         shares = torch.zeros_like(self.ids, dtype=torch.bool)
@@ -55,16 +55,16 @@ class Rows:
         norm_sq_b.index_add_(0, slots // t, torch.linalg.vector_norm(rows, dim=1).square())
         return summed_anew(norm_sq_b.sqrt_(), lengths_bt)
 
-    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+    def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
         return [lengths_of(self.grad, (1,), None)]
 
-    def instance(self) -> Dense:
+    def instantiate(self) -> Dense:
         b, d = len(self.ids), self.grad.shape[2]
         offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_rows
         return Dense(sum_rows(self.grad, self.ids + offset_b, b * self.num_rows).view(b, self.num_rows, d))
 
-    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+    def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
         return sum_rows(self.grad.float() * coef_b[:, None, None], self.ids, self.num_rows)
 
-    def clean(self, bad_b: torch.Tensor) -> Rows:
-        return Rows(self.ids, clean_rows(self.grad, bad_b), self.num_rows)
+    def zero_examples(self, invalid_b: torch.Tensor) -> Rows:
+        return Rows(self.ids, zero_rows(self.grad, invalid_b), self.num_rows)

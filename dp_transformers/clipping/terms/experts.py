@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..norms import Length, Measured
+from ..norms import DirectNorm, Measured
 from ..precision import factor, is_bf16, product, split
-from .arithmetic import chunks, clean_rows, sum_of
-from .cache import Memo
+from .arithmetic import chunks, sum_of, zero_rows
+from .cache import LastResultCache
 from .dense import Dense
 from .gram import lengths_of
 from .outer import Outer
@@ -32,11 +32,11 @@ class Routed:
         return is_bf16(self.left, self.right)
 
     @property
-    def keeps_instance(self) -> bool:
+    def store_instantiated(self) -> bool:
         s, p, d = *self.left.shape[1:], self.right.shape[2]
         return s * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * self.num_experts * p * d
 
-    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+    def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were sent to it.
 
         They are taken together by size, powers of two, so that padding at most doubles them and uneven routing costs little more.
@@ -54,21 +54,21 @@ class Routed:
             slots = order[(first[members, None] + offset).clamp(max=len(order) - 1)]
             for rows in chunks(len(members), 4 * len(offset) * (self.left.shape[2] + self.right.shape[2])):
                 left, right = (x.flatten(0, 1)[slots[rows]].masked_fill(padding[rows], 0) for x in (self.left, self.right))
-                norm_sq = Outer(left, right).measure(instantiate=instantiate).squared()
+                norm_sq = Outer(left, right).norm(instantiate=instantiate).squared()
                 norm_sq_b.index_add_(0, pairs[members[rows]] // self.num_experts, norm_sq)
-        return Length(norm_sq_b.sqrt_())
+        return DirectNorm(norm_sq_b.sqrt_())
 
-    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
+    def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
         return [lengths_of(self.left, (1,), None) * lengths_of(self.right, (1,), None)]
 
-    def instance(self) -> Dense:
+    def instantiate(self) -> Dense:
         b, p, d = len(self.ids), self.left.shape[2], self.right.shape[2]
         offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_experts
         left, right = (factor(x, bf16=self.is_bf16) for x in (self.left, self.right))
         by_id = _sum_by_id(self.ids + offset_b, left, right, b * self.num_experts, bf16=self.is_bf16)
         return Dense(by_id.view(b, self.num_experts, p, d))
 
-    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+    def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
         bf16 = self.is_bf16
         left, right = (factor(x, bf16=bf16) for x in (self.left, self.right))
         smaller = left if left.shape[2] < right.shape[2] else right
@@ -76,8 +76,8 @@ class Routed:
         pairs = [(part, right) if smaller is left else (left, part) for part in parts]
         return sum_of(_sum_by_id(self.ids, x, y, self.num_experts, bf16=bf16) for x, y in pairs)
 
-    def clean(self, bad_b: torch.Tensor) -> Routed:
-        return Routed(self.ids, clean_rows(self.left, bad_b), clean_rows(self.right, bad_b), self.num_experts)
+    def zero_examples(self, invalid_b: torch.Tensor) -> Routed:
+        return Routed(self.ids, zero_rows(self.left, invalid_b), zero_rows(self.right, invalid_b), self.num_experts)
 
 
 def _sum_by_id(ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int, *, bf16: bool) -> torch.Tensor:

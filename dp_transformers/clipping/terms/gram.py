@@ -8,10 +8,10 @@ from functools import cached_property
 
 import torch
 
-from ..norms import InnerProduct
+from ..norms import GhostNorm
 from ..precision import factor, product
 from .arithmetic import norms_over
-from .cache import Memo
+from .cache import LastResultCache
 
 LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
 # Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its input, is long.
@@ -28,13 +28,13 @@ class Gram:
     def lengths_bt(self) -> torch.Tensor:
         return self.products_bts.diagonal(dim1=1, dim2=2).clamp(min=SHORTEST**2).sqrt()
 
-    def inner_product(self, other: Gram) -> InnerProduct:
+    def inner_product(self, other: Gram) -> GhostNorm:
         """The ghost norm, sum_{t,s} left[t, s]·right[t, s].
 
         Each product is rounded by a fraction of both positions' lengths, left times right. The traces' product would bound that too, but it
         multiplies the inputs of some positions with the gradients of others, which dwarfs a norm where padding has gradients and no input.
         """
-        return InnerProduct.between((self.products_bts * other.products_bts).sum((1, 2)), self.lengths_bt * other.lengths_bt)
+        return GhostNorm.between((self.products_bts * other.products_bts).sum((1, 2)), self.lengths_bt * other.lengths_bt)
 
 
 def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
@@ -42,10 +42,10 @@ def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
     return Gram(product(x_btd, x_btd.mT, bf16=bf16))
 
 
-def lengths_of(x: torch.Tensor, summed_dims: Sequence[int], memo: Memo | None) -> torch.Tensor:
+def lengths_of(x: torch.Tensor, summed_dims: Sequence[int], cache: LastResultCache | None) -> torch.Tensor:
     """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just computed them."""
-    for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)) if memo is not None else ():
-        gram = memo.known(kind, x)
+    for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)) if cache is not None else ():
+        gram = cache.known(kind, x)
         if gram is not None:
             return gram.lengths_bt
     kept = [dim for dim in range(1, x.dim()) if dim not in summed_dims]

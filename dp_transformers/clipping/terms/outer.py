@@ -10,11 +10,11 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from ..norms import Length, Measured
+from ..norms import DirectNorm, Measured
 from ..precision import factor, is_bf16, product, split
 from . import arithmetic
-from .arithmetic import chunks, clean_rows, flat_norm, joined, sum_of
-from .cache import Memo
+from .arithmetic import chunks, flat_norm, joined, sum_of, zero_rows
+from .cache import LastResultCache
 from .dense import Dense
 from .gram import LEFT_GRAM, RIGHT_GRAM, gram_of, lengths_of
 
@@ -38,51 +38,51 @@ class Outer:
         return factor(x, bf16=self.is_bf16)
 
     @property
-    def prefers_instance(self) -> bool:
+    def cheaper_instantiated(self) -> bool:
         t, p, d = *self.left.shape[1:], self.right.shape[2]
         return t * (p + d) >= p * d
 
     @property
-    def keeps_instance(self) -> bool:
+    def store_instantiated(self) -> bool:
         t, p, d = *self.left.shape[1:], self.right.shape[2]
         return self.instance_memory * t * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * p * d
 
-    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
+    def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         (b, t, p), d = self.left.shape, self.right.shape[2]
         gram = partial(gram_of, bf16=self.is_bf16)
         if t == 1 and not instantiate:
-            return Length(flat_norm(self._factor(self.left)) * flat_norm(self._factor(self.right)))
-        by_instance = instantiate or self.prefers_instance
-        if not by_instance and memo is not None and 4 * b * t * t <= arithmetic.SCRATCH_BYTES:
-            left = memo.get((LEFT_GRAM, self.is_bf16), self.left, gram)
-            return left.inner_product(memo.get((RIGHT_GRAM, self.is_bf16), self.right, gram))
+            return DirectNorm(flat_norm(self._factor(self.left)) * flat_norm(self._factor(self.right)))
+        by_instance = instantiate or self.cheaper_instantiated
+        if not by_instance and cache is not None and 4 * b * t * t <= arithmetic.SCRATCH_BYTES:
+            left = cache.get((LEFT_GRAM, self.is_bf16), self.left, gram)
+            return left.inner_product(cache.get((RIGHT_GRAM, self.is_bf16), self.right, gram))
         measured = []
         for rows in chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
             left, right = self.left[rows], self.right[rows]
-            measured.append(Outer(left, right).instance().measure() if by_instance else gram(left).inner_product(gram(right)))
+            measured.append(Outer(left, right).instantiate().norm() if by_instance else gram(left).inner_product(gram(right)))
         return joined(measured)
 
-    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
-        return [lengths_of(self.left, (1,), memo) * lengths_of(self.right, (1,), memo)]
+    def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
+        return [lengths_of(self.left, (1,), cache) * lengths_of(self.right, (1,), cache)]
 
-    def instance(self) -> Dense:
+    def instantiate(self) -> Dense:
         return Dense(product(self._factor(self.left).mT, self._factor(self.right), bf16=self.is_bf16))
 
-    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
+    def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
         def scaled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return split((x.bfloat16() if self.is_bf16 else x.float()) * coef_b[:, None, None], bf16=self.is_bf16)
 
-        left, right, memo = self.left, self.right, memo or Memo()
+        left, right, cache = self.left, self.right, cache or LastResultCache()
         if left.shape[2] < right.shape[2]:
             right = self._factor(right)
-            pairs = [(part, right) for part in memo.get(("scaled left", self.is_bf16), left, scaled)]
+            pairs = [(part, right) for part in cache.get(("scaled left", self.is_bf16), left, scaled)]
         else:
             left = self._factor(left)
-            pairs = [(left, part) for part in memo.get(("scaled right", self.is_bf16), right, scaled)]
+            pairs = [(left, part) for part in cache.get(("scaled right", self.is_bf16), right, scaled)]
         return sum_of(product(x.flatten(0, 1).t(), y.flatten(0, 1), bf16=self.is_bf16) for x, y in pairs)
 
-    def clean(self, bad_b: torch.Tensor) -> Outer:
-        return Outer(clean_rows(self.left, bad_b), clean_rows(self.right, bad_b))
+    def zero_examples(self, invalid_b: torch.Tensor) -> Outer:
+        return Outer(zero_rows(self.left, invalid_b), zero_rows(self.right, invalid_b))
 
 
 @dataclass
@@ -96,24 +96,24 @@ class Stacked:
         return any(block.is_bf16 for block in self.blocks)
 
     @property
-    def keeps_instance(self) -> bool:
-        return all(block.keeps_instance for block in self.blocks)
+    def store_instantiated(self) -> bool:
+        return all(block.store_instantiated for block in self.blocks)
 
-    def measure(self, *, instantiate: bool = False, memo: Memo | None = None) -> Measured:
-        norm_sq_b = [block.measure(instantiate=instantiate, memo=memo).squared() for block in self.blocks]
-        return Length(torch.stack(norm_sq_b).sum(0).sqrt())
+    def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
+        norm_sq_b = [block.norm(instantiate=instantiate, cache=cache).squared() for block in self.blocks]
+        return DirectNorm(torch.stack(norm_sq_b).sum(0).sqrt())
 
-    def lengths(self, memo: Memo | None) -> list[torch.Tensor]:
-        return [x for block in self.blocks for x in block.lengths(memo)]
+    def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
+        return [x for block in self.blocks for x in block.position_norms(cache)]
 
-    def instance(self) -> Dense:
-        return Dense(torch.cat([block.instance().grad for block in self.blocks], 1))
+    def instantiate(self) -> Dense:
+        return Dense(torch.cat([block.instantiate().grad for block in self.blocks], 1))
 
-    def weighted_sum(self, coef_b: torch.Tensor, memo: Memo | None = None) -> torch.Tensor:
-        return torch.cat([block.weighted_sum(coef_b, memo) for block in self.blocks])
+    def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
+        return torch.cat([block.weighted_sum(coef_b, cache) for block in self.blocks])
 
-    def clean(self, bad_b: torch.Tensor) -> Stacked:
-        return Stacked([block.clean(bad_b) for block in self.blocks])
+    def zero_examples(self, invalid_b: torch.Tensor) -> Stacked:
+        return Stacked([block.zero_examples(invalid_b) for block in self.blocks])
 
 
 def sum_in_blocks(terms: Sequence[Outer | Stacked]) -> Outer | Stacked:
