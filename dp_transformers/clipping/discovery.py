@@ -26,7 +26,7 @@ def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]
 
     def hide(owner: Owner) -> None:
         stack = ExitStack()
-        wholes = [whole for p in owner.names for whole in shards.wholes(p)]
+        wholes = [whole for p in owner.names for whole in shards.all_unsharded(p)]
         stack.enter_context(substituted(owner.module, {p: p.detach() for p in wholes}))
         open_.append((owner, stack))
 
@@ -55,7 +55,7 @@ def unowned_parameters(
     Raises:
         ValueError: the losses depend on no trainable parameter at all.
     """
-    wholes = [(p, whole) for p in parameters for whole in shards.wholes(p)]
+    wholes = [(p, whole) for p in parameters for whole in shards.all_unsharded(p)]
     with hidden_parameters(owners, shards), torch.enable_grad():
         # a leaf of its own keeps the graph alive where nothing escapes
         total = losses().sum() + torch.zeros((), requires_grad=True, device=wholes[0][1].device)

@@ -21,7 +21,7 @@ class SelfCheckError(ValueError):
     """Per-example clipping is not exact for this model; nothing was trained."""
 
 
-def ways_out(path: str, module: nn.Module) -> str:
+def how_to_fix(path: str, module: nn.Module) -> str:
     return (
         f"Ways out: freeze the parameters of '{path}' (requires_grad_(False)), train adapters such as LoRA instead, or register "
         f"a rule with dp_transformers.register_grad_sampler({type(module).__name__})."

@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..randomness import replayed
-from .errors import UnsupportedModuleError, ways_out
+from .errors import UnsupportedModuleError, how_to_fix
 from .recorded_call import RecordedCall, differentiable_leaves
 from .terms import Dense, Term
 
@@ -56,7 +56,7 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
         return {p: Dense(gradients[name].detach()) for p, name in parameters.items()}
     raise UnsupportedModuleError(
         f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at a time failed "
-        f"({'; then '.join(reasons)}). If it fills a cache, call the model with use_cache=False. {ways_out(path, module)}",
+        f"({'; then '.join(reasons)}). If it fills a cache, call the model with use_cache=False. {how_to_fix(path, module)}",
         module,
     )
 

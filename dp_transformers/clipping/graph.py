@@ -23,7 +23,7 @@ from .recorded_call import RecordedCall
 _LEAF, _CAST = torch._C._functions.AccumulateGrad, "ToCopyBackward0"
 
 
-def parameter_past_taps(losses: torch.Tensor, tap: type, parameter_of: Mapping[torch.Tensor, nn.Parameter]) -> nn.Parameter | None:
+def parameter_outside_calls(losses: torch.Tensor, tap: type, parameter_of: Mapping[torch.Tensor, nn.Parameter]) -> nn.Parameter | None:
     """A trainable parameter with a way to ``losses`` that no tap sees, or None.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .graph import parameter_past_taps
+from .graph import parameter_outside_calls
 from .precision import set_gradient, sum_dtype
 from .recorded_call import ForwardPass
 from .tap import Tap
@@ -55,7 +55,7 @@ class LossGraph:
 
     def find_escape(self) -> nn.Parameter | None:
         """A trainable parameter that reaches the losses past the taps, if there is one."""
-        return parameter_past_taps(self.losses, Tap._backward_cls, self.forward.trainable.parameter_of)
+        return parameter_outside_calls(self.losses, Tap._backward_cls, self.forward.trainable.parameter_of)
 
     def fill_gradients(self, coef_b: torch.Tensor) -> None:
         """Let autograd add the gradient of ``coef_b · losses`` to every ``grad``, summed over ranks."""
@@ -64,6 +64,6 @@ class LossGraph:
         for p in parameters:
             if p.grad is None and not shards:
                 p.grad_dtype = sum_dtype(p)
-        only = None if self.forward.reentrant else [whole for p in parameters for whole in shards.wholes(p)]
-        with shards.native_sum(), trainable.parallel.native_sum(parameters):
+        only = None if self.forward.reentrant else [whole for p in parameters for whole in shards.all_unsharded(p)]
+        with shards.sum_instead_of_mean(), trainable.parallel.sum_instead_of_mean(parameters):
             torch.autograd.backward(self.losses, coef_b.to(self.losses.dtype), inputs=only)

@@ -66,7 +66,7 @@ class MeasuringPass:
 
     def __init__(self, forward: ForwardPass, *, instantiate: bool):
         self.forward, self.instantiate = forward, instantiate
-        self.counts = forward.trainable.parallel.counts
+        self.counts = forward.trainable.parallel.counts_norm_of
         self.norms = norms.NormAccumulator()  # of the parameters all of whose uses were seen
         self.cache = LastResultCache()
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
@@ -99,7 +99,7 @@ class MeasuringPass:
         with exact_arithmetic(self.forward.probe.device):
             for parameter in list(self._open):
                 self.kept[parameter] = self.close(parameter, merge(self._open.pop(parameter)))
-            return self.forward.trainable.parallel.added(self._total())
+            return self.forward.trainable.parallel.sum_over_group(self._total())
 
     def _total(self) -> torch.Tensor:
         total_b = self.norms.total(self.forward.probe.device)
@@ -153,7 +153,7 @@ class KeptTerms(MeasuringPass):
         with exact_arithmetic(clipped.of_sum_b.device):
             small = self._small_sums(clipped)
             for parameter in self._sums.order(self.kept):
-                device = shards.whole(parameter).device
+                device = shards.unsharded(parameter).device
                 terms = self.kept.pop(parameter, [])  # a record is freed as soon as its sum is formed
                 parts = (_weighted_sum(term, clipped, device, cache) for term in terms)
                 self._sums.add(parameter, [small[parameter]] if parameter in small else parts, reduce=clipped.reduce)
@@ -252,7 +252,7 @@ class _FirstOfTwo(MeasuringPass):
 
     def finish(self) -> torch.Tensor:
         clipped, trainable = self._clip(self.squared_norms()), self.forward.trainable
-        if trainable.shards.anywhere(clipped.invalid_b is not None, clipped.norms_b.device):
+        if trainable.shards.any_rank(clipped.invalid_b is not None, clipped.norms_b.device):
             # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
             kept = KeptTerms(self.forward, self._clip, self._sums)
             self.forward.go_back(kept)
@@ -266,7 +266,7 @@ class _FirstOfTwo(MeasuringPass):
             slack = second_pass_slack(self._graph.device, self._graph.dtypes, convolves=trainable.convolves)
             self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack))
             same = self._recomputed.is_same_as(second.recomputed)
-            if trainable.shards.anywhere(not same, self.forward.probe.device):
+            if trainable.shards.any_rank(not same, self.forward.probe.device):
                 trainable.drop_gradients()
                 raise ValueError(
                     f"activation checkpointing recomputed other activations in the second backward pass of clipping mode '{self._name}' than in the "

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from . import rules  # noqa: F401  (every layer has its rule)
-from .errors import UnownedParameterError, ways_out
+from .errors import UnownedParameterError, how_to_fix
 from .layer_rule import LayerRule, rule_for
 from .layout import BATCH_FIRST, Layout
 
@@ -144,7 +144,7 @@ def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parame
         )
         raise UnownedParameterError(
             f"parameter '{name}' of {type(holder).__name__} is used where no module sees it whose output has a batch, so its per-example "
-            f"gradient cannot be bounded. {ways_out(name.rpartition('.')[0], holder)}"
+            f"gradient cannot be bounded. {how_to_fix(name.rpartition('.')[0], holder)}"
         )
     outermost = {path for path in above if not any(_is_inside(path, other) for other in above if other != path)}
     for owner in owners:

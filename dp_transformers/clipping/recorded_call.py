@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..randomness import random_state, same_state
-from .errors import UnsupportedModuleError, ways_out
+from .errors import UnsupportedModuleError, how_to_fix
 from .layout import BATCH_FIRST, Layout
 from .owners import Owner
 from .parallel.dtensor import local
@@ -118,7 +118,7 @@ class RecordedCall:
         if not self.outputs:
             raise ValueError(
                 f"{owner} returns no tensor that a gradient could come from, but {type(output).__name__}. "
-                + ways_out(owner.path, owner.module)
+                + how_to_fix(owner.path, owner.module)
             )
         parallel = forward.trainable.parallel
         self.sums_positions = bool(parallel) and parallel.sums_positions(owner, self.inputs, self.outputs)
@@ -149,7 +149,7 @@ class RecordedCall:
             return x.expand(batch, *x.shape[1:])
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
             f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
-            "gradients per example cannot be told apart. " + ways_out(self.path, self.module),
+            "gradients per example cannot be told apart. " + how_to_fix(self.path, self.module),
             self.module,
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UnsupportedModuleError, ways_out
+from .errors import UnsupportedModuleError, how_to_fix
 from .fallback import per_example_gradients
 from .parallel.dtensor import like
 from .precision import HALF, exact_arithmetic
@@ -102,7 +102,7 @@ def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
         owner = ctx.call.owner
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
             f"the model writes in place to a tensor that {owner} was given or returned, after it ran, so its per-example gradients cannot "
-            "be computed from that any more. Make it a copy there (x = x + y instead of x += y). " + ways_out(owner.path, owner.module),
+            "be computed from that any more. Make it a copy there (x = x + y instead of x += y). " + how_to_fix(owner.path, owner.module),
             owner.module,
         ) from error
 
@@ -117,14 +117,14 @@ def _terms(call: RecordedCall) -> dict[nn.Parameter, Term]:
         found = owner.rule.terms(call)
     else:
         found = owner.rule.terms(owner.module, *_by_example(call))
-    found = {trainable.shards.shard(p): Dense(term) if isinstance(term, torch.Tensor) else term for p, term in found.items()}
+    found = {trainable.shards.sharded(p): Dense(term) if isinstance(term, torch.Tensor) else term for p, term in found.items()}
     if missing := [name for p, name in owner.names.items() if p not in found]:
         raise ValueError(
             f"the rule of {owner} gives no gradient for its trainable {missing}. Let the rule you registered (register_grad_sampler) return one for "
             "every trainable parameter of the module, or freeze those (requires_grad_(False))."
         )
     parallel = trainable.parallel
-    return {p: parallel.part(owner, p, found[p], call.sums_positions) if parallel else found[p] for p in owner.names}
+    return {p: parallel.local_part(owner, p, found[p], call.sums_positions) if parallel else found[p] for p in owner.names}
 
 
 def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | Sequence[torch.Tensor]]:
@@ -132,7 +132,7 @@ def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | 
     owner, batch = call.owner, call.batch_size
     if owner.rule.channels_second and any(layout.flat for layout in call.output_layouts):
         reason = f"{owner} was called on positions of examples as if they were examples, and its rule cannot tell them from channels. "
-        raise UnsupportedModuleError(reason + ways_out(owner.path, owner.module), owner.module)
+        raise UnsupportedModuleError(reason + how_to_fix(owner.path, owner.module), owner.module)
     inputs = [layout.batch_first(x, batch) for x, layout in zip(call.inputs, call.input_layouts, strict=True)]
     inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
     grads = [layout.batch_first(g, batch) for g, layout in zip(call.backprops, call.output_layouts, strict=True)]
@@ -142,5 +142,5 @@ def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | 
 def _rerun(call: RecordedCall) -> dict[nn.Parameter, Term]:
     device, dtype, enabled = call.autocast
     with call.forward.suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
-        names = {whole: name for p, name in call.parameters.items() for whole in call.forward.trainable.shards.wholes(p)}
+        names = {whole: name for p, name in call.parameters.items() for whole in call.forward.trainable.shards.all_unsharded(p)}
         return per_example_gradients(call, names)

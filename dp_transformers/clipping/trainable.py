@@ -25,7 +25,7 @@ class TrainableParameters:
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
         self._refuse_dtypes()
-        self.parameter_of = {whole: p for p in self.parameters for whole in self.shards.wholes(p)}  # for what autograd sees
+        self.parameter_of = {whole: p for p in self.parameters for whole in self.shards.all_unsharded(p)}  # for what autograd sees
         half = [p.dtype for p in model.parameters() if p.dtype in HALF]
         self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
         self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
@@ -43,7 +43,7 @@ class TrainableParameters:
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return self.shards.whole(self.parameters[0]).device
+        return self.shards.unsharded(self.parameters[0]).device
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return next((name for name, p in self.model.named_parameters() if p is parameter), "?")

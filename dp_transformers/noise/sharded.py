@@ -34,7 +34,7 @@ class LayoutNoise:
         self._layouts = [(p.device_mesh, p.placements) if is_dtensor(p) else None for p in clipper.parameters]
         for p, layout in zip(clipper.parameters, self._layouts, strict=True):
             if layout not in self._streams:
-                replicas = None if is_dtensor(clipper.shards.whole(p)) else clipper.parallel.group
+                replicas = None if is_dtensor(clipper.shards.unsharded(p)) else clipper.parallel.group
                 entropy = distributed.noise_entropy(p, dp_seed, layout=len(self._streams), replicas=replicas)
                 if entropy is None and dp_seed is not None:
                     entropy = [dp_seed]

@@ -97,7 +97,7 @@ def _stays_in_float32(engine: ClippingEngine, losses_of: LossFunction, args: tup
         for p in engine.model.parameters()
         if p.is_floating_point() and not (p.requires_grad or engine.trainable.shards or engine.trainable.parallel)
     ]
-    wholes = [whole for p in engine.trainable.parameters for whole in engine.trainable.shards.wholes(p)]
+    wholes = [whole for p in engine.trainable.parameters for whole in engine.trainable.shards.all_unsharded(p)]
     try:
         with engine.suspended(), evaluating(engine.model), kept_buffers(engine.model):
             for p in frozen:

@@ -41,7 +41,7 @@ def one_at_a_time(engine: ClippingEngine, losses_of: LossFunction, args: tuple, 
         0.0,
         engine.trainable.shards,
     )
-    wholes = [shards.wholes(p) for p in engine.trainable.parameters]
+    wholes = [shards.all_unsharded(p) for p in engine.trainable.parameters]
     with engine.suspended():
         for i in range(batch):
             one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if has_batch(x, batch) else x, (args, kwargs))

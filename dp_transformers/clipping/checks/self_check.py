@@ -154,7 +154,7 @@ def self_check(engine: ClippingEngine, args: tuple, kwargs: dict, loss_function:
     try:
         with forked_generators(engine.trainable.device):
             engine.trainable.parallel.require_same((args, kwargs), random_state(engine.trainable.device))
-            given = engine.trainable.shards.agreed((args, kwargs), engine.trainable.device)
+            given = engine.trainable.shards.broadcast_inputs((args, kwargs), engine.trainable.device)
             if engine.trainable.shards or engine.trainable.parallel:
                 torch.manual_seed(0)  # processes that share parameters must take the same decisions
             if not engine.batch_first:

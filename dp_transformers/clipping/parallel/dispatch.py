@@ -9,7 +9,7 @@ from torch import nn
 
 STYLES = "transformers.distributed.tensor_parallel"
 PLAIN = {"TensorParallelLayer", "ColwiseParallel", "RowwiseParallel", "EmbeddingParallel"}
-BY_HEAD = "ReplicatedWithGradAllReduce"
+REPLICATED_WITH_GRAD_ALLREDUCE = "ReplicatedWithGradAllReduce"
 
 
 def class_forward(module: nn.Module) -> Callable | None:
@@ -20,7 +20,9 @@ def class_forward(module: nn.Module) -> Callable | None:
     if "forward" not in vars(module):
         return type(module).forward
     forward, original = type(module).forward, closure_of(module).get("original_forward")
-    return forward if style_of(module) in {*PLAIN, BY_HEAD} and getattr(original, "__func__", None) is forward else None
+    return (
+        forward if style_of(module) in {*PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE} and getattr(original, "__func__", None) is forward else None
+    )
 
 
 def closure_of(module: nn.Module) -> dict[str, Any]:

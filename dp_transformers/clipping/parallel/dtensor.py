@@ -1,4 +1,4 @@
-"""DTensors and ordinary tensors in one manner of speaking."""
+"""DTensors and ordinary tensors, handled alike."""
 
 from __future__ import annotations
 

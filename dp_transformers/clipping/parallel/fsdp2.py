@@ -1,9 +1,9 @@
-"""FSDP2 (`fully_shard`): parameters that lie in shards over processes.
+"""FSDP2 (`fully_shard`): parameters that are sharded over ranks.
 
-Under FSDP2 a parameter has two faces: its *shard*, a DTensor, is what is trained; its *whole*, an ordinary tensor, is what the modules
-hold while they run, and what autograd sees. They stay the same objects all along, so everything that is said about a parameter
-(owners, terms, sums) is said about its shard, and :class:`Shards` translates where a module or autograd is spoken to. A parameter tied over
-several units, as in models that transformers shards while it loads them, has a whole for each of them.
+FSDP2 keeps two versions of a parameter: the *sharded* one, a DTensor, is trained; the *unsharded* one, an ordinary tensor, is what the
+modules hold while they run, and what autograd sees. Both stay the same objects all along, so owners, terms and sums refer to the sharded one,
+and :class:`Shards` translates where a module or autograd is involved. A parameter tied over several units, as in models that transformers
+shards while it loads them, has an unsharded version for each of them.
 
 The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or FSDP2's own backward
 does so, a group of parameters at a time, as a sum and not as a mean (the second pass of the other modes). Passes that only measure
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..errors import ways_out
+from ..errors import how_to_fix
 from .dtensor import like
 
 
@@ -37,8 +37,8 @@ class Shards:
 
     def __init__(self, model: nn.Module):
         self.modules = [m for m in model.modules() if _is_fsdp(m)]
-        self._wholes: dict[nn.Parameter, list[nn.Parameter]] = defaultdict(list)
-        self._shard: dict[nn.Parameter, nn.Parameter] = {}
+        self._unsharded: dict[nn.Parameter, list[nn.Parameter]] = defaultdict(list)
+        self._sharded: dict[nn.Parameter, nn.Parameter] = {}
         self.reshard()
         slots = [(m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
         sharded = [m._parameters[name] for m, name in slots]
@@ -46,9 +46,9 @@ class Shards:
             if module._get_fsdp_state()._fsdp_param_groups:
                 module.unshard()
                 for (m, name), shard in zip(slots, sharded, strict=True):
-                    if (whole := m._parameters[name]) is not shard and whole not in self._shard:
-                        self._wholes[shard].append(whole)
-                        self._shard[whole] = shard
+                    if (whole := m._parameters[name]) is not shard and whole not in self._shardeded:
+                        self._unsharded[shard].append(whole)
+                        self._sharded[whole] = shard
                 module.reshard()
         self._groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
         self._refuse(model)
@@ -58,7 +58,7 @@ class Shards:
 
     def _refuse(self, model: nn.Module) -> None:
         for name, p in model.named_parameters():
-            if self and p.requires_grad and p not in self._wholes:
+            if self and p.requires_grad and p not in self._unsharded:
                 raise ValueError(
                     f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
                     "Take it out of fully_shard's ignored_params, or freeze it."
@@ -81,24 +81,24 @@ class Shards:
                     "by more than max_grad_norm: use MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
                 )
 
-    def whole(self, p: nn.Parameter) -> nn.Parameter:
-        """What modules hold for ``p`` while they run; ``p`` itself if it is not sharded."""
-        return self.wholes(p)[0]
+    def unsharded(self, p: nn.Parameter) -> nn.Parameter:
+        """The tensor that modules hold for ``p`` while they run; ``p`` itself if it is not sharded."""
+        return self.all_unsharded(p)[0]
 
-    def wholes(self, p: nn.Parameter) -> list[nn.Parameter]:
+    def all_unsharded(self, p: nn.Parameter) -> list[nn.Parameter]:
         """The same, for each unit of ``fully_shard`` that gathers it."""
-        return self._wholes.get(p, [p])
+        return self._unsharded.get(p, [p])
 
-    def shard(self, whole: nn.Parameter) -> nn.Parameter:
-        """The parameter that ``whole`` stands for."""
-        return self._shard.get(whole, whole)
+    def sharded(self, unsharded: nn.Parameter) -> nn.Parameter:
+        """The parameter that ``unsharded`` stands for."""
+        return self._sharded.get(unsharded, unsharded)
 
     def refuse_rerun(self, path: str, module: nn.Module) -> None:
         """A module that gathers parameters on its own cannot be re-run inside backward with others in their place."""
         if any(_is_fsdp(m) for m in module.modules()):
             raise ValueError(
                 f"'{path}' ({type(module).__name__}) has no rule for per-example gradients and would be re-run, but holds fully_shard "
-                f"units, which cannot be. Apply fully_shard to a module above it. {ways_out(path, module)}"
+                f"units, which cannot be. Apply fully_shard to a module above it. {how_to_fix(path, module)}"
             )
 
     def reshard(self) -> None:
@@ -115,8 +115,8 @@ class Shards:
     # ---- sums over processes ----
 
     def summed(self, p: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
-        """This process's part of the sum over processes of ``total``, shaped like ``p``; ``total`` itself if ``p`` is not sharded."""
-        if p not in self._wholes:
+        """This rank's shard of the sum of ``total`` over ranks, placed like ``p``; ``total`` itself if ``p`` is not sharded."""
+        if p not in self._unsharded:
             return total
         from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -129,7 +129,7 @@ class Shards:
         return like(grad.to_local().to(p.device), p)
 
     @contextmanager
-    def native_sum(self) -> Iterator[None]:
+    def sum_instead_of_mean(self) -> Iterator[None]:
         """Inside, FSDP2's own backward adds gradients over processes, where it would average them."""
         before = [(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in self._groups]
         for module in self.modules:
@@ -144,8 +144,8 @@ class Shards:
             for module in self.modules:
                 module.set_reduce_scatter_unused_params(False, recurse=False)
 
-    def anywhere(self, condition: bool, device: torch.device) -> bool:
-        """Whether it holds on any process that shares the parameters."""
+    def any_rank(self, condition: bool, device: torch.device) -> bool:
+        """Whether ``condition`` holds on any rank that shares the parameters."""
         if not self:
             return condition
         flag = torch.tensor(float(condition), device=device)
@@ -153,8 +153,8 @@ class Shards:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
         return bool(flag)
 
-    def agreed(self, structure: Any, device: torch.device) -> Any:
-        """The first process's ``structure`` of tensors, on every process."""
+    def broadcast_inputs(self, structure: Any, device: torch.device) -> Any:
+        """Broadcast rank 0's ``structure`` of tensors."""
         if not self:
             return structure
         box = [tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, structure)]

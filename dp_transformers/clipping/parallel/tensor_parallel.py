@@ -2,7 +2,7 @@
 
 Handled are transformers' plans (``DistributedConfig(tp_size=...)``) and torch's ``parallelize_module``, alone or under FSDP2. A split
 parameter's per-example gradient is split like the parameter: a rule gives a term of the whole or of this process's part of it, width by
-width as the activation and the output gradient lie, and :meth:`TensorParallel.part` cuts what is whole. So the squared norm of an example
+width as the activation and the output gradient lie, and :meth:`TensorParallel.local_part` cuts what is whole. So the squared norm of an example
 is the sum over the group of what the processes hold, a parameter that all of them hold being counted by one: (B,) numbers are added over
 the group once for each physical batch. Clipped sums are formed where the parameter lies and are not communicated.
 
@@ -25,15 +25,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ..terms import Dense, Outer, Rows, Term
-from .dispatch import BY_HEAD, PLAIN, STYLES, class_forward, closure_of, style_of
+from .dispatch import PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE, STYLES, class_forward, closure_of, style_of
 from .dtensor import is_dtensor, local
 from .fsdp2 import Shards
 
-_WAYS_OUT = "Take it out of the tensor-parallel plan, freeze it, or use FSDP2 (fully_shard) over all processes instead."
+_HOW_TO_FIX = "Take it out of the tensor-parallel plan, freeze it, or use FSDP2 (fully_shard) over all processes instead."
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _LocalSlice:
     """This process's rows ``[start, start + shape[dim])`` of a parameter's dimension ``dim``."""
 
     dim: int
@@ -75,7 +75,7 @@ class TensorParallel:
 
     def __init__(self, model: nn.Module, shards: Shards):
         self._shards = shards
-        wholes = {name: (p, shards.whole(p)) for name, p in model.named_parameters()}
+        wholes = {name: (p, shards.unsharded(p)) for name, p in model.named_parameters()}
         split = {name: (p, whole) for name, (p, whole) in wholes.items() if is_dtensor(whole)}
         self._refuse_modules(model, bool(split))
         meshes = {whole.device_mesh for _, whole in split.values()}
@@ -83,11 +83,15 @@ class TensorParallel:
             raise ValueError(f"parameters are split over {sorted(map(str, meshes))}: tensor parallelism needs one mesh of one dimension.")
         self.mesh = next(iter(meshes), None)
         self.group = self.mesh.get_group() if self.mesh is not None else None
-        self._pieces = {p: _piece(name, whole) for name, (p, whole) in split.items() if p.requires_grad and whole.placements[0].is_shard()}
+        self._slices = {
+            p: _local_slice(name, whole) for name, (p, whole) in split.items() if p.requires_grad and whole.placements[0].is_shard()
+        }
         for name, (p, whole) in split.items():
             if p.requires_grad and not (whole.placements[0].is_shard() or whole.placements[0].is_replicate()):
-                raise ValueError(f"parameter '{name}' lies as {whole.placements[0]}, which is not known here. {_WAYS_OUT}")
-        self._by_head = {p for m in model.modules() if style_of(m) == BY_HEAD for p in m.parameters(recurse=False)}
+                raise ValueError(f"parameter '{name}' lies as {whole.placements[0]}, which is not known here. {_HOW_TO_FIX}")
+        self._replicated_with_grad_allreduce = {
+            p for m in model.modules() if style_of(m) == REPLICATED_WITH_GRAD_ALLREDUCE for p in m.parameters(recurse=False)
+        }
 
     def __bool__(self) -> bool:
         return self.mesh is not None
@@ -105,62 +109,62 @@ class TensorParallel:
             if style is None:
                 continue
             layouts = [getattr(closure_of(module).get("self"), name, None) for name in ("input_layouts", "output_layouts")]
-            if style not in {*PLAIN, BY_HEAD}:
+            if style not in {*PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE}:
                 raise ValueError(
-                    f"'{path}' ({type(module).__name__}) runs in the parallel style {style}, which is not exact here. {_WAYS_OUT}"
+                    f"'{path}' ({type(module).__name__}) runs in the parallel style {style}, which is not exact here. {_HOW_TO_FIX}"
                 )
             if any(x is not None and not x.is_replicate() and getattr(x, "dim", 0) != -1 for x in layouts):
-                raise ValueError(f"'{path}' ({type(module).__name__}) splits its activations as {layouts}, not by features. {_WAYS_OUT}")
+                raise ValueError(f"'{path}' ({type(module).__name__}) splits its activations as {layouts}, not by features. {_HOW_TO_FIX}")
 
     def refuse(self, owner: Any, *, is_rerun: bool) -> None:
         """Nothing below a module that is re-run may be split, and split parameters need a rule that was written for parts."""
         if not self:
             return
-        module, splits = owner.module, any(p in self._pieces for p in owner.names)
-        below = any(is_dtensor(self._shards.whole(p)) for p in module.parameters()) or any(map(style_of, module.modules()))
+        module, splits = owner.module, any(p in self._slices for p in owner.names)
+        below = any(is_dtensor(self._shards.unsharded(p)) for p in module.parameters()) or any(map(style_of, module.modules()))
         if (is_rerun and below) or (splits and class_forward(module) not in (nn.Linear.forward, nn.Embedding.forward)):
-            raise ValueError(f"{owner} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_WAYS_OUT}")
+            raise ValueError(f"{owner} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_HOW_TO_FIX}")
 
     # ---- activations ----
 
     def sums_positions(self, owner: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether this process sees a part of what ``owner``'s parameters, which all processes hold, were used on."""
+        """Whether this rank sees only some of the positions on which replicated parameters were used."""
         activations = [x for x in (*inputs, *outputs) if is_dtensor(x)]
         if not activations:
-            return style_of(owner.module) == BY_HEAD
+            return style_of(owner.module) == REPLICATED_WITH_GRAD_ALLREDUCE
         kinds = {_kind(x) for x in activations}
         partial = {"partial"} if not any(is_dtensor(x) and _kind(x) == "partial" for x in inputs) else set()
-        allowed = [{"whole", "features"} | partial] if any(p in self._pieces for p in owner.names) else [{"whole"}, {"positions"}]
+        allowed = [{"whole", "features"} | partial] if any(p in self._slices for p in owner.names) else [{"whole"}, {"positions"}]
         if any(x.device_mesh != self.mesh for x in activations) or not any(kinds <= these for these in allowed):
             layouts = [x.placements for x in activations]
             raise ValueError(
-                f"{owner} works on activations that lie as {layouts}, of which it is not known what they add up to. {_WAYS_OUT}"
+                f"{owner} works on activations that lie as {layouts}, of which it is not known what they add up to. {_HOW_TO_FIX}"
             )
         return kinds == {"positions"}
 
     # ---- norms ----
 
-    def part(self, owner: Any, parameter: nn.Parameter, term: Term, sums_positions: bool) -> Term:
+    def local_part(self, owner: Any, parameter: nn.Parameter, term: Term, sums_positions: bool) -> Term:
         """This process's part of ``term``; the whole, if all processes hold the parameter."""
         if sums_positions:
             grad = term.instantiate().grad.clone()
             dist.all_reduce(grad, group=self.group)
             return Dense(grad)
-        if parameter not in self._pieces:
+        if parameter not in self._slices:
             return term
-        found = self._pieces[parameter].of(term)
+        found = self._slices[parameter].of(term)
         if found is None:
             raise ValueError(
-                f"the gradient of {owner.names[parameter]} in {owner} does not lie as the parameter, {self._pieces[parameter]}. {_WAYS_OUT}"
+                f"the gradient of {owner.names[parameter]} in {owner} does not lie as the parameter, {self._slices[parameter]}. {_HOW_TO_FIX}"
             )
         return found
 
-    def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this process counts the parameter's norm: its own part, and on one process what all hold."""
-        return not self or parameter in self._pieces or self.mesh.get_local_rank() == 0
+    def counts_norm_of(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts the parameter's norm: of every slice its rank does, of a replicated parameter the first rank."""
+        return not self or parameter in self._slices or self.mesh.get_local_rank() == 0
 
-    def added(self, norm_sq_b: torch.Tensor) -> torch.Tensor:
-        """(B,) the sum over the group."""
+    def sum_over_group(self, norm_sq_b: torch.Tensor) -> torch.Tensor:
+        """(B,) summed over the group."""
         if self:
             norm_sq_b = norm_sq_b.clone()
             dist.all_reduce(norm_sq_b, group=self.group)
@@ -169,11 +173,11 @@ class TensorParallel:
     # ---- sums ----
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
-        """Of what this process computes with."""
-        return self._pieces[parameter].shape if parameter in self._pieces else parameter.shape
+        """Local shape of the parameter."""
+        return self._slices[parameter].shape if parameter in self._slices else parameter.shape
 
     @contextmanager
-    def native_sum(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def sum_instead_of_mean(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside, a native backward adds to ``grad``; afterwards that lies like the parameter, and sums are over all positions.
 
         transformers adds the gradients of norms by head over the group where they lie in ``grad``, with what was there before.
@@ -181,7 +185,7 @@ class TensorParallel:
         if not self or self._shards:  # FSDP2 starts from no gradient, and gives it the parameter's layout
             yield
             return
-        before = {p: p.grad for p in parameters if p in self._by_head}
+        before = {p: p.grad for p in parameters if p in self._replicated_with_grad_allreduce}
         for p in before:
             p.grad = None
         yield
@@ -196,17 +200,19 @@ class TensorParallel:
         """How many of its gradient hooks are those of transformers' norms by head."""
         hooks = parameter._post_accumulate_grad_hooks or {}
         return sum(
-            hook.__module__ == STYLES and hook.__qualname__.startswith(BY_HEAD) for hook in hooks.values() if hasattr(hook, "__qualname__")
+            hook.__module__ == STYLES and hook.__qualname__.startswith(REPLICATED_WITH_GRAD_ALLREDUCE)
+            for hook in hooks.values()
+            if hasattr(hook, "__qualname__")
         )
 
     # ---- checks ----
 
     def native_gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """What autograd.grad gave for one example, over all positions and laid out like the parameter over the group."""
-        whole = self._shards.whole(parameter)
+        whole = self._shards.unsharded(parameter)
         if is_dtensor(grad):
             return grad.redistribute(placements=whole.placements)
-        if parameter in self._by_head:
+        if parameter in self._replicated_with_grad_allreduce:
             dist.all_reduce(grad := grad.clone(), group=self.group)
         return grad
 
@@ -231,7 +237,7 @@ class TensorParallel:
 
     def differing(self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], tolerance: float) -> list[int]:
         """Which of the parameters that all processes hold have other gradients on some process: they see a part that nobody adds up."""
-        held = [i for i, p in enumerate(parameters) if self and p not in self._pieces]
+        held = [i for i, p in enumerate(parameters) if self and p not in self._slices]
         if not held:
             return []
         far, length = [], []
@@ -259,22 +265,24 @@ def _digest(structure: Any) -> bytes:
     return digest.digest()
 
 
-def _piece(name: str, whole: torch.Tensor) -> _Piece:
+def _local_slice(name: str, whole: torch.Tensor) -> _LocalSlice:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     placement, held = whole.placements[0], whole.to_local().shape
     shape, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
     if type(placement) is not Shard or torch.Size(shape) != held:
-        raise ValueError(f"parameter '{name}' lies as {placement}, of which this process holds {tuple(held)}: not exact here. {_WAYS_OUT}")
+        raise ValueError(
+            f"parameter '{name}' lies as {placement}, of which this process holds {tuple(held)}: not exact here. {_HOW_TO_FIX}"
+        )
     dim, size = placement.dim % whole.dim(), whole.device_mesh.size()
     if -(-whole.shape[dim] // size) * (size - 1) >= whole.shape[dim]:  # by what is known to all, so that all of them stop
-        raise ValueError(f"parameter '{name}' {tuple(whole.shape)} leaves nothing to the last of {size} processes. {_WAYS_OUT}")
-    return _Piece(dim, offset[dim], whole.shape[dim], held)
+        raise ValueError(f"parameter '{name}' {tuple(whole.shape)} leaves nothing to the last of {size} processes. {_HOW_TO_FIX}")
+    return _LocalSlice(dim, offset[dim], whole.shape[dim], held)
 
 
 def _kind(activation: torch.Tensor) -> str:
-    """What a process has of it."""
+    """How the activation is split along the mesh."""
     placement = activation.placements[0]
     if placement.is_replicate():
         return "whole"

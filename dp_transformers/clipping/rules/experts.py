@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..errors import UnsupportedModuleError, ways_out
+from ..errors import UnsupportedModuleError, how_to_fix
 from ..layer_rule import layer_rule
 from ..terms import Routed, Rows, Term
 
@@ -39,7 +39,7 @@ def experts(module: nn.Module, activations: Sequence[torch.Tensor], backprops: t
     if backprops.dim() != 3 or hidden_btd.shape != backprops.shape or index_btk.is_floating_point() or weight_btk.shape != index_btk.shape:
         raise UnsupportedModuleError(
             f"{type(module).__name__} was not called with (tokens, width) hidden states, then the experts of each token, then their weights. "
-            + ways_out(type(module).__name__, module),
+            + how_to_fix(type(module).__name__, module),
             module,
         )
     num_slots, num_experts = index_btk.shape[1:].numel(), module.num_experts

@@ -22,7 +22,7 @@ from torch import _VF, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ...randomness import replayed
-from ..errors import UnsupportedModuleError, ways_out
+from ..errors import UnsupportedModuleError, how_to_fix
 from ..layer_rule import layer_rule
 from ..precision import HALF
 from ..recorded_call import RecordedCall
@@ -305,7 +305,7 @@ def _require_same(call: RecordedCall, recorded_np: torch.Tensor, recomputed_np: 
 
 def _unsupported(call: RecordedCall, reason: str) -> UnsupportedModuleError:
     where = f"the gradients per example of '{call.path}' ({type(call.module).__name__}) cannot be had from this call"
-    return UnsupportedModuleError(f"{where}: {reason}. {ways_out(call.path, call.module)}", call.module)
+    return UnsupportedModuleError(f"{where}: {reason}. {how_to_fix(call.path, call.module)}", call.module)
 
 
 # ---- the modules ----
