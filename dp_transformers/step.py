@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves
 
 from . import distributed
 from .clipping import PerExampleClipper
+from .clipping.batch_dims import batch_size_of
 from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
 from .clipping.functions import FlatClipping
-from .clipping.layout import batch_size_of
 from .clipping.parallel.dtensor import local
 from .clipping.precision import set_gradient
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch

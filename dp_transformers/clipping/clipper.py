@@ -14,12 +14,12 @@ import logging
 import torch
 from torch import nn
 
+from .batch_dims import batch_size_of
 from .checks.padding import check_padding
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
 from .coefficients import checked_bound
 from .engine import ClippingEngine, Follower
-from .layout import batch_size_of
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards

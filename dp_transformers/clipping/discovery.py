@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .batch_dims import SHARED, learn_batch_dim
 from .fallback import substituted, without_fused_attention
-from .layout import SHARED, learn_layout
 from .owners import Owner, assign_to_parent
 from .parallel.dtensor import local
 from .parallel.fsdp2 import Shards
@@ -80,12 +80,12 @@ def _observe(owners: Sequence[Owner], run: Callable[[], Any]) -> dict[Owner, lis
     return seen
 
 
-def _learn_layouts(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]], positions: set[int]) -> list[Owner]:
-    """Set the layouts of every owner from two runs; the owners whose outputs cannot be told apart by example."""
+def _learn_batch_dims(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]], positions: set[int]) -> list[Owner]:
+    """Set the batch dimensions of every owner from two runs; the owners whose outputs cannot be told apart by example."""
     (batch, first), (other_batch, second) = runs
     lost = []
     for owner in owners:
-        owner.layouts, owner.returned_unbatched_output = {}, False
+        owner.batch_dims, owner.returned_unbatched_output = {}, False
         if owner.rule.takes_call:
             continue  # it knows where its examples are
         calls, other_calls = first[owner], second[owner]
@@ -96,19 +96,19 @@ def _learn_layouts(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]], po
             if (len(ins), len(outs)) != (len(other_ins), len(other_outs)) or not outs:
                 lost.append(owner)
                 break
-            layouts = [
-                learn_layout(*shapes, batch, other_batch, positions)
+            batch_dims = [
+                learn_batch_dim(*shapes, batch, other_batch, positions)
                 for shapes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)
             ]
             if owner.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
                 if any(
-                    layout.batch_dim is None or x[layout.batch_dim] != batch for x, layout in zip(outs, layouts[len(ins) :], strict=True)
+                    batch_dim.dim is None or x[batch_dim.dim] != batch for x, batch_dim in zip(outs, batch_dims[len(ins) :], strict=True)
                 ):
                     lost.append(owner)
                     break
                 continue
-            known = owner.layouts.setdefault((len(ins), len(outs)), layouts)
-            if SHARED in layouts[len(ins) :] or known != layouts:
+            known = owner.batch_dims.setdefault((len(ins), len(outs)), batch_dims)
+            if SHARED in batch_dims[len(ins) :] or known != batch_dims:
                 lost.append(owner)
                 break
             owner.returned_unbatched_output |= any(x[:1] == (1,) for x in outs)
@@ -152,7 +152,7 @@ def discover_owners(
     positions: set[int],
     shards: Shards,
 ) -> None:
-    """Hand parameters up, in place, until every use is seen by a module whose outputs have a batch, and learn the layouts.
+    """Assign parameters to parents, in place, until every use is seen by a module whose outputs have a batch, and learn the batch dimensions.
 
     Args:
         losses_of: ``f(size) -> (size,)`` losses of a batch of that many examples, without taps.
@@ -170,7 +170,7 @@ def discover_owners(
             continue
         with torch.no_grad(), without_fused_attention():
             runs = [(size, _observe(owners, lambda size=size: losses_of(size))) for size in batch_sizes]
-        lost = _learn_layouts(owners, runs, positions)
+        lost = _learn_batch_dims(owners, runs, positions)
         if not lost and any(owner.returned_unbatched_output for owner in owners):
             try:
                 tapped()

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from .batch_dims import batch_size_of, positions_of
 from .coefficients import checked_weights, coefficients
 from .errors import UnsupportedModuleError
 from .gradient_sums import GradientSums
 from .hooks import HookedModel, refuse_attached
-from .layout import batch_size_of, positions_of
 from .loss_graph import LossGraph
 from .model_state import ModelState
 from .modes import Mode

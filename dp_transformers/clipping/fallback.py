@@ -63,8 +63,8 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
 
 def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
     """The arguments of the call for one example, whose ``inputs`` have no batch dimension."""
-    kinds = zip(inputs, call.input_has_examples(), call.input_layouts, strict=True)
-    return call.rebuilt([x.unsqueeze(layout.batch_dim) if batched and not layout.flat else x for x, batched, layout in kinds])
+    kinds = zip(inputs, call.input_has_examples(), call.input_batch_dims, strict=True)
+    return call.rebuilt([x.unsqueeze(batch_dim.dim) if batched and not batch_dim.flat else x for x, batched, batch_dim in kinds])
 
 
 @contextmanager
@@ -182,15 +182,15 @@ def _differentiate(outputs, backprops, values: dict[str, torch.Tensor], gradient
 def _masked(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.Parameter, str]) -> dict[str, torch.Tensor]:
     module, batch, backprops = call.module, call.batch_size, call.backprops_by_example()
     values = {name: p.detach().requires_grad_() for p, name in parameters.items()}
-    kinds = zip(inputs, call.input_has_examples(), call.input_layouts, strict=True)
-    inputs = [layout.restored(x) if batched else x for x, batched, layout in kinds]
+    kinds = zip(inputs, call.input_has_examples(), call.input_batch_dims, strict=True)
+    inputs = [batch_dim.restored(x) if batched else x for x, batched, batch_dim in kinds]
     with torch.enable_grad(), replayed(call.random_state):
         args, kwargs = call.rebuilt(inputs)
         with substituted(module, _pairs(parameters, values)):
             recomputed = differentiable_leaves(module(*args, **kwargs))
         shaped = []
-        for before, after, layout in zip(call.outputs_by_example(), recomputed, call.output_layouts, strict=True):
-            after = layout.batch_first(after, len(before))
+        for before, after, batch_dim in zip(call.outputs_by_example(), recomputed, call.output_batch_dims, strict=True):
+            after = batch_dim.batch_first(after, len(before))
             shaped.append(after.expand(before.shape) if len(after) == 1 else after.reshape(before.shape))
             _require_same(before, shaped[-1], call)
     live = [(x, g.to(x.dtype)) for x, g in zip(shaped, backprops, strict=True) if x.requires_grad]

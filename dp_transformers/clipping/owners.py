@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from . import rules  # noqa: F401  (every layer has its rule)
+from .batch_dims import BATCH_FIRST, BatchDim
 from .errors import UnownedParameterError, how_to_fix
 from .layer_rule import LayerRule, rule_for
-from .layout import BATCH_FIRST, Layout
 
 logger = logging.getLogger(__name__)
 _WRAPPERS = {
@@ -53,7 +53,7 @@ class Owner:
         self.rule = found
         self.is_rerun = found.terms is None  # no rule gives its gradients, so the fallback does
         self.may_be_rerun = self.is_rerun or found.takes_call  # or parts of it: its outputs and random numbers are kept
-        self.layouts: dict[tuple[int, int], list[Layout]] = {}
+        self.batch_dims: dict[tuple[int, int], list[BatchDim]] = {}
         self.returned_unbatched_output = False
         self.first_nodes: list[int] = []  # autograd's sequence number at the start of each call in progress
         self.random_state: Any = None  # before the call that runs now, for the fallback
@@ -69,9 +69,9 @@ class Owner:
     def __str__(self) -> str:
         return f"'{self.path}' ({type(self.module).__name__})"
 
-    def layouts_of(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Layout]:
+    def batch_dims_of(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[BatchDim]:
         """As :func:`discover_owners` saw them for a call of this kind, inputs first; what it did not see is taken to have a batch."""
-        return self.layouts.get((len(inputs), len(outputs))) or [BATCH_FIRST] * (len(inputs) + len(outputs))
+        return self.batch_dims.get((len(inputs), len(outputs))) or [BATCH_FIRST] * (len(inputs) + len(outputs))
 
 
 def assign_owners(model: nn.Module) -> list[Owner]:

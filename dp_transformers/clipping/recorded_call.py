@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..randomness import random_state, same_state
+from .batch_dims import BATCH_FIRST, BatchDim
 from .errors import UnsupportedModuleError, how_to_fix
-from .layout import BATCH_FIRST, Layout
 from .owners import Owner
 from .parallel.dtensor import local
 from .precision import HALF
@@ -124,10 +124,10 @@ class RecordedCall:
         self.sums_positions = bool(parallel) and parallel.sums_positions(owner, self.inputs, self.outputs)
         if parallel:
             self.inputs, self.outputs = [local(x) for x in self.inputs], [local(x) for x in self.outputs]
-        layouts = owner.layouts_of(self.inputs, self.outputs)
-        self.input_layouts, self.output_layouts = layouts[: len(self.inputs)], layouts[len(self.inputs) :]
+        batch_dims = owner.batch_dims_of(self.inputs, self.outputs)
+        self.input_batch_dims, self.output_batch_dims = batch_dims[: len(self.inputs)], batch_dims[len(self.inputs) :]
         if not owner.rule.takes_call:
-            self.outputs = [self._with_batch(x, layout) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
+            self.outputs = [self._with_batch(x, batch_dim) for x, batch_dim in zip(self.outputs, self.output_batch_dims, strict=True)]
         self.random_state = None
         if owner.may_be_rerun:
             device = self.outputs[0].device
@@ -140,12 +140,12 @@ class RecordedCall:
         """Where the model has the module."""
         return self.owner.path
 
-    def _with_batch(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
         batch = self.batch_size
-        if layout.holds_examples(x, batch) and (not layout.flat or self._holds_all_positions(x)):
+        if batch_dim.holds_examples(x, batch) and (not batch_dim.flat or self._holds_all_positions(x)):
             return x
-        if x.dim() and len(x) == 1 and layout == BATCH_FIRST:
+        if x.dim() and len(x) == 1 and batch_dim == BATCH_FIRST:
             return x.expand(batch, *x.shape[1:])
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
             f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
@@ -165,7 +165,7 @@ class RecordedCall:
         backprops: Sequence[torch.Tensor],
         input_gradients: dict[torch.Tensor, torch.Tensor | None],
     ) -> None:
-        number = len(self.input_layouts)
+        number = len(self.input_batch_dims)
         self.inputs, self.outputs, self.backprops, self.input_gradients = saved[:number], saved[number:], backprops, input_gradients
 
     def release(self) -> None:
@@ -192,17 +192,17 @@ class RecordedCall:
 
     def inputs_by_example(self) -> list[torch.Tensor]:
         """(B, ...), flat ones (B, positions, ...); as they are where they are the same for all examples."""
-        return [layout.batch_first(x, self.batch_size) for x, layout in zip(self.inputs, self.input_layouts, strict=True)]
+        return [batch_dim.batch_first(x, self.batch_size) for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)]
 
     def outputs_by_example(self) -> list[torch.Tensor]:
-        return [layout.batch_first(x, self.batch_size) for x, layout in zip(self.outputs, self.output_layouts, strict=True)]
+        return [batch_dim.batch_first(x, self.batch_size) for x, batch_dim in zip(self.outputs, self.output_batch_dims, strict=True)]
 
     def backprops_by_example(self) -> list[torch.Tensor]:
-        return [layout.batch_first(g, self.batch_size) for g, layout in zip(self.backprops, self.output_layouts, strict=True)]
+        return [batch_dim.batch_first(g, self.batch_size) for g, batch_dim in zip(self.backprops, self.output_batch_dims, strict=True)]
 
     def input_has_examples(self) -> list[bool]:
         """Which inputs have something of their own for each example."""
-        return [layout.holds_examples(x, self.batch_size) for x, layout in zip(self.inputs, self.input_layouts, strict=True)]
+        return [batch_dim.holds_examples(x, self.batch_size) for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)]
 
     @property
     def is_half(self) -> bool:

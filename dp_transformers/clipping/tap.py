@@ -130,12 +130,12 @@ def _terms(call: RecordedCall) -> dict[nn.Parameter, Term]:
 def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | Sequence[torch.Tensor]]:
     """``activations`` and ``backprops`` of a rule."""
     owner, batch = call.owner, call.batch_size
-    if owner.rule.channels_second and any(layout.flat for layout in call.output_layouts):
+    if owner.rule.channels_second and any(batch_dim.flat for batch_dim in call.output_batch_dims):
         reason = f"{owner} was called on positions of examples as if they were examples, and its rule cannot tell them from channels. "
         raise UnsupportedModuleError(reason + how_to_fix(owner.path, owner.module), owner.module)
-    inputs = [layout.batch_first(x, batch) for x, layout in zip(call.inputs, call.input_layouts, strict=True)]
+    inputs = [batch_dim.batch_first(x, batch) for x, batch_dim in zip(call.inputs, call.input_batch_dims, strict=True)]
     inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
-    grads = [layout.batch_first(g, batch) for g, layout in zip(call.backprops, call.output_layouts, strict=True)]
+    grads = [batch_dim.batch_first(g, batch) for g, batch_dim in zip(call.backprops, call.output_batch_dims, strict=True)]
     return inputs, grads[0] if len(grads) == 1 else grads
 
 

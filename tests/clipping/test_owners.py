@@ -8,7 +8,7 @@ from oracle import assert_exact
 from torch import nn
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping.layout import FLAT
+from dp_transformers.clipping.batch_dims import FLAT
 from dp_transformers.clipping.modes import MODES
 
 ALL_MODES = sorted(MODES)
@@ -290,7 +290,7 @@ def test_layouts():
     model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 2), nn.Unflatten(0, (-1, 5)))
     with PerExampleClipper(model, 1.0) as clipper:
         model(torch.randn(4, 5, 4))
-        assert [list(owner.layouts.values()) for owner in clipper.owners] == [[[FLAT, FLAT]]]
+        assert [list(owner.batch_dims.values()) for owner in clipper.owners] == [[[FLAT, FLAT]]]
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)

@@ -14,7 +14,7 @@ from dp_transformers.clipping.errors import SelfCheckError, UnsupportedModuleErr
 from dp_transformers.clipping.layer_rule import _RULES, LayerRule, rule_for
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.rules.linear import linear
-from dp_transformers.clipping.rules.norm import _weight_only_rms_norm
+from dp_transformers.clipping.rules.normalization import _weight_only_rms_norm
 
 ALL_MODES = sorted(MODES)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ...randomness import forked_generators
-from ..layout import batch_size_of
+from ..batch_dims import batch_size_of
 from .synthetic import arguments_of, floating_tensors, has_batch, kept_buffers, projected, replace_example
 
 

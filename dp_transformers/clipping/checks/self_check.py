@@ -28,10 +28,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from ...randomness import forked_generators, global_state, random_state, set_global_state
+from ..batch_dims import batch_size_of, positions_of
 from ..discovery import discover_owners
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
-from ..layout import batch_size_of, positions_of
 from ..modes import MODES, choose_mode
 from ..owners import reassign_to_parents, warn_about_fallback
 from .float32 import in_float32_if_possible, with_float32

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
 
+from ..batch_dims import batch_size_of
 from ..errors import SelfCheckError
-from ..layout import batch_size_of
 
 LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> (B,) losses
 

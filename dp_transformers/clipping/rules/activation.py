@@ -9,7 +9,7 @@ from torch import nn
 
 from ..layer_rule import layer_rule
 from ..terms import Outer, Term, summed
-from .norm import sum_per_channel
+from .normalization import sum_per_channel
 
 
 @layer_rule(nn.PReLU, channels_second=True, backward_reads_output=False)

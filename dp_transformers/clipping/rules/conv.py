@@ -10,7 +10,7 @@ from torch import nn
 
 from ..layer_rule import layer_rule
 from ..terms import Convolution, Convolved, Outer, Term
-from .norm import require_batch, sum_per_channel
+from .normalization import require_batch, sum_per_channel
 
 
 def _is_native_convolution(module: nn.Module) -> bool:

@@ -11,33 +11,33 @@ from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True)
-class Layout:
-    """``batch_dim`` has one entry for each example, or a single one for all. In a ``flat`` tensor the first dimension holds all
+class BatchDim:
+    """Dimension ``dim`` has one entry for each example, or a single one for all. In a ``flat`` tensor the first dimension holds all
     positions of all examples, example by example. Neither: the tensor is the same for all examples."""
 
-    batch_dim: int | None = None
+    dim: int | None = None
     flat: bool = False
 
     def holds_examples(self, x: torch.Tensor, batch: int) -> bool:
         """Whether ``x`` has something of its own for each of ``batch`` examples."""
         if self.flat:
             return True
-        return self.batch_dim is not None and x.dim() > self.batch_dim and x.shape[self.batch_dim] == batch
+        return self.dim is not None and x.dim() > self.dim and x.shape[self.dim] == batch
 
     def batch_first(self, x: torch.Tensor, batch: int) -> torch.Tensor:
         """(B, ...), flat tensors as (B, positions, ...); what is the same for all examples stays as it is."""
         if self.flat:
             return x.reshape(batch, len(x) // batch, *x.shape[1:])
-        return x.movedim(self.batch_dim, 0) if self.batch_dim and self.holds_examples(x, batch) else x
+        return x.movedim(self.dim, 0) if self.dim and self.holds_examples(x, batch) else x
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:
         """The opposite of :meth:`batch_first`, for a tensor that holds examples."""
         if self.flat:
             return x.flatten(0, 1)
-        return x.movedim(0, self.batch_dim) if self.batch_dim else x
+        return x.movedim(0, self.dim) if self.dim else x
 
 
-BATCH_FIRST, FLAT, SHARED = Layout(0), Layout(flat=True), Layout()
+BATCH_FIRST, FLAT, SHARED = BatchDim(0), BatchDim(flat=True), BatchDim()
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -56,13 +56,13 @@ def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:
     return found - {1}
 
 
-def learn_layout(shape: Sequence[int], other: Sequence[int], batch: int, other_batch: int, positions: set[int]) -> Layout:
-    """The layout of a tensor of ``shape`` in a run on ``batch`` examples, and of ``other`` shape in one on ``other_batch``."""
+def learn_batch_dim(shape: Sequence[int], other: Sequence[int], batch: int, other_batch: int, positions: set[int]) -> BatchDim:
+    """Where a tensor of ``shape`` in a run on ``batch`` examples, and of ``other`` shape in one on ``other_batch``, has its examples."""
     if len(shape) != len(other) or not shape:
         return SHARED
     pairs = list(zip(shape, other, strict=True))
     if (batch, other_batch) in pairs:
-        return Layout(pairs.index((batch, other_batch)))
+        return BatchDim(pairs.index((batch, other_batch)))
     size, other_size = pairs[0]
     if (size, other_size) in ((1, 1), (batch, 1), (1, other_batch)):
         return BATCH_FIRST
