@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import rules  # noqa: F401  (every layer has its rule)
 from .batch_dims import BATCH_FIRST, BatchDim
 from .errors import UnownedParameterError, how_to_fix
 from .layer_rule import LayerRule, rule_for
