@@ -123,7 +123,7 @@ def test_layers(kind, options, mode):
 def test_lstm_with_projection(options, mode):
     rnn = nn.LSTM(IN, HIDDEN, proj_size=3, **options)
     check(Tagger(rnn, starts=True), {"x": x_of()}, mode)
-    check(Tagger(rnn), {"x": x_of(3, 5), "position_norms": torch.tensor([2, 5, 3])}, mode)
+    check(Tagger(rnn), {"x": x_of(3, 5), "lengths": torch.tensor([2, 5, 3])}, mode)
 
 
 @every_mode
@@ -142,12 +142,12 @@ def test_loss_that_reads_c_n_alone(mode):
 
 
 @every_mode
-@pytest.mark.parametrize("position_norms", [[6, 4, 4, 1], [3, 6, 1, 5]], ids=str)
+@pytest.mark.parametrize("lengths", [[6, 4, 4, 1], [3, 6, 1, 5]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
 @every_layer
 def test_packed_sequences(kind, options, lengths, mode):
     """States end (and reverse ones start) at each sequence's own end; initial states are permuted as the sequences are."""
-    batch = {"x": x_of(), "position_norms": torch.tensor(lengths)}
+    batch = {"x": x_of(), "lengths": torch.tensor(lengths)}
     check(Tagger(LAYERS[kind](**options), starts=True), batch, mode, self_check=lengths == [3, 6, 1, 5])
     if lengths == sorted(lengths, reverse=True):
         check(Tagger(LAYERS[kind](**options), starts=True, enforce_sorted=True), batch, mode)
@@ -157,7 +157,7 @@ def test_packed_sequences(kind, options, lengths, mode):
 @every_layer
 def test_packed_sequences_of_equal_lengths(kind, mode):
     model = Tagger(LAYERS[kind](bidirectional=True), enforce_sorted=True)
-    check(model, {"x": x_of(), "position_norms": torch.full((4,), 6)}, mode)
+    check(model, {"x": x_of(), "lengths": torch.full((4,), 6)}, mode)
 
 
 @every_mode
@@ -193,7 +193,7 @@ def test_frozen_below_and_long(kind, mode):
 def test_dropout_between_layers(kind, packed, mode):
     """The same mask in forward, norms and sum, and the generator goes on as without a clipper."""
     model = Tagger(LAYERS[kind](num_layers=3, bidirectional=True, dropout=0.4, batch_first=True)).train()
-    batch = {"x": x_of()} | ({"position_norms": torch.tensor([2, 6, 5, 4])} if packed else {})
+    batch = {"x": x_of()} | ({"lengths": torch.tensor([2, 6, 5, 4])} if packed else {})
     losses = losses_of(model)
     torch.manual_seed(7)
     plain = losses(batch)
@@ -247,7 +247,7 @@ def test_drawn_shapes(kind, mode, num_layers, bidirectional, batch, steps, hidde
     model = Tagger(LAYERS[kind](hidden, num_layers=num_layers, bidirectional=bidirectional), starts=starts)
     inputs = {"x": x_of(batch, steps)}
     if data.draw(st.booleans()):
-        inputs["position_norms"] = torch.tensor(data.draw(st.lists(st.integers(1, steps), min_size=batch, max_size=batch)))
+        inputs["lengths"] = torch.tensor(data.draw(st.lists(st.integers(1, steps), min_size=batch, max_size=batch)))
     check(model, inputs, mode)
 
 

@@ -15,7 +15,7 @@ Rows       ids_bt, grad_btd, num_rows      row v: sum of grad[b, t] over t with 
 Routed     ids_bs, left_bsp, right_bsd     e: sum of left ⊗ right over s with ids[b, s] == e     (e, p, d)
 Convolved  image_bnc.., grad_bnp.., how    Outer of grad and the patches of image it came from   (p, c, k...)
 Dense      grad_b...                       itself
-Norm       norm_b                          not known
+NormOnly   norm_b                          not known
 =========  ==============================  ======================================================
 
 The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that sum
@@ -43,8 +43,8 @@ from .experts import Routed
 from .outer import Outer, Stacked, sum_in_blocks
 
 __all__ = [
-    "Convolution", "Convolved", "Dense", "GradientTerm", "LastResultCache", "Norm", "Outer", "Routed", "Rows", "Stacked", "Term", "merge", "norm_of_sum", "position_norms",
-    "small_gradient", "summed",
+    "Convolution", "Convolved", "Dense", "GradientTerm", "LastResultCache", "NormOnly", "Outer", "Routed", "Rows", "Stacked", "Term", "merge",
+    "norm_of_sum", "position_norms", "small_gradient", "summed",
 ]  # fmt: skip
 
 
