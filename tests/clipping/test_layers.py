@@ -14,7 +14,7 @@ from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.layer_rule import rule_for
 from dp_transformers.clipping.modes import MODES, REDUCED_FP32_SLACK, second_pass_slack
 from dp_transformers.clipping.precision import FULL_PRECISION, exact_arithmetic
-from dp_transformers.clipping.rules.conv import convolution
+from dp_transformers.clipping.rules.convolution import convolution
 from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer, arithmetic
 from dp_transformers.clipping.trainable import TrainableParameters
 
