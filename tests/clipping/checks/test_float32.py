@@ -1,0 +1,228 @@
+"""What trains in bf16 is checked in float32."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import build
+from torch import nn
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.clipping import layer_rule
+from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.layer_rule import LayerRule, rule_for
+from dp_transformers.clipping.terms import Outer
+
+WAYS_TO_BF16 = ["autocast", "bf16 parameters"]
+MODES_OF_BF16 = ["book_keeping", "ghost", "per_sample"]
+
+
+class AttendsOverBatch(nn.Module):
+    """What is given as (B, T, width) to attention over the first dimension."""
+
+    def __init__(self, swap=True, residual=False, width=32):
+        super().__init__()
+        self.emb, self.fc, self.swap, self.residual = nn.Linear(8, width), nn.Linear(width, 4), swap, residual
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        h = self.emb(x).transpose(0, 1) if self.swap else self.emb(x)
+        y = self.o(F.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h)))
+        y = h + y if self.residual else y
+        return self.fc((y.transpose(0, 1) if self.swap else y).mean(1))
+
+
+class FrozenEncoder(nn.Module):
+    def __init__(self, batch_first):
+        super().__init__()
+        self.emb, self.fc = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=batch_first).requires_grad_(False)
+
+    def forward(self, x):
+        return self.fc(self.encoder(self.emb(x)).mean(1))
+
+
+class SubtractsFromHidden(nn.Module):
+    """A share of the batch's mean is taken off what the head reads."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.emb, self.fc, self.share = nn.Linear(8, 32), nn.Linear(32, 4), share
+
+    def forward(self, x):
+        h = torch.tanh(self.emb(x)).mean(1)
+        return self.fc(h - self.share * h.mean(0))
+
+
+class SubtractingHead(nn.Linear):
+    def forward(self, x):
+        return super().forward(x - 0.05 * x.mean(0))
+
+
+def bert_with_a_head_that_mixes():
+    model = build("bert")
+    head = SubtractingHead(32, 3)
+    head.load_state_dict(model.classifier.state_dict())
+    model.classifier = head
+    return model
+
+
+def in_bf16(make, way, mode, x, **kwargs):
+    """One clipped sum, after the self-check."""
+    torch.manual_seed(0)
+    model = make().bfloat16() if way == "bf16 parameters" else make()
+    x = x.bfloat16() if way == "bf16 parameters" and x.is_floating_point() else x
+    clipper = PerExampleClipper(model, 0.1, mode=mode)
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        out = model(x, **kwargs)
+    out = out.logits if hasattr(out, "logits") else out
+    clipper.backward(F.cross_entropy(out.float(), torch.arange(len(x)) % 3, reduction="none"))
+    return clipper
+
+
+@pytest.mark.parametrize("mode", MODES_OF_BF16)
+@pytest.mark.parametrize("way", WAYS_TO_BF16)
+@pytest.mark.parametrize(
+    "make",
+    [AttendsOverBatch, lambda: AttendsOverBatch(residual=True), lambda: FrozenEncoder(False),
+     lambda: SubtractsFromHidden(0.2), lambda: SubtractsFromHidden(0.01), bert_with_a_head_that_mixes],
+    ids=["attention over the batch", "with a residual", "batch_first forgotten", "a fifth of the mean", "a hundredth", "BERT's head"],
+)  # fmt: skip
+def test_examples_that_influence_each_other_in_bf16(make, way, mode):
+    """Removing one of 32 examples moved the first three models' clipped sums by 5 to 9 C, and bf16's own tolerance is 10%."""
+    x = torch.randint(0, 1000, (8, 6)) if make is bert_with_a_head_that_mixes else torch.randn(32, 6, 8)
+    with pytest.raises(ValueError, match="another example|mixes examples|batch_first=True"):
+        in_bf16(make, way, mode, x)
+
+
+@pytest.mark.parametrize("mode", MODES_OF_BF16)
+@pytest.mark.parametrize("way", WAYS_TO_BF16)
+@pytest.mark.parametrize(
+    "make", [lambda: AttendsOverBatch(swap=False), lambda: FrozenEncoder(True), lambda: SubtractsFromHidden(0.0), lambda: build("bert")]
+)
+def test_models_that_do_not_mix_train_in_bf16(make, way, mode, caplog):
+    x = torch.randint(0, 1000, (8, 6)) if hasattr(make(), "config") else torch.randn(32, 6, 8)
+    in_bf16(make, way, mode, x)
+    assert "could not be checked" not in caplog.text
+
+
+@pytest.mark.parametrize("mode", [*MODES_OF_BF16, "fast_gradient"])
+@pytest.mark.parametrize("way", WAYS_TO_BF16)
+def test_rule_that_is_wrong_by_eight_percent_in_bf16(monkeypatch, way, mode):
+    right = rule_for(nn.Linear(1, 1)).terms
+
+    def wrong(module, activations, backprops):
+        return {p: Outer(0.92 * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
+
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+    with pytest.raises(SelfCheckError, match="not exact"):
+        in_bf16(lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()), way, mode, torch.randn(6, 3, 8))
+
+
+class Pooled(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
+class CastsByItself(nn.Module):
+    """``inside``: autocast of its own (as accelerate puts around a model), or what no check can take away."""
+
+    def __init__(self, inside, share=0.2):
+        super().__init__()
+        self.inner, self.inside = SubtractsFromHidden(share), inside
+        if inside == "both":
+            self.last = nn.Linear(4, 4, bias=False)
+        if inside == "frozen":
+            self.first = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.register_buffer("eye", torch.eye(4))
+
+    def forward(self, x):
+        if self.inside == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x).float()
+        if self.inside == "buffer":  # which is in float32 when the rest is
+            return F.linear(self.inner(x), self.eye)
+        if self.inside == "both":
+            return F.linear(self.inner(x).bfloat16(), self.last.weight.bfloat16()).to(x.dtype)
+        if self.inside == "frozen":
+            return self.inner(F.linear(x.bfloat16(), self.first.weight.bfloat16()).to(x.dtype))
+        if self.inside == "weight":  # of another kind than the activations, once these are in float32
+            return F.linear(self.inner(x), torch.eye(4, dtype=torch.bfloat16)).float()
+        return self.inner(x.bfloat16()).float()
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_autocast_that_the_model_enters_is_off_too(mode, caplog):
+    with pytest.raises(SelfCheckError, match="another example"):
+        PerExampleClipper(CastsByItself("autocast"), 1.0, mode=mode).model(torch.randn(6, 3, 8))
+    PerExampleClipper(CastsByItself("autocast", share=0), 1.0, mode=mode).model(torch.randn(6, 3, 8))
+    assert "could not be checked" not in caplog.text
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.Linear(2, 2)(torch.randn(1, 2)).dtype == torch.bfloat16  # torch's own is as it was
+
+
+def test_buffers_are_in_float32_too(caplog):
+    PerExampleClipper(CastsByItself("buffer", share=0).bfloat16(), 1.0).model(torch.randn(6, 3, 8).bfloat16())
+    assert "could not be checked" not in caplog.text
+
+
+@pytest.mark.parametrize("inside", ["weight", "cast", "both", "frozen"])
+def test_what_does_not_run_in_float32_is_checked_as_it_trains(inside, caplog):
+    """With bf16's tolerance and a warning, and still refused where it mixes by more than that."""
+    model = CastsByItself(inside, share=0).bfloat16()
+    PerExampleClipper(model, 1.0).model(torch.randn(6, 3, 8).bfloat16())
+    assert "could not be checked in float32" in caplog.text
+    with pytest.raises(ValueError, match="another example|mixes examples"):
+        PerExampleClipper(CastsByItself(inside, share=0.9).bfloat16(), 1.0).model(torch.randn(6, 3, 8).bfloat16())
+
+
+def test_a_rule_that_is_wrong_in_bf16_alone(monkeypatch):
+    right = rule_for(nn.Linear(1, 1)).terms
+
+    def wrong(module, activations, backprops):
+        factor = 0.7 if backprops.dtype == torch.bfloat16 else 1.0
+        return {p: Outer(factor * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
+
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+    for way in WAYS_TO_BF16:
+        with pytest.raises(SelfCheckError, match=r"not exact.*allowed 1e-01"):
+            in_bf16(lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()), way, "book_keeping", torch.randn(6, 3, 8))
+
+
+def test_reduced_products_are_full_while_it_is_checked():
+    """Once, and once more as they are when it trains."""
+    setting, seen = torch.backends.mkldnn.matmul, []
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    model.register_forward_pre_hook(lambda module, args: seen.append(setting.fp32_precision))
+    before, setting.fp32_precision = setting.fp32_precision, "bf16"
+    try:
+        PerExampleClipper(model, 1.0).model(torch.randn(4, 3, 5))
+        assert setting.fp32_precision == "bf16"
+    finally:
+        setting.fp32_precision = before
+    assert seen[0] == "bf16" and seen[1] == "ieee" and "bf16" in seen[2:]  # the call itself, and those of the check
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_a_check_in_float32_puts_everything_back(mode, has_grad):
+    model = build("llama-tied").bfloat16()
+    model.lm_head.register_buffer("table", torch.randn(3).bfloat16())
+    model.model.layers[0].requires_grad_(False)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if has_grad else None
+    before = {k: (t.clone(), t.data_ptr(), t.dtype, t.grad_dtype) for k, t in tensors.items()}
+    versions = {k: p._version for k, p in model.named_parameters() if not p.requires_grad}  # frozen weights are not even written to
+    PerExampleClipper(model, 1.0, mode=mode).model(torch.randint(0, 1000, (4, 6)))
+    after = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, (value, pointer, dtype, grad_dtype) in before.items():
+        t = after[name]
+        assert t is tensors[name] and t.dtype == dtype and torch.equal(t, value), name
+        assert (t.data_ptr(), t.grad_dtype) == (pointer, grad_dtype), name
+        assert versions.get(name, t._version) == t._version, name
+        assert (
+            (t.grad is None)
+            if not has_grad or name not in dict(model.named_parameters())
+            else (t.grad.dtype == dtype and (t.grad == 1).all())
+        ), name

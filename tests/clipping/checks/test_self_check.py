@@ -1,0 +1,389 @@
+"""The canary and the self-check: planted faults are caught, random state and gradients are left alone, nothing private is used."""
+
+import re
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import SHORT, batch_for, build, losses_function
+from torch import nn
+from transformers import (
+    BatchEncoding,
+)
+from transformers.utils import ModelOutput
+
+from dp_transformers import PerExampleClipper, check_model, check_per_sample_gradients_are_correct
+from dp_transformers.clipping import layer_rule
+from dp_transformers.clipping.checks.synthetic import synthetic_inputs
+from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.layer_rule import LayerRule, rule_for
+from dp_transformers.clipping.terms import Dense, Outer
+
+
+class Bypass(nn.Module):
+    """Uses a weight functionally, outside the forward of the module that owns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.other(x) + F.linear(x, self.linear.weight) + 0 * self.linear(x)
+
+
+class MixesBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) - 0.1 * self.linear(x).mean(0))
+
+
+class DropsBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x.mean(0))) * x
+
+
+class BatchNormalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5, affine=False, track_running_stats=False)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "fast_gradient", "per_sample"])
+def test_parameter_read_past_its_module_is_answered_for_by_the_parent(mode):
+    model = Bypass()
+    report = check_model(model, {"x": torch.randn(4, 5)}, mode=mode)
+    assert max(report.norm_error, report.sum_error) <= 1e-5
+    assert isinstance(model.linear._parameters["weight"], nn.Parameter)
+
+
+def test_parameter_that_escapes():
+    model = Bypass()
+
+    def loss(x):
+        return model(x).sum(1) + model.linear.weight.sum()
+
+    for _ in range(2):  # a failed check does not count as one
+        with pytest.raises(SelfCheckError, match=r"'linear.weight' of Linear is used where no module sees it"):
+            check_model(model, {"x": torch.randn(4, 5)}, loss_function=loss)
+    assert isinstance(model.linear._parameters["weight"], nn.Parameter)
+
+
+@pytest.mark.parametrize("model", [MixesBatch, BatchNormalised])
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_examples_that_influence_each_other(model, mode):
+    with pytest.raises(SelfCheckError, match="another example"):
+        check_model(model(), {"x": torch.randn(6, 5)}, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_a_layer_that_drops_the_batch(mode):
+    with pytest.raises(ValueError, match="mixes examples"):
+        check_model(DropsBatch(), {"x": torch.randn(6, 5)}, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "fast_gradient", "per_sample"])
+def test_rule_that_is_wrong_by_a_percent(monkeypatch, mode):
+    right = rule_for(nn.Linear(1, 1)).terms
+
+    def wrong(module, activations, backprops):
+        return {p: Outer(1.01 * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
+
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    with pytest.raises(SelfCheckError, match="not exact"):
+        PerExampleClipper(model, 1.0, mode=mode).model(torch.randn(4, 3, 5))
+
+
+def test_norm_cached_across_batches(monkeypatch):
+    right, seen = rule_for(nn.Linear(1, 1)).terms, {}
+
+    def stale(module, activations, backprops):
+        terms = right(module, activations, backprops)
+        key = (id(module), len(backprops))
+        return seen.setdefault(key, terms)
+
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(stale))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    clipper = PerExampleClipper(model, 1.0)
+    stale_batch = torch.randn(3, 4, 5)
+    clipper.checked = True
+    clipper.backward(model(stale_batch).sum((1, 2)))
+    clipper.checked = False
+    with pytest.raises(SelfCheckError):
+        model(torch.randn(6, 4, 5))
+
+
+def test_leaves_random_state_gradients_and_training_mode_alone():
+    model = build("bert", dropout=0.1)
+    batch = batch_for("bert", SHORT)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model.bert.encoder.eval()
+    modes = [m.training for m in model.modules()]
+    state = torch.random.get_rng_state()
+    clipper = PerExampleClipper(model, 0.7)
+    with torch.no_grad():
+        model(batch["input_ids"])
+    assert not clipper.checked  # evaluation is not what is checked
+    losses_function(model)(batch)
+    assert clipper.checked
+    assert clipper.max_grad_norm == 0.7
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    torch.random.set_rng_state(state)
+    expected = torch.rand(3)
+    torch.random.set_rng_state(state)
+    clipper.detach()
+    model.eval()
+    PerExampleClipper(model, 0.7).model(batch["input_ids"])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_synthetic_input_has_the_shape_but_nothing_of_the_content():
+    model, batch = build("bert"), batch_for("bert", SHORT)
+    batch["pixels"] = torch.full((5, 2, 2), 7.0)
+    _, made = synthetic_inputs(model, (), batch)
+    assert made["input_ids"].shape[1] == SHORT
+    assert made["input_ids"].dtype == torch.long
+    assert made["input_ids"].max() < 1000
+    assert len({len(x) for x in made.values()}) == 1
+    assert len(made["input_ids"]) not in (SHORT, 5, 2) or len(made["input_ids"]) == 3
+    assert torch.equal(made["attention_mask"], batch["attention_mask"][torch.arange(len(made["attention_mask"])) % 5])
+    assert (made["pixels"] != 7).all()
+    torch.manual_seed(1)
+    first = synthetic_inputs(model, (), batch)[1]
+    batch["input_ids"] = batch["input_ids"].flip(0).clamp(min=2)
+    torch.manual_seed(1)
+    assert torch.equal(synthetic_inputs(model, (), batch)[1]["input_ids"], first["input_ids"])
+
+
+def test_report_and_log(caplog):
+    model, batch = build("gpt2"), batch_for("gpt2", SHORT)
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    report = check_model(model, inputs)
+    assert max(report.norm_error, report.sum_error) < 1e-5
+    assert report.locality_error == 0
+    assert not model._forward_hooks
+    with caplog.at_level("INFO"):
+        PerExampleClipper(model, 1.0)
+        model(**inputs)
+    assert "self-check passed in" in caplog.text
+
+
+def test_batch_of_one_is_not_enough():
+    with pytest.raises(ValueError, match="at least two"):
+        check_model(nn.Linear(3, 2), {"input": torch.randn(1, 3)})
+
+
+def test_a_rule_behind_a_weight_that_starts_at_zero_is_checked(monkeypatch):
+    right = rule_for(nn.Linear(1, 1)).terms
+
+    def wrong(module, activations, backprops):
+        return {p: Outer(0.5 * t.left, t.right) if module.out_features == 7 and isinstance(t, Outer) else t
+                for p, t in right(module, activations, backprops).items()}  # fmt: skip
+
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+    model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 2))
+    nn.init.zeros_(model[1].weight)
+    with pytest.raises(SelfCheckError, match="not exact"):
+        PerExampleClipper(model, 1.0).model(torch.randn(4, 3, 5))
+    assert (model[1].weight == 0).all()
+
+
+class Squeezes(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(5, width)
+
+    def forward(self, x):
+        return self.linear(x[:, None]).squeeze()
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+@pytest.mark.parametrize(("width", "dims"), [(1, "1 dimensions for 6 examples and 0"), (3, "2 dimensions for 6 examples and 1")])
+def test_a_batch_of_one_that_is_squeezed(width, dims, mode):
+    model = Squeezes(width)
+    with pytest.raises(SelfCheckError, match=rf"{dims} for one: squeeze\(\)"):
+        check_model(model, {"x": torch.randn(6, 5)}, mode=mode)
+
+
+def test_a_batch_of_one_that_is_squeezed_before_the_loss():
+    model = Squeezes(3)
+    with pytest.raises(SelfCheckError, match=r"1 for one: squeeze\(\)"):
+        check_model(
+            model, {"x": torch.randn(6, 5)}, loss_function=lambda x: F.cross_entropy(model(x), torch.ones(len(x)).long(), reduction="none")
+        )
+
+
+class Encodes(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.emb, self.relative, self.head = nn.Linear(4, 8), part, nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.emb(x)
+        x = self.relative(x, x, x) if isinstance(self.relative, nn.MultiheadAttention) else self.relative(x)
+        return self.head(x[0] if isinstance(x, tuple) else x)
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(lambda **options: nn.MultiheadAttention(8, 2, **options), "'part' (MultiheadAttention)"),
+     (lambda **options: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, **options), "'part.self_attn' (MultiheadAttention)"),
+     (lambda **options: nn.GRU(8, 8, **options), "'part' (GRU)")],
+)  # fmt: skip
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_first_that_was_forgotten(make, name, mode, frozen):
+    with pytest.raises(SelfCheckError, match=re.escape(name) + r".*batch_first=True"):
+        PerExampleClipper(Encodes(make().requires_grad_(not frozen)), 1.0, mode=mode).model(torch.randn(4, 6, 4))
+    PerExampleClipper(Encodes(make(batch_first=True).requires_grad_(not frozen)), 1.0, mode=mode).model(torch.randn(4, 6, 4))
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, BatchEncoding, OrderedDict])
+def test_a_batch_as_collators_give_it(kind):
+    batch = kind(batch_for("bert", SHORT))
+    assert check_model(build("bert"), batch).sum_error < 1e-5
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: UserDict
+    name: str = "?"
+
+
+class Returns(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(5, 3), kind
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.kind == "dataclass":
+            return Output(y, UserDict({"hidden": torch.tanh(y)}))
+        if self.kind == "mapping":
+            return UserDict({"logits": y})
+        if self.kind == "object":
+            return SimpleNamespace(logits=y)
+        return ModelOutput(logits=y) if self.kind == "ModelOutput" else y.mean()
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "mapping", "ModelOutput"])
+def test_outputs_that_are_looked_into(kind):
+    report = check_model(Returns(kind), {"x": torch.randn(4, 5)})
+    assert max(report.norm_error, report.sum_error) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "name"), [("object", "SimpleNamespace"), ("scalar", "Tensor")])
+def test_outputs_without_examples(kind, name):
+    with pytest.raises(SelfCheckError, match=f"Returns returns {name}, in which there is no tensor of floating-point.*loss_function"):
+        check_model(Returns(kind), {"x": torch.randn(4, 5)})
+
+
+class OnlyInTraining(nn.Module):
+    """Mixes the batch in train mode only."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return torch.tanh(x - x.mean(0)) if self.training else torch.tanh(x)
+
+
+@pytest.mark.parametrize(
+    "model", [OnlyInTraining, lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 2))]
+)
+def test_what_happens_only_in_training_is_seen(model):
+    with pytest.raises(SelfCheckError, match="another example|keep private data"):
+        check_model(model(), {"x" if model is OnlyInTraining else "input": torch.randn(6, 5)})
+
+
+@pytest.mark.parametrize(
+    "module", [lambda: nn.Embedding(9, 5, max_norm=0.1).requires_grad_(False), lambda: nn.InstanceNorm1d(3, track_running_stats=True)]
+)
+def test_frozen_state_that_moves_is_refused_and_put_back(module):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relative, self.head = module(), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.head(self.relative(x))
+
+    model = Model()
+    buffers = {k: v.clone() for k, v in model.named_buffers()}
+    x = torch.randint(0, 9, (4, 3)) if isinstance(model.part, nn.Embedding) else torch.randn(4, 3, 5)
+    with pytest.raises(SelfCheckError, match=r"'part\..*changes in the forward pass"):
+        PerExampleClipper(model, 1.0).model(x)
+    assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
+
+
+class Attends(nn.Module):
+    """Attention whose first dimension is positions, given a batch there, as happens."""
+
+    def __init__(self, swap: bool):
+        super().__init__()
+        self.embed, self.attention, self.swap = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2), swap
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x.transpose(0, 1) if self.swap else x
+        y = self.attention(x, x, x, need_weights=False)[0]
+        return {"logits": y.transpose(0, 1) if self.swap else y}
+
+
+def test_per_sample_gradients_are_correct(caplog):
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    with caplog.at_level("INFO"):
+        assert check_per_sample_gradients_are_correct(torch.randn(4, 3, 5), model)
+    for mode in ("book_keeping", "ghost", "fast_gradient", "per_sample"):
+        assert f"mode {mode}: worst relative error of per-example gradients" in caplog.text
+    assert not model._forward_hooks
+    assert check_per_sample_gradients_are_correct({"ids": torch.stack([torch.randperm(9)[:3] for _ in range(4)])}, Attends(swap=True))
+    bilinear, inputs = nn.Bilinear(5, 4, 2), (torch.randn(3, 5), torch.randn(3, 4))
+    assert check_per_sample_gradients_are_correct(inputs, bilinear, loss_function=lambda a, b: bilinear(a, b).tanh().sum(1))
+
+
+def test_per_sample_gradients_that_are_not_correct(monkeypatch, caplog):
+    x, model = torch.randn(4, 3, 5), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    right = rule_for(nn.Linear(1, 1)).terms
+
+    def rows_in_another_order(module, activations, backprops):
+        """The norms of all parameters together stay; each example's gradient does not."""
+        found = right(module, activations, backprops)
+        return {p: Dense(t.instantiate().grad.flip(1)) for p, t in found.items()}
+
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(rows_in_another_order))
+    assert not check_per_sample_gradients_are_correct(x, model, modes=["per_sample"])
+    monkeypatch.setitem(
+        layer_rule._RULES,
+        nn.Linear.forward,
+        LayerRule(lambda m, a, g: {p: Dense(t.instantiate().grad * 1.0001) for p, t in right(m, a, g).items()}),
+    )
+    for mode in ("book_keeping", "ghost", "fast_gradient", "per_sample"):
+        assert not check_per_sample_gradients_are_correct(x, model, modes=[mode])
+        assert check_per_sample_gradients_are_correct(x, model, modes=[mode], tolerance=1e-2)
+    assert "allowed: 1e-05" in caplog.text
+    monkeypatch.undo()
+    assert not check_per_sample_gradients_are_correct(torch.randn(4, 5), MixesBatch())
+    assert "mixes examples" in caplog.text
+    with pytest.raises(ValueError, match="at least two"):
+        check_per_sample_gradients_are_correct(x[:1], model)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        check_per_sample_gradients_are_correct(x, nn.Linear(5, 2).requires_grad_(False))

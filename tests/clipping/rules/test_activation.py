@@ -1,0 +1,36 @@
+"""nn.PReLU and nn.Bilinear, in every mode."""
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import assert_exact_in_all_modes, drawn, freeze, overwritten
+from torch import nn
+
+
+@drawn
+@given(st.data())
+def test_prelu(data):
+    torch.manual_seed(0)
+    shape = [data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(2, 4)))]
+    channels = shape[1] if data.draw(st.booleans()) else 1
+    assert_exact_in_all_modes(overwritten(nn.PReLU(channels)), torch.randn(shape) - 2)  # without negatives there is no gradient
+
+
+@drawn
+@given(st.data())
+def test_bilinear(data):
+    torch.manual_seed(0)
+    batch, d, e, p, *middle = (data.draw(st.integers(1, 4)) for _ in range(4 + data.draw(st.integers(0, 2))))
+    layer = nn.Bilinear(d, e, p, bias=data.draw(st.booleans()))
+    frozen = data.draw(st.sampled_from(["nothing", "bias", "weight"] if layer.bias is not None else ["nothing"]))
+    assert_exact_in_all_modes(TwoInputs(freeze(layer, frozen)), torch.randn(batch, *middle, d), torch.randn(batch, *middle, e))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, y):
+        return F.leaky_relu_(self.layer(x, y))

@@ -1,0 +1,158 @@
+"""Norms, option by option, in every mode, and which modules are taken for one."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import ALL_MODES, assert_exact_in_all_modes, check, drawn, freeze, overwritten, weigh
+from oracle import length
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.layer_rule import rule_for
+from dp_transformers.clipping.rules.normalization import _weight_only_rms_norm
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.LayerNorm(6),
+        lambda: nn.LayerNorm(6, bias=False),
+        lambda: nn.LayerNorm((3, 6)),
+        lambda: nn.RMSNorm(6, eps=1e-5),
+        lambda: nn.RMSNorm((3, 6)),
+        lambda: LlamaRMSNorm(6, eps=1e-5),
+        lambda: Gemma2RMSNorm(6, eps=1e-5),
+        lambda: T5LayerNorm(6, eps=1e-5),
+    ],
+    ids=["layer", "layer no bias", "layer 2d", "rms", "rms 2d", "llama", "gemma", "t5"],
+)
+def test_norms(norm, mode):
+    model = nn.Sequential(nn.Linear(6, 6), norm(), nn.Linear(6, 2))
+    nn.init.normal_(model[1].weight)
+    check(model, torch.randn(4, 3, 6), mode)
+
+
+def test_rms_norms_are_recognised_by_what_they_compute():
+    class LooksLikeOne(LlamaRMSNorm):
+        def forward(self, x):
+            return super().forward(x) * 1.01
+
+    assert rule_for(LlamaRMSNorm(6)).terms is _weight_only_rms_norm
+    assert rule_for(Gemma2RMSNorm(6)).terms is _weight_only_rms_norm
+    assert rule_for(LooksLikeOne(6)).terms is None
+
+
+class LimitsItsInput(LlamaRMSNorm):
+    """An RMS norm of what an input is limited to, above, below or in training."""
+
+    def __init__(self, size, kind="above"):
+        super().__init__(size)
+        self.kind = kind
+
+    def forward(self, hidden_states):
+        x = hidden_states
+        if self.kind == "below":
+            x = x * (x.abs() > 1e-4)
+        elif self.kind == "above" or self.training:
+            x = x.clamp(-6, 6)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["above", "below", "in training"])
+def test_norms_of_a_limited_input_are_not_taken_for_plain_ones(kind):
+    module = LimitsItsInput(6, kind)
+    assert rule_for(module).terms is None and module.training
+    assert rule_for(module.eval()).terms is None and not module.training
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_norm_that_limits_its_input_is_clipped(mode):
+    """Taken for a plain one it saw none of the second column, and one example moved the sum of the two-pass modes by 70 C."""
+    model = nn.Sequential(LimitsItsInput(8), nn.Linear(8, 3, bias=False))
+    model[1].requires_grad_(False).weight[:, [0, *range(2, 8)]] = 0
+    x = torch.tensor([[1e4, 100.0, 0, 0, 0, 0, 0, 0], [1.0, 2, 3, 4, 5, 6, 7, 8]])
+    clipper = PerExampleClipper(model, 0.01, mode=mode)
+    losses = torch.nn.functional.cross_entropy(30 * model(x), torch.tensor([0, 1]), reduction="none")
+    clipper.backward(losses, torch.tensor([1.0, 0.0]))
+    assert length([model[0].weight.grad]) <= 0.01 * 1.001
+
+
+class GatedNorm(LlamaRMSNorm):
+    def forward(self, x, gate=None):
+        return super().forward(x) if gate is None else super().forward(x * torch.sigmoid(gate))
+
+
+class UsesGatedNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 5), GatedNorm(5)
+
+    def forward(self, x):
+        return self.norm(self.first(x), gate=x)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_gated_norm_is_not_taken_for_a_plain_one(mode):
+    check(UsesGatedNorm(), torch.randn(4, 3, 5), mode)
+
+
+class Scales(nn.Module):
+    """In place, as a router's jitter does."""
+
+    def forward(self, x):
+        x *= 2
+        return x
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("norm", [T5LayerNorm, LlamaRMSNorm, Gemma2RMSNorm])
+def test_outputs_of_norms_may_be_overwritten(norm, mode):
+    check(nn.Sequential(nn.Linear(6, 6), norm(6), Scales(), nn.Linear(6, 2)), torch.randn(4, 3, 6), mode)
+
+
+@st.composite
+def channel_norms(draw):
+    spatial = tuple(draw(st.integers(2, 4)) for _ in range(draw(st.integers(1, 3))))
+    channels = draw(st.integers(1, 3)) * (groups := draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        layer = nn.GroupNorm(groups, channels, eps=0.1)
+        spatial = spatial if draw(st.integers(0, 4)) else ()
+        if channels == groups and not spatial:  # one number, normalised, is zero
+            spatial = (2,)
+    else:
+        layer = getattr(nn, f"InstanceNorm{len(spatial)}d")(channels, affine=True, eps=0.1)
+    nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
+    return freeze(layer, draw(st.sampled_from(["nothing", "nothing", "bias", "weight"]))), (draw(st.integers(1, 4)), channels, *spatial)
+
+
+@drawn
+@given(channel_norms())
+def test_group_and_instance_norms(drawn_layer):
+    layer, shape = drawn_layer
+    torch.manual_seed(0)
+    assert_exact_in_all_modes(overwritten(layer), torch.randn(shape) + 3)
+
+
+def test_running_statistics_are_used_where_they_are_kept_fixed_and_refused_where_they_move():
+    model, x = nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)), torch.randn(4, 3, 4, 4)
+    model(x + 1)
+    with PerExampleClipper(model, 1.0) as clipper, pytest.raises(SelfCheckError, match=r"'0\.\w+' changes in the forward pass"):
+        clipper.backward(weigh(model(x)))
+    assert_exact_in_all_modes(model.eval(), x)
+
+
+@drawn
+@given(st.data())
+def test_layer_norms_over_several_dimensions(data):
+    torch.manual_seed(0)
+    shape = [data.draw(st.integers(2, 4)) for _ in range(data.draw(st.integers(1, 3)))]
+    middle = [data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(0, 2)))]
+    layer = nn.LayerNorm(shape, bias=data.draw(st.booleans()))
+    nn.init.normal_(layer.weight)
+    assert_exact_in_all_modes(overwritten(layer), torch.randn(data.draw(st.integers(1, 4)), *middle, *shape))

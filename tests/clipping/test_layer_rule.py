@@ -1,0 +1,172 @@
+"""Rules are found by what runs; the user's own rules and norm samplers."""
+
+import pytest
+import torch
+from layers import ALL_MODES, check, weigh
+from oracle import distance, length
+from torch import nn
+
+from dp_transformers import PerExampleClipper, register_grad_sampler, register_norm_sampler
+from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.layer_rule import _RULES, LayerRule, rule_for
+from dp_transformers.clipping.rules.linear import linear
+
+
+def test_dispatch_is_by_what_runs():
+    class OwnForward(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    class Renamed(nn.Linear):
+        pass
+
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: 2 * x
+    assert rule_for(Renamed(2, 2)).terms is linear
+    assert rule_for(OwnForward(2, 2)).terms is None
+    assert rule_for(patched).terms is None
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_own_rule(mode):
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(5))
+
+        def forward(self, x):
+            return x * self.w
+
+    try:
+        register_grad_sampler(Mine)(lambda layer, activations, backprops: {layer.w: torch.full((len(backprops), 5), float("nan"))})
+
+        @register_grad_sampler(Mine)  # the last registration wins
+        def mine(layer, activations, backprops):
+            return {layer.w: (activations[0] * backprops).sum(1)}
+
+        check(nn.Sequential(nn.Linear(5, 5), Mine()), torch.randn(4, 3, 5), mode)
+    finally:
+        _RULES.pop(Mine.forward)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_rule_that_forgets_a_parameter_is_named(mode):
+    class Forgetful(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    try:
+        register_grad_sampler(Forgetful)(lambda m, a, g: {m.weight: torch.einsum("btp,btd->bpd", g, a[0])})
+        model = nn.Sequential(Forgetful(5, 3))
+        clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
+        with pytest.raises(ValueError, match=r"'0' \(Forgetful\) gives no gradient for its trainable \['bias'\]"):
+            clipper.backward(weigh(model(torch.randn(4, 3, 5))))
+    finally:
+        _RULES.pop(Forgetful.forward)
+
+
+class Affine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return x * self.w + self.b
+
+
+@pytest.fixture
+def asked():
+    """Affine with both samplers, which note their names here when they are called."""
+    called = []
+
+    def gradients(layer, activations, backprops):
+        called.append("gradients")
+        return {layer.w: (activations[0] * backprops).sum(1), layer.b: backprops.sum(1)}
+
+    def norms(layer, activations, backprops):
+        called.append("norms")
+        return {layer.w: (activations[0] * backprops).sum(1).norm(dim=1), layer.b: backprops.sum(1).norm(dim=1)}
+
+    register_grad_sampler(Affine)(gradients)
+    register_norm_sampler(Affine)(lambda *_: {})
+    register_norm_sampler(Affine)(norms)  # the last registration wins
+    yield called
+    _RULES.pop(Affine.forward, None)
+
+
+def asked_in_one_pass(asked, model, mode):
+    clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
+    asked.clear()
+    clipper.backward(weigh(model(torch.randn(4, 3, 5))))
+    clipper.detach()
+    return asked
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("has_grad_sampler", [True, False])
+def test_norm_sampler(asked, mode, has_grad_sampler):
+    model = nn.Sequential(nn.Linear(5, 5), Affine(), nn.Tanh(), Affine())
+    if not has_grad_sampler:
+        _RULES[Affine.forward] = LayerRule(norms=_RULES[Affine.forward].norms)
+    check(model, torch.randn(4, 3, 5), mode)
+    expected = ["norms"] if mode == "ghost" else ["gradients"] if has_grad_sampler else []
+    assert asked_in_one_pass(asked, model, mode) == expected * 2
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("has_grad_sampler", [True, False])
+@pytest.mark.parametrize("kind", ["reused", "tied"])
+def test_norms_are_not_asked_for_where_a_parameter_is_used_twice(asked, kind, mode, has_grad_sampler):
+    one, other = Affine(), Affine()
+    other.b = one.b
+    model = nn.Sequential(nn.Linear(5, 5), one, nn.Tanh(), one if kind == "reused" else other)
+    if not has_grad_sampler:
+        _RULES[Affine.forward] = LayerRule(norms=_RULES[Affine.forward].norms)
+    check(model, torch.randn(4, 3, 5), mode)
+    assert asked_in_one_pass(asked, model, mode) == (["gradients"] * 2 if has_grad_sampler else [])
+
+
+@pytest.mark.parametrize("has_grad_sampler", [True, False])
+def test_norm_sampler_and_an_example_that_is_not_finite(asked, has_grad_sampler):
+    model, x = nn.Sequential(nn.Linear(5, 5), Affine()), torch.randn(4, 3, 5)
+    if not has_grad_sampler:
+        _RULES[Affine.forward] = LayerRule(norms=_RULES[Affine.forward].norms)
+    x[1, 0, 0] = float("inf")
+    good = [0, 2, 3]
+    with PerExampleClipper(model, 0.5, mode="ghost", self_check=False) as clipper:
+        norms = clipper.backward(weigh(model(x)))
+        total = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected = clipper.backward(weigh(model(x[good])))
+    assert not norms[1].isfinite()
+    torch.testing.assert_close(norms[good], expected, rtol=1e-6, atol=0)
+    assert distance(total, [p.grad for p in model.parameters()]) <= 1e-6 * length(total)
+
+
+def test_norm_samplers_that_are_wrong(asked):
+    model, x = nn.Sequential(nn.Linear(5, 5), Affine()), torch.randn(4, 3, 5)
+    right = _RULES[Affine.forward].norms
+    register_norm_sampler(Affine)(lambda *a: {p: n.square() for p, n in right(*a).items()})
+    with pytest.raises(SelfCheckError, match="not exact"):
+        check(model, x, "ghost")
+    register_norm_sampler(Affine)(lambda layer, *a: {layer.w: right(layer, *a)[layer.w]})
+    with PerExampleClipper(model, 1.0, mode="ghost", self_check=False) as clipper, pytest.raises(ValueError, match=r"trainable \['b'\]"):
+        clipper.backward(weigh(model(x)))
+    register_norm_sampler(Affine)(lambda *a: {p: n[:, None] for p, n in right(*a).items()})
+    with PerExampleClipper(model, 1.0, mode="ghost", self_check=False) as clipper, pytest.raises(ValueError, match=r"\(B,\).*\(4, 1\)"):
+        clipper.backward(weigh(model(x)))
+
+
+def test_norm_sampler_is_found_by_what_runs(asked):
+    class Other(Affine):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Same(Affine):
+        pass
+
+    assert rule_for(Same()).norms is rule_for(Affine()).norms is not None
+    assert rule_for(Other()).norms is None
+    replaced = Affine()
+    replaced.forward = lambda x: x
+    assert rule_for(replaced).norms is None
