@@ -10,8 +10,8 @@ _WHERE = {
     "PerExampleClipper": "clipper",
     "check_model": "checks.self_check",
     "check_per_sample_gradients_are_correct": "checks.self_check",
-    "register_grad_sampler": "layer_rule",
-    "register_norm_sampler": "layer_rule",
+    "register_grad_sampler": "rules",
+    "register_norm_sampler": "rules",
 }
 __all__ = ["PerExampleClipper", "check_model", "check_per_sample_gradients_are_correct", "register_grad_sampler", "register_norm_sampler"]
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .coefficients import checked_weights, coefficients
 from .errors import UnsupportedModuleError

@@ -1,5 +1,8 @@
 """Rules are found by what runs; the user's own rules and norm samplers."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from layers import ALL_MODES, check, weigh
@@ -170,3 +173,20 @@ def test_norm_sampler_is_found_by_what_runs(asked):
     replaced = Affine()
     replaced.forward = lambda x: x
     assert rule_for(replaced).norms is None
+
+
+def test_a_rule_that_is_registered_before_anything_else_wins():
+    """In a process of its own: the rules of torch's layers must not be registered after it."""
+    code = """
+import torch
+from dp_transformers import register_grad_sampler
+called = []
+@register_grad_sampler(torch.nn.Linear)
+def mine(layer, activations, backprops):
+    called.append(layer)
+    return {layer.weight: torch.einsum("bp,bd->bpd", backprops, activations[0]), layer.bias: backprops}
+from dp_transformers import check_model
+check_model(torch.nn.Linear(3, 2), {"input": torch.randn(4, 3)})
+print(len(called) > 0)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
