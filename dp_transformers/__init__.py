@@ -10,10 +10,15 @@ __version__ = "0.1.0"
 _WHERE = {
     "DPTrainer": "trainer",
     "DPTrainingArguments": "training_args",
+    "FlatClipping": "clipping.functions",
+    "IndependentNoise": "noise",
+    "Mechanism": "mechanism",
     "ModuleValidator": "validation",
     "PerExampleClipper": "clipping",
+    "PoissonSampling": "sampling",
     "PrivacyEngine": "privacy_engine",
     "PrivacySpent": "run",
+    "PrivacyUnit": "mechanism",
     "calibrate_noise_multiplier": "accounting",
     "check_model": "clipping",
     "check_per_sample_gradients_are_correct": "clipping",
@@ -24,10 +29,15 @@ _WHERE = {
 __all__ = [
     "DPTrainer",
     "DPTrainingArguments",
+    "FlatClipping",
+    "IndependentNoise",
+    "Mechanism",
     "ModuleValidator",
     "PerExampleClipper",
+    "PoissonSampling",
     "PrivacyEngine",
     "PrivacySpent",
+    "PrivacyUnit",
     "calibrate_noise_multiplier",
     "check_model",
     "check_per_sample_gradients_are_correct",
@@ -45,8 +55,12 @@ if TYPE_CHECKING:
         register_grad_sampler,
         register_norm_sampler,
     )
+    from .clipping.functions import FlatClipping
+    from .mechanism import Mechanism, PrivacyUnit
+    from .noise import IndependentNoise
     from .privacy_engine import PrivacyEngine
     from .run import PrivacySpent
+    from .sampling import PoissonSampling
     from .trainer import DPTrainer
     from .training_args import DPTrainingArguments
     from .validation import ModuleValidator
