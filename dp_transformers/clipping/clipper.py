@@ -14,7 +14,6 @@ import logging
 import torch
 from torch import nn
 
-from . import rules  # noqa: F401  (every layer has its rule)
 from .batch_dims import batch_size_of
 from .checks.padding import check_padding
 from .checks.self_check import CheckReport, self_check
