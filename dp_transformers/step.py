@@ -146,6 +146,7 @@ class PrivateStep:
         for i, batch in enumerate(batches):
             self.given = Given(batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number))
             self.run.unfinished = int(self._own_optimizer is not None)
+            self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             yield self.given
 
     def _require_next(self, draw: Any) -> None:
@@ -186,13 +187,14 @@ class PrivateStep:
 
     def before_forward(self, args: tuple, kwargs: dict) -> bool:
         """Look at what became of the rows, seed the random numbers, look at a batch of a new kind. Whether the self-check ran."""
-        if self.given is not None:
+        if self.current_batch() is not None:
+            require_unseeded("the training loop, after it took a batch")
             self.given.loaded.refuse_mixed((args, kwargs), "training loop")
         self._seeds.reseed()
         return self._own_optimizer is not None and self.given is not None and self.check(args, kwargs)
 
     def current_batch(self) -> Given | None:
-        return self.given
+        return None if self.given is None or self.given.stage is _Stage.DONE else self.given
 
     def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> bool:
         """Check exactness for the batch's kinds of masks and counts, and its padding; both once for each kind. Whether exactness was.

@@ -32,8 +32,8 @@ class Follower(Protocol):
     def before_forward(self, args: tuple, kwargs: dict) -> bool:
         """The model is called with these, by somebody who will go backward. Whether the self-check ran. May raise."""
 
-    def current_batch(self) -> object:
-        """What stands for the batch that is worked on; forward passes on several are not clipped as one."""
+    def current_batch(self) -> object | None:
+        """What stands for the batch that is worked on; forward passes on several are not clipped as one. None between batches."""
 
     def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
         """The weights of a batch that goes backward (None: ones), and whether sums of sharded parameters are reduced now or with a later
@@ -73,7 +73,9 @@ class ClippingEngine:
         self.forward: ForwardPass | None = None
         self.follower: Follower | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
-        self._hooks = HookedModel(model, self._begin_forward, self._record, self._refuse_native_gradient)
+        self._hooks = HookedModel(
+            model, self._begin_forward, self._record, self._refuse_native_gradient, self._during_forward_without_graph
+        )
         self._on_trial = False
         self._fills_gradients = False  # autograd may, for the second of two passes
 
@@ -172,9 +174,10 @@ class ClippingEngine:
         follower = None if self._on_trial else self.follower
         if not self._on_trial:
             self._before_forward(args, kwargs)
-        self.state.before_forward()
-        batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         batch = None if follower is None else follower.current_batch()
+        if follower is None or batch is not None:
+            self.state.before_forward()
+        batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         if self.forward is None or self.forward.batch_size != batch_size or self.forward.batch is not batch:
             unused = self.forward
             self._replace_forward(self._new_forward(batch_size, batch))
@@ -183,6 +186,17 @@ class ClippingEngine:
         if self.batch_first:
             self.forward.positions |= positions_of(args, kwargs, batch_size)
         return True
+
+    @contextlib.contextmanager
+    def _during_forward_without_graph(self) -> Iterator[None]:
+        """What such a pass over a private batch leaves in the model would tell later batches of it, as that of one with a graph would."""
+        follower = None if self._on_trial else self.follower
+        watches = follower is not None and follower.current_batch() is not None and not self.state.is_watching
+        if watches:
+            self.state.before_forward()
+        yield
+        if watches:
+            self.state.require_unchanged()
 
     def _new_forward(self, batch_size: int, batch: object) -> ForwardPass:
         probe = torch.zeros(batch_size, device=self.trainable.device, dtype=torch.float32, requires_grad=True)

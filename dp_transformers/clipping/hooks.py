@@ -22,6 +22,7 @@ class HookedModel:
         on_forward: ``f(args, kwargs)``, before the model runs with a graph. Whether calls shall be passed on.
         on_call: ``f(owner, args, kwargs, output, first_node)``, after each of them: the output to go on with, None for the same.
         on_gradient: ``f(parameter)``, when autograd has filled a gradient by itself.
+        without_graph: A context in which the model runs without a graph.
 
     Attributes:
         in_backward: Set while calls are passed on that run inside backward, where activation checkpointing recomputes them.
@@ -35,8 +36,10 @@ class HookedModel:
         on_forward: Callable[[tuple, dict], bool],
         on_call: Callable[[Owner, tuple, dict, Any, int], Any],
         on_gradient: Callable[[nn.Parameter], None],
+        without_graph: Callable[[], contextlib.AbstractContextManager],
     ):
         self.model, self._on_forward, self._on_call, self._on_gradient = model, on_forward, on_call, on_gradient
+        self._without_graph, self._opened_without_graph = without_graph, None
         self.in_backward = False
         self._owners: Iterable[Owner] = ()
         self._hides = False
@@ -49,7 +52,7 @@ class HookedModel:
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
-        return inert | {"_owners": (), "_hidden": set(), "_opened": []}
+        return inert | {"_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
 
     @property
     def are_installed(self) -> bool:
@@ -116,7 +119,11 @@ class HookedModel:
     # ---- the model ----
 
     def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not torch.is_grad_enabled() or self._suspended:
+        if self._suspended:
+            return
+        if not torch.is_grad_enabled():
+            self._opened_without_graph = self._without_graph()
+            self._opened_without_graph.__enter__()
             return
         handles = self._handles
         if not self._on_forward(args, kwargs):
@@ -135,6 +142,9 @@ class HookedModel:
         self._show(self._hidden)
         for owner in self._owners:
             owner.first_nodes.clear()  # of calls that raised
+        opened, self._opened_without_graph = self._opened_without_graph, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
 
     # ---- modules that own parameters ----
 

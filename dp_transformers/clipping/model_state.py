@@ -44,6 +44,11 @@ class ModelState:
         self._switches: list[Any] | None = None
         self._record()
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether a batch is under way."""
+        return self._noted or self.paused
+
     def before_forward(self) -> None:
         """Note the state, if no batch is under way. What was changed between batches is the user's own doing."""
         if self._noted or self.paused:

@@ -325,14 +325,15 @@ def _check_locality_as_trained(engine: ClippingEngine, losses_of: LossFunction, 
 
 
 def _locality_error(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor) -> float:
-    """How much (relative) the other examples' norms move when the last one is replaced, by either of two others."""
+    """How much (relative) the other examples' norms move when the last one is replaced, and when the first one is."""
     worst = 0.0
-    for source in range(min(2, batch - 1)):
-        moved_args, moved_kwargs = replace_example(args, kwargs, batch, batch - 1, source)
+    for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
+        moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)
         moved_b = clip(engine, losses_of, moved_args, moved_kwargs)[0]
         same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
         change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
-        worst = max(worst, float(change[:-1].max()))
+        change[replaced] = 0.0
+        worst = max(worst, float(change.max()))
     return worst
 
 

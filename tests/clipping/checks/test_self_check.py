@@ -231,11 +231,11 @@ def test_a_batch_of_one_that_is_squeezed_before_the_loss():
 class Encodes(nn.Module):
     def __init__(self, part):
         super().__init__()
-        self.emb, self.relative, self.head = nn.Linear(4, 8), part, nn.Linear(8, 2)
+        self.emb, self.part, self.head = nn.Linear(4, 8), part, nn.Linear(8, 2)
 
     def forward(self, x):
         x = self.emb(x)
-        x = self.relative(x, x, x) if isinstance(self.relative, nn.MultiheadAttention) else self.relative(x)
+        x = self.part(x, x, x) if isinstance(self.part, nn.MultiheadAttention) else self.part(x)
         return self.head(x[0] if isinstance(x, tuple) else x)
 
 
@@ -321,10 +321,10 @@ def test_frozen_state_that_moves_is_refused_and_put_back(module):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.relative, self.head = module(), nn.Linear(5, 2)
+            self.part, self.head = module(), nn.Linear(5, 2)
 
         def forward(self, x):
-            return self.head(self.relative(x))
+            return self.head(self.part(x))
 
     model = Model()
     buffers = {k: v.clone() for k, v in model.named_buffers()}
