@@ -443,20 +443,23 @@ class DPTrainer(Trainer):
         return labels[0] if len(labels) == 1 else labels
 
     def _refuse_losses_over_the_batch(self, losses: torch.Tensor, outputs: Any, labels: Any) -> None:
-        """Losses of half of the rows are those that the rows have in the whole batch; at first, and ever more rarely."""
+        """The losses of half of the rows stay the same when all other rows are replaced by them; at first, and ever more rarely."""
         given, size = self._step.given, len(losses)
         if given is None or given.draw & (given.draw - 1) or size < 2:
             return
-        half = tree_map(
-            lambda x: x[: size // 2].detach() if isinstance(x, torch.Tensor) and x.dim() and len(x) == size else x, (outputs, labels)
-        )
-        with torch.no_grad():
-            alone = self._per_example_loss(*half)
-        if alone.shape == (size // 2,) and not torch.allclose(
-            alone.float(), losses[: size // 2].detach().float(), rtol=1e-3, atol=1e-6, equal_nan=True
-        ):
+        half = (size + 1) // 2
+
+        def with_half_replaced(x: Any) -> Any:
+            has_rows = isinstance(x, torch.Tensor) and x.dim() and len(x) == size
+            return torch.cat([x[:half], x[: size - half]]).detach() if has_rows else x
+
+        each = []
+        for rows in ((outputs, labels), tree_map(with_half_replaced, (outputs, labels))):
+            with torch.no_grad(), global_random_numbers([given.draw], losses.device):  # a loss may draw them
+                each.append(self._per_example_loss(*rows)[:half].float())
+        if not torch.allclose(*each, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ValueError(
-                "an example's loss is another one when fewer examples share its batch: the loss compares them (the hardest of a batch, ranks, batch "
+                "an example's loss is another one when other examples share its batch: the loss compares them (the hardest of a batch, ranks, batch "
                 "statistics). Let per_example_loss_func compute each loss from its own row of the outputs and labels alone."
             )
 

@@ -562,5 +562,5 @@ def hardest(scores, labels):
 
 def test_a_loss_that_compares_the_examples_of_a_batch():
     """More of them than the self-check has rows."""
-    with pytest.raises(ValueError, match=r"when fewer examples share its batch.*own row"):
+    with pytest.raises(ValueError, match=r"when other examples share its batch.*own row"):
         moves("trainer", Task(Scores, points(16), None, hardest, physical=16), 0)

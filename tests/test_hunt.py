@@ -9,7 +9,8 @@ import torch
 from test_trainer import trainer_for
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_transformers import PerExampleClipper, PrivacyEngine
+from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
+from dp_transformers.clipping.modes import KeptTerms
 
 
 def private_loop(model, data, criterion=None, physical=None, mode="auto", **options):
@@ -60,14 +61,15 @@ def test_a_backward_pass_that_was_cut_off_adds_nothing_twice(mode, monkeypatch):
     criterion(model(x), y).backward()
     optimizer.step()
     x, y = next(batches)
-    backward, add_kept = torch.autograd.backward, PerExampleClipper._add_kept
+    owner, name = (KeptTerms, "add_sums") if mode == "book_keeping" else (torch.autograd, "backward")
+    original = getattr(owner, name)
 
     def cut_off(*args, **kwargs):
-        (add_kept if mode == "book_keeping" else backward)(*args, **kwargs)
+        original(*args, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((PerExampleClipper, "_add_kept") if mode == "book_keeping" else (torch.autograd, "backward")), cut_off)
+        patch.setattr(owner, name, cut_off)
         with pytest.raises(KeyboardInterrupt):
             engine.clipper.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
     for _ in range(2):
@@ -143,3 +145,126 @@ def test_data_sets_that_mix_what_they_load_together_and_collators_that_sort():
     by_size = lambda rows: torch.utils.data.default_collate(sorted(rows, key=lambda row: -float(row[0].norm())))  # noqa: E731
     *_, loader = private_loop(torch.nn.Linear(3, 2), rows_of_numbers(), collate_fn=by_size)
     assert len(list(loader)) == 2
+
+
+class Remembers(torch.nn.Module):
+    """Every forward pass, with or without a graph, adds to a buffer that the next one reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.remembers = torch.nn.Linear(3, 2), True
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        if self.remembers and not torch.is_grad_enabled():
+            self.mean += x.mean(0)
+        return self.layer(x + self.mean)
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_a_forward_pass_without_a_graph_may_keep_nothing_of_a_private_batch():
+    """Dynamic rotary embeddings, say, while a loop computes a batch's accuracy."""
+    engine, model, optimizer, loader = private_loop(Remembers(), rows_of_numbers())
+    batches = iter(loader)
+    x, y = next(batches)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"'mean' of the model changed.*do that after optimizer.step"):
+        model(x)
+    model.remembers = False
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    model.remembers = True
+    with torch.no_grad():
+        model(torch.ones(4, 3))  # between steps the model is the user's, and validation data are not what epsilon is for
+    assert engine.steps == 1 and model.mean.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_validation_with_a_graph_between_steps():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 2))
+    engine, model, optimizer, loader = private_loop(model, rows_of_numbers())
+    for x, y in itertools.chain(loader, loader):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        model.eval()
+        model(rows_of_numbers().tensors[0])  # somebody forgot no_grad()
+        model.train()
+    assert engine.steps == 4
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_seeds_that_a_loop_sets():
+    """Before it takes a batch they do not matter; after that, what augments the batch would be known."""
+    drawn = []
+    for _ in range(2):
+        engine = PrivacyEngine()
+        model = torch.nn.Linear(3, 2)
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), data_loader=DataLoader(rows_of_numbers(), 16), noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        for x, y in loader:
+            drawn.append(torch.rand(4))
+            torch.nn.functional.cross_entropy(model(x + torch.randn_like(x)), y).backward()
+            optimizer.step()
+    assert not torch.equal(*drawn)
+    x, y = next(iter(loader))
+    torch.manual_seed(3)
+    with pytest.raises(ValueError, match=r"seed was set in the training loop, after it took a batch.*Remove that call"):
+        model(x + torch.randn_like(x))
+
+
+class LooksBack(torch.nn.Module):
+    """Row i sees row i - 1, the first one nothing."""
+
+    def __init__(self, ahead):
+        super().__init__()
+        self.layer, self.ahead = torch.nn.Linear(3, 2), ahead
+
+    def forward(self, x):
+        y = self.layer(x)
+        other = torch.cat([y[1:], y[-1:] * 0]) if self.ahead else torch.cat([y[:1] * 0, y[:-1]])
+        return y + torch.tanh(other) * y if self.training else y
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("ahead", [True, False])
+def test_models_that_look_at_the_row_before_or_after(ahead):
+    _, model, _, loader = private_loop(LooksBack(ahead), rows_of_numbers())
+    with pytest.raises(ValueError, match="not exact|only another example of its batch changed"):
+        for x, _y in loader:
+            model(x)
+
+
+class OwnOutput:
+    """No dictionary, no dataclass: torch's trees do not look into it."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class GivesOwnOutput(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x, labels=None):
+        return OwnOutput(self.layer(x))
+
+
+def sampled_loss(outputs, labels):
+    negatives = torch.randint(0, 2, (len(labels), 3))
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none") + 0 * outputs.logits.gather(1, negatives).sum(1)
+
+
+def test_losses_of_objects_and_losses_that_draw(tmp_path):
+    """They are the same for a row whatever rows are beside it, so nothing is refused."""
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(4), "labels": i % 2} for i in range(24)]
+    args = DPTrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, expected_batch_size=8, per_device_train_batch_size=8, noise_multiplier=1.0, target_delta=1e-3,
+        use_cpu=True, report_to="none", save_strategy="no", remove_unused_columns=False, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = DPTrainer(GivesOwnOutput(), args, train_dataset=rows, per_example_loss_func=sampled_loss)
+    assert trainer.train().global_step == 3
