@@ -162,8 +162,17 @@ def self_check(engine: ClippingEngine, args: tuple, kwargs: dict, loss_function:
                 loss_function = batch_second(loss_function or random_output_loss(engine.model, batch_first=False))
             args, kwargs = synthetic_inputs(engine.model, *given)
             report = run_checks(engine, args, kwargs, loss_function, lambda rows: synthetic_inputs(engine.model, *given, rows))
-    except BaseException:
+    except BaseException as error:
         engine.trainable.shards.recover()
+        if isinstance(
+            error, (IndexError, AssertionError)
+        ):  # of torch, of the model or of the loss, about an input that is not as it should be
+            raise SelfCheckError(
+                f"the self-check runs the model and its loss on random numbers with the shapes of a batch, and there they raised {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else 'no text'}. Targets are drawn within their range where they are called labels: name them "
+                "so, or list their names in label_names of the arguments. Where the model takes no random input, self_check=False leaves the check "
+                "out, and the run then says verified: false."
+            ) from error
         raise
     logger.info(
         "self-check passed in %.2f s: every trainable parameter is covered; worst relative error of per-example norms %.1e, "

@@ -387,3 +387,19 @@ def test_per_sample_gradients_that_are_not_correct(monkeypatch, caplog):
         check_per_sample_gradients_are_correct(x[:1], model)
     with pytest.raises(ValueError, match="no trainable parameter"):
         check_per_sample_gradients_are_correct(x, nn.Linear(5, 2).requires_grad_(False))
+
+
+def test_models_that_take_no_random_input():
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            assert x.min() >= 0, "energies are not negative"
+            return self.layer(x.sqrt())
+
+    model = Scores()
+    PerExampleClipper(model, 1.0)
+    with pytest.raises(SelfCheckError, match=r"random numbers.*AssertionError: energies are not negative.*called labels.*self_check=False"):
+        model(torch.rand(4, 4))
