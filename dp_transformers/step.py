@@ -185,13 +185,14 @@ class PrivateStep:
 
     # ---- before a forward pass (the clipper asks) ----
 
-    def before_forward(self, args: tuple, kwargs: dict) -> bool:
-        """Look at what became of the rows, seed the random numbers, look at a batch of a new kind. Whether the self-check ran."""
+    def before_forward(self, args: tuple, kwargs: dict) -> None:
+        """Look at what became of the rows, seed the random numbers, look at a batch of a new kind."""
         if self.current_batch() is not None:
             require_unseeded("the training loop, after it took a batch")
             self.given.loaded.refuse_mixed((args, kwargs), "training loop")
         self._seeds.reseed()
-        return self._own_optimizer is not None and self.given is not None and self.check(args, kwargs)
+        if self._own_optimizer is not None and self.given is not None:
+            self.check(args, kwargs)
 
     def current_batch(self) -> Given | None:
         return None if self.given is None or self.given.stage is _Stage.DONE else self.given

@@ -10,6 +10,7 @@ from one to the next; here are the bound, and the checks that it is tried out wi
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
 from .coefficients import checked_bound
 from .engine import ClippingEngine, Follower
+from .functions import FlatClipping
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
@@ -58,7 +60,7 @@ class PerExampleClipper:
     def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True, batch_first: bool = True):
         if not (batch_first or self_check):
             raise ValueError("batch_first=False needs the self-check, which learns where every module has its examples.")
-        self._max_grad_norm = checked_bound(max_grad_norm)
+        self._clipping = FlatClipping(checked_bound(max_grad_norm))
         self.self_check = self_check
         self.checked = False
         self._engine = ClippingEngine(model, choose_mode(mode, model), batch_first=batch_first, before_forward=self._before_forward)
@@ -68,7 +70,7 @@ class PerExampleClipper:
     @property
     def max_grad_norm(self) -> float:
         """The clipping bound C. For another one make another clipper: noise and ε are made for this one."""
-        return self._max_grad_norm
+        return self._clipping.max_grad_norm
 
     @property
     def model(self) -> nn.Module:
@@ -131,9 +133,13 @@ class PerExampleClipper:
         reduction of the examples' losses over the batch. Only modes that keep what the sum is formed from can do that.
         """
         engine = self._engine
-        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction, self.max_grad_norm).begin
+        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction, self._clipping).begin
         engine.follower = follower
         engine.install_hooks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, with a model that holds it, is of nothing: no data, no gradient and no secret goes with it."""
+        return {}
 
     # ---- checks ----
 
@@ -198,4 +204,4 @@ class PerExampleClipper:
             ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before ``attach``, or a parameter
                 that reaches the losses past the modules that own it.
         """
-        return self._engine.backward(losses, bound=self.max_grad_norm, weights=weights)
+        return self._engine.backward(losses, clipping=self._clipping, weights=weights)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .functions import ClippingFunction
+
 SMALLEST_BOUND = 1e-12
 
 
@@ -25,11 +27,11 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(
-    norm_sq_b: torch.Tensor, *, bound: float, weights_b: torch.Tensor | None = None, scale: float = 1.0, reduce: bool = True
+    norm_sq_b: torch.Tensor, *, clipping: ClippingFunction, weights_b: torch.Tensor | None = None, scale: float = 1.0, reduce: bool = True
 ) -> Coefficients:
-    """``weight · min(1, bound / norm)`` of every example, 0 where the norm is not finite."""
+    """``weight`` times the coefficient that ``clipping`` gives to every example's norm, 0 where the norm is not finite."""
     norms_b = norm_sq_b.sqrt() if scale == 1 else norm_sq_b.sqrt() * scale
-    coef_b = (bound / norms_b).clamp(max=1.0)
+    coef_b = clipping.coefficients(norms_b)
     coef_b = coef_b if weights_b is None else coef_b * weights_b
     invalid_b = None
     if not math.isfinite(norms_b.sum()):

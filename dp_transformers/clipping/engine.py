@@ -14,6 +14,7 @@ from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .coefficients import checked_weights, coefficients
 from .errors import UnsupportedModuleError
+from .functions import ClippingFunction
 from .gradient_sums import GradientSums
 from .hooks import HookedModel, refuse_attached
 from .loss_graph import LossGraph
@@ -29,8 +30,8 @@ from .trainable import TrainableParameters
 class Follower(Protocol):
     """Who follows a clipper from batch to batch (:meth:`.clipper.PerExampleClipper.follow`)."""
 
-    def before_forward(self, args: tuple, kwargs: dict) -> bool:
-        """The model is called with these, by somebody who will go backward. Whether the self-check ran. May raise."""
+    def before_forward(self, args: tuple, kwargs: dict) -> None:
+        """The model is called with these, by somebody who will go backward. May raise, or check the clipper."""
 
     def current_batch(self) -> object | None:
         """What stands for the batch that is worked on; forward passes on several are not clipped as one. None between batches."""
@@ -251,7 +252,7 @@ class ClippingEngine:
             )
         return self.forward
 
-    def backward(self, losses: torch.Tensor, *, bound: float, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def backward(self, losses: torch.Tensor, *, clipping: ClippingFunction, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that."""
         forward = self._require_forward(losses)
         weights_b = checked_weights(weights, losses)
@@ -262,7 +263,7 @@ class ClippingEngine:
             self._fills_gradients = True
             with without_autocast(losses.device):
                 graph = LossGraph(losses, forward)
-                clip = partial(coefficients, bound=bound, weights_b=weights_b, reduce=reduce)
+                clip = partial(coefficients, clipping=clipping, weights_b=weights_b, reduce=reduce)
                 self.go_back(forward, self.mode.begin(forward, clip, self.sums, graph))
                 self.sums.watch()
                 graph.go_back(retain_graph=not self.mode.one_pass)

@@ -12,6 +12,7 @@ import torch
 
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
+from .functions import ClippingFunction
 from .precision import without_autocast
 from .recorded_call import ForwardPass
 
@@ -22,13 +23,13 @@ class UserBackward:
     Args:
         engine: Records the calls.
         loss_reduction: "mean" or "sum": how the user's loss comes from the examples' losses.
-        bound: C.
+        clipping: What gradients are multiplied with.
 
     Raises:
         ValueError: the mode goes back over the losses itself, or the model is sharded.
     """
 
-    def __init__(self, engine: ClippingEngine, loss_reduction: str, bound: float):
+    def __init__(self, engine: ClippingEngine, loss_reduction: str, clipping: ClippingFunction):
         if not engine.mode.one_pass:
             raise ValueError(
                 f"clipping mode '{engine.mode.name}' goes back over the losses a second time, so it needs them one for each example: hand over "
@@ -39,7 +40,7 @@ class UserBackward:
                 "the model is sharded (fully_shard), and there loss.backward() cannot be followed: hand over the criterion, or take "
                 'loss_reduction="none" and call backward(losses) of the clipper yourself.'
             )
-        self._engine, self._loss_reduction, self._bound = engine, loss_reduction, bound
+        self._engine, self._loss_reduction, self._clipping = engine, loss_reduction, clipping
 
     def begin(self, forward: ForwardPass) -> None:
         """The first tap was reached."""
@@ -48,7 +49,7 @@ class UserBackward:
         def clip(norm_sq_b: torch.Tensor) -> Coefficients:
             weights_b, reduce = engine.begin_sum(forward, None)
             scale = forward.batch_size if self._loss_reduction == "mean" else 1
-            return coefficients(norm_sq_b, bound=self._bound, weights_b=weights_b, scale=scale, reduce=reduce)
+            return coefficients(norm_sq_b, clipping=self._clipping, weights_b=weights_b, scale=scale, reduce=reduce)
 
         engine.go_back(forward, engine.mode.begin(forward, clip, engine.sums, None))
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, forward))

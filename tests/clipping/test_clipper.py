@@ -635,3 +635,10 @@ def test_bounds_that_bound_nothing_are_refused(bound):
     """At 1e-24 every squared norm was 0 in float32, and three examples moved the sum by 103 C."""
     with pytest.raises(ValueError, match="max_grad_norm must be a finite number of at least 1e-12"):
         PerExampleClipper(nn.Linear(2, 2), bound)
+
+
+def test_a_copy_of_a_clipper_holds_nothing():
+    model = nn.Linear(3, 2)
+    model.clipper = clipper = PerExampleClipper(model, 1.0, self_check=False)
+    clipper.backward(model(torch.randn(4, 3)).sum(1))
+    assert vars(copy.deepcopy(model).clipper) == {} == vars(pickle.loads(pickle.dumps(clipper)))

@@ -96,7 +96,7 @@ def _change_by_padding(
 ) -> tuple[float, torch.dtype]:
     """How much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
     with perturbed(engine):
-        unbounded = float("inf")
+        unbounded = 1e30
         try:
             losses_of = loss_function or _own_output_loss(engine, alone, own_t)
             without = clip(engine, losses_of, *alone, bound=unbounded)[1]

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
+from ..functions import FlatClipping
 from ..parallel.dtensor import everywhere, like, local
 from ..precision import sum_dtype
 from .synthetic import LossFunction, has_batch
@@ -25,7 +26,7 @@ def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: d
     losses = losses_of(*args, **kwargs)
     seen = (losses.dtype, engine.trainable.low_precision, engine.forward.low_precision if engine.forward else torch.float32)
     low_precision = max(seen, key=TOLERANCE.__getitem__)
-    norms_b = engine.backward(losses, bound=bound)
+    norms_b = engine.backward(losses, clipping=FlatClipping(bound))
     return (
         norms_b,
         [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in engine.trainable.parameters],
