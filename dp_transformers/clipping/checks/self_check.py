@@ -20,32 +20,30 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
-from ...randomness import forked_generators, global_state, random_state, set_global_state
+from ...randomness import forked_generators, random_state
 from ..batch_dims import batch_size_of, positions_of
 from ..discovery import discover_owners
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
 from ..modes import MODES, choose_mode
 from ..owners import reassign_to_parents, warn_about_fallback
+from .causes import true_causes
 from .float32 import in_float32_if_possible, with_float32
+from .locality import locality_as_trained, locality_error_of, require_locality
 from .reference import TOLERANCE, clip, distance, length_of, one_at_a_time, perturbed
 from .synthetic import (
     LossFunction,
     arguments_of,
     batch_second,
     evaluating,
-    floating_tensors,
     has_batch,
-    kept_buffers,
     random_output_loss,
-    replace_example,
     second_dimension_first,
     synthetic_inputs,
 )
@@ -199,7 +197,7 @@ def run_checks(
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
-    with engine.trial(), _true_causes(engine, losses_of, args, kwargs, batch):
+    with engine.trial(), true_causes(engine, losses_of, args, kwargs, batch):
         inputs = with_float32((args, kwargs))
         errors, replaced = in_float32_if_possible(
             engine, losses_of, inputs, lambda: _compare(engine, losses_of, *inputs, batch, lambda rows: with_float32(others(rows)))
@@ -229,7 +227,7 @@ def _compare(
     with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         with evaluating(engine.model):
             _discover_and_run(engine, losses_of, args, kwargs, batch, others)
-        locality_error = _check_locality_as_trained(engine, losses_of, args, kwargs, batch) if locality else 0.0
+        locality_error = locality_as_trained(engine, losses_of, args, kwargs, batch) if locality else 0.0
         with evaluating(engine.model):
             norms_b = clip(engine, losses_of, args, kwargs)[0]
             if not bool(torch.isfinite(norms_b).all()):
@@ -240,8 +238,8 @@ def _compare(
             tolerance = TOLERANCE[low_precision]
             _require_equal_replicas(engine, total, tolerance)
             if locality:
-                locality_error = max(locality_error, _locality_error(engine, losses_of, args, kwargs, batch, norms_b))
-                _require_locality(locality_error, tolerance)
+                locality_error = max(locality_error, locality_error_of(engine, losses_of, args, kwargs, batch, norms_b))
+                require_locality(locality_error, tolerance)
             single_b, reference, gradient_error = one_at_a_time(engine, losses_of, args, kwargs, batch, samples, bound=bound)
     norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
     sum_error = float(distance(total, reference) / length_of(reference).clamp(min=1e-12))
@@ -253,106 +251,6 @@ def _compare(
             "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or report the model."
         )
     return norm_error, sum_error, locality_error, gradient_error
-
-
-@contextlib.contextmanager
-def _true_causes(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> Iterator[None]:
-    """Where a check fails for a reason that people know by another name, it is said by that name."""
-    try:
-        yield
-    except Exception as error:
-        if (
-            engine.trainable.shards or engine.trainable.parallel or not engine.batch_first
-        ):  # where a pass of this process's own would leave others waiting
-            raise
-        dims, wrong_way = _seen_in_forward(engine, losses_of, args, kwargs, batch)
-        one = tree_map(lambda x: x[:1] if has_batch(x, batch) else x, (args, kwargs))
-        lost = [(a, b) for a, b in zip(dims, _seen_in_forward(engine, losses_of, *one, 1)[0], strict=False) if b < a]
-        if wrong_way:
-            raise SelfCheckError(
-                f"{wrong_way[0]} has batch_first=False and is given a tensor with the batch first, so it takes examples for positions, and mixes "
-                "them: build it with batch_first=True."
-            ) from error
-        if lost:
-            raise SelfCheckError(
-                f"the model's output has {lost[0][0]} dimensions for {batch} examples and {lost[0][1]} for one: squeeze() takes the dimension of the "
-                "batch too where it is 1. Name the dimension, as in squeeze(-1)."
-            ) from error
-        raise
-
-
-def _seen_in_forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> tuple[list[int], list[str]]:
-    """How many dimensions the model's outputs have, and the modules that expect the batch second and are given it first."""
-    dims: list[int] = []
-    wrong_way: list[str] = []
-
-    def note_output(module: nn.Module, args: tuple, output: Any) -> None:
-        dims.extend(x.dim() for x in floating_tensors(output))
-
-    def note_input(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-        if x is not None and x.dim() == 3 and x.shape[0] == batch != x.shape[1]:
-            wrong_way.append(f"'{path}' ({type(module).__name__})")
-
-    with contextlib.ExitStack() as stack:
-        for path, module in engine.model.named_modules():
-            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
-                stack.callback(module.register_forward_pre_hook(partial(note_input, path), with_kwargs=True).remove)
-        stack.callback(engine.model.register_forward_hook(note_output).remove)
-        stack.enter_context(engine.suspended())
-        stack.enter_context(kept_buffers(engine.model))
-        with contextlib.suppress(Exception):  # what the model does before it fails is enough
-            losses_of(*args, **kwargs)
-    return dims, wrong_way
-
-
-def _check_locality_as_trained(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
-    """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may change."""
-    engine.trainable.shards.reshard()
-    watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(engine.model.named_buffers())
-    before = {name: (id(t), t._version) for name, t in watched.items()}
-
-    def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        set_global_state(engine.trainable.device, numbers)
-        return losses_of(*args, **kwargs)
-
-    with forked_generators(engine.trainable.device), kept_buffers(engine.model):
-        torch.manual_seed(0)
-        numbers = global_state(engine.trainable.device)
-        norms_b, _, low_precision = clip(engine, replayed, args, kwargs)
-        error = _locality_error(engine, replayed, args, kwargs, batch, norms_b)
-        engine.trainable.shards.reshard()
-        watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(engine.model.named_buffers())
-        changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
-    if changed:
-        raise SelfCheckError(
-            f"'{changed[0]}' changes in the forward pass although it is not trained: it would keep private data without noise. Switch that "
-            "off (running statistics: track_running_stats=False; embeddings: no max_norm), or take the module out."
-        )
-    _require_locality(error, TOLERANCE[low_precision])
-    return error
-
-
-def _locality_error(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor) -> float:
-    """How much (relative) the other examples' norms move when the last one is replaced, and when the first one is."""
-    worst = 0.0
-    for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
-        moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)
-        moved_b = clip(engine, losses_of, moved_args, moved_kwargs)[0]
-        same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
-        change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
-        change[replaced] = 0.0
-        worst = max(worst, float(change.max()))
-    return worst
-
-
-def _require_locality(error: float, tolerance: float) -> None:
-    if not error <= tolerance:
-        raise SelfCheckError(
-            f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: the model or its loss "
-            "mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...), or draws random numbers from a "
-            "generator of its own: take torch's global one."
-        )
 
 
 def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], tolerance: float) -> None:

@@ -1,0 +1,72 @@
+"""Causes that people know by another name than the check that fails because of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ..engine import ClippingEngine
+from ..errors import SelfCheckError
+from .synthetic import (
+    LossFunction,
+    floating_tensors,
+    has_batch,
+    kept_buffers,
+)
+
+
+@contextlib.contextmanager
+def true_causes(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> Iterator[None]:
+    """Where a check fails for a reason that people know by another name, it is said by that name."""
+    try:
+        yield
+    except Exception as error:
+        if (
+            engine.trainable.shards or engine.trainable.parallel or not engine.batch_first
+        ):  # where a pass of this process's own would leave others waiting
+            raise
+        dims, wrong_way = _seen_in_forward(engine, losses_of, args, kwargs, batch)
+        one = tree_map(lambda x: x[:1] if has_batch(x, batch) else x, (args, kwargs))
+        lost = [(a, b) for a, b in zip(dims, _seen_in_forward(engine, losses_of, *one, 1)[0], strict=False) if b < a]
+        if wrong_way:
+            raise SelfCheckError(
+                f"{wrong_way[0]} has batch_first=False and is given a tensor with the batch first, so it takes examples for positions, and mixes "
+                "them: build it with batch_first=True."
+            ) from error
+        if lost:
+            raise SelfCheckError(
+                f"the model's output has {lost[0][0]} dimensions for {batch} examples and {lost[0][1]} for one: squeeze() takes the dimension of the "
+                "batch too where it is 1. Name the dimension, as in squeeze(-1)."
+            ) from error
+        raise
+
+
+def _seen_in_forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> tuple[list[int], list[str]]:
+    """How many dimensions the model's outputs have, and the modules that expect the batch second and are given it first."""
+    dims: list[int] = []
+    wrong_way: list[str] = []
+
+    def note_output(module: nn.Module, args: tuple, output: Any) -> None:
+        dims.extend(x.dim() for x in floating_tensors(output))
+
+    def note_input(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if x is not None and x.dim() == 3 and x.shape[0] == batch != x.shape[1]:
+            wrong_way.append(f"'{path}' ({type(module).__name__})")
+
+    with contextlib.ExitStack() as stack:
+        for path, module in engine.model.named_modules():
+            if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first:
+                stack.callback(module.register_forward_pre_hook(partial(note_input, path), with_kwargs=True).remove)
+        stack.callback(engine.model.register_forward_hook(note_output).remove)
+        stack.enter_context(engine.suspended())
+        stack.enter_context(kept_buffers(engine.model))
+        with contextlib.suppress(Exception):  # what the model does before it fails is enough
+            losses_of(*args, **kwargs)
+    return dims, wrong_way

@@ -1,0 +1,68 @@
+"""Whether one example's content moves another example's gradient, or anything that the model keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...randomness import forked_generators, global_state, set_global_state
+from ..engine import ClippingEngine
+from ..errors import SelfCheckError
+from .reference import TOLERANCE, clip
+from .synthetic import (
+    LossFunction,
+    kept_buffers,
+    replace_example,
+)
+
+
+def locality_as_trained(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
+    """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may change."""
+    engine.trainable.shards.reshard()
+    watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(engine.model.named_buffers())
+    before = {name: (id(t), t._version) for name, t in watched.items()}
+
+    def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        set_global_state(engine.trainable.device, numbers)
+        return losses_of(*args, **kwargs)
+
+    with forked_generators(engine.trainable.device), kept_buffers(engine.model):
+        torch.manual_seed(0)
+        numbers = global_state(engine.trainable.device)
+        norms_b, _, low_precision = clip(engine, replayed, args, kwargs)
+        error = locality_error_of(engine, replayed, args, kwargs, batch, norms_b)
+        engine.trainable.shards.reshard()
+        watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(engine.model.named_buffers())
+        changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
+    if changed:
+        raise SelfCheckError(
+            f"'{changed[0]}' changes in the forward pass although it is not trained: it would keep private data without noise. Switch that "
+            "off (running statistics: track_running_stats=False; embeddings: no max_norm), or take the module out."
+        )
+    require_locality(error, TOLERANCE[low_precision])
+    return error
+
+
+def locality_error_of(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor
+) -> float:
+    """How much (relative) the other examples' norms move when the last one is replaced, and when the first one is."""
+    worst = 0.0
+    for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
+        moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)
+        moved_b = clip(engine, losses_of, moved_args, moved_kwargs)[0]
+        same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
+        change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
+        change[replaced] = 0.0
+        worst = max(worst, float(change.max()))
+    return worst
+
+
+def require_locality(error: float, tolerance: float) -> None:
+    if not error <= tolerance:
+        raise SelfCheckError(
+            f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: the model or its loss "
+            "mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...), or draws random numbers from a "
+            "generator of its own: take torch's global one."
+        )
