@@ -6,7 +6,7 @@ autograd computes no unclipped weight gradient at all, and the clipped sum is in
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -45,9 +45,10 @@ class UserBackward:
     def begin(self, forward: ForwardPass) -> None:
         """The first tap was reached."""
         engine = self._engine
+        begin_sum = cache(partial(engine.begin_sum, forward, None))  # once, when the mode first clips
 
         def clip(norm_sq_b: torch.Tensor) -> Coefficients:
-            weights_b, reduce = engine.begin_sum(forward, None)
+            weights_b, reduce = begin_sum()
             scale = forward.batch_size if self._loss_reduction == "mean" else 1
             return coefficients(norm_sq_b, clipping=self._clipping, weights_b=weights_b, scale=scale, reduce=reduce)
 

@@ -63,7 +63,28 @@ class Net(nn.Module):
         return self.head(self.twice(self.twice(self.table(ids)).tanh()).mean(1))
 
 
-def test_a_mode_that_clips_and_sums_in_each_layers_backward(streaming):
+class Watcher:
+    """Follows a clipper, and counts what it is asked."""
+
+    def __init__(self):
+        self.sums = []
+
+    def before_forward(self, args, kwargs):
+        pass
+
+    def current_batch(self):
+        return self
+
+    def before_sum(self, batch_size):
+        self.sums.append("before")
+        return None, True
+
+    def after_sum(self):
+        self.sums.append("after")
+
+
+@pytest.mark.parametrize("loop", ["losses", "loss.backward()"])
+def test_a_mode_that_clips_and_sums_in_each_layers_backward(streaming, loop):
     torch.manual_seed(0)
     model, batch = Net(), {"ids": torch.randint(0, 7, (5, 3))}
 
@@ -73,7 +94,10 @@ def test_a_mode_that_clips_and_sums_in_each_layers_backward(streaming):
     gradients = per_example_gradients(model, losses_of, batch)  # of each example, of each parameter
     with PerExampleClipper(model, BOUND, mode="streaming") as clipper:  # whose self-check would not agree: it knows one norm of all
         clipper.checked = True
-        norms = clipper.backward(losses_of(batch))
+        clipper.follow(watcher := Watcher(), "sum" if loop == "loss.backward()" else None)
+        losses = losses_of(batch)
+        norms = clipper.backward(losses) if loop == "losses" else losses.sum().backward() or streaming.last.finish()
+    assert watcher.sums == ["before", "after"]
     torch.testing.assert_close(norms, torch.tensor([length(g) for g in gradients]), rtol=1e-5, atol=0)
     number_clipped = 0
     for k, p in enumerate(model.parameters()):
