@@ -23,7 +23,7 @@ from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
 from .clipping.functions import FlatClipping
 from .clipping.hooks import refuse_attached
-from .clipping.parallel.dtensor import local
+from .clipping.parallel.dtensor import to_local
 from .data import LogicalBatches, draws_dataloader
 from .mechanism import Mechanism, PrivacyUnit
 from .noise import IndependentNoise
@@ -233,7 +233,7 @@ class PrivacyEngine:
         _check_loader(data_loader)
         _check_optimizer(optimizer, module)
         validate_training_data(data_loader.dataset, target_delta=delta, expected_batch_size=data_loader.batch_size)
-        distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if local(t) is t)
+        distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(self._dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())
         sampling = sampling or PoissonSampling(len(data_loader.dataset), data_loader.batch_size)

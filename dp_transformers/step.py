@@ -34,7 +34,7 @@ from .clipping.batch_dims import batch_size_of
 from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
 from .clipping.functions import FlatClipping
-from .clipping.parallel.dtensor import local
+from .clipping.parallel.dtensor import to_local
 from .clipping.precision import set_gradient
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
 from .losses import refuse_targets_padded_on_the_left
@@ -347,7 +347,7 @@ class PrivateStep:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
         summed = bool(clipper.shards or clipper.parallel)
         privatise(clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed)
-        self._released = {p: (p.grad, local(p.grad)._version) for p in clipper.parameters}
+        self._released = {p: (p.grad, to_local(p.grad)._version) for p in clipper.parameters}
         self._sums, self.run.unfinished = {}, 0
         if given is not None:
             given.stage = _Stage.DONE
@@ -376,7 +376,7 @@ class PrivateStep:
 
     def _is_released(self, p: nn.Parameter) -> bool:
         grad, version = self._released.get(p, (None, None))
-        return p.grad is grad and local(grad)._version == version
+        return p.grad is grad and to_local(grad)._version == version
 
     def refuse_unreleased(self, optimizer: torch.optim.Optimizer, *, also_own: bool = False) -> None:
         """Raise ValueError if ``optimizer`` would step with gradients of the private parameters that are not what was released."""
@@ -408,7 +408,7 @@ def _before_any_step(step: weakref.ref[PrivateStep], optimizer: torch.optim.Opti
 
 def _mark(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """A number for each tensor that changes when its content does, whatever was used to write it."""
-    marks = [_bits(local(x.detach())) for x in tensors]
+    marks = [_bits(to_local(x.detach())) for x in tensors]
     return torch.stack([mark.to(marks[0].device) for mark in marks]) if marks else None
 
 

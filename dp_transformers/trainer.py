@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from . import distributed
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
 from .clipping import PerExampleClipper
-from .clipping.parallel.dtensor import everywhere, is_dtensor
+from .clipping.parallel.dtensor import full_tensors, is_dtensor
 from .data import LogicalBatch, LogicalBatches, draws_dataloader
 from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
 from .noise.generators import check_noise_source
@@ -468,7 +468,7 @@ class DPTrainer(Trainer):
         alike = defaultdict(list)  # by how they lie, so that few numbers are sent
         for grad in [p.grad for p in model.parameters() if p.grad is not None]:
             alike[(grad.device_mesh, grad.placements) if is_dtensor(grad) else None].append(grad)
-        return torch.stack(everywhere(torch.nn.utils.get_total_norm(grads) for grads in alike.values())).norm()
+        return torch.stack(full_tensors(torch.nn.utils.get_total_norm(grads) for grads in alike.values())).norm()
 
     # ---- what Trainer asks of batches, which here are LogicalBatch ----
 

@@ -35,7 +35,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, checkpoint, compute_epsilon, distributed
 from dp_transformers.accounting import PrivacyAccountant
 from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError
-from dp_transformers.clipping.parallel.dtensor import local
+from dp_transformers.clipping.parallel.dtensor import to_local
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.step import PrivateStep
 
@@ -213,7 +213,8 @@ class Attempt:
         moments = [t for s in trainer.optimizer.state_dict()["state"].values() for t in s.values()]
         tensors = [*trainer.model.state_dict().values(), *moments]
         content = (
-            b"".join(local(t).detach().numpy().tobytes() for t in tensors) + str(trainer.lr_scheduler.state_dict()["last_epoch"]).encode()
+            b"".join(to_local(t).detach().numpy().tobytes() for t in tensors)
+            + str(trainer.lr_scheduler.state_dict()["last_epoch"]).encode()
         )
         return hashlib.sha256(content).hexdigest()
 

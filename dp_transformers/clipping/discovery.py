@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .batch_dims import SHARED, learn_batch_dim
 from .fallback import substituted, without_fused_attention
 from .owners import Owner, assign_to_parent
-from .parallel.dtensor import local
+from .parallel.dtensor import to_local
 from .parallel.fsdp2 import Shards
 
 
@@ -139,7 +139,7 @@ def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], 
             return []
         gradients = torch.autograd.grad(loss, [copy for _, copy in copies], allow_unused=True)
     own = torch.arange(batch) == 1
-    return list({owner: None for (owner, _), g in zip(copies, gradients, strict=True) if g is not None and bool(local(g)[~own].any())})
+    return list({owner: None for (owner, _), g in zip(copies, gradients, strict=True) if g is not None and bool(to_local(g)[~own].any())})
 
 
 def discover_owners(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from .parallel.dtensor import like
+from .parallel.dtensor import as_dtensor_like
 from .precision import set_gradient, sum_dtype
 from .trainable import TrainableParameters
 
@@ -45,7 +45,7 @@ class GradientSums:
             return
         if total is None:
             total = torch.zeros(parallel.shape(parameter), dtype=sum_dtype(parameter), device=self._trainable.device)
-        total = shards.summed(parameter, total) if shards else like(total, parameter)
+        total = shards.summed(parameter, total) if shards else as_dtensor_like(total, parameter)
         set_gradient(parameter, total if parameter.grad is None else parameter.grad.add_(total))
         if self._watched:
             self._watched[parameter] = parameter.grad, parameter.grad._version

@@ -16,7 +16,7 @@ from ..randomness import random_state, same_state
 from .batch_dims import BATCH_FIRST, BatchDim
 from .errors import UnsupportedModuleError, how_to_fix
 from .owners import Owner
-from .parallel.dtensor import local
+from .parallel.dtensor import to_local
 from .precision import HALF
 from .terms import Term
 from .trainable import TrainableParameters
@@ -123,7 +123,7 @@ class RecordedCall:
         parallel = forward.trainable.parallel
         self.sums_positions = bool(parallel) and parallel.sums_positions(owner, self.inputs, self.outputs)
         if parallel:
-            self.inputs, self.outputs = [local(x) for x in self.inputs], [local(x) for x in self.outputs]
+            self.inputs, self.outputs = [to_local(x) for x in self.inputs], [to_local(x) for x in self.outputs]
         batch_dims = owner.batch_dims_of(self.inputs, self.outputs)
         self.input_batch_dims, self.output_batch_dims = batch_dims[: len(self.inputs)], batch_dims[len(self.inputs) :]
         if not owner.rule.takes_call:

@@ -14,7 +14,6 @@ from torch import nn
 
 from .errors import UnsupportedModuleError, how_to_fix
 from .fallback import per_example_gradients
-from .parallel.dtensor import like
 from .precision import HALF, exact_arithmetic
 from .recorded_call import RecordedCall, is_differentiable
 from .terms import Dense, NormOnly, Term
@@ -82,7 +81,7 @@ def tapped(call: RecordedCall) -> Any:
     in_place = not owner.rule.backward_reads_output or _ends_in_arithmetic(call)
     tensors = Tap.apply(call, in_place, forward.probe, len(outputs), *outputs, *saved)
     given = iter(tensors if isinstance(tensors, tuple) else (tensors,))
-    leaves = [like(next(given), x) if is_differentiable(x) else x for x in call.output_leaves]
+    leaves = [as_dtensor_like(next(given), x) if is_differentiable(x) else x for x in call.output_leaves]
     call.inputs = call.outputs = call.output_leaves = ()  # autograd holds what is needed, and frees it
     return call.rebuilt_output(leaves)
 

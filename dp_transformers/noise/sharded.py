@@ -9,7 +9,7 @@ from torch import nn
 
 from .. import distributed
 from ..clipping import PerExampleClipper
-from ..clipping.parallel.dtensor import is_dtensor, local
+from ..clipping.parallel.dtensor import is_dtensor, to_local
 from ..clipping.precision import set_gradient, sum_dtype
 from . import NoiseSource
 from .generators import GaussianNoise, check_noise_source
@@ -43,7 +43,7 @@ class LayoutNoise:
     def add_(self, grads: Sequence[torch.Tensor], std: float) -> None:
         """Add noise of standard deviation ``std`` to what this process holds of the gradients, in the order of the parameters."""
         for layout, stream in self._streams.items():
-            stream.add_([local(grad) for grad, its in zip(grads, self._layouts, strict=True) if its == layout], std)
+            stream.add_([to_local(grad) for grad, its in zip(grads, self._layouts, strict=True) if its == layout], std)
 
 
 def privatise(parameters: Sequence[nn.Parameter], noise: NoiseSource, *, std: float, divisor: float, sharded: bool = False) -> None:
@@ -55,7 +55,7 @@ def privatise(parameters: Sequence[nn.Parameter], noise: NoiseSource, *, std: fl
     for p in parameters:
         if p.grad is None:
             set_gradient(p, torch.zeros_like(p, dtype=sum_dtype(p)))
-    grads = [local(p.grad) for p in parameters]
+    grads = [to_local(p.grad) for p in parameters]
     if sharded or distributed.rank() == 0:  # shards: to each its own; else once, on the way into the sum
         noise.add_(grads, std=std)
     if not sharded:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
 from ..functions import FlatClipping
-from ..parallel.dtensor import everywhere, like, local
+from ..parallel.dtensor import as_dtensor_like, full_tensors, to_local
 from ..precision import sum_dtype
 from .synthetic import LossFunction, has_batch
 
@@ -57,8 +57,8 @@ def one_at_a_time(engine: ClippingEngine, losses_of: LossFunction, args: tuple, 
             coefficient = float((bound / norm).clamp(max=1.0))
             for p, running, g in zip(engine.trainable.parameters, total, grads, strict=True):
                 if g is not None:
-                    g = local(g).to(sum_dtype(p)) * coefficient
-                    running.add_(shards.summed(p, g) if shards else like(g, p))
+                    g = to_local(g).to(sum_dtype(p)) * coefficient
+                    running.add_(shards.summed(p, g) if shards else as_dtensor_like(g, p))
             norms.append(norm)
             given = [(s[i], torch.zeros_like(s[i]) if g is None else g) for s, g in zip(samples, grads, strict=True) if s is not None]
             if given:
@@ -72,7 +72,7 @@ def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def length_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    norms = everywhere(torch.linalg.vector_norm(t.double()) for t in tensors)
+    norms = full_tensors(torch.linalg.vector_norm(t.double()) for t in tensors)
     return torch.stack([norm.cpu() for norm in norms]).norm().float().to(tensors[0].device)
 
 
@@ -87,7 +87,7 @@ def perturbed(engine: ClippingEngine) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
-            for p in map(local, engine.trainable.parameters):
+            for p in map(to_local, engine.trainable.parameters):
                 p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
         torch.clear_autocast_cache()  # it holds casts of the weights as they were
         yield

@@ -13,13 +13,13 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it."""
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor; an ordinary tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``tensor``, what this process holds, laid out over processes as ``other`` is."""
+def as_dtensor_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A DTensor of the local part ``tensor``, placed like ``other``; ``tensor`` itself where ``other`` is no DTensor."""
     if not is_dtensor(other):
         return tensor
     from torch.distributed.tensor import DTensor
@@ -27,6 +27,6 @@ def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(tensor, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride())
 
 
-def everywhere(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors without shards, gathered where they had any."""
+def full_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """All-gather DTensors; ordinary tensors as they are."""
     return [t.full_tensor() if is_dtensor(t) else t for t in tensors]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..errors import how_to_fix
-from .dtensor import like
+from .dtensor import as_dtensor_like
 
 
 class Shards:
@@ -126,7 +126,7 @@ class Shards:
             lies = p.placements[dim]
             placements[dim] = lies if lies.is_replicate() else Shard(lies.dim)  # strided where tensor parallelism splits it too
             grad = grad.redistribute(placements=placements)
-        return like(grad.to_local().to(p.device), p)
+        return as_dtensor_like(grad.to_local().to(p.device), p)
 
     @contextmanager
     def sum_instead_of_mean(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..terms import Dense, Outer, Rows, Term
 from .dispatch import PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE, STYLES, class_forward, closure_of, style_of
-from .dtensor import is_dtensor, local
+from .dtensor import is_dtensor, to_local
 from .fsdp2 import Shards
 
 _HOW_TO_FIX = "Take it out of the tensor-parallel plan, freeze it, or use FSDP2 (fully_shard) over all processes instead."
@@ -241,7 +241,7 @@ class TensorParallel:
         if not held:
             return []
         far, length = [], []
-        for grad in (local(grads[i]).contiguous() for i in held):
+        for grad in (to_local(grads[i]).contiguous() for i in held):
             dist.broadcast(first := grad.clone(), group=self.group, group_src=0)
             far.append((grad - first).norm())
             length.append(first.norm())
