@@ -21,7 +21,7 @@ from . import distributed
 from .accounting import check_accountant
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
 from .clipping import PerExampleClipper
-from .clipping.functions import FlatClipping
+from .clipping.functions import ClippingFunction
 from .clipping.hooks import refuse_attached
 from .clipping.parallel.dtensor import to_local
 from .data import LogicalBatches, draws_dataloader
@@ -161,10 +161,10 @@ class PrivacyEngine:
             raise ValueError(
                 "noise_multiplier, max_grad_norm or max_examples_per_person is given beside a mechanism, which says them: leave them out."
             )
-        bound = max_grad_norm if mechanism is None else mechanism.at(0).max_grad_norm
+        clipping = max_grad_norm if mechanism is None else mechanism.clipping.at(0)
         loop = self._prepare(
             module, optimizer, data_loader, criterion, loss_reduction, batch_first, max_physical_batch_size, clipping_mode, poisson_sampling,
-            self_check, bound, sampling=None if mechanism is None else mechanism.sampling,
+            self_check, clipping, sampling=None if mechanism is None else mechanism.sampling,
         )  # fmt: skip
         return loop.begin(lambda: mechanism or loop.mechanism(noise_multiplier, rows=max_examples_per_person))
 
@@ -216,7 +216,7 @@ class PrivacyEngine:
         clipping_mode: str,
         poisson_sampling: bool,
         self_check: bool,
-        max_grad_norm: float,
+        max_grad_norm: float | ClippingFunction,
         delta: float | None = None,
         sampling: Sampling | None = None,
     ) -> _Loop:
@@ -492,7 +492,7 @@ class _Loop:
         """The mechanism of these numbers and of the loader."""
         return Mechanism(
             sampling=self.loader.sampler.sampling,
-            clipping=FlatClipping(self.clipper.max_grad_norm),
+            clipping=self.clipper.clipping,
             noise=IndependentNoise(noise_multiplier),
             steps=steps,
             unit=PrivacyUnit(rows),

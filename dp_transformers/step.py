@@ -33,7 +33,6 @@ from .clipping import PerExampleClipper
 from .clipping.batch_dims import batch_size_of
 from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
-from .clipping.functions import FlatClipping
 from .clipping.parallel.dtensor import to_local
 from .clipping.precision import set_gradient
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
@@ -326,7 +325,7 @@ class PrivateStep:
             ValueError: what was clipped is not what would be released; nothing is.
             RuntimeError: the budget is spent; nothing is released.
         """
-        clipper, given, bound = self.clipper, self.given, self.run.mechanism.at(self.number).max_grad_norm
+        clipper, given, clipping = self.clipper, self.given, self.run.mechanism.clipping.at(self.number)
         clipper.require_same_parameters()
         if given is not None and not (given.stage is _Stage.SUMMED and given.last_of_draw) and given.draw == self._last_draw:
             raise ValueError(
@@ -334,9 +333,9 @@ class PrivateStep:
                 "once on every physical batch before the step. If one raised an error, do not go on with this draw, but take a new one (with "
                 "PrivacyEngine after engine.drop_draw(), which counts the old one as a step)."
             )
-        if clipper.max_grad_norm != bound:
+        if clipper.clipping != clipping:
             raise ValueError(
-                f"examples were clipped to {clipper.max_grad_norm:g}, but the run's max_grad_norm is {bound:g}, which the noise is made for. "
+                f"examples were clipped by {clipper.clipping}, but the run clips by {clipping}, which the noise is made for. "
                 "Change neither while a training goes on; for another bound start another training (make_private, DPTrainingArguments)."
             )
         self._take_sums()
@@ -393,8 +392,8 @@ class PrivateStep:
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
-    if not isinstance(mechanism.clipping, FlatClipping):
-        raise ValueError(f"the clipper cannot clip by {type(mechanism.clipping).__name__} yet; take FlatClipping.")
+    if len({step.max_grad_norm for step in mechanism.planned()}) > 1:
+        raise ValueError(f"the clipper keeps to one bound, and {mechanism.clipping} changes it; take one that does not.")
     if mechanism.releases:
         raise ValueError(f"this step releases the gradient alone, and not {mechanism.releases[0].name!r} yet; leave releases out.")
 

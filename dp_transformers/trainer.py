@@ -326,7 +326,7 @@ class DPTrainer(Trainer):
         args = self.args
         validate_optimizer(self.optimizer, self.model)
         self._clipper = PerExampleClipper(
-            self.model, self._run.mechanism.at(0).max_grad_norm, mode=args.clipping_mode, self_check=self._run.verified
+            self.model, self._run.mechanism.clipping.at(0), mode=args.clipping_mode, self_check=self._run.verified
         )
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError(

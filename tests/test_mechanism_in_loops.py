@@ -86,6 +86,14 @@ def train(loop, folder, mechanism):
     return engine.privacy_spent(DELTA), gradients
 
 
+@dataclass(frozen=True)
+class Decaying(FlatClipping):
+    kind: ClassVar[str] = "decaying"
+
+    def at(self, step):
+        return FlatClipping(self.max_grad_norm / (1 + step))
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_mechanism_is_what_the_flags_say(tmp_path, loop):
     given = mechanism()
@@ -127,7 +135,7 @@ def test_a_mechanism_for_other_data_is_refused(tmp_path, sampling):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clipping": Automatic(BOUND)}, "cannot clip by Automatic"),
+        ({"clipping": Decaying(BOUND)}, "keeps to one bound, and Decaying"),
         ({"releases": (Release("loss", 1.0, 1.0),)}, "not 'loss'"),
     ],
     ids=["clipping", "release"],
@@ -160,6 +168,33 @@ class Shifting(Noise):
                     grad.add_(std)
 
         return Source()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_clipping_function_of_the_users_own_is_what_clips(tmp_path, loop, monkeypatch):
+    """C / (norm + γ) of the one example that is drawn, by hand."""
+    one = replace(EMPTY, indices=[7])
+    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(one, number=next(sampler._number)))
+    spent, gradients = train(loop, tmp_path, mechanism(clipping=Automatic(BOUND, 0.3), noise=Shifting(0.0001)))
+    model, row = Classifier(), rows()[7]
+    torch.nn.functional.cross_entropy(model(torch.tensor([row["x"]])), torch.tensor([row["labels"]])).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    expected = (gradient * BOUND / (gradient.norm() + 0.3) + 0.0001 * BOUND) / EXPECTED
+    assert torch.allclose(gradients[0], expected, rtol=1e-5, atol=1e-8)
+    assert spent.max_grad_norm == BOUND and spent.mechanism.clipping == Automatic(BOUND, 0.3)
+
+
+@dataclass(frozen=True)
+class Forgetful(Automatic):
+    kind: ClassVar[str] = "forgetful"
+
+    def coefficients(self, norms_b):
+        return 1.1 * self.bound / norms_b.clamp(min=1e-6)
+
+
+def test_a_clipping_function_that_does_not_keep_to_its_sensitivity_is_refused():
+    with pytest.raises(ValueError, match=r"Forgetful.*its sensitivity is 0.7, but coefficient · norm is more"):
+        by_engine(mechanism(clipping=Forgetful(BOUND)))
 
 
 @pytest.mark.parametrize("loop", LOOPS)

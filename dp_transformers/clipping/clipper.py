@@ -19,9 +19,9 @@ from .batch_dims import batch_size_of
 from .checks.padding import check_padding
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
-from .coefficients import checked_bound
+from .coefficients import checked_clipping
 from .engine import ClippingEngine, Follower
-from .functions import FlatClipping
+from .functions import ClippingFunction
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
@@ -39,7 +39,8 @@ class PerExampleClipper:
     Args:
         model: The module whose ``forward`` is called for the losses; its inputs have the batch in their first dimension. It is
             hooked, not wrapped: type, state dict, ``generate`` and pickling stay as they are.
-        max_grad_norm: The clipping bound C. Noise must be scaled by this same number: read it here.
+        max_grad_norm: The clipping bound C, or a function of the norm (:mod:`.functions`), whose sensitivity it then is. Noise must be scaled
+            by this same number: read it here.
         mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see :mod:`dp_transformers.clipping.modes`.
         self_check: Before the first training forward pass, check on synthetic input of the same shapes that every trainable
             parameter is covered and that norms and sums equal one-example-at-a-time gradients, see
@@ -57,10 +58,18 @@ class PerExampleClipper:
         norms = clipper.backward(losses)                             # p.grad += sum of clipped gradients; norms (B,)
     """
 
-    def __init__(self, model: nn.Module, max_grad_norm: float, mode: str = "auto", *, self_check: bool = True, batch_first: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        max_grad_norm: float | ClippingFunction,
+        mode: str = "auto",
+        *,
+        self_check: bool = True,
+        batch_first: bool = True,
+    ):
         if not (batch_first or self_check):
             raise ValueError("batch_first=False needs the self-check, which learns where every module has its examples.")
-        self._clipping = FlatClipping(checked_bound(max_grad_norm))
+        self.clipping = checked_clipping(max_grad_norm)
         self.self_check = self_check
         self.checked = False
         self._engine = ClippingEngine(model, choose_mode(mode, model), batch_first=batch_first, before_forward=self._before_forward)
@@ -70,7 +79,7 @@ class PerExampleClipper:
     @property
     def max_grad_norm(self) -> float:
         """The clipping bound C. For another one make another clipper: noise and ε are made for this one."""
-        return self._clipping.max_grad_norm
+        return self.clipping.sensitivity
 
     @property
     def model(self) -> nn.Module:
@@ -133,7 +142,7 @@ class PerExampleClipper:
         reduction of the examples' losses over the batch. Only modes that keep what the sum is formed from can do that.
         """
         engine = self._engine
-        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction, self._clipping).begin
+        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction, self.clipping).begin
         engine.follower = follower
         engine.install_hooks()
 
@@ -204,4 +213,4 @@ class PerExampleClipper:
             ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before ``attach``, or a parameter
                 that reaches the losses past the modules that own it.
         """
-        return self._engine.backward(losses, clipping=self._clipping, weights=weights)
+        return self._engine.backward(losses, clipping=self.clipping, weights=weights)

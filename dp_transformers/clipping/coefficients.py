@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .functions import ClippingFunction
+from .functions import ClippingFunction, FlatClipping
 
 SMALLEST_BOUND = 1e-12
 
@@ -27,11 +27,16 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(
-    norm_sq_b: torch.Tensor, *, clipping: ClippingFunction, weights_b: torch.Tensor | None = None, scale: float = 1.0, reduce: bool = True
+    norm_sq_b: torch.Tensor,
+    *,
+    clipping: ClippingFunction | None,
+    weights_b: torch.Tensor | None = None,
+    scale: float = 1.0,
+    reduce: bool = True,
 ) -> Coefficients:
-    """``weight`` times the coefficient that ``clipping`` gives to every example's norm, 0 where the norm is not finite."""
+    """The weight of every example times what ``clipping`` says (None: 1, no clipping), 0 where the norm is not finite."""
     norms_b = norm_sq_b.sqrt() if scale == 1 else norm_sq_b.sqrt() * scale
-    coef_b = clipping.coefficients(norms_b)
+    coef_b = torch.ones_like(norms_b) if clipping is None else clipping.coefficients(norms_b)
     coef_b = coef_b if weights_b is None else coef_b * weights_b
     invalid_b = None
     if not math.isfinite(norms_b.sum()):
@@ -40,14 +45,24 @@ def coefficients(
     return Coefficients(norms_b, coef_b if scale == 1 else coef_b * scale, invalid_b, scale, reduce)
 
 
-def checked_bound(bound: Any) -> float:
-    """Raise ValueError if gradients cannot be clipped to ``bound``."""
+def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:
+    """The function, of one bound if it is a number; ValueError if gradients cannot be clipped by it."""
+    bound = clipping.sensitivity if isinstance(clipping, ClippingFunction) else clipping
     if not (isinstance(bound, (int, float)) and SMALLEST_BOUND <= bound < float("inf")):
         raise ValueError(
             f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's gradient (squares of smaller "
             f"norms vanish in float32); got {bound!r}."
         )
-    return float(bound)
+    if not isinstance(clipping, ClippingFunction):
+        return FlatClipping(float(bound))
+    norms_b = torch.cat((torch.zeros(1), torch.logspace(-12, 12, 4801)))
+    coef_b = clipping.coefficients(norms_b)
+    if coef_b.shape != norms_b.shape or not bool(((coef_b >= 0) & (coef_b * norms_b <= bound * (1 + 1e-5)) & coef_b.isfinite()).all()):
+        raise ValueError(
+            f"{clipping} says that its sensitivity is {bound:g}, but coefficient · norm is more for some norm between 0 and 1e12, or no finite number of "
+            "at least 0 for each norm. Let coefficients(norms_b) give one such number for each norm, at 0 too."
+        )
+    return clipping
 
 
 def checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch.Tensor | None:

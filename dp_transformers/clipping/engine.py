@@ -252,7 +252,7 @@ class ClippingEngine:
             )
         return self.forward
 
-    def backward(self, losses: torch.Tensor, *, clipping: ClippingFunction, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def backward(self, losses: torch.Tensor, *, clipping: ClippingFunction | None, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that."""
         forward = self._require_forward(losses)
         weights_b = checked_weights(weights, losses)

@@ -14,6 +14,7 @@ from torch import nn
 
 from .errors import UnsupportedModuleError, how_to_fix
 from .fallback import per_example_gradients
+from .parallel.dtensor import as_dtensor_like
 from .precision import HALF, exact_arithmetic
 from .recorded_call import RecordedCall, is_differentiable
 from .terms import Dense, NormOnly, Term

@@ -23,7 +23,7 @@ class UserBackward:
     Args:
         engine: Records the calls.
         loss_reduction: "mean" or "sum": how the user's loss comes from the examples' losses.
-        clipping: What gradients are multiplied with.
+        clipping: What the examples' gradients are multiplied with.
 
     Raises:
         ValueError: the mode goes back over the losses itself, or the model is sharded.

@@ -96,17 +96,16 @@ def _change_by_padding(
 ) -> tuple[float, torch.dtype]:
     """How much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
     with perturbed(engine):
-        unbounded = 1e30
         try:
             losses_of = loss_function or _own_output_loss(engine, alone, own_t)
-            without = clip(engine, losses_of, *alone, bound=unbounded)[1]
+            without = clip(engine, losses_of, *alone)[1]
         except (RuntimeError, ValueError, IndexError) as error:
             raise SelfCheckError(
                 f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed without the padding "
                 f"({str(error).splitlines()[0]}), so nobody knows what the padding does to its gradient. Leave out examples that are so short, or "
                 "pad all to one length (padding='max_length')."
             ) from error
-        _, with_padding, low_precision = clip(engine, losses_of, *padded, bound=unbounded)
+        _, with_padding, low_precision = clip(engine, losses_of, *padded)
         return float(distance(with_padding, without) / length_of(without).clamp(min=1e-12)), low_precision
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
-from ..functions import FlatClipping
+from ..functions import ClippingFunction
 from ..parallel.dtensor import as_dtensor_like, full_tensors, to_local
 from ..precision import sum_dtype
 from .synthetic import LossFunction, has_batch
@@ -19,14 +19,14 @@ from .synthetic import LossFunction, has_batch
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
-def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, *, bound: float = 1.0):
-    """(B,) norms, the clipped sum of each parameter, and the lowest precision seen."""
+def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, *, clipping: ClippingFunction | None = None):
+    """(B,) norms, the sum of each parameter, clipped where ``clipping`` is given, and the lowest precision seen."""
     for p in engine.trainable.parameters:
         p.grad = None
     losses = losses_of(*args, **kwargs)
     seen = (losses.dtype, engine.trainable.low_precision, engine.forward.low_precision if engine.forward else torch.float32)
     low_precision = max(seen, key=TOLERANCE.__getitem__)
-    norms_b = engine.backward(losses, clipping=FlatClipping(bound))
+    norms_b = engine.backward(losses, clipping=clipping)
     return (
         norms_b,
         [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in engine.trainable.parameters],

@@ -31,6 +31,7 @@ from ..batch_dims import batch_size_of, positions_of
 from ..discovery import discover_owners
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
+from ..functions import FlatClipping
 from ..modes import MODES, choose_mode
 from ..owners import reassign_to_parents, warn_about_fallback
 from .causes import true_causes
@@ -233,7 +234,7 @@ def _compare(
             if not bool(torch.isfinite(norms_b).all()):
                 raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
             bound = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
-            norms_b, total, low_precision = clip(engine, losses_of, args, kwargs, bound=bound)
+            norms_b, total, low_precision = clip(engine, losses_of, args, kwargs, clipping=FlatClipping(bound))
             samples = [getattr(p, "grad_sample", None) for p in engine.trainable.parameters]
             tolerance = TOLERANCE[low_precision]
             _require_equal_replicas(engine, total, tolerance)
