@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from test_mechanism import Automatic, Capped, EverybodyInTurn, Halving
+from mechanisms import Automatic, Capped, EverybodyInTurn, Halving
 from test_resume import DELTA, Classifier, build, rows
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
