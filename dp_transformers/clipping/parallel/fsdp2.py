@@ -46,7 +46,7 @@ class Shards:
             if module._get_fsdp_state()._fsdp_param_groups:
                 module.unshard()
                 for (m, name), shard in zip(slots, sharded, strict=True):
-                    if (whole := m._parameters[name]) is not shard and whole not in self._shardeded:
+                    if (whole := m._parameters[name]) is not shard and whole not in self._sharded:
                         self._unsharded[shard].append(whole)
                         self._sharded[whole] = shard
                 module.reshard()
