@@ -13,14 +13,13 @@ from torch import nn
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .coefficients import checked_weights, coefficients
-from .errors import UnsupportedModuleError
 from .functions import ClippingFunction
 from .gradient_sums import GradientSums
 from .hooks import HookedModel, refuse_attached
 from .loss_graph import LossGraph
 from .model_state import ModelState
 from .modes import Mode
-from .owners import Owner, assign_owners
+from .owners import Owner, assign_owners, refuse_escape
 from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall
 from .tap import tapped
@@ -256,7 +255,7 @@ class ClippingEngine:
         """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that."""
         forward = self._require_forward(losses)
         weights_b = checked_weights(weights, losses)
-        self._refuse_foreign_hooks()
+        self.trainable.refuse_gradient_hooks()
         forward.on_backward, forward.followed = None, False
         try:
             weights_b, reduce = self.begin_sum(forward, weights_b)
@@ -295,26 +294,15 @@ class ClippingEngine:
 
     # ---- gradients that no tap saw ----
 
-    def _refuse_foreign_hooks(self) -> None:
-        hooked = [
-            p for p in self.trainable.parameters if (p._backward_hooks or p._post_accumulate_grad_hooks) and self._has_foreign_hook(p)
-        ]
-        if hooked:
-            raise ValueError(
-                f"trainable parameter '{self.trainable.name_of(hooked[0])}' has a gradient hook, which could change or use gradients that are not private "
-                "yet. Remove it: call remove() of the handle that register_hook returned."
-            )
-
-    def _has_foreign_hook(self, p: nn.Parameter) -> bool:
-        own = 1 + self.trainable.parallel.native_hooks(p)
-        return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > own
-
     def _refuse_escapes(self, graph: LossGraph) -> None:
         if (parameter := self.sums.find_foreign()) is not None:  # some Function's own backward wrote to its gradient
             parameter.grad = None
             self._refuse_escape(parameter)
         if (parameter := graph.find_escape()) is not None:
             self._refuse_escape(parameter)
+
+    def _refuse_escape(self, parameter: nn.Parameter) -> None:
+        refuse_escape(self.owners, parameter, self.trainable.name_of(parameter))
 
     def _refuse_native_gradient(self, parameter: nn.Parameter) -> None:
         """Autograd filled a gradient by itself, which is not clipped."""
@@ -324,17 +312,8 @@ class ClippingEngine:
         if self.on_user_backward is None:
             raise ValueError(
                 "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients that are not clipped. Call "
-                "clipper.backward(losses) with losses of shape (B,) (reduction='none'), or use the criterion that make_private returned; for a loss that is not the private one (a generator's, "
-                "an adversarial input's) call clipper.detach() before and clipper.attach() after it, or use a deepcopy of the model."
+                "clipper.backward(losses) with losses of shape (B,) (reduction='none'), or use the criterion that make_private returned; for a "
+                "loss that is not the private one (a generator's, an adversarial input's) call clipper.detach() before and clipper.attach() "
+                "after it, or use a deepcopy of the model."
             )
         self._refuse_escape(parameter)
-
-    def _refuse_escape(self, parameter: nn.Parameter) -> None:
-        innermost = max((owner for owner in self.owners if parameter in owner.names), key=lambda owner: len(owner.path))
-        raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters, where there is one that sees it
-            f"parameter '{self.trainable.name_of(parameter)}' got a gradient that did not come through its module's call, so it cannot be clipped. Either "
-            "the loss uses the parameter directly (a weight penalty: use the optimizer's weight_decay), or forward ran outside the model that is clipped, or "
-            "forward read the weight or an inner activation without calling the module. Call the module for it, or freeze the parameter "
-            "(requires_grad_(False)).",
-            innermost.module,
-        )

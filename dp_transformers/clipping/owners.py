@@ -17,13 +17,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from .batch_dims import BATCH_FIRST, BatchDim
-from .errors import UnownedParameterError, how_to_fix
+from .errors import UnownedParameterError, UnsupportedModuleError, how_to_fix
 from .layer_rule import LayerRule, rule_for
 
 logger = logging.getLogger(__name__)
@@ -171,3 +171,15 @@ def reassign_to_parents(model: nn.Module, owners: list[Owner], module: nn.Module
     for owner in [owner for owner in owners if owner.module is module]:
         for p in list(owner.names):
             assign_to_parent(model, owners, p, owner.paths)
+
+
+def refuse_escape(owners: Iterable[Owner], parameter: nn.Parameter, name: str) -> NoReturn:
+    """Raise UnsupportedModuleError: a gradient reached ``parameter``, called ``name``, past the calls of its owners."""
+    innermost = max((owner for owner in owners if parameter in owner.names), key=lambda owner: len(owner.path))
+    raise UnsupportedModuleError(  # the self-check then lets a parent own the parameter, where there is one that sees it
+        f"parameter '{name}' got a gradient that did not come through its module's call, so it cannot be clipped. Either the loss uses the "
+        "parameter directly (a weight penalty: use the optimizer's weight_decay), or forward ran outside the model that is clipped, or forward "
+        "read the weight or an inner activation without calling the module. Call the module for it, or freeze the parameter "
+        "(requires_grad_(False)).",
+        innermost.module,
+    )
