@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "DPTrainer": "trainer",
-    "DPTrainingArguments": "training_args",
+    "DPTrainingArguments": "trainer.dp_config",
     "FlatClipping": "clipping.functions",
     "IndependentNoise": "noise",
     "Mechanism": "mechanism",
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .run import PrivacySpent
     from .sampling import PoissonSampling
     from .trainer import DPTrainer
-    from .training_args import DPTrainingArguments
+    from .trainer.dp_config import DPTrainingArguments
     from .validation import ModuleValidator
 
 

@@ -21,21 +21,21 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
-from . import distributed
-from .checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
-from .clipping import PerExampleClipper
-from .clipping.parallel.dtensor import full_tensors, is_dtensor
-from .data import LogicalBatch, LogicalBatches, draws_dataloader
-from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss
-from .noise.generators import check_noise_source
+from .. import distributed
+from ..checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
+from ..clipping import PerExampleClipper
+from ..clipping.parallel.dtensor import full_tensors, is_dtensor
+from ..data import LogicalBatch, LogicalBatches, draws_dataloader
+from ..losses import PerExampleLoss, decoder_inputs, find_per_example_loss
+from ..noise.generators import check_noise_source
+from ..plan import describe, hopeless
+from ..randomness import SecretSeeds, global_random_numbers, seed_worker
+from ..run import PrivacySpent, PrivateRun
+from ..sampling import DrawSampler
+from ..step import PrivateStep
+from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
+from .dp_config import DPTrainingArguments
 from .overrides import refuse_overrides
-from .plan import describe, hopeless
-from .randomness import SecretSeeds, global_random_numbers, seed_worker
-from .run import PrivacySpent, PrivateRun
-from .sampling import DrawSampler
-from .step import PrivateStep
-from .training_args import DPTrainingArguments
-from .validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 
 FSDP_FLAG = "ACCELERATE_USE_FSDP"  # what `accelerate launch` says in the environment
 

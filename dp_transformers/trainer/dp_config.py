@@ -13,12 +13,12 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
-from .accounting import ACCOUNTANTS
-from .clipping.functions import FlatClipping
-from .clipping.modes import MODES
-from .mechanism import Mechanism, PrivacyUnit
-from .noise import IndependentNoise
-from .sampling import PoissonSampling
+from ..accounting import ACCOUNTANTS
+from ..clipping.functions import FlatClipping
+from ..clipping.modes import MODES
+from ..mechanism import Mechanism, PrivacyUnit
+from ..noise import IndependentNoise
+from ..sampling import PoissonSampling
 
 
 @dataclass

@@ -17,24 +17,24 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from . import distributed
-from .accounting import check_accountant
-from .checkpoint import Ledger, PrivacyState, PrivacyStateError
-from .clipping import PerExampleClipper
-from .clipping.functions import ClippingFunction
-from .clipping.hooks import refuse_attached
-from .clipping.parallel.dtensor import to_local
-from .data import LogicalBatches, draws_dataloader
-from .mechanism import Mechanism, PrivacyUnit
-from .noise import IndependentNoise
-from .noise.generators import check_noise_source
-from .plan import describe, hopeless
-from .randomness import SecretSeeds, seed_worker
-from .run import PrivacySpent, PrivateRun
-from .sampling import DrawSampler, PoissonSampling, Sampling
-from .step import Given, PrivateStep
-from .validation import validate_model, validate_optimizer, validate_training_data
-from .values import StepParameters
+from .. import distributed
+from ..accounting import check_accountant
+from ..checkpoint import Ledger, PrivacyState, PrivacyStateError
+from ..clipping import PerExampleClipper
+from ..clipping.functions import ClippingFunction
+from ..clipping.hooks import refuse_attached
+from ..clipping.parallel.dtensor import to_local
+from ..data import LogicalBatches, draws_dataloader
+from ..mechanism import Mechanism, PrivacyUnit
+from ..noise import IndependentNoise
+from ..noise.generators import check_noise_source
+from ..plan import describe, hopeless
+from ..randomness import SecretSeeds, seed_worker
+from ..run import PrivacySpent, PrivateRun
+from ..sampling import DrawSampler, PoissonSampling, Sampling
+from ..step import Given, PrivateStep
+from ..validation import validate_model, validate_optimizer, validate_training_data
+from ..values import StepParameters
 
 logger = logging.getLogger(__name__)
 
