@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "DPTrainer": "trainer",
-    "DPTrainingArguments": "trainer.dp_config",
+    "DPTrainerMixin": "trainer",
+    "DPTrainingArguments": "trainer",
     "FlatClipping": "clipping.functions",
     "IndependentNoise": "noise",
     "Mechanism": "mechanism",
@@ -28,6 +29,7 @@ _WHERE = {
 }
 __all__ = [
     "DPTrainer",
+    "DPTrainerMixin",
     "DPTrainingArguments",
     "FlatClipping",
     "IndependentNoise",
@@ -61,8 +63,7 @@ if TYPE_CHECKING:
     from .privacy_engine import PrivacyEngine
     from .run import PrivacySpent
     from .sampling import PoissonSampling
-    from .trainer import DPTrainer
-    from .trainer.dp_config import DPTrainingArguments
+    from .trainer import DPTrainer, DPTrainerMixin, DPTrainingArguments
     from .validation import ModuleValidator
 
 

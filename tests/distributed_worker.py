@@ -34,7 +34,7 @@ from dp_transformers.checkpoint import Ledger
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.noise.sharded import LayoutNoise
 from dp_transformers.step import PrivateStep
-from dp_transformers.trainer.mixin import allow_meshes_on_cpu
+from dp_transformers.trainer.accelerate_patches import allow_meshes_on_cpu
 
 SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0
 LENGTH, ROWS = 12, 3  # of the batches that are clipped by hand: rows on each rank

@@ -278,7 +278,7 @@ class QuestionAnsweringTrainer(Trainer):
 )
 def test_private_arguments_in_a_trainer_that_is_not(tmp_path, cls, arguments):
     """It would train without privacy, and print the target ε among its arguments."""
-    way_out = "Make a DPTrainer instead" if cls is Trainer else rf"class Private{cls.__name__}\(DPTrainer, {cls.__name__}\)"
+    way_out = "Make a DPTrainer instead" if cls is Trainer else rf"class Private{cls.__name__}\(DPTrainerMixin, {cls.__name__}\)"
     with pytest.raises(ValueError, match=rf"(?s){cls.__name__} is no DPTrainer.*without privacy.*{way_out}"):
         cls(model=seeded(bert), args=dp_arguments(tmp_path, arguments), train_dataset=texts([8] * 12)).train()
 

@@ -595,7 +595,7 @@ def test_a_step_that_cannot_be_recorded_is_not_taken(tmp_path, monkeypatch, faul
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 self.weights = weights()
-                monkeypatch.setattr(*{"fsync": (os, "fsync"), "write": (trainer._ledger._file, "write")}[fault], full)
+                monkeypatch.setattr(*{"fsync": (os, "fsync"), "write": (trainer._run.ledger._file, "write")}[fault], full)
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")

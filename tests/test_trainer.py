@@ -302,7 +302,7 @@ def test_resume_counts_every_executed_step_and_refreshes_the_secrets(tmp_path):
     assert [line["step"] for line in lines if "step" in line] == [*range(1, 11)]
     assert len({line["run"] for line in lines}) == 1
     third = trainer_for(tmp_path, max_steps=8, **{k: v for k, v in options.items() if k != "max_steps"})
-    third._restore(str(tmp_path / "checkpoint-8"))
+    third._training.restore(str(tmp_path / "checkpoint-8"))
     assert third.privacy_spent().steps == 10
 
 

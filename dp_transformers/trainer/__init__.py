@@ -1,5 +1,7 @@
-"""DPTrainer and DPTrainingArguments: transformers' Trainer with a differentially private step."""
+"""DPTrainer, DPTrainerMixin and DPTrainingArguments: transformers' Trainer with a differentially private step."""
 
-from .mixin import DPTrainer
+from .dp_config import DPTrainingArguments
+from .dp_trainer import DPTrainer
+from .mixin import DPTrainerMixin
 
-__all__ = ["DPTrainer"]
+__all__ = ["DPTrainer", "DPTrainerMixin", "DPTrainingArguments"]

@@ -109,7 +109,7 @@ class DPTrainingArguments(TrainingArguments):
         reader = sys._getframe(1).f_locals.get("self")
         if isinstance(reader, Trainer) and not getattr(reader, "trains_privately", False):
             name = type(reader).__name__
-            derived = f"Derive it from DPTrainer, first in the order of bases: class Private{name}(DPTrainer, {name})."
+            derived = f"Make it private: class Private{name}(DPTrainerMixin, {name})."
             way_out = "Make a DPTrainer instead." if type(reader) is Trainer else derived
             raise ValueError(
                 f"these are DPTrainingArguments (epsilon, noise, clipping), but {name} is no DPTrainer and would train without "

@@ -1,11 +1,16 @@
-"""Which methods of a trainer the guarantee stands on, and who may not replace them."""
+"""The methods of a trainer that the guarantee stands on, and the classes that may not replace them."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-# Replaced by DPTrainer; whoever comes before it in the order of bases would undo that.
-_OF_DP_TRAINER = {
+from transformers import Trainer
+
+logger = logging.getLogger(__name__)
+
+# DPTrainerMixin replaces these. A class that comes before it in the order of bases would undo that.
+_OF_MIXIN = {
     "training_step": "it clips, adds noise and counts the step. To watch training, use a callback (on_pre_optimizer_step sees the noised gradients)",
     "compute_loss": "it returns one loss for the whole batch and is not used in private training. Pass per_example_loss_func=f with "
     "f(outputs, labels) -> (B,)",
@@ -15,7 +20,7 @@ _OF_DP_TRAINER = {
     "_save_rng_state": "a checkpoint must not hold the random numbers of dropout",
     "_load_rng_state": "random numbers must be fresh on resume",
 }
-# Called by DPTrainer, or by Trainer around it: no class but theirs may replace them, whatever the order of bases.
+# DPTrainerMixin calls these, or Trainer calls them around it. No other class may replace them, whatever the order of bases.
 _OF_THE_LOOP = {
     "train": "it opens the ledger, and goes on from everything that was spent. Give another name to a method of your own that calls it",
     "_inner_training_loop": "it is the loop whose every step is clipped, noised and counted. Use callbacks",
@@ -29,25 +34,69 @@ _OF_THE_LOOP = {
 _TRUSTED = ("dp_transformers.", "transformers.")
 
 
-def refuse_overrides(trainer: Any, base: type) -> None:
-    """Raise ValueError if a class or an attribute of ``trainer`` replaces a method of ``base`` (DPTrainer) that the guarantee stands on."""
+def refuse_order_of_bases(cls: type, mixin: type) -> None:
+    """Raise TypeError if Trainer comes before ``mixin`` in the order of bases: ``cls`` would train without privacy."""
+    order = cls.__mro__
+    if Trainer not in order or order.index(mixin) < order.index(Trainer):
+        return
+    private = [base.__name__ for base in cls.__bases__ if issubclass(base, mixin)]
+    others = [base.__name__ for base in cls.__bases__ if not issubclass(base, mixin)]
+    raise TypeError(
+        f"{others[0]} comes before {private[0]} in the order of bases of {cls.__name__}, so its training without privacy would be used. Put "
+        f"{private[0]} first: class {cls.__name__}({', '.join([*private, *others])})."
+    )
+
+
+def refuse_overrides(trainer: Any, mixin: type) -> None:
+    """Raise ValueError if a class or an attribute of ``trainer`` replaces a method that the guarantee of ``mixin`` stands on."""
     cls = type(trainer)
-    for name, why in {**_OF_DP_TRAINER, **_OF_THE_LOOP}.items():
+    order, whose = cls.__mro__, _private_class(cls).__name__
+    if not isinstance(trainer, Trainer):
+        raise ValueError(f"{cls.__name__} is no Trainer. Give it one to make private: class {cls.__name__}({whose}, Trainer).")
+    for name, why in {**_OF_MIXIN, **_OF_THE_LOOP}.items():
         if name in vars(trainer):
-            raise ValueError(f"'{name}' was set on this {cls.__name__}, but {base.__name__} needs its own: {why}. Remove that assignment.")
-        before = cls.__mro__[: cls.__mro__.index(base) + 1] if name in _OF_DP_TRAINER else cls.__mro__
-        owner = next((c for c in before if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
-        patched = next((c for c in before if name in vars(c) and not vars(c)[name].__module__.startswith(_TRUSTED)), None)
+            raise ValueError(f"'{name}' was set on this {cls.__name__}, but {whose} needs its own: {why}. Remove that assignment.")
+        checked = order[: order.index(mixin) + 1] if name in _OF_MIXIN else order
+        owner = next((c for c in checked if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
+        patched = next((c for c in checked if name in vars(c) and not vars(c)[name].__module__.startswith(_TRUSTED)), None)
         if owner is None and patched is not None:
             patch = vars(patched)[name]
             raise ValueError(
-                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {base.__name__} needs the original: {why}. "
+                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {whose} needs the original: {why}. "
                 "Undo that patch before the trainer is made."
             )
         if owner is not None:
-            if name in _OF_DP_TRAINER and owner in cls.__bases__ and not issubclass(owner, base):
-                first = next(c.__name__ for c in cls.__bases__ if issubclass(c, base))
+            if name in _OF_MIXIN and owner in cls.__bases__ and not issubclass(owner, mixin):
+                first = next(c.__name__ for c in cls.__bases__ if issubclass(c, mixin))
                 way_out = f"Put {first} first: class {cls.__name__}({first}, {owner.__name__})."
             else:
                 way_out = f"Delete {owner.__name__}.{name}" + ("." if owner is cls else ", or derive from a class without it.")
-            raise ValueError(f"{owner.__name__} overrides {name}, but {base.__name__} needs its own: {why}. {way_out}")
+            raise ValueError(f"{owner.__name__} overrides {name}, but {whose} needs its own: {why}. {way_out}")
+
+
+def refuse_unknown_loss(cls: type, mixin: type) -> None:
+    """Raise ValueError if a class that ``mixin`` is put before has a ``compute_loss`` of its own, from which no example's loss can be told."""
+    if owner := replaced_owner(cls, mixin, "compute_loss"):
+        raise ValueError(
+            f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch, from which no example's gradient can be clipped. "
+            "Pass per_example_loss_func=f with f(outputs, labels) -> (B,), the same loss for each example. If that is the loss of the model's head, "
+            f"f = dp_transformers.losses.find_per_example_loss(model). Evaluation goes on to use {owner.__name__}.compute_loss."
+        )
+
+
+def warn_about_replaced(cls: type, mixin: type) -> None:
+    """Name the methods of classes that ``mixin`` is put before and that are not called any more."""
+    for name in ("training_step", "get_train_dataloader"):
+        if owner := replaced_owner(cls, mixin, name):
+            logger.warning("%s.%s is not called: %s replaces it. %s.", owner.__name__, name, _private_class(cls).__name__, _OF_MIXIN[name])
+
+
+def replaced_owner(cls: type, mixin: type, name: str) -> type | None:
+    """The class behind ``mixin`` in the order of bases, and not of transformers itself, that has a method of that name."""
+    behind = cls.__mro__[cls.__mro__.index(mixin) + 1 :]
+    return next((c for c in behind if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
+
+
+def _private_class(cls: type) -> type:
+    """The class of this package that ``cls`` derives from, by whose name the user knows it."""
+    return next(c for c in cls.__mro__ if c.__module__.startswith("dp_transformers."))

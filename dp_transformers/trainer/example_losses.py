@@ -1,0 +1,75 @@
+"""The losses of a training batch, one for each example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ..losses import PerExampleLoss, decoder_inputs
+from ..randomness import global_random_numbers
+
+
+class ExampleLosses:
+    """Runs a model on batches of a trainer, with the labels kept out of it, and takes the loss of each example.
+
+    Args:
+        loss: Returns (B,) losses from the model's outputs and the labels.
+        label_names: The columns of a batch that hold labels.
+    """
+
+    def __init__(self, loss: PerExampleLoss, label_names: Sequence[str]):
+        self._loss, self._label_names = loss, label_names
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """(B,) losses, and the model's outputs."""
+        inputs = dict(inputs)
+        missing = [name for name in self._label_names if name not in inputs]
+        if missing:
+            raise ValueError(
+                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column, set label_names, or use a "
+                "collator that makes labels (DataCollatorForLanguageModeling)."
+            )
+        labels = self._labels_of(inputs)
+        for name in self._label_names:
+            del inputs[name]
+        outputs = model(**{**decoder_inputs(model, labels), **inputs})  # decoder inputs that the batch has win
+        losses = self._loss(outputs, labels)
+        if losses.dim() != 1:
+            raise ValueError(
+                f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none'), averaged within the "
+                "example where it has several."
+            )
+        return losses, outputs
+
+    def _labels_of(self, inputs: Mapping[str, Any]) -> Any:
+        labels = tuple(inputs[name] for name in self._label_names)
+        return labels[0] if len(labels) == 1 else labels
+
+    def refuse_losses_over_the_batch(self, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any], seed: int) -> None:
+        """Raise ValueError if the losses of half of the rows change when these rows replace all others.
+
+        Args:
+            seed: Seeds the random numbers that a loss may draw, so that both computations draw the same.
+        """
+        size = len(losses)
+        if size < 2:
+            return
+        half = (size + 1) // 2
+
+        def with_half_replaced(x: Any) -> Any:
+            has_rows = isinstance(x, torch.Tensor) and x.dim() and len(x) == size
+            return torch.cat([x[:half], x[: size - half]]).detach() if has_rows else x
+
+        labels, each = self._labels_of(inputs), []
+        for rows in ((outputs, labels), tree_map(with_half_replaced, (outputs, labels))):
+            with torch.no_grad(), global_random_numbers([seed], losses.device):
+                each.append(self._loss(*rows)[:half].float())
+        if not torch.allclose(*each, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                "an example's loss is another one when other examples share its batch: the loss compares them (the hardest of a batch, ranks, batch "
+                "statistics). Let per_example_loss_func compute each loss from its own row of the outputs and labels alone."
+            )

@@ -1,0 +1,148 @@
+"""The private run of a trainer: how many steps its arguments plan, what its budget allows, and how it goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from .. import distributed
+from ..checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint
+from ..noise.generators import check_noise_source
+from ..run import PrivateRun
+from .dp_config import DPTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerRun:
+    """What a trainer's arguments make of its training data: a plan of steps, and the run that counts them.
+
+    Args:
+        args: The trainer's arguments. What they say of privacy is read here, once.
+        num_examples: The number of rows of the training data.
+        say: Shows a sentence to the user, once over all processes.
+
+    Attributes:
+        run: Counts the steps.
+        first_step: The step of the plan, from 0, with which the loader begins.
+        has_ended: Whether the checkpoint is that of a run that took all of its steps.
+    """
+
+    def __init__(self, args: DPTrainingArguments, num_examples: int, say: Callable[[str], None]):
+        self._args, self._num_examples, self._say = args, num_examples, say
+        self._ledger = Ledger(args.output_dir)
+        self.first_step, self.has_ended = 0, False
+        steps = self._planned_steps(args.expected_batch_size)
+        if steps < 1:
+            raise ValueError(
+                f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train. Set one of them above 0."
+            )
+        mechanism = args.mechanism_for(num_examples, steps)
+        self.run = self._run_of(PrivacyState(PrivacyState.new_run_id(), mechanism, args.target_delta, args.target_epsilon))
+
+    def _run_of(self, state: PrivacyState) -> PrivateRun:
+        args = self._args
+        check_noise_source(dp_seed=args.dp_seed, secure=args.secure_rng)
+        return PrivateRun(state, args.accountant, self._ledger, dp_seed=args.dp_seed, verified=args.self_check)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Draws in one pass over the data."""
+        return self._steps_per_epoch(self.run.mechanism.at(0).expected_batch_size)
+
+    @property
+    def planned_steps(self) -> int:
+        """Steps of the whole training, those before a checkpoint included."""
+        return self._planned_steps(self.run.mechanism.at(0).expected_batch_size)
+
+    def _steps_per_epoch(self, expected_batch_size: float) -> int:
+        return max(1, round(self._num_examples / expected_batch_size))
+
+    def _planned_steps(self, expected_batch_size: float) -> int:
+        if self._args.max_steps > 0:
+            return self._args.max_steps
+        return math.ceil(self._args.num_train_epochs * self._steps_per_epoch(expected_batch_size))
+
+    @contextmanager
+    def recorded(self, checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Inside, the ledger is open and the run has begun, or goes on from a checkpoint (True: the newest complete one), whose folder this gives.
+
+        Raises:
+            PrivacyStateError: the checkpoint is not complete, or does not go with the arguments or the ledger.
+            ValueError: the privacy budget is spent.
+        """
+        distributed.on_rank_zero(self._ledger.open)
+        try:
+            if checkpoint:
+                checkpoint = self.restore(checkpoint)
+            else:
+                self.run.take_over(distributed.on_rank_zero(lambda: self.run.state), self.run.executed, is_own=True)
+            self._set_budget(checkpoint)
+            self._begin()
+            yield checkpoint
+        finally:
+            self._ledger.close()
+
+    def restore(self, checkpoint: str | bool) -> str:
+        """Go on with the run that a checkpoint belongs to (True: the newest complete one), and return its folder."""
+        args = self._args
+        if checkpoint is True:
+            checkpoint = distributed.on_rank_zero(lambda: find_checkpoint(args.output_dir))
+        state, steps_at_save = PrivacyState.load(checkpoint)
+        steps = self._planned_steps(state.mechanism.at(0).expected_batch_size)
+        mechanism = args.mechanism_for(self._num_examples, steps, saved=state.mechanism)
+        wanted = replace(state, mechanism=mechanism, delta=args.target_delta, target_epsilon=args.target_epsilon)
+        state.require(wanted)
+        if os.path.abspath(os.path.dirname(os.path.normpath(checkpoint))) != os.path.abspath(args.output_dir):
+            raise PrivacyStateError(
+                f"checkpoint '{checkpoint}' does not lie in output_dir '{args.output_dir}'. The ledger of executed steps lies beside the checkpoints "
+                "and must go on: set output_dir to the folder that holds the checkpoint."
+            )
+        if distributed.on_rank_zero(lambda: state) != state:
+            raise PrivacyStateError(
+                f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than the folder of that name on the machine of rank 0. "
+                "Copy rank 0's folder over it, or set output_dir to a folder that all machines share."
+            )
+        state = replace(state, mechanism=mechanism)  # with the steps and the unit of now
+        self.run = self._run_of(state)
+        at_least = [Counter({state.mechanism.at(0): steps_at_save})]
+        self.run.take_over(state, at_least, reasons=PrivacyState.reasons(checkpoint))
+        args.expected_batch_size = state.mechanism.at(0).expected_batch_size
+        return checkpoint
+
+    def _set_budget(self, checkpoint: str | None) -> None:
+        """Set how many more steps the budget allows. None is an error, unless the checkpoint is that of a run which ended."""
+        run, state, planned = self.run, self.run.state, self.planned_steps
+        done = 0 if checkpoint is None else TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
+        self.has_ended = done >= planned  # Trainer itself would take a step more
+        run.plan(planned, done)
+        self.first_step = done if self._args.ignore_data_skip else done - done % self.steps_per_epoch
+        if self.has_ended:
+            self._say(f"this run has ended: {run.spent_in_words()}, and there is nothing left to train.")
+        elif run.steps_left < 1:
+            whole = PrivateRun(state, self._args.accountant)
+            whole.take_over(state, [*run.executed, state.mechanism.planned(done, planned - done)])
+            raise ValueError(
+                f"the privacy budget is spent: {run.spent_in_words()}, and one more would exceed target_epsilon={state.target_epsilon:g}. Nothing was "
+                f"trained. All {planned - done} steps that are planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go "
+                "on, load the model that was trained and start a new run in another output_dir (with a target_epsilon or noise_multiplier of its own); what "
+                "both spend adds up."
+            )
+
+    def _begin(self) -> None:
+        if earlier := distributed.on_rank_zero(lambda: self._ledger.other_steps(self.run.state.run_id)):
+            logger.warning(
+                "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. If this model starts "
+                "from theirs, or several models trained on the same data are released, what they spent adds up. If nothing of those runs was kept, they "
+                "cost nothing.",
+                self._ledger.path, earlier,
+            )  # fmt: skip
+        self.run.begin()
