@@ -41,8 +41,9 @@ def refuse_order_of_bases(cls: type, mixin: type) -> None:
         return
     private = [base.__name__ for base in cls.__bases__ if issubclass(base, mixin)]
     others = [base.__name__ for base in cls.__bases__ if not issubclass(base, mixin)]
+    first = next(base.__name__ for base in cls.__bases__ if issubclass(base, Trainer))
     raise TypeError(
-        f"{others[0]} comes before {private[0]} in the order of bases of {cls.__name__}, so its training without privacy would be used. Put "
+        f"{first} comes before {private[0]} in the order of bases of {cls.__name__}, so its training without privacy would be used. Put "
         f"{private[0]} first: class {cls.__name__}({', '.join([*private, *others])})."
     )
 
