@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import math
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from .. import distributed
 from ..accounting import check_accountant
-from ..checkpoint import Ledger, PrivacyState, PrivacyStateError
+from ..checkpoint import Ledger, PrivacyStateError
 from ..clipping import PerExampleClipper
 from ..clipping.functions import ClippingFunction
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
-from ..data import LogicalBatches, draws_dataloader
-from ..mechanism import Mechanism, PrivacyUnit
-from ..noise import IndependentNoise
+from ..mechanism import Mechanism
 from ..noise.generators import check_noise_source
-from ..plan import describe, hopeless
-from ..randomness import SecretSeeds, seed_worker
-from ..run import PrivacySpent, PrivateRun
-from ..sampling import DrawSampler, PoissonSampling, Sampling
-from ..step import Given, PrivateStep
-from ..validation import validate_model, validate_optimizer, validate_training_data
-from ..values import StepParameters
-
-logger = logging.getLogger(__name__)
-
-_REDUCTIONS = ("mean", "sum")
-_REPEATED_OPTIONS = (  # not "generator": it seeds the workers, and may be known
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers",
-    "pin_memory_device",
-)  # fmt: skip
+from ..randomness import SecretSeeds
+from ..run import PrivacySpent
+from ..sampling import PoissonSampling, Sampling
+from ..validation import validate_model, validate_training_data
+from .criterion import REDUCTIONS, PrivateCriterion
+from .loader import PoissonLoader, check_loader
+from .loop import Loop, check_optimizer
 
 
 class PrivacyEngine:
@@ -93,7 +79,7 @@ class PrivacyEngine:
         self._accountant = check_accountant(accountant)
         self._dp_seed, self._secure = dp_seed, secure_rng
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
-        self._loop: _Loop | None = None
+        self._loop: Loop | None = None
 
     @property
     def steps(self) -> int:
@@ -219,19 +205,19 @@ class PrivacyEngine:
         max_grad_norm: float | ClippingFunction,
         delta: float | None = None,
         sampling: Sampling | None = None,
-    ) -> _Loop:
+    ) -> Loop:
         if self._loop is not None:
             raise ValueError("this engine is already used: take another PrivacyEngine for another training; what both spend adds up.")
         if not poisson_sampling:
             raise ValueError(
                 "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too small. Leave it True."
             )
-        if loss_reduction not in (*_REDUCTIONS, "none"):
+        if loss_reduction not in (*REDUCTIONS, "none"):
             raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {loss_reduction!r}.")
         refuse_attached(module)
         _check_module(module)
-        _check_loader(data_loader)
-        _check_optimizer(optimizer, module)
+        check_loader(data_loader)
+        check_optimizer(optimizer, module)
         validate_training_data(data_loader.dataset, target_delta=delta, expected_batch_size=data_loader.batch_size)
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(self._dp_seed)
@@ -247,7 +233,7 @@ class PrivacyEngine:
                 )
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
             reduction = loss_reduction if criterion is None and loss_reduction != "none" else None
-            self._loop = _Loop(self, clipper, optimizer, loader, private_criterion, reduction, delta, seeds)
+            self._loop = Loop(self, clipper, optimizer, loader, private_criterion, reduction, delta, seeds)
         except BaseException:
             clipper.detach()
             raise
@@ -362,296 +348,13 @@ class PrivacyEngine:
                 "dropped (p.grad is None), and epsilon counts the draw as a step. Call detach() after optimizer.step()."
             )
 
-    def _made_private(self) -> _Loop:
+    def _made_private(self) -> Loop:
         if self._loop is None:
             raise ValueError("this engine trains nothing yet: call make_private or make_private_with_epsilon first.")
         return self._loop
-
-
-class PoissonLoader:
-    """The batches of Poisson draws: what your DataLoader yielded, collated by its collate_fn, of random size.
-
-    A draw of more than ``max_physical_batch_size`` examples comes in several batches, an empty one as a single row of weight zero, so that
-    every draw is stepped.
-
-    Attributes:
-        sample_rate: q, the probability of each example to be in a draw.
-        expected_batch_size: q · N.
-        steps_per_epoch: Draws in one pass, ``round(1 / q)``.
-    """
-
-    def __init__(self, loader: DataLoader, sampling: Sampling, secret: int, seeds: SecretSeeds, max_physical_batch_size: int | None):
-        if max_physical_batch_size is not None and max_physical_batch_size < 1:
-            raise ValueError(f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}.")
-        self.dataset, self.collate_fn, self.batch_size = loader.dataset, loader.collate_fn, loader.batch_size
-        self.expected_batch_size, self.max_physical_batch_size = loader.batch_size, max_physical_batch_size
-        if (sampling.num_examples, sampling.expected_batch_size) != (len(loader.dataset), loader.batch_size):
-            raise ValueError(
-                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of {sampling.expected_batch_size:g}, but data_loader has "
-                f"{len(loader.dataset)} and batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data."
-            )
-        self.sample_rate = sampling.sample_rate
-        self.steps_per_epoch = max(1, round(1 / self.sample_rate))
-        options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
-        options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
-        self.sampler = DrawSampler(sampling, self.steps_per_epoch, secret, distributed.rank(), distributed.world_size())
-        self.logical_batches = LogicalBatches(self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds)
-        self._draws = draws_dataloader(self.logical_batches, self.sampler, **options)
-        self._step: PrivateStep | None = None
-
-    def hand_out_to(self, step: PrivateStep) -> None:
-        """Tell ``step`` of every batch before the loop sees it."""
-        self._step = step
-
-    def __len__(self) -> int:
-        if self.max_physical_batch_size is not None:
-            raise TypeError(
-                "how many physical batches a pass has is random with max_physical_batch_size; loader.steps_per_epoch is the number of "
-                "optimizer steps."
-            )
-        return self.steps_per_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        for draw in self._draws:
-            for given in self._step.physical_batches(draw):
-                yield given.batch.rows
-
-
-class PrivateCriterion:
-    """The loss module handed to ``make_private``; ``backward`` on its result clips per example. Under no_grad an ordinary loss."""
-
-    def __init__(self, criterion: nn.Module, clipper: PerExampleClipper, loss_reduction: str):
-        reduction = getattr(criterion, "reduction", None)
-        if reduction not in _REDUCTIONS or reduction != loss_reduction:
-            raise ValueError(
-                f"criterion {type(criterion).__name__} has reduction={reduction!r} and loss_reduction is {loss_reduction!r}: both must be 'mean', "
-                "or both 'sum'. Compute other losses per example and call engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
-            )
-        self.criterion, self.reduction, self._clipper = copy.copy(criterion), reduction, clipper
-        self.criterion.reduction = "none"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        each = self.criterion(*args, **kwargs)
-        if each.dim() > 1 and not self._clipper.batch_first:
-            each = each.movedim(1, 0)
-        losses_b = each if each.dim() == 1 else getattr(each.flatten(1), self.reduction)(1)
-        loss = getattr(losses_b, self.reduction)(0)
-        if not loss.requires_grad:
-            return loss
-        return _ClippedBackward.apply(torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper)
-
-
-class _ClippedBackward(torch.autograd.Function):
-    """The value of a loss, whose backward is the clipper's on the losses of the examples."""
-
-    @staticmethod
-    def forward(ctx, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper) -> torch.Tensor:
-        ctx.losses, ctx.clipper = losses, clipper  # in a list, so that autograd does not go on to them by itself
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        if not ctx.losses:
-            raise ValueError(
-                "backward was called twice on one loss of the private criterion, which would add every example's gradient twice. Call it once, and "
-                "compute a new loss from the next batch of the loader."
-            )
-        if float(grad) != 1:
-            raise ValueError(
-                "the loss of a private criterion was scaled or combined with another before backward. Call backward on the loss itself, without "
-                "GradScaler and without dividing by accumulation steps. For other losses compute losses of shape (B,) and call "
-                "engine.clipper.backward(losses), with make_private(..., loss_reduction='none') and without criterion."
-            )
-        with torch.enable_grad():
-            ctx.clipper.backward(ctx.losses.pop())
-        return None, None, None, None
-
-
-class _Loop:
-    """A loop of the user's: the order of batch, backward and step in it, and what hangs on its model and optimizer."""
-
-    def __init__(
-        self,
-        engine: PrivacyEngine,
-        clipper: PerExampleClipper,
-        optimizer: torch.optim.Optimizer,
-        loader: PoissonLoader,
-        criterion: PrivateCriterion | None,
-        followed_reduction: str | None,
-        delta: float | None,
-        seeds: SecretSeeds,
-    ):
-        self._engine, self.clipper, self.optimizer, self.loader = engine, clipper, optimizer, loader
-        self.criterion, self._delta, self._seeds, self._followed = criterion, delta, seeds, followed_reduction
-        self.loss_reduction = criterion.reduction if criterion else followed_reduction
-        self._handles: list[Any] = []
-        self._stepped: Given | None = None  # the batch that the last step was for, and whether it has not returned
-        self._is_stepping = False
-
-    def mechanism(self, noise_multiplier: float, *, steps: int | None = None, rows: int = 1) -> Mechanism:
-        """The mechanism of these numbers and of the loader."""
-        return Mechanism(
-            sampling=self.loader.sampler.sampling,
-            clipping=self.clipper.clipping,
-            noise=IndependentNoise(noise_multiplier),
-            steps=steps,
-            unit=PrivacyUnit(rows),
-        )
-
-    def begin(self, make_mechanism: Callable[[], Mechanism], *, target_epsilon: float | None = None) -> tuple:
-        engine, loader, clipper = self._engine, self.loader, self.clipper
-        try:
-            mechanism = make_mechanism()
-            state = PrivacyState(distributed.on_rank_zero(PrivacyState.new_run_id), mechanism, self._delta, target_epsilon)
-            if engine._ledger is not None:
-                distributed.on_rank_zero(engine._ledger.open)
-            self.run = PrivateRun(state, engine._accountant, engine._ledger, dp_seed=engine._dp_seed, verified=clipper.self_check)
-            noise = mechanism.noise.source(clipper, dp_seed=engine._dp_seed, secure=engine._secure)
-            self.step = PrivateStep(clipper, self.run, noise, self._seeds, loader.logical_batches, at_least=1, own_optimizer=self.optimizer)
-            clipper.follow(self.step, self._followed)
-        except BaseException:
-            self.detach()
-            engine._loop = None
-            raise
-        steps = mechanism.steps
-        self._id, self._planned = state.run_id, steps  # this engine's own, whatever runs it goes on with
-        loader.hand_out_to(self.step)
-        self._handles = [
-            self.optimizer.register_step_pre_hook(self._before_step),
-            self.optimizer.register_step_post_hook(self._after_step),
-        ]
-        self._plan()
-        self.run.begin()
-        self._seeds.reseed()
-        size = sum(p.numel() for p in clipper.parameters)
-        logger.info(describe(self.run, steps, size, clipper.mode.name))
-        if warning := hopeless(self.run, steps or loader.steps_per_epoch, size):
-            logger.warning(warning)
-        parts = (clipper.model, self.optimizer, self.criterion, loader)
-        return tuple(part for part in parts if part is not None)
-
-    def _plan(self, first_step: int = 0) -> None:
-        if self._planned is not None:
-            self.run.plan(max(0, self._planned - self.run.steps), first_step)
-
-    def detach(self) -> bool:
-        """Whether a draw was unfinished; it is counted."""
-        unfinished = False
-        if hasattr(self, "step"):
-            unfinished = self.step.is_unfinished
-            self.step.close()
-            self.run.unfinished += unfinished
-        self.clipper.detach()
-        if self._engine._ledger is not None:
-            self._engine._ledger.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        return unfinished
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        if not self._handles:
-            raise ValueError(
-                "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a new engine."
-            )
-        state = PrivacyState.from_dict(saved)
-        state.require(self.run.state)
-        executed = [Counter({StepParameters(*step): count for *step, count in segment}) for segment in saved.get("executed", ())]
-        executed = executed or [Counter({state.mechanism.at(0): int(saved["steps"])})]  # version 1
-        self.run.take_over(
-            replace(state, mechanism=self.run.mechanism),  # with the steps and the unit of now
-            executed,
-            is_own=saved.get("saved_by") == self.writer,
-            reasons=saved.get("not_private_because", ()),
-        )
-        next_step = int(saved.get("next_step", saved["steps"]))
-        self.loader.sampler.start_at(next_step)
-        self._plan(next_step)
-        self.run.begin()
-
-    @property
-    def writer(self) -> str:
-        """Who saves: this engine in this process. A fork of it counts on its own."""
-        return f"{self._id}-{os.getpid()}"
-
-    # ---- optimizer.step() ----
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self._stepped is not None and self._stepped is self.step.given:
-            self.step.refuse_unreleased(optimizer, also_own=True)
-            if self._is_stepping:
-                return None  # the step of a base class, called by that of the optimizer's own; or again, after it raised
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        _check_optimizer(optimizer, self.clipper.model)
-        self.step.finish_batch()
-        self._stepped, self._is_stepping = self.step.given, True
-        return None if closure is None else ((optimizer, lambda: loss), {})
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        self._is_stepping = False
-
-    # ---- states of the model and the optimizer, whole where they are sharded ----
-
-    def states(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict, dict | None]:
-        if not self.clipper.shards:
-            return module.state_dict(), None if optimizer is None else optimizer.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        moments = None if optimizer is None else get_optimizer_state_dict(module, optimizer, options=whole)
-        return get_model_state_dict(module, options=whole), moments
-
-    def load_states(self, module: nn.Module, weights: dict, optimizer: torch.optim.Optimizer | None, moments: dict | None) -> None:
-        if not self.clipper.shards:
-            module.load_state_dict(weights)
-            if optimizer is not None:
-                optimizer.load_state_dict(moments)
-            return
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
-
-        whole = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(module, weights, options=whole)
-        if optimizer is not None:
-            set_optimizer_state_dict(module, optimizer, moments, options=whole)
 
 
 def _check_module(module: nn.Module) -> None:
     if not module.training:
         raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
     validate_model(module)
-
-
-def _check_loader(loader: Any) -> None:
-    if isinstance(loader, PoissonLoader):
-        raise ValueError("data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at first.")
-    if not isinstance(loader, DataLoader):
-        raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
-    if loader.batch_size is None:
-        raise ValueError(
-            "data_loader has no batch_size (batch_sampler= or batch_size=None), which is the expected size of a draw: give it one. (With accelerate call "
-            "make_private before accelerator.prepare.)"
-        )
-    sampler = getattr(loader, "sampler", None)
-    if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)):
-        raise ValueError(
-            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same probability. Build the DataLoader "
-            "without sampler=."
-        )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW).")
-    names = {p: name for name, p in module.named_parameters()}
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    validate_optimizer(optimizer, module)
-    if missed := [name for p, name in names.items() if p.requires_grad and p not in held]:
-        raise ValueError(
-            f"the optimizer misses {len(missed)} trainable parameters ({', '.join(missed[:3])}): they would take up the clipping bound without being "
-            "trained. Freeze them (requires_grad_(False)) or give them to the optimizer."
-        )
-    if frozen := [names[p] for p in held if not p.requires_grad and p.grad is not None]:
-        raise ValueError(f"'{frozen[0]}' is frozen, but has a gradient that the optimizer would use: set its grad to None.")

@@ -1,0 +1,63 @@
+"""Losses whose backward pass clips per example."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..clipping import PerExampleClipper
+
+REDUCTIONS = ("mean", "sum")
+
+
+class PrivateCriterion:
+    """The loss module handed to ``make_private``; ``backward`` on its result clips per example. Under no_grad an ordinary loss."""
+
+    def __init__(self, criterion: nn.Module, clipper: PerExampleClipper, loss_reduction: str):
+        reduction = getattr(criterion, "reduction", None)
+        if reduction not in REDUCTIONS or reduction != loss_reduction:
+            raise ValueError(
+                f"criterion {type(criterion).__name__} has reduction={reduction!r} and loss_reduction is {loss_reduction!r}: both must be 'mean', "
+                "or both 'sum'. Compute other losses per example and call engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
+            )
+        self.criterion, self.reduction, self._clipper = copy.copy(criterion), reduction, clipper
+        self.criterion.reduction = "none"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        each = self.criterion(*args, **kwargs)
+        if each.dim() > 1 and not self._clipper.batch_first:
+            each = each.movedim(1, 0)
+        losses_b = each if each.dim() == 1 else getattr(each.flatten(1), self.reduction)(1)
+        loss = getattr(losses_b, self.reduction)(0)
+        if not loss.requires_grad:
+            return loss
+        return _ClippedBackward.apply(torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper)
+
+
+class _ClippedBackward(torch.autograd.Function):
+    """The value of a loss, whose backward is the clipper's on the losses of the examples."""
+
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper) -> torch.Tensor:
+        ctx.losses, ctx.clipper = losses, clipper  # in a list, so that autograd does not go on to them by itself
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        if not ctx.losses:
+            raise ValueError(
+                "backward was called twice on one loss of the private criterion, which would add every example's gradient twice. Call it once, and "
+                "compute a new loss from the next batch of the loader."
+            )
+        if float(grad) != 1:
+            raise ValueError(
+                "the loss of a private criterion was scaled or combined with another before backward. Call backward on the loss itself, without "
+                "GradScaler and without dividing by accumulation steps. For other losses compute losses of shape (B,) and call "
+                "engine.clipper.backward(losses), with make_private(..., loss_reduction='none') and without criterion."
+            )
+        with torch.enable_grad():
+            ctx.clipper.backward(ctx.losses.pop())
+        return None, None, None, None

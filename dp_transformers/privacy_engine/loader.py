@@ -1,0 +1,87 @@
+"""The loader of Poisson draws that make_private gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from .. import distributed
+from ..data import LogicalBatches, draws_dataloader
+from ..randomness import SecretSeeds, seed_worker
+from ..sampling import DrawSampler, Sampling
+from ..step import PrivateStep
+
+_REPEATED_OPTIONS = (  # not "generator": it seeds the workers, and may be known
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers",
+    "pin_memory_device",
+)  # fmt: skip
+
+
+class PoissonLoader:
+    """The batches of Poisson draws: what your DataLoader yielded, collated by its collate_fn, of random size.
+
+    A draw of more than ``max_physical_batch_size`` examples comes in several batches, an empty one as a single row of weight zero, so that
+    every draw is stepped.
+
+    Attributes:
+        sample_rate: q, the probability of each example to be in a draw.
+        expected_batch_size: q · N.
+        steps_per_epoch: Draws in one pass, ``round(1 / q)``.
+    """
+
+    def __init__(self, loader: DataLoader, sampling: Sampling, secret: int, seeds: SecretSeeds, max_physical_batch_size: int | None):
+        if max_physical_batch_size is not None and max_physical_batch_size < 1:
+            raise ValueError(f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}.")
+        self.dataset, self.collate_fn, self.batch_size = loader.dataset, loader.collate_fn, loader.batch_size
+        self.expected_batch_size, self.max_physical_batch_size = loader.batch_size, max_physical_batch_size
+        if (sampling.num_examples, sampling.expected_batch_size) != (len(loader.dataset), loader.batch_size):
+            raise ValueError(
+                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of {sampling.expected_batch_size:g}, but data_loader has "
+                f"{len(loader.dataset)} and batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data."
+            )
+        self.sample_rate = sampling.sample_rate
+        self.steps_per_epoch = max(1, round(1 / self.sample_rate))
+        options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
+        options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
+        self.sampler = DrawSampler(sampling, self.steps_per_epoch, secret, distributed.rank(), distributed.world_size())
+        self.logical_batches = LogicalBatches(self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds)
+        self._draws = draws_dataloader(self.logical_batches, self.sampler, **options)
+        self._step: PrivateStep | None = None
+
+    def hand_out_to(self, step: PrivateStep) -> None:
+        """Tell ``step`` of every batch before the loop sees it."""
+        self._step = step
+
+    def __len__(self) -> int:
+        if self.max_physical_batch_size is not None:
+            raise TypeError(
+                "how many physical batches a pass has is random with max_physical_batch_size; loader.steps_per_epoch is the number of "
+                "optimizer steps."
+            )
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for draw in self._draws:
+            for given in self._step.physical_batches(draw):
+                yield given.batch.rows
+
+
+def check_loader(loader: Any) -> None:
+    if isinstance(loader, PoissonLoader):
+        raise ValueError("data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at first.")
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
+    if loader.batch_size is None:
+        raise ValueError(
+            "data_loader has no batch_size (batch_sampler= or batch_size=None), which is the expected size of a draw: give it one. (With accelerate call "
+            "make_private before accelerator.prepare.)"
+        )
+    sampler = getattr(loader, "sampler", None)
+    if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)):
+        raise ValueError(
+            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same probability. Build the DataLoader "
+            "without sampler=."
+        )
