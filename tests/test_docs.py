@@ -1,4 +1,4 @@
-"""docs/extending.md: every block runs, and what each example claims is so."""
+"""docs/extending.md: every block runs, and what each example claims is so. docs/architecture.md: its lists are those of the code."""
 
 import itertools
 import json
@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import dp_accounting as dp
 import numpy as np
@@ -22,9 +23,12 @@ from dp_transformers.accounting import PrivacyAccountant
 from dp_transformers.checkpoint import LEDGER_NAME
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.layer_rule import layer_rule
-from dp_transformers.clipping.terms import Outer
+from dp_transformers.clipping.modes import MODES
+from dp_transformers.clipping.terms import Outer, Term
 
-PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+MAP = (ROOT / "docs" / "architecture.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 LONGEST = 20
 
@@ -67,6 +71,37 @@ def test_each_example_is_short_and_trains(page):
     ]
     for spent in page.spent:
         assert Mechanism.from_dict(spent.mechanism.to_dict()) == spent.mechanism
+
+
+# ---- the map ----
+
+
+@pytest.mark.parametrize("package", ["dp_transformers", "dp_transformers.clipping"])
+def test_the_map_has_the_layers_of_the_import_contracts(package):
+    (shown,) = re.findall(rf"<!-- layers: {package} -->\n```text\n(.*?)```\n\n(?=\|)(.*?)\n\n", MAP, re.S)
+    rows = [set(line.split(" | ")) for line in shown[0].splitlines()]
+    contracts = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    layers = contracts[package != "dp_transformers"]
+    assert rows == [set(line.replace("dp_transformers.", "").split(" | ")) for line in re.findall(r'"(.*)",', layers)]
+    described = {name for first in re.findall(r"^\| (`.*?) \|", shown[1], re.M) for name in re.findall(r"`(\w+)`", first)}
+    assert described == set().union(*rows), "each room is described, and no other"
+    folder = ROOT.joinpath(*package.split("."))
+    assert described == {path.stem for path in folder.iterdir() if path.stem[0] not in "_." and path.suffix in ("", ".py")}
+
+
+@pytest.mark.parametrize(
+    ("table", "names"), [("terms", [t.__name__ for t in get_args(Term)]), ("modes", list(MODES))], ids=["terms", "modes"]
+)
+def test_the_map_has_every_term_and_mode(table, names):
+    (shown,) = re.findall(rf"<!-- table: {table} -->\n(.*?)\n\n", MAP, re.S)
+    assert sorted(re.findall(r"^\| `(\w+)` \|", shown, re.M)) == sorted(names)
+
+
+def test_the_glossary_is_sorted_and_in_whole_sentences():
+    (glossary,) = re.findall(r"^## Glossary\n.*?\|---\|---\|\n(.*)", MAP, re.M | re.S)
+    entries = [line.strip("| ").split(" | ") for line in glossary.splitlines()]
+    words = [word.lower() for word, _ in entries]
+    assert words == sorted(words) and all(meaning.endswith(".") for _, meaning in entries)
 
 
 # ---- the layer ----
@@ -183,9 +218,9 @@ def test_the_noise_has_the_deviation_that_is_accounted_for(page):
 # ---- in the Trainer ----
 
 
-@pytest.mark.parametrize("part", ["clipping", "sampling", "noise"])
+@pytest.mark.parametrize("part", ["clipping", "noise"])  # a truncated draw: tests/test_mechanism_in_loops.py
 def test_each_part_trains_in_the_trainer(page, tmp_path, part):
-    own = {"clipping": page.AutomaticClipping(0.5), "sampling": page.TruncatedPoisson(40, 8, 14), "noise": page.FallingNoise(2.0, 5)}
+    own = {"clipping": page.AutomaticClipping(0.5), "noise": page.FallingNoise(2.0, 5)}
     mechanism = Mechanism(**{**page.parts, "sampling": page.PoissonSampling(40, 8), "steps": 6, part: own[part]})
     options = {"target_epsilon": None, "mechanism": mechanism, "accountant": "pld", "expected_batch_size": None, "max_steps": -1}
     trainer = build(DPTrainer, tmp_path, self_check=True, logging_strategy="no", model=Classifier(), **options)
