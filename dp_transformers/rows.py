@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves_with_path
+from torch.utils._pytree import tree_is_leaf, tree_leaves_with_path
 
 MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")  # as models of transformers call texts and sounds
 _PACKED = ("seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # what packing and flattening collators add
@@ -63,6 +63,8 @@ class Padding:
 def leaves(batch: Any) -> list[tuple[str, Any]]:
     """Everything in a batch with its path, also inside mappings that are no dict (BatchEncoding, UserDict); arrays as tensors."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, torch.Tensor) and tree_is_leaf(batch) and hasattr(batch, "__dict__"):
+        batch = vars(batch)  # an object of a class of the user's
     named = [("/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), x) for path, x in tree_leaves_with_path(batch)]
     return [(name, torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x) for name, x in named]
 
