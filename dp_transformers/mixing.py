@@ -148,19 +148,25 @@ class LoadedRows:
         """Of examples that are not collated yet, where they have arrays or tensors of one shape."""
         return cls(_columns_of(examples), len(examples))
 
-    def refuse_mixed(self, made: Any, who: str) -> None:
-        """Raise ValueError if rows of what ``who`` made hold parts of other rows than their own."""
+    def refuse_mixed(self, made: Any, who: str) -> bool:
+        """Raise ValueError if rows of what ``who`` made hold parts of other rows than their own. Whether rows are seen to be other ones than they were."""
         untouched = {id(x) for x, version, *_ in self._kept if x._version == version}
+        changed = False
         for x, rows_bn in _by_row(made, self._size) if self._kept else ():
             if id(x) in untouched or not x.is_floating_point():
                 continue
-            for *_, width, loaded_bk in self._kept:
-                if width == rows_bn.shape[1] and _is_mixed(_sample(rows_bn), loaded_bk):
-                    raise ValueError(
-                        f"the {who} mixes examples: a row holds parts of other rows, as MixUp, CutMix and normalisation over the batch make them, or is "
-                        "there twice. Clipping would then not bound what one example can change. Remove the mixing from the "
-                        f"{who}, and augment each example by itself."
-                    )
+            made_bk = _sample(rows_bn)
+            alike = [loaded_bk for *_, width, loaded_bk in self._kept if width == rows_bn.shape[1]]
+            if any(torch.equal(made_bk, loaded_bk) for loaded_bk in alike):
+                continue
+            changed = True
+            if any(_is_mixed(made_bk, loaded_bk) for loaded_bk in alike):
+                raise ValueError(
+                    f"the {who} mixes examples: a row holds parts of other rows, as MixUp, CutMix and normalisation over the batch make them, or is "
+                    f"there twice. Clipping would then not bound what one example can change. Remove the mixing from the {who}, and augment each "
+                    "example by itself."
+                )
+        return changed
 
 
 def _columns_of(examples: Sequence[Any]) -> list[torch.Tensor]:
@@ -204,7 +210,7 @@ def _columns(width: int) -> torch.Tensor:
 
 def _is_mixed(x_bk: torch.Tensor, y_bk: torch.Tensor) -> bool:
     """Whether rows of ``x`` hold parts of other rows of ``y`` than their own."""
-    if torch.equal(x_bk, y_bk) or not (torch.isfinite(x_bk).all() and torch.isfinite(y_bk).all()):
+    if not (torch.isfinite(x_bk).all() and torch.isfinite(y_bk).all()):
         return False
     if _is_centred(x_bk) and not _is_centred(y_bk):
         return True

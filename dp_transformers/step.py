@@ -186,9 +186,9 @@ class PrivateStep:
 
     def before_forward(self, args: tuple, kwargs: dict) -> None:
         """Look at what became of the rows, seed the random numbers, look at a batch of a new kind."""
-        if self.current_batch() is not None:
+        batch = self.current_batch()
+        if batch is not None and batch.loaded.refuse_mixed((args, kwargs), "training loop"):  # augmented, perhaps
             require_unseeded("the training loop, after it took a batch")
-            self.given.loaded.refuse_mixed((args, kwargs), "training loop")
         self._seeds.reseed()
         if self._own_optimizer is not None and self.given is not None:
             self.check(args, kwargs)

@@ -192,15 +192,13 @@ def test_validation_with_a_graph_between_steps():
     assert engine.steps == 4
 
 
-@pytest.mark.filterwarnings("ignore:dp_seed")
 def test_seeds_that_a_loop_sets():
-    """Before it takes a batch they do not matter; after that, what augments the batch would be known."""
-    drawn = []
+    """They do not matter, but for one that is set for a batch which is then augmented: that augmentation would be known."""
+    drawn, data = [], TensorDataset(torch.randn(16, 20), torch.randint(0, 2, (16,)))
     for _ in range(2):
-        engine = PrivacyEngine()
-        model = torch.nn.Linear(3, 2)
-        model, optimizer, loader = engine.make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), data_loader=DataLoader(rows_of_numbers(), 16), noise_multiplier=1.0,
+        model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(20, 2))
+        model, optimizer, loader = PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), data_loader=DataLoader(data, 16), noise_multiplier=1.0,
             max_grad_norm=1.0,
         )  # fmt: skip
         torch.manual_seed(3)
@@ -210,6 +208,13 @@ def test_seeds_that_a_loop_sets():
             optimizer.step()
     assert not torch.equal(*drawn)
     x, y = next(iter(loader))
+    torch.manual_seed(3)
+    model(x)
+    drawn = [torch.rand(4)]
+    torch.manual_seed(3)
+    model(x)
+    drawn.append(torch.rand(4))
+    assert not torch.equal(*drawn), "dropout is seeded anew"
     torch.manual_seed(3)
     with pytest.raises(ValueError, match=r"seed was set in the training loop, after it took a batch.*Remove that call"):
         model(x + torch.randn_like(x))
