@@ -83,6 +83,12 @@ def compute_epsilon(noise_multiplier: float, sample_rate: float, steps: int, del
 
     Raises:
         ValueError: An argument is out of range.
+
+    Example::
+
+        >>> from dp_transformers import compute_epsilon
+        >>> round(compute_epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-5), 2)
+        1.83
     """
     run = PrivacyAccountant(accountant)
     run.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
@@ -108,6 +114,12 @@ def calibrate_noise_multiplier(
 
     Raises:
         ValueError: An argument is out of range, or not even `MAX_NOISE_MULTIPLIER` meets the target.
+
+    Example::
+
+        >>> from dp_transformers import calibrate_noise_multiplier
+        >>> round(calibrate_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.01, steps=1000), 2)
+        0.96
     """
     check_accountant(accountant)
     target, delta = _check_epsilon("target_epsilon", target_epsilon), _check_delta("target_delta", target_delta)

@@ -36,7 +36,14 @@ Steps = Mapping[StepParameters, int]  # how many steps used these parameters
 
 @dataclass(frozen=True)
 class PrivacyUnit:
-    """What the guarantee protects: one row of the training data, and all rows of one person, who has so many at most."""
+    """What the guarantee protects: one row of the training data, and all rows of one person, who has so many at most.
+
+    Example::
+
+        >>> from dp_transformers import PrivacyUnit
+        >>> PrivacyUnit(max_examples_per_person=30)
+        PrivacyUnit(max_examples_per_person=30)
+    """
 
     max_examples_per_person: int = 1
 
@@ -83,13 +90,17 @@ class Mechanism:
 
     Example::
 
-        mechanism = Mechanism(
-            sampling=PoissonSampling(num_examples=60_000, expected_batch_size=256),
-            clipping=FlatClipping(1.0),
-            noise=IndependentNoise(1.1),
-            steps=2_000,
-        )
-        mechanism.epsilon(delta=1e-6)
+        >>> from dp_transformers import FlatClipping, IndependentNoise, Mechanism, PoissonSampling
+        >>> mechanism = Mechanism(
+        ...     sampling=PoissonSampling(num_examples=60_000, expected_batch_size=256),
+        ...     clipping=FlatClipping(1.0),
+        ...     noise=IndependentNoise(1.1),
+        ...     steps=2_000,
+        ... )
+        >>> round(mechanism.epsilon(delta=1e-6), 2)
+        0.98
+        >>> mechanism.at(0).noise_std
+        1.1
     """
 
     sampling: Sampling

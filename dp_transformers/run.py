@@ -34,6 +34,14 @@ class PrivacySpent:
         private: Whether there is a guarantee at all; ``not_private_because`` says why not.
         verified: Whether clipping was compared with one example at a time before the first step (``self_check``).
         epsilon_per_person: ε at the same delta for adding or removing all rows of one person.
+
+    Example::
+
+        >>> from dp_transformers import FlatClipping, IndependentNoise, Mechanism, PoissonSampling, PrivacySpent
+        >>> mechanism = Mechanism(sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(2.0))
+        >>> spent = PrivacySpent(mechanism.epsilon(1e-5), 1e-5, 1, mechanism, "pld")  # trainer.privacy_spent() makes one of what was done
+        >>> spent.unit, spent.sample_rate, spent.noise_multiplier
+        ('one row of train_dataset (N = 1000)', 0.05, 2.0)
     """
 
     epsilon: float

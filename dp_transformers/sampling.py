@@ -56,7 +56,14 @@ class Sampling(Value):
 
 @dataclass(frozen=True)
 class PoissonSampling(Sampling):
-    """Every step takes every example independently with probability ``expected_batch_size / num_examples``, whatever was taken before."""
+    """Every step takes every example independently with probability ``expected_batch_size / num_examples``, whatever was taken before.
+
+    Example::
+
+        >>> from dp_transformers import PoissonSampling
+        >>> PoissonSampling(num_examples=60_000, expected_batch_size=300).sample_rate
+        0.005
+    """
 
     kind: ClassVar[str] = "poisson"
     num_examples: int

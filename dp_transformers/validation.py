@@ -61,9 +61,13 @@ class ModuleValidator:
 
     Example::
 
-        for problem in ModuleValidator.validate(model):
-            print(problem)                     # '1.0' is a BatchNorm1d: ...
-        model = ModuleValidator.fix(model)     # before the optimizer is built: some parameters may be held by other modules now
+        >>> from torch import nn
+        >>> from dp_transformers import ModuleValidator
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        >>> ModuleValidator.is_valid(model)
+        False
+        >>> ModuleValidator.fix(model)[1]  # before the optimizer is built: some parameters may be held by other modules now
+        GroupNorm(1, 4, eps=1e-05, affine=True, bias=True)
     """
 
     @staticmethod

@@ -1,5 +1,6 @@
 """docs/extending.md: every block runs, and what each example claims is so. docs/architecture.md: its lists are those of the code."""
 
+import doctest
 import itertools
 import json
 import re
@@ -18,7 +19,8 @@ from scipy import stats
 from test_resume import Classifier, build
 from torch import nn
 
-from dp_transformers import DPTrainer, Mechanism, PerExampleClipper
+import dp_transformers
+from dp_transformers import DPTrainer, Mechanism, PerExampleClipper, clipping
 from dp_transformers.accounting import PrivacyAccountant
 from dp_transformers.checkpoint import LEDGER_NAME
 from dp_transformers.clipping.errors import SelfCheckError
@@ -237,3 +239,17 @@ def test_each_part_is_calibrated(page):
         calibrated = mechanism.calibrated(target_epsilon=3.0, target_delta=1e-3, accountant="rdp")
         assert 2.9 < calibrated.epsilon(1e-3, accountant="rdp") <= 3.0
         assert replace(calibrated, noise=mechanism.noise) == mechanism
+
+
+# ---- docstrings ----
+
+
+@pytest.mark.parametrize("name", sorted({*dp_transformers.__all__, *clipping.__all__}))
+def test_every_public_name_has_an_example_that_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    public = getattr(dp_transformers if name in dp_transformers.__all__ else clipping, name)
+    (found,) = doctest.DocTestFinder(recurse=False).find(public, name, globs={})
+    assert found.examples, f"{name} has no example"
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(found, out=said.append)
+    assert not said, "".join(said)

@@ -53,9 +53,15 @@ class PerExampleClipper:
 
     Example::
 
-        clipper = PerExampleClipper(model, max_grad_norm=1.0)
-        losses = F.cross_entropy(model(x), y, reduction="none")      # (B,)
-        norms = clipper.backward(losses)                             # p.grad += sum of clipped gradients; norms (B,)
+        >>> import torch
+        >>> from dp_transformers import PerExampleClipper
+        >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.randint(2, (8,))
+        >>> clipper = PerExampleClipper(model, max_grad_norm=1.0)
+        >>> losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+        >>> clipper.backward(losses).shape  # the norms; p.grad holds the sum of clipped gradients
+        torch.Size([8])
+        >>> model.weight.grad.shape
+        torch.Size([2, 3])
     """
 
     def __init__(

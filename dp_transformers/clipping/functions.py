@@ -34,7 +34,15 @@ class ClippingFunction(Value):
 
 @dataclass(frozen=True)
 class FlatClipping(ClippingFunction):
-    """min(1, C / norm), with one bound C on the norm over all trainable parameters (Abadi et al. 2016, arXiv 1607.00133)."""
+    """min(1, C / norm), with one bound C on the norm over all trainable parameters (Abadi et al. 2016, arXiv 1607.00133).
+
+    Example::
+
+        >>> import torch
+        >>> from dp_transformers import FlatClipping
+        >>> FlatClipping(1.0).coefficients(torch.tensor([0.5, 1.0, 4.0]))
+        tensor([1.0000, 1.0000, 0.2500])
+    """
 
     kind: ClassVar[str] = "flat"
     max_grad_norm: float

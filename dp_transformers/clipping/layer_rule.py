@@ -86,6 +86,23 @@ def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[GradSam
     The decorated function is called as ``f(layer, activations, backprops)`` with ``activations`` the list of tensors the layer
     was called with (batch first), ``backprops`` the gradient of the summed losses with respect to its output, and returns
     ``{parameter: tensor of shape (B, *parameter.shape)}`` for every trainable parameter that ``layer`` owns directly.
+
+    Example::
+
+        >>> import torch
+        >>> from dp_transformers import check_per_sample_gradients_are_correct, register_grad_sampler
+        >>> class Scale(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.randn(3))
+        ...
+        ...     def forward(self, x):
+        ...         return self.weight * x
+        >>> @register_grad_sampler(Scale)
+        ... def scale(layer, activations, backprops):
+        ...     return {layer.weight: activations[0] * backprops}
+        >>> check_per_sample_gradients_are_correct(torch.randn(4, 3), Scale())
+        True
     """
 
     def register(function: GradSampler) -> GradSampler:
@@ -106,6 +123,23 @@ def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSam
     Mode "ghost" measures with it. Where gradients themselves are needed they come from the layer's grad sampler, or without one from
     re-running the layer: in the modes that keep or instantiate them, for parameters used more than once in a forward pass (the norm
     of a sum does not follow from norms), and for a batch with a gradient that is not finite.
+
+    Example::
+
+        >>> import torch
+        >>> from dp_transformers import check_per_sample_gradients_are_correct, register_norm_sampler
+        >>> class Shift(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.bias = torch.nn.Parameter(torch.randn(3))
+        ...
+        ...     def forward(self, x):
+        ...         return self.bias + x
+        >>> @register_norm_sampler(Shift)
+        ... def shift(layer, activations, backprops):
+        ...     return {layer.bias: backprops.norm(dim=1)}
+        >>> check_per_sample_gradients_are_correct(torch.randn(4, 3), Shift(), modes=["ghost"])
+        True
     """
 
     def register(function: NormSampler) -> NormSampler:

@@ -60,7 +60,14 @@ class Noise(Value):
 
 @dataclass(frozen=True)
 class IndependentNoise(Noise):
-    """N(0, (σ·C)²) on every coordinate of every step, independently. σ = 0 adds none, and nothing is private."""
+    """N(0, (σ·C)²) on every coordinate of every step, independently. σ = 0 adds none, and nothing is private.
+
+    Example::
+
+        >>> from dp_transformers import IndependentNoise
+        >>> IndependentNoise(1.1).to_dict()
+        {'kind': 'independent', 'noise_multiplier': 1.1}
+    """
 
     kind: ClassVar[str] = "independent"
     noise_multiplier: float

@@ -56,15 +56,20 @@ class PrivacyEngine:
 
     Example::
 
-        engine = PrivacyEngine()
-        model, optimizer, loader = engine.make_private(
-            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
-        )
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        print(engine.get_epsilon(delta=1e-6))
+        >>> import torch
+        >>> from dp_transformers import PrivacyEngine
+        >>> model, rows = torch.nn.Linear(3, 2), [(torch.randn(3), i % 2) for i in range(100)]
+        >>> optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(rows, batch_size=20)
+        >>> engine = PrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private(
+        ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        ... )
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+        >>> round(engine.get_epsilon(delta=1e-3), 2)
+        2.27
     """
 
     def __init__(

@@ -62,6 +62,13 @@ class DPTrainingArguments(TrainingArguments):
             Before the first step, check on synthetic data that clipping is exact for this model and that no parameter escapes it.
         log_train_loss (`bool`, defaults to `False`):
             Log the training loss. It is computed from private examples without noise and is not covered by ε.
+
+    Example::
+
+        >>> from dp_transformers import DPTrainingArguments
+        >>> args = DPTrainingArguments("outputs", target_epsilon=8.0, target_delta=1e-6, max_grad_norm=1.0, expected_batch_size=1024)
+        >>> args.expected_batch_size, args.gradient_accumulation_steps
+        (1024, 1)
     """
 
     target_epsilon: float | None = field(default=None, metadata={"help": "Privacy budget. Give this or noise_multiplier."})

@@ -14,4 +14,20 @@ class DPTrainer(DPTrainerMixin, Trainer):
     callbacks, PEFT models, evaluation, prediction, saving, resuming. One training step is one Poisson draw from the training set, of
     `expected_batch_size` examples on average; `global_step` counts draws. [`DPTrainerMixin`] describes the arguments, and makes any other
     subclass of Trainer private.
+
+    Example::
+
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from dp_transformers import DPTrainer, DPTrainingArguments
+        >>> config = BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> rows = [{"input_ids": [i % 30, 1, 2], "labels": i % 2} for i in range(100)]
+        >>> args = DPTrainingArguments(
+        ...     "outputs", target_epsilon=8.0, target_delta=1e-3, expected_batch_size=20, max_steps=5, use_cpu=True, disable_tqdm=True
+        ... )
+        >>> trainer = DPTrainer(BertForSequenceClassification(config), args, train_dataset=rows)
+        >>> result = trainer.train()
+        {'train_runtime': ...}
+        >>> spent = trainer.privacy_spent()
+        >>> spent.steps, spent.epsilon <= 8.0
+        (5, True)
     """

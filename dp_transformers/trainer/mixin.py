@@ -55,6 +55,15 @@ class DPTrainerMixin:
     Raises:
         TypeError: when a class is defined in whose order of bases Trainer comes before the mixin.
         ValueError: at construction, for whatever would break the guarantee, with the way out.
+
+    Example::
+
+        >>> from transformers import Seq2SeqTrainer
+        >>> from dp_transformers import DPTrainerMixin
+        >>> class DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer):
+        ...     pass
+        >>> DPSeq2SeqTrainer.trains_privately
+        True
     """
 
     trains_privately = True

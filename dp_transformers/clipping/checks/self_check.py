@@ -96,6 +96,14 @@ def check_model(
 
     Raises:
         SelfCheckError: a parameter escapes, or norms, sums or locality are off.
+
+    Example::
+
+        >>> import torch
+        >>> from dp_transformers import check_model
+        >>> report = check_model(torch.nn.Linear(3, 2), {"input": torch.randn(4, 3)})
+        >>> report.norm_error < 1e-5
+        True
     """
     with _attached(model, mode) as engine:
         return run_checks(engine, *arguments_of(batch), loss_function)
@@ -126,6 +134,13 @@ def check_per_sample_gradients_are_correct(
 
     Raises:
         ValueError: fewer than two examples, or nothing to train.
+
+    Example::
+
+        >>> import torch
+        >>> from dp_transformers import check_per_sample_gradients_are_correct
+        >>> check_per_sample_gradients_are_correct(torch.randn(4, 3), torch.nn.Linear(3, 2))
+        True
     """
 
     args, kwargs = arguments_of(inputs)
