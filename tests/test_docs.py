@@ -85,7 +85,7 @@ def test_the_map_has_the_layers_of_the_import_contracts(package):
     contracts = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     layers = contracts[package != "dp_transformers"]
     assert rows == [set(line.replace("dp_transformers.", "").split(" | ")) for line in re.findall(r'"(.*)",', layers)]
-    described = {name for first in re.findall(r"^\| (`.*?) \|", shown[1], re.M) for name in re.findall(r"`(\w+)`", first)}
+    described = {name for first in re.findall(r"^\| (`[^|]*) \|", shown[1], re.M) for name in re.findall(r"`(\w+)`", first)}
     assert described == set().union(*rows), "each room is described, and no other"
     folder = ROOT.joinpath(*package.split("."))
     assert described == {path.stem for path in folder.iterdir() if path.stem[0] not in "_." and path.suffix in ("", ".py")}
@@ -104,6 +104,17 @@ def test_the_glossary_is_sorted_and_in_whole_sentences():
     entries = [line.strip("| ").split(" | ") for line in glossary.splitlines()]
     words = [word.lower() for word, _ in entries]
     assert words == sorted(words) and all(meaning.endswith(".") for _, meaning in entries)
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
+)
+def test_files_and_pages_that_are_named_exist(page):
+    text = page.read_text()
+    named = re.findall(r"`([\w/]+\.py)`", text)
+    assert all((ROOT / name).exists() or (ROOT / "dp_transformers" / name).exists() for name in named), named
+    linked = [link.partition("#")[0] for link in re.findall(r"\]\((?!http)([^)]+)\)", text)]
+    assert all((page.parent / link).exists() for link in linked), linked
 
 
 # ---- the layer ----
