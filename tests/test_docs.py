@@ -18,6 +18,8 @@ from layers import ALL_MODES, check
 from scipy import stats
 from test_resume import Classifier, build
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import BertConfig, BertForSequenceClassification, default_data_collator
 
 import dp_transformers
 from dp_transformers import DPTrainer, Mechanism, PerExampleClipper, clipping
@@ -115,6 +117,36 @@ def test_files_and_pages_that_are_named_exist(page):
     assert all((ROOT / name).exists() or (ROOT / "dp_transformers" / name).exists() for name in named), named
     linked = [link.partition("#")[0] for link in re.findall(r"\]\((?!http)([^)]+)\)", text)]
     assert all((page.parent / link).exists() for link in linked), linked
+
+
+def test_the_blocks_of_the_readme_run(tmp_path, monkeypatch):
+    """From top to bottom, with data and a small model of what each of them is about."""
+    monkeypatch.chdir(tmp_path)
+    config = BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    data = TensorDataset(torch.randn(60, 3), torch.arange(60) % 2)
+    train = [{"input_ids": [i % 30, 1, 2], "attention_mask": [1, 1, 1], "labels": i % 2} for i in range(1100)]
+    names = {
+        "model": BertForSequenceClassification(config),
+        "train": train,
+        "test": train[:8],
+        "collator": default_data_collator,
+        "torch": torch,
+    }
+    trainer, loop, clipper, mechanism = blocks((ROOT / "README.md").read_text())
+    exec(compile(trainer, "README.md", "exec"), names)
+    spent = names["trainer"].privacy_spent()
+    assert 0 < spent.epsilon <= 8 and spent.verified
+    model = nn.Linear(3, 2)
+    names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": DataLoader(data, batch_size=30)}
+    exec(compile(loop, "README.md", "exec"), names)
+    spent = names["engine"].privacy_spent(1e-6)
+    assert 7.9 < spent.epsilon <= 8 and spent.steps == 20, "the loop takes as many steps as the noise is calibrated for"
+    names["engine"].detach()
+    model.zero_grad()
+    names["x"], names["y"] = data.tensors
+    exec(compile(clipper, "README.md", "exec"), names)
+    assert names["norms"].shape == (60,) and model.weight.grad.norm() > 0
+    exec(compile(mechanism, "README.md", "exec"), names)
 
 
 # ---- the layer ----
