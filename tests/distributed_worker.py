@@ -208,7 +208,7 @@ def loop(
         noise_multiplier=noise_multiplier, max_grad_norm=bound, max_physical_batch_size=2, clipping_mode=mode,
     )  # fmt: skip
     optimizer, loader, criterion = made[1], made[-1], made[2] if by == "criterion" else F.cross_entropy
-    sampler, draws, gradients, weights = loader._draws.batch_sampler, [], [], []
+    sampler, draws, gradients, weights = loader._draws.sampler, [], [], []
     draw = sampler.draw
     sampler.draw = lambda: draws.append(draw()) or draws[-1]
     for batch in loader:

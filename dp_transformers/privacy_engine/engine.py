@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,20 +15,25 @@ from torch.utils.data import DataLoader
 
 from .. import distributed
 from ..accounting import check_accountant
-from ..checkpoint import Ledger, PrivacyStateError
+from ..checkpoint import Ledger, PrivacyState
 from ..clipping import PerExampleClipper
-from ..clipping.functions import ClippingFunction
+from ..clipping.functions import FlatClipping
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
-from ..mechanism import Mechanism
+from ..mechanism import Mechanism, PrivacyUnit
+from ..noise import IndependentNoise
 from ..noise.generators import check_noise_source
+from ..plan import describe, hopeless
 from ..randomness import SecretSeeds
-from ..run import PrivacySpent
-from ..sampling import PoissonSampling, Sampling
+from ..run import PrivacySpent, PrivateRun
+from ..step import PrivateStep
 from ..validation import validate_model, validate_training_data
-from .criterion import REDUCTIONS, PrivateCriterion
-from .loader import PoissonLoader, check_loader
-from .loop import Loop, check_optimizer
+from .checkpoints import load, save
+from .criterion import REDUCTIONS, PrivateCriterion, check_reduction
+from .loader import PoissonDraws, PoissonLoader, check_loader, sampling_of, steps_per_epoch
+from .loop import PrivateLoop, check_optimizer
+
+logger = logging.getLogger(__name__)
 
 
 class PrivacyEngine:
@@ -84,7 +89,7 @@ class PrivacyEngine:
         self._accountant = check_accountant(accountant)
         self._dp_seed, self._secure = dp_seed, secure_rng
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
-        self._loop: Loop | None = None
+        self._loop: PrivateLoop | None = None
 
     @property
     def steps(self) -> int:
@@ -152,12 +157,18 @@ class PrivacyEngine:
             raise ValueError(
                 "noise_multiplier, max_grad_norm or max_examples_per_person is given beside a mechanism, which says them: leave them out."
             )
-        clipping = max_grad_norm if mechanism is None else mechanism.clipping.at(0)
-        loop = self._prepare(
-            module, optimizer, data_loader, criterion, loss_reduction, batch_first, max_physical_batch_size, clipping_mode, poisson_sampling,
-            self_check, clipping, sampling=None if mechanism is None else mechanism.sampling,
+        self._refuse_second_use()
+        _refuse(module, optimizer, data_loader, loss_reduction, poisson_sampling)
+        mechanism = mechanism or Mechanism(
+            sampling=sampling_of(data_loader),
+            clipping=FlatClipping(max_grad_norm),
+            noise=IndependentNoise(noise_multiplier),
+            unit=PrivacyUnit(max_examples_per_person),
+        )
+        return self._start(
+            mechanism, module, optimizer, data_loader, criterion=criterion, loss_reduction=loss_reduction, batch_first=batch_first,
+            max_physical_batch_size=max_physical_batch_size, clipping_mode=clipping_mode, self_check=self_check,
         )  # fmt: skip
-        return loop.begin(lambda: mechanism or loop.mechanism(noise_multiplier, rows=max_examples_per_person))
 
     def make_private_with_epsilon(
         self,
@@ -183,53 +194,48 @@ class PrivacyEngine:
         A step that would exceed the target raises RuntimeError and leaves the model as it is. With ``max_examples_per_person`` the target is met
         for all rows of one person together.
         """
-        loop = self._prepare(
-            module, optimizer, data_loader, criterion, loss_reduction, batch_first, max_physical_batch_size, clipping_mode, poisson_sampling,
-            self_check, max_grad_norm, target_delta,
+        self._refuse_second_use()
+        _refuse(module, optimizer, data_loader, loss_reduction, poisson_sampling, delta=target_delta)
+        sampling = sampling_of(data_loader)
+        mechanism = Mechanism(
+            sampling=sampling,
+            clipping=FlatClipping(max_grad_norm),
+            noise=IndependentNoise(1.0),
+            steps=math.ceil(epochs * steps_per_epoch(sampling)),
+            unit=PrivacyUnit(max_examples_per_person),
+        ).calibrated(target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant)
+        return self._start(
+            mechanism, module, optimizer, data_loader, criterion=criterion, loss_reduction=loss_reduction, batch_first=batch_first,
+            max_physical_batch_size=max_physical_batch_size, clipping_mode=clipping_mode, self_check=self_check,
+            delta=target_delta, target_epsilon=target_epsilon,
         )  # fmt: skip
-        steps = math.ceil(epochs * loop.loader.steps_per_epoch)
 
-        def calibrated() -> Mechanism:
-            mechanism = loop.mechanism(1.0, steps=steps, rows=max_examples_per_person)
-            return mechanism.calibrated(target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant)
+    def _refuse_second_use(self) -> None:
+        if self._loop is not None:
+            raise ValueError("this engine is already used: take another PrivacyEngine for another training; what both spend adds up.")
 
-        return loop.begin(calibrated, target_epsilon=target_epsilon)
-
-    def _prepare(
+    def _start(
         self,
+        mechanism: Mechanism,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: DataLoader,
+        *,
         criterion: nn.Module | None,
         loss_reduction: str,
         batch_first: bool,
         max_physical_batch_size: int | None,
         clipping_mode: str,
-        poisson_sampling: bool,
         self_check: bool,
-        max_grad_norm: float | ClippingFunction,
         delta: float | None = None,
-        sampling: Sampling | None = None,
-    ) -> Loop:
-        if self._loop is not None:
-            raise ValueError("this engine is already used: take another PrivacyEngine for another training; what both spend adds up.")
-        if not poisson_sampling:
-            raise ValueError(
-                "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too small. Leave it True."
-            )
-        if loss_reduction not in (*REDUCTIONS, "none"):
-            raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {loss_reduction!r}.")
-        refuse_attached(module)
-        _check_module(module)
-        check_loader(data_loader)
-        check_optimizer(optimizer, module)
-        validate_training_data(data_loader.dataset, target_delta=delta, expected_batch_size=data_loader.batch_size)
+        target_epsilon: float | None = None,
+    ) -> tuple:
+        """Put the parts of a private training together, and begin it."""
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(self._dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())
-        sampling = sampling or PoissonSampling(len(data_loader.dataset), data_loader.batch_size)
-        loader = PoissonLoader(data_loader, sampling, secret, seeds, max_physical_batch_size)
-        clipper = PerExampleClipper(module, max_grad_norm, mode=clipping_mode, self_check=self_check, batch_first=batch_first)
+        draws = PoissonDraws(data_loader, mechanism.sampling, secret, seeds, max_physical_batch_size)
+        clipper = PerExampleClipper(module, mechanism.clipping.at(0), mode=clipping_mode, self_check=self_check, batch_first=batch_first)
         try:
             if clipper.parallel:
                 raise ValueError(
@@ -237,12 +243,26 @@ class PrivacyEngine:
                     "LayoutNoise in a loop that gives each group its examples (docs/scaling.md)."
                 )
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
-            reduction = loss_reduction if criterion is None and loss_reduction != "none" else None
-            self._loop = Loop(self, clipper, optimizer, loader, private_criterion, reduction, delta, seeds)
+            state = PrivacyState(distributed.on_rank_zero(PrivacyState.new_run_id), mechanism, delta, target_epsilon)
+            if self._ledger is not None:
+                distributed.on_rank_zero(self._ledger.open)
+            run = PrivateRun(state, self._accountant, self._ledger, dp_seed=self._dp_seed, verified=self_check)
+            noise = mechanism.noise.source(clipper, dp_seed=self._dp_seed, secure=self._secure)
+            step = PrivateStep(clipper, run, noise, seeds, draws.logical_batches, at_least=1, own_optimizer=optimizer)
+            clipper.follow(step, None if criterion is not None or loss_reduction == "none" else loss_reduction)
+            loader = PoissonLoader(draws, step)
+            self._loop = PrivateLoop(step, optimizer, loader, None if loss_reduction == "none" else loss_reduction)
         except BaseException:
             clipper.detach()
+            if self._ledger is not None:
+                self._ledger.close()
             raise
-        return self._loop
+        seeds.reseed()
+        size = sum(p.numel() for p in clipper.parameters)
+        logger.info(describe(run, mechanism.steps, size, clipper.mode.name))
+        if warning := hopeless(run, mechanism.steps or loader.steps_per_epoch, size):
+            logger.warning(warning)
+        return (module, optimizer, loader) if private_criterion is None else (module, optimizer, private_criterion, loader)
 
     def get_epsilon(self, delta: float) -> float:
         """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the run is not private."""
@@ -271,19 +291,7 @@ class PrivacyEngine:
         Raises:
             ValueError: the gradient of some row is not that of the row by itself.
         """
-        reduction = self._made_private().loss_reduction or "mean"
-        outputs = outputs.detach().requires_grad_()
-        together = torch.autograd.grad(loss_function(outputs, targets), outputs)[0]
-        share = 1 / len(outputs) if reduction == "mean" else 1.0
-        for i in range(len(outputs)):
-            row = outputs.detach()[i : i + 1].requires_grad_()
-            alone = torch.autograd.grad(loss_function(row, targets[i : i + 1]), row)[0]
-            if not torch.allclose(together[i : i + 1], alone * share, rtol=1e-4, atol=1e-7):
-                raise ValueError(
-                    f"the loss is not the plain {reduction} of its rows' losses: the gradient of row {i} depends on the other rows, or is scaled. "
-                    "Compute losses of shape (B,) with reduction='none' and call engine.clipper.backward(losses) instead of loss.backward(), "
-                    "with make_private(..., loss_reduction='none')."
-                )
+        check_reduction(loss_function, outputs, targets, self._made_private().loss_reduction or "mean")
 
     def save_checkpoint(
         self,
@@ -297,22 +305,7 @@ class PrivacyEngine:
 
         Of several processes the first writes; the others need to call it only where they hold shards, and should wait for it before they load.
         """
-        loop, content = self._made_private(), dict(checkpoint_dict or {})
-        content["module"], content["optimizer"] = loop.states(module, optimizer)
-        run = loop.run
-        executed = [[[*step, count] for step, count in segment.items()] for segment in run.executed]
-        facts = {"steps": run.steps, "executed": executed, "next_step": loop.step.number + 1}
-        facts |= {"saved_by": loop.writer, "not_private_because": list(run.not_private_because)}
-        content["privacy"] = {**run.state.to_dict(), **facts}
-        if distributed.rank() != 0:
-            return
-        path = Path(path)
-        temporary = path.with_name(path.name + ".tmp")
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        save(path, self._made_private(), module, optimizer, checkpoint_dict or {})
 
     def load_checkpoint(
         self, path: str | os.PathLike, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, map_location: Any = None
@@ -325,19 +318,7 @@ class PrivacyEngine:
         Raises:
             PrivacyStateError: the file holds no privacy state, or one of another mechanism, or the ledger lacks steps.
         """
-        loop = self._made_private()
-        content = torch.load(path, map_location=map_location, weights_only=True)
-        if "privacy" not in content:
-            raise PrivacyStateError(f"'{path}' says nothing of what was spent: load a file that PrivacyEngine.save_checkpoint wrote.")
-        moments = content.pop("optimizer", None)
-        if optimizer is not None and moments is None:
-            raise ValueError(
-                f"'{path}' was saved without the optimizer. Call load_checkpoint without optimizer= and let the optimizer start anew; next time save with "
-                "save_checkpoint(..., optimizer=optimizer)."
-            )
-        loop.restore(dict(content.pop("privacy")))
-        loop.load_states(module, content.pop("module"), optimizer, moments)
-        return content
+        return load(path, self._made_private(), module, optimizer, map_location)
 
     def detach(self) -> None:
         """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger. ε stays counted.
@@ -353,13 +334,32 @@ class PrivacyEngine:
                 "dropped (p.grad is None), and epsilon counts the draw as a step. Call detach() after optimizer.step()."
             )
 
-    def _made_private(self) -> Loop:
+    def _made_private(self) -> PrivateLoop:
         if self._loop is None:
             raise ValueError("this engine trains nothing yet: call make_private or make_private_with_epsilon first.")
         return self._loop
 
 
-def _check_module(module: nn.Module) -> None:
+def _refuse(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: DataLoader,
+    loss_reduction: str,
+    poisson_sampling: bool,
+    *,
+    delta: float | None = None,
+) -> None:
+    """Raise ValueError for what no mechanism could train privately; nothing was changed yet."""
+    if not poisson_sampling:
+        raise ValueError(
+            "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too small. Leave it True."
+        )
+    if loss_reduction not in (*REDUCTIONS, "none"):
+        raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {loss_reduction!r}.")
+    refuse_attached(module)
     if not module.training:
         raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
     validate_model(module)
+    check_loader(data_loader)
+    check_optimizer(optimizer, module)
+    validate_training_data(data_loader.dataset, target_delta=delta, expected_batch_size=data_loader.batch_size)

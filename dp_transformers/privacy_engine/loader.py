@@ -9,15 +9,48 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from .. import distributed
-from ..data import LogicalBatches, draws_dataloader
+from ..data import LogicalBatch, LogicalBatches, draws_dataloader
 from ..randomness import SecretSeeds, seed_worker
-from ..sampling import DrawSampler, Sampling
+from ..sampling import DrawSampler, PoissonSampling, Sampling
 from ..step import PrivateStep
 
 _REPEATED_OPTIONS = (  # not "generator": it seeds the workers, and may be known
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers",
     "pin_memory_device",
 )  # fmt: skip
+
+
+class PoissonDraws:
+    """Poisson draws from the data of a DataLoader, loaded and collated as that does it.
+
+    Args:
+        loader: Its data set, collate_fn, workers and pinning are kept.
+        sampling: Which examples take part in a step.
+        secret: Seeds the draws, the same on all ranks.
+        seeds: Of augmentation and random collators.
+        max_physical_batch_size: The largest batch that a draw is split into; None for no limit.
+
+    Raises:
+        ValueError: ``sampling`` is for other data or another batch size.
+    """
+
+    def __init__(self, loader: DataLoader, sampling: Sampling, secret: int, seeds: SecretSeeds, max_physical_batch_size: int | None):
+        if max_physical_batch_size is not None and max_physical_batch_size < 1:
+            raise ValueError(f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}.")
+        if (sampling.num_examples, sampling.expected_batch_size) != (len(loader.dataset), loader.batch_size):
+            raise ValueError(
+                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of {sampling.expected_batch_size:g}, but data_loader has "
+                f"{len(loader.dataset)} and batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data."
+            )
+        self.dataset, self.collate_fn, self.max_physical_batch_size = loader.dataset, loader.collate_fn, max_physical_batch_size
+        options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
+        options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
+        self.sampler = DrawSampler(sampling, steps_per_epoch(sampling), secret, distributed.rank(), distributed.world_size())
+        self.logical_batches = LogicalBatches(self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds)
+        self._loader = draws_dataloader(self.logical_batches, self.sampler, **options)
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        return iter(self._loader)
 
 
 class PoissonLoader:
@@ -32,28 +65,16 @@ class PoissonLoader:
         steps_per_epoch: Draws in one pass, ``round(1 / q)``.
     """
 
-    def __init__(self, loader: DataLoader, sampling: Sampling, secret: int, seeds: SecretSeeds, max_physical_batch_size: int | None):
-        if max_physical_batch_size is not None and max_physical_batch_size < 1:
-            raise ValueError(f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}.")
-        self.dataset, self.collate_fn, self.batch_size = loader.dataset, loader.collate_fn, loader.batch_size
-        self.expected_batch_size, self.max_physical_batch_size = loader.batch_size, max_physical_batch_size
-        if (sampling.num_examples, sampling.expected_batch_size) != (len(loader.dataset), loader.batch_size):
-            raise ValueError(
-                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of {sampling.expected_batch_size:g}, but data_loader has "
-                f"{len(loader.dataset)} and batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data."
-            )
-        self.sample_rate = sampling.sample_rate
-        self.steps_per_epoch = max(1, round(1 / self.sample_rate))
-        options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
-        options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
-        self.sampler = DrawSampler(sampling, self.steps_per_epoch, secret, distributed.rank(), distributed.world_size())
-        self.logical_batches = LogicalBatches(self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds)
-        self._draws = draws_dataloader(self.logical_batches, self.sampler, **options)
-        self._step: PrivateStep | None = None
+    def __init__(self, draws: PoissonDraws, step: PrivateStep):
+        self._draws, self._step = draws, step
+        sampling = draws.sampler.sampling
+        self.dataset, self.collate_fn, self.max_physical_batch_size = draws.dataset, draws.collate_fn, draws.max_physical_batch_size
+        self.batch_size = self.expected_batch_size = sampling.expected_batch_size
+        self.sample_rate, self.steps_per_epoch = sampling.sample_rate, steps_per_epoch(sampling)
 
-    def hand_out_to(self, step: PrivateStep) -> None:
-        """Tell ``step`` of every batch before the loop sees it."""
-        self._step = step
+    def start_at(self, step: int) -> None:
+        """Let the next draw be for this step of the plan, counted from 0."""
+        self._draws.sampler.start_at(step)
 
     def __len__(self) -> int:
         if self.max_physical_batch_size is not None:
@@ -67,6 +88,16 @@ class PoissonLoader:
         for draw in self._draws:
             for given in self._step.physical_batches(draw):
                 yield given.batch.rows
+
+
+def sampling_of(loader: DataLoader) -> PoissonSampling:
+    """Poisson draws of the loader's batch size on average."""
+    return PoissonSampling(len(loader.dataset), loader.batch_size)
+
+
+def steps_per_epoch(sampling: Sampling) -> int:
+    """Draws in one pass over the data."""
+    return max(1, round(1 / sampling.sample_rate))
 
 
 def check_loader(loader: Any) -> None:
