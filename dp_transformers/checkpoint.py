@@ -19,7 +19,7 @@ import secrets
 import shutil
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,12 @@ class PrivacyState:
     def new_run_id() -> str:
         return secrets.token_hex(8)
 
-    def save(self, folder: str | os.PathLike, ledger_steps: int, not_private_because: Sequence[str] = ()) -> None:
-        """Declare a checkpoint complete: flush its files to disk, then write this state with the steps that the ledger held for this run."""
+    def save(self, folder: str | os.PathLike, ledger_steps: int, facts: Mapping[str, Any] | None = None) -> None:
+        """Declare a checkpoint complete: flush its files to disk, then write this state with the steps that the ledger held for this run.
+
+        Args:
+            facts: What else is known of those steps (:meth:`dp_transformers.run.PrivateRun.facts`).
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         paths = [path for path in folder.rglob("*") if path.name != STATE_NAME]
@@ -87,8 +91,7 @@ class PrivacyState:
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
         temporary = folder / f".{STATE_NAME}"
         with open(temporary, "w") as file:
-            facts = {"ledger_steps": ledger_steps, "not_private_because": list(not_private_because), "files": sizes}
-            json.dump({**self.to_dict(), **facts}, file, indent=2)
+            json.dump({**self.to_dict(), "ledger_steps": ledger_steps, **(facts or {}), "files": sizes}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / STATE_NAME)
@@ -123,9 +126,9 @@ class PrivacyState:
         return loaded
 
     @staticmethod
-    def reasons(folder: str | os.PathLike) -> list[str]:
-        """Why the steps behind a complete checkpoint were not private, if they were not."""
-        return list(json.loads((Path(folder) / STATE_NAME).read_text()).get("not_private_because", []))
+    def facts(folder: str | os.PathLike) -> dict[str, Any]:
+        """Everything that the state file of a complete checkpoint says."""
+        return json.loads((Path(folder) / STATE_NAME).read_text())
 
     def require(self, wanted: PrivacyState) -> None:
         """Raise PrivacyStateError unless this saved state is that of ``wanted``, whatever its run, number of steps and unit."""
@@ -250,10 +253,9 @@ class Ledger:
                 segments.append(Counter())
         return segments
 
-    def reasons(self, run_id: str) -> list[str]:
-        """Why some steps of a run were not private, if they were not."""
-        entries = [entry for writer, entry in self._lines() if writer == run_id and entry is not None]
-        return list(dict.fromkeys(reason for entry in entries for reason in entry.get("not_private_because", [])))
+    def beginnings(self, run_id: str) -> list[dict[str, Any]]:
+        """What was recorded each time that a run began or went on: its state, and whether it was private and verified."""
+        return [entry for writer, entry in self._lines() if writer == run_id and entry is not None and "step" not in entry]
 
     def other_steps(self, run_id: str) -> int:
         """How many steps of other runs the same file holds."""

@@ -30,7 +30,7 @@ def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> 
     if run.not_private_because:
         lines.insert(0, "NOT PRIVATE: " + "; ".join(run.not_private_because))
     if not run.verified:
-        lines.append("  NOT VERIFIED: the self-check is switched off")
+        lines.append("  NOT VERIFIED: the self-check is switched off, or was before this run was resumed")
     return "\n".join(lines)
 
 

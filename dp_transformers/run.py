@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import distributed
 from .accounting import unsupported
 from .checkpoint import Ledger, PrivacyState, PrivacyStateError
-from .mechanism import Mechanism
+from .mechanism import Mechanism, PrivacyUnit
 from .values import StepParameters
 
 logger = logging.getLogger(__name__)
@@ -203,27 +203,39 @@ class PrivateRun:
         self._segments.setdefault(self.state.run_id, []).append(Counter())
         if self.ledger is None:
             return
-        facts = {"private": not self.not_private_because, "not_private_because": list(self.not_private_because), "verified": self.verified}
-        distributed.on_rank_zero(lambda: self.ledger.begin(self.state, facts))
+        distributed.on_rank_zero(lambda: self.ledger.begin(self.state, self.facts()))
+
+    def facts(self) -> dict[str, Any]:
+        """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is resumed."""
+        return {"private": not self.not_private_because, "not_private_because": list(self.not_private_because), "verified": self.verified}
 
     def take_over(
-        self, state: PrivacyState, at_least: Sequence[Counter[StepParameters]], *, is_own: bool = False, reasons: Sequence[str] = ()
+        self,
+        state: PrivacyState,
+        at_least: Sequence[Counter[StepParameters]],
+        *,
+        is_own: bool = False,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Go on with the run of ``state``, and count every step that was ever executed in it and is not counted yet.
+
+        What the steps before were is said from now on too: why they were not private, that they were not verified, and the largest number of
+        rows that a person was said to have.
 
         Args:
             at_least: Steps that it is known to have executed, for each noise source.
             is_own: They were all taken, and counted, by this very object; without a ledger nothing else tells.
-            reasons: Why they were not private, if they were not.
+            facts: What a checkpoint says of them, its state and :meth:`facts`.
 
         Raises:
             PrivacyStateError: the ledger lacks steps.
         """
         own, counted = self._segments.setdefault(state.run_id, []), self._counted(state.run_id)
+        said = [] if facts is None else [facts]
         if self.ledger is not None:
             known = max(sum(segment.total() for segment in at_least), counted)
-            recorded, its_reasons = distributed.on_rank_zero(
-                lambda: (self.ledger.segments(state.run_id), self.ledger.reasons(state.run_id))
+            recorded, beginnings = distributed.on_rank_zero(
+                lambda: (self.ledger.segments(state.run_id), self.ledger.beginnings(state.run_id))
             )
             executed = sum(segment.total() for segment in recorded)
             if executed < known:
@@ -233,11 +245,12 @@ class PrivateRun:
                     "original model without this checkpoint. If anything of this run is kept, its steps still count."
                 )
             own[:] = [_known(segment, state.mechanism, executed) for segment in recorded if segment]
-            reasons = [*reasons, *its_reasons]
+            said += beginnings
         elif not is_own:
             own.extend(at_least)
-        self.state = state
-        self._reasons = list(dict.fromkeys([*self._reasons, *reasons]))
+        self.state = _with_rows(state, max([_rows(each) for each in said], default=1))
+        self._reasons = list(dict.fromkeys([*self._reasons, *(why for each in said for why in each.get("not_private_because", ()))]))
+        self.verified = self.verified and all(each.get("verified", True) for each in said)
 
     def plan(self, limit: int, first_step: int = 0) -> None:
         """Set how many more steps the budget allows, ``limit`` at most where there is a target ε, from ``first_step`` on."""
@@ -277,6 +290,22 @@ class PrivateRun:
         segments[-1][parameters] += 1  # at once: an interrupt from here on leaves it counted
         self.steps_left -= 1
         return parameters
+
+
+def _rows(facts: Mapping[str, Any]) -> int:
+    """The rows of one person by a checkpoint or a line of the ledger; version 1 says nothing of them."""
+    return facts.get("mechanism", {}).get("unit", {}).get("max_examples_per_person", 1)
+
+
+def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:
+    """The state with ``rows`` rows of one person at least."""
+    if rows <= (now := state.mechanism.unit.max_examples_per_person):
+        return state
+    logger.warning(
+        "max_examples_per_person is %d now, but this run was begun with %d, which stays: what was said to be protected is reported until it ends.",
+        now, rows,
+    )  # fmt: skip
+    return replace(state, mechanism=replace(state.mechanism, unit=PrivacyUnit(rows)))
 
 
 def _known(segment: Counter[StepParameters | None], mechanism: Mechanism, executed: int) -> Counter[StepParameters]:

@@ -15,7 +15,7 @@ from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
 from ..run import PrivateRun
 from ..step import Given, PrivateStep
-from ..validation import validate_optimizer
+from ..validation import require_small_delta, validate_optimizer
 from ..values import StepParameters
 from .loader import PoissonLoader
 
@@ -54,6 +54,10 @@ class PrivateLoop:
         if self._planned is not None:
             self.run.plan(max(0, self._planned - self.run.steps), first_step)
 
+    def require_delta(self, delta: float) -> None:
+        """Raise ValueError unless a guarantee at ``delta`` says something about one row of the data."""
+        require_small_delta(delta, self.run.mechanism.sampling.num_examples)
+
     def detach(self) -> bool:
         """Take all hooks off and close the ledger. Whether a draw was unfinished; it is counted."""
         unfinished = self.step.is_unfinished
@@ -79,7 +83,7 @@ class PrivateLoop:
         run = self.run
         executed = [[[*step, count] for step, count in segment.items()] for segment in run.executed]
         progress = {"steps": run.steps, "executed": executed, "next_step": self.step.number + 1, "saved_by": self._writer}
-        return {**run.state.to_dict(), **progress, "not_private_because": list(run.not_private_because)}
+        return {**run.state.to_dict(), **progress, **run.facts()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on with the run of a checkpoint.
@@ -96,7 +100,7 @@ class PrivateLoop:
         executed = [Counter({StepParameters(*step): count for *step, count in segment}) for segment in saved.get("executed", ())]
         executed = executed or [Counter({state.mechanism.at(0): int(saved["steps"])})]  # version 1
         state = replace(state, mechanism=self.run.mechanism)  # with the steps of now
-        self.run.take_over(state, executed, is_own=saved.get("saved_by") == self._writer, reasons=saved.get("not_private_because", ()))
+        self.run.take_over(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
         next_step = int(saved.get("next_step", saved["steps"]))
         self.loader.start_at(next_step)
         self._plan(next_step)

@@ -190,7 +190,7 @@ class DPTrainerMixin:
         args = self.args
         validate_optimizer(self.optimizer, self.model)
         self._clipper = PerExampleClipper(
-            self.model, self._run.mechanism.clipping.at(0), mode=args.clipping_mode, self_check=self._run.verified
+            self.model, self._run.mechanism.clipping.at(0), mode=args.clipping_mode, self_check=self._training.self_check
         )
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError(
@@ -357,7 +357,7 @@ class DPTrainerMixin:
     def _complete(self, checkpoint: str) -> None:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            self._run.state.save(checkpoint, self._run.steps, self._run.not_private_because)
+            self._run.state.save(checkpoint, self._run.steps, self._run.facts())
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -32,6 +32,7 @@ class TrainerRun:
 
     Attributes:
         run: Counts the steps.
+        self_check: Whether this trainer checks that clipping is exact. A resumed run is verified only if all of its trainers did.
         first_step: The step of the plan, from 0, with which the loader begins.
         has_ended: Whether the checkpoint is that of a run that took all of its steps.
     """
@@ -39,7 +40,7 @@ class TrainerRun:
     def __init__(self, args: DPTrainingArguments, num_examples: int, say: Callable[[str], None]):
         self._args, self._num_examples, self._say = args, num_examples, say
         self._ledger = Ledger(args.output_dir)
-        self.first_step, self.has_ended = 0, False
+        self.first_step, self.has_ended, self.self_check = 0, False, args.self_check
         steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
             raise ValueError(
@@ -51,7 +52,7 @@ class TrainerRun:
     def _run_of(self, state: PrivacyState) -> PrivateRun:
         args = self._args
         check_noise_source(dp_seed=args.dp_seed, secure=args.secure_rng)
-        return PrivateRun(state, args.accountant, self._ledger, dp_seed=args.dp_seed, verified=args.self_check)
+        return PrivateRun(state, args.accountant, self._ledger, dp_seed=args.dp_seed, verified=self.self_check)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -81,13 +82,12 @@ class TrainerRun:
         """
         distributed.on_rank_zero(self._ledger.open)
         try:
-            if checkpoint:
-                checkpoint = self.restore(checkpoint)
-            else:
+            folder = self.restore(checkpoint) if checkpoint else None
+            if folder is None:
                 self.run.take_over(distributed.on_rank_zero(lambda: self.run.state), self.run.executed, is_own=True)
-            self._set_budget(checkpoint)
+            self._set_budget(folder)
             self._begin()
-            yield checkpoint
+            yield folder
         finally:
             self._ledger.close()
 
@@ -111,10 +111,10 @@ class TrainerRun:
                 f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than the folder of that name on the machine of rank 0. "
                 "Copy rank 0's folder over it, or set output_dir to a folder that all machines share."
             )
-        state = replace(state, mechanism=mechanism)  # with the steps and the unit of now
+        state = replace(state, mechanism=mechanism)  # with the steps of now
         self.run = self._run_of(state)
         at_least = [Counter({state.mechanism.at(0): steps_at_save})]
-        self.run.take_over(state, at_least, reasons=PrivacyState.reasons(checkpoint))
+        self.run.take_over(state, at_least, facts=PrivacyState.facts(checkpoint))
         args.expected_batch_size = state.mechanism.at(0).expected_batch_size
         return checkpoint
 
