@@ -288,6 +288,34 @@ def test_target_epsilon_is_kept():
     assert engine.get_epsilon(1e-3) <= 3.0
 
 
+@pytest.mark.parametrize("epochs", [0, -1, 0.0, math.inf, math.nan])
+def test_no_pass_to_calibrate_noise_for(epochs):
+    """Nothing would be spent in no step, so there is no noise that a target could be calibrated to."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"module": model, "optimizer": optimizer, "data_loader": DataLoader(make_data(), 10), "target_epsilon": 3.0}
+    options |= {"target_delta": 1e-4, "max_grad_norm": 1.0}
+    engine = PrivacyEngine()
+    with pytest.raises(ValueError, match=rf"(?s)epochs={epochs} leaves no step.*above 0.*make_private\(noise_multiplier=...\)"):
+        engine.make_private_with_epsilon(**options, epochs=epochs)
+    assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
+    engine.make_private_with_epsilon(**options, epochs=0.1)
+    assert engine.privacy_spent().noise_multiplier > 0
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize(
+    ("delta", "message"), [(1 / N, "not smaller than 1/N"), (0.5, "not smaller than 1/N"), (0.0, "above 0"), (-1.0, "above 0")]
+)
+def test_a_delta_that_says_nothing_of_a_row(delta, message):
+    """As DPTrainer refuses it: at 1/N, publishing one example outright counts as private."""
+    engine = make(noise_multiplier=1.0)[0]
+    for ask in (engine.get_epsilon, engine.privacy_spent):
+        with pytest.raises(ValueError, match=message):
+            ask(delta)
+        assert ask(0.99 / N) is not None
+
+
 def test_loader_keeps_what_the_old_one_was_told():
     def collate(examples):
         return {"x": torch.stack([x for x, _ in examples]), "y": torch.stack([y for _, y in examples])}

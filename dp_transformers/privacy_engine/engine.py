@@ -194,6 +194,11 @@ class PrivacyEngine:
         A step that would exceed the target raises RuntimeError and leaves the model as it is. With ``max_examples_per_person`` the target is met
         for all rows of one person together.
         """
+        if not 0 < epochs < math.inf:
+            raise ValueError(
+                f"epochs={epochs} leaves no step that noise could be calibrated for. Give the number of passes over the loader that you will train, above "
+                "0; or, if you do not know it, make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
+            )
         self._refuse_second_use()
         _refuse(module, optimizer, data_loader, loss_reduction, poisson_sampling, delta=target_delta)
         sampling = sampling_of(data_loader)
@@ -265,14 +270,23 @@ class PrivacyEngine:
         return (module, optimizer, loader) if private_criterion is None else (module, optimizer, private_criterion, loader)
 
     def get_epsilon(self, delta: float) -> float:
-        """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the run is not private."""
-        return 0.0 if self._loop is None else self._loop.run.epsilon(delta)
+        """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the run is not private.
+
+        Raises:
+            ValueError: ``delta`` is not between 0 and 1/N for N training examples.
+        """
+        if self._loop is None:
+            return 0.0
+        self._loop.require_delta(delta)
+        return self._loop.run.epsilon(delta)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """What has been spent until now, at ``delta`` (default: ``target_delta``), with the mechanism and what it protects."""
         run = self._made_private().run
         if delta is None and run.state.delta is None:
             raise ValueError("privacy_spent needs a delta: give the one that your guarantee is stated for (1e-6 is common, below 1/N).")
+        if delta is not None:
+            self._loop.require_delta(delta)
         return run.spent(delta)
 
     def drop_draw(self) -> None:
