@@ -46,7 +46,7 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
         dist.broadcast(tensor.detach(), src=0)
 
 
-def largest(number: int, device: torch.device) -> int:
+def max_over_ranks(number: int, device: torch.device) -> int:
     """The largest of all ranks' numbers, on every rank."""
     if world_size() == 1:
         return number

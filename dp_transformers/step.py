@@ -140,7 +140,7 @@ class PrivateStep:
         self.number = draw.step
         self._sums, self._mark, self._released = {}, None, {}
         batches, clipper = list(draw.batches), self.clipper
-        rounds = max(self._at_least, distributed.largest(len(batches), clipper.device) if clipper.shards else len(batches))
+        rounds = max(self._at_least, distributed.max_over_ranks(len(batches), clipper.device) if clipper.shards else len(batches))
         batches += [self._data.filler() for _ in range(rounds - len(batches))]
         for i, batch in enumerate(batches):
             self.given = Given(batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number))
@@ -225,7 +225,7 @@ class PrivateStep:
         wanted = padding is not None and padding.kind not in self._paddings and (self._depends_on_others(padding) or padding.fills)
         given = (args, kwargs, padding) if wanted else None
         if clipper.shards:
-            if not distributed.largest(int(wanted), clipper.device):
+            if not distributed.max_over_ranks(int(wanted), clipper.device):
                 return
             given = distributed.first_given(given)
         if given is None:
