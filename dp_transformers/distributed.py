@@ -61,7 +61,7 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def first_given(value: Any) -> Any:
+def broadcast_first(value: Any) -> Any:
     """On every rank the value of the first rank where it is not None; there must be one."""
     if world_size() == 1:
         return value

@@ -227,7 +227,7 @@ class PrivateStep:
         if clipper.shards:
             if not distributed.max_over_ranks(int(wanted), clipper.device):
                 return
-            given = distributed.first_given(given)
+            given = distributed.broadcast_first(given)
         if given is None:
             return
         args, kwargs, padding = given
