@@ -101,10 +101,10 @@ def noise_entropy(
 
 def shared_secret(dp_seed: int | None = None) -> int:
     """128 bits that every rank knows and nobody else: drawn by rank 0 from the operating system, broadcast once."""
-    return on_rank_zero(lambda: secrets.randbits(128)) if dp_seed is None else dp_seed
+    return call_on_rank_zero(lambda: secrets.randbits(128)) if dp_seed is None else dp_seed
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
+def call_on_rank_zero(function: Callable[[], T]) -> T:
     """What `function` returns when rank 0 calls it, on every rank. What it raises there is raised on every rank."""
     box: list = [None, None]
     if rank() == 0:

@@ -203,7 +203,7 @@ class PrivateRun:
         self._segments.setdefault(self.state.run_id, []).append(Counter())
         if self.ledger is None:
             return
-        distributed.on_rank_zero(lambda: self.ledger.begin(self.state, self.facts()))
+        distributed.call_on_rank_zero(lambda: self.ledger.begin(self.state, self.facts()))
 
     def facts(self) -> dict[str, Any]:
         """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is resumed."""
@@ -234,7 +234,7 @@ class PrivateRun:
         said = [] if facts is None else [facts]
         if self.ledger is not None:
             known = max(sum(segment.total() for segment in at_least), counted)
-            recorded, beginnings = distributed.on_rank_zero(
+            recorded, beginnings = distributed.call_on_rank_zero(
                 lambda: (self.ledger.segments(state.run_id), self.ledger.beginnings(state.run_id))
             )
             executed = sum(segment.total() for segment in recorded)

@@ -248,9 +248,9 @@ class PrivacyEngine:
                     "LayoutNoise in a loop that gives each group its examples (docs/scaling.md)."
                 )
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
-            state = PrivacyState(distributed.on_rank_zero(PrivacyState.new_run_id), mechanism, delta, target_epsilon)
+            state = PrivacyState(distributed.call_on_rank_zero(PrivacyState.new_run_id), mechanism, delta, target_epsilon)
             if self._ledger is not None:
-                distributed.on_rank_zero(self._ledger.open)
+                distributed.call_on_rank_zero(self._ledger.open)
             run = PrivateRun(state, self._accountant, self._ledger, dp_seed=self._dp_seed, verified=self_check)
             noise = mechanism.noise.source(clipper, dp_seed=self._dp_seed, secure=self._secure)
             step = PrivateStep(clipper, run, noise, seeds, draws.logical_batches, at_least=1, own_optimizer=optimizer)

@@ -80,11 +80,11 @@ class TrainerRun:
             PrivacyStateError: the checkpoint is not complete, or does not go with the arguments or the ledger.
             ValueError: the privacy budget is spent.
         """
-        distributed.on_rank_zero(self._ledger.open)
+        distributed.call_on_rank_zero(self._ledger.open)
         try:
             folder = self.restore(checkpoint) if checkpoint else None
             if folder is None:
-                self.run.take_over(distributed.on_rank_zero(lambda: self.run.state), self.run.executed, is_own=True)
+                self.run.take_over(distributed.call_on_rank_zero(lambda: self.run.state), self.run.executed, is_own=True)
             self._set_budget(folder)
             self._begin()
             yield folder
@@ -95,7 +95,7 @@ class TrainerRun:
         """Go on with the run that a checkpoint belongs to (True: the newest complete one), and return its folder."""
         args = self._args
         if checkpoint is True:
-            checkpoint = distributed.on_rank_zero(lambda: find_checkpoint(args.output_dir))
+            checkpoint = distributed.call_on_rank_zero(lambda: find_checkpoint(args.output_dir))
         state, steps_at_save = PrivacyState.load(checkpoint)
         steps = self._planned_steps(state.mechanism.at(0).expected_batch_size)
         mechanism = args.mechanism_for(self._num_examples, steps, saved=state.mechanism)
@@ -106,7 +106,7 @@ class TrainerRun:
                 f"checkpoint '{checkpoint}' does not lie in output_dir '{args.output_dir}'. The ledger of executed steps lies beside the checkpoints "
                 "and must go on: set output_dir to the folder that holds the checkpoint."
             )
-        if distributed.on_rank_zero(lambda: state) != state:
+        if distributed.call_on_rank_zero(lambda: state) != state:
             raise PrivacyStateError(
                 f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than the folder of that name on the machine of rank 0. "
                 "Copy rank 0's folder over it, or set output_dir to a folder that all machines share."
@@ -138,7 +138,7 @@ class TrainerRun:
             )
 
     def _begin(self) -> None:
-        if earlier := distributed.on_rank_zero(lambda: self._ledger.other_steps(self.run.state.run_id)):
+        if earlier := distributed.call_on_rank_zero(lambda: self._ledger.other_steps(self.run.state.run_id)):
             logger.warning(
                 "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. If this model starts "
                 "from theirs, or several models trained on the same data are released, what they spent adds up. If nothing of those runs was kept, they "
