@@ -32,7 +32,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distributed
 from dp_transformers.checkpoint import Ledger
 from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.noise.sharded import LayoutNoise
+from dp_transformers.noise.sharded import ShardedNoise
 from dp_transformers.step import PrivateStep
 from dp_transformers.trainer.accelerate_patches import allow_meshes_on_cpu
 
@@ -408,7 +408,7 @@ def parts(folder, model="llama", lora=False, mode="auto", bad=None, fsdp=None, l
             losses = losses * torch.where(torch.arange(ROWS) == bad % ROWS, torch.inf, 1.0)
         norms = clipper.backward(losses)
     noise = [torch.zeros_like(getattr(p.grad, "_local_tensor", p.grad)) for p in clipper.parameters]
-    LayoutNoise(clipper).add_(noise, 1.0)
+    ShardedNoise(clipper).add_(noise, 1.0)
     names = {p: name for name, p in net.named_parameters()}
     return {
         "group": group,

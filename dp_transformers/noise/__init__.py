@@ -77,6 +77,6 @@ class IndependentNoise(Noise):
             raise ValueError(f"noise_multiplier must be a finite number >= 0, got {self.noise_multiplier!r}.")
 
     def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
-        from .sharded import LayoutNoise
+        from .sharded import ShardedNoise
 
-        return LayoutNoise(clipper, dp_seed=dp_seed, secure=secure, warn=False)
+        return ShardedNoise(clipper, dp_seed=dp_seed, secure=secure, warn=False)

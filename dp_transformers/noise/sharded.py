@@ -15,7 +15,7 @@ from . import NoiseSource
 from .generators import GaussianNoise, check_noise_source
 
 
-class LayoutNoise:
+class ShardedNoise:
     """:class:`~dp_transformers.noise.generators.GaussianNoise` for the gradients of ``clipper.parameters``, as they lie over processes.
 
     Every way to lie (device mesh and placements) has a stream of its own. Processes that hold different parts of a parameter add

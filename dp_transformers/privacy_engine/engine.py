@@ -245,7 +245,7 @@ class PrivacyEngine:
             if clipper.parallel:
                 raise ValueError(
                     "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or PerExampleClipper with "
-                    "LayoutNoise in a loop that gives each group its examples (docs/scaling.md)."
+                    "ShardedNoise in a loop that gives each group its examples (docs/scaling.md)."
                 )
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
             state = PrivacyState(distributed.call_on_rank_zero(PrivacyState.new_run_id), mechanism, delta, target_epsilon)
