@@ -23,7 +23,7 @@ from torch import nn
 
 from dp_transformers import PerExampleClipper
 from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.noise.sharded import privatise
+from dp_transformers.noise.sharded import add_noise_and_divide
 
 from .contenders import MAX_GRAD_NORM, NOISE_MULTIPLIER, Task, ours
 from .harness import Benchmark, explain, parser
@@ -91,7 +91,7 @@ def accuracy_after(task: Task, train: Batch, test: Batch, steps: int, learning_r
         optimizer.zero_grad()
         for rows in step.split(BATCH):
             clipper.backward(replace(task, losses=partial(losses_of, {name: x[rows] for name, x in train.items()})).forward(model))
-        privatise(clipper.parameters, noise, std=NOISE_MULTIPLIER * MAX_GRAD_NORM, divisor=LOGICAL)
+        add_noise_and_divide(clipper.parameters, noise, std=NOISE_MULTIPLIER * MAX_GRAD_NORM, divisor=LOGICAL)
         optimizer.step()
     clipper.detach()
     model.eval()

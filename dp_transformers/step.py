@@ -40,7 +40,7 @@ from .losses import refuse_targets_padded_on_the_left
 from .mechanism import Mechanism
 from .mixing import LoadedRows
 from .noise import NoiseSource
-from .noise.sharded import privatise
+from .noise.sharded import add_noise_and_divide
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .run import PrivateRun
@@ -345,7 +345,7 @@ class PrivateStep:
         if clipper.shards:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
         summed = bool(clipper.shards or clipper.parallel)
-        privatise(clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed)
+        add_noise_and_divide(clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed)
         self._released = {p: (p.grad, to_local(p.grad)._version) for p in clipper.parameters}
         self._sums, self.run.unfinished = {}, 0
         if given is not None:

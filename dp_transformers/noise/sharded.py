@@ -46,7 +46,9 @@ class ShardedNoise:
             stream.add_([to_local(grad) for grad, its in zip(grads, self._layouts, strict=True) if its == layout], std)
 
 
-def privatise(parameters: Sequence[nn.Parameter], noise: NoiseSource, *, std: float, divisor: float, sharded: bool = False) -> None:
+def add_noise_and_divide(
+    parameters: Sequence[nn.Parameter], noise: NoiseSource, *, std: float, divisor: float, sharded: bool = False
+) -> None:
     """``p.grad = (sum over ranks of p.grad + N(0, std²)) / divisor`` for every parameter; no gradient counts as zero.
 
     Noise and sums are in float32; the result is cast to the parameter's dtype last. ``sharded``: gradients are DTensors, summed already.
