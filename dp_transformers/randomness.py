@@ -90,7 +90,7 @@ def _seed_globally(numbers: bytes) -> None:
 
 
 @contextmanager
-def global_random_numbers(entropy: Sequence[int], device: torch.device) -> Iterator[None]:
+def seeded_global_generators(entropy: Sequence[int], device: torch.device) -> Iterator[None]:
     """Seed the global generators of Python, numpy and torch; afterwards they are as they were.
 
     ``entropy`` tells them; :class:`SecretSeeds` makes them secret inside.

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from dp_transformers.noise.generators import GaussianNoise, standard_normal
-from dp_transformers.randomness import _TWISTER, SecretSeeds, forked_generators, global_random_numbers, seed_worker
+from dp_transformers.randomness import _TWISTER, SecretSeeds, forked_generators, seed_worker, seeded_global_generators
 
 
 def noise(shapes, std, **options):
@@ -147,7 +147,7 @@ def test_equal_entropy_gives_equal_noise_and_no_other_does(secure):
     assert not torch.equal(drawn(None), drawn(None))
 
 
-@pytest.mark.parametrize("seeded", [lambda device: global_random_numbers([1], device), forked_generators])
+@pytest.mark.parametrize("seeded", [lambda device: seeded_global_generators([1], device), forked_generators])
 def test_every_device_gets_its_random_numbers_back(seeded, monkeypatch):
     """torch.manual_seed seeds all: of a model that lies on two, dropout on the other would go on from a seed that is known."""
     forked = []
@@ -176,7 +176,7 @@ def test_masks_are_no_function_of_32_bits(seeded):
                 SecretSeeds(entropy[k]).reseed()
             elif seeded == "worker":
                 seed_worker(0)
-            with nullcontext() if seeded != "training" else global_random_numbers([entropy[k]], torch.device("cpu")):
+            with nullcontext() if seeded != "training" else seeded_global_generators([entropy[k]], torch.device("cpu")):
                 states.append(torch.get_rng_state())
                 drawn.append((torch.rand(4).tolist(), random.random(), np.random.rand()))
                 seed = torch.initial_seed()
@@ -188,9 +188,9 @@ def test_masks_are_no_function_of_32_bits(seeded):
 
 
 def test_the_generator_runs_as_well_from_such_a_state():
-    with global_random_numbers([1], torch.device("cpu")):
+    with seeded_global_generators([1], torch.device("cpu")):
         numbers = torch.rand(10**6, dtype=torch.float64)
         assert not torch.equal(torch.rand(3), torch.rand(3))
     assert numbers.mean() == pytest.approx(0.5, abs=2e-3) and numbers.var() == pytest.approx(1 / 12, rel=1e-2)
-    with global_random_numbers([1], torch.device("cpu")):
+    with seeded_global_generators([1], torch.device("cpu")):
         assert torch.equal(torch.rand(10**6, dtype=torch.float64), numbers)

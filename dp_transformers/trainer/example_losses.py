@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..losses import PerExampleLoss, decoder_inputs
-from ..randomness import global_random_numbers
+from ..randomness import seeded_global_generators
 
 
 class ExampleLosses:
@@ -66,7 +66,7 @@ class ExampleLosses:
 
         labels, each = self._labels_of(inputs), []
         for rows in ((outputs, labels), tree_map(with_half_replaced, (outputs, labels))):
-            with torch.no_grad(), global_random_numbers([seed], losses.device):
+            with torch.no_grad(), seeded_global_generators([seed], losses.device):
                 each.append(self._loss(*rows)[:half].float())
         if not torch.allclose(*each, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ValueError(

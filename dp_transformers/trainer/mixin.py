@@ -23,7 +23,7 @@ from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..data import LogicalBatch, LogicalBatches, draws_dataloader
 from ..losses import PerExampleLoss, find_per_example_loss
 from ..plan import describe, hopeless
-from ..randomness import SecretSeeds, global_random_numbers, seed_worker
+from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
 from ..run import PrivacySpent, PrivateRun
 from ..sampling import DrawSampler
 from ..step import PrivateStep
@@ -228,7 +228,7 @@ class DPTrainerMixin:
         secret = distributed.shared_secret(self._run.dp_seed)
         self._seeds = SecretSeeds(secret, self._data_rank())
         try:
-            with global_random_numbers([secret], self.args.device):  # args.seed is known, and would tell the masks of dropout
+            with seeded_global_generators([secret], self.args.device):  # args.seed is known, and would tell the masks of dropout
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
             if self._step is not None:
@@ -348,7 +348,7 @@ class DPTrainerMixin:
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing of what dropout has drawn or will draw: only what `args.seed` tells."""
-        with global_random_numbers([self.args.seed], self.args.device):
+        with seeded_global_generators([self.args.seed], self.args.device):
             super()._save_rng_state(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
