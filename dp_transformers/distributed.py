@@ -1,4 +1,4 @@
-"""Sums over ranks, and what ranks agree on. Gradients are added once per logical step, never averaged."""
+"""Collectives: sums, maxima and broadcasts over ranks. Gradients are added once per logical step, never averaged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def max_over_ranks(number: int, device: torch.device) -> int:
-    """The largest of all ranks' numbers, on every rank."""
+    """Return the largest of all ranks' numbers on every rank."""
     if world_size() == 1:
         return number
     box = torch.tensor(number, device=device)
@@ -56,13 +56,13 @@ def max_over_ranks(number: int, device: torch.device) -> int:
 
 
 def wait_for_all() -> None:
-    """Return when every rank has come here."""
+    """Return when every rank has called this."""
     if world_size() > 1:
         dist.barrier()
 
 
 def broadcast_first(value: Any) -> Any:
-    """On every rank the value of the first rank where it is not None; there must be one."""
+    """Broadcast the value of the lowest rank whose value is not None; there must be one."""
     if world_size() == 1:
         return value
     given = [False] * world_size()
@@ -75,14 +75,14 @@ def broadcast_first(value: Any) -> Any:
 def noise_entropy(
     parameter: torch.Tensor, dp_seed: int | None = None, *, layout: int = 0, replicas: dist.ProcessGroup | None = None
 ) -> list[int] | None:
-    """Entropy for the noise on this rank's shards of ``parameter`` and all that are sharded like it.
+    """Return entropy for the noise on this rank's shards of ``parameter`` and of all parameters with the same mesh and placements.
 
     Ranks that hold different shards get independent entropy, from the operating system; ranks that hold replicas of one shard
     (HSDP) get the same, which only they know.
 
     Args:
-        layout: A number of its own for each way in which parameters of one model are sharded; only a fixed ``dp_seed`` needs it.
-        replicas: The group that holds replicas although the parameter does not say so; of tensor parallelism, for what is not split.
+        layout: A different number for each mesh and placements in the model; only a fixed ``dp_seed`` needs it.
+        replicas: The tensor-parallel group, for a parameter that is no DTensor and that the whole group holds.
 
     Returns:
         None if the parameter is no DTensor and no group is given.
@@ -100,12 +100,12 @@ def noise_entropy(
 
 
 def shared_secret(dp_seed: int | None = None) -> int:
-    """128 bits that every rank knows and nobody else: drawn by rank 0 from the operating system, broadcast once."""
+    """Return 128 secret bits, the same on all ranks: rank 0 draws them from the operating system and broadcasts them."""
     return call_on_rank_zero(lambda: secrets.randbits(128)) if dp_seed is None else dp_seed
 
 
 def call_on_rank_zero(function: Callable[[], T]) -> T:
-    """What `function` returns when rank 0 calls it, on every rank. What it raises there is raised on every rank."""
+    """Call `function` on rank 0 and return its result on every rank. What it raises there is raised on every rank."""
     box: list = [None, None]
     if rank() == 0:
         try:

@@ -1,4 +1,4 @@
-"""One private training: its mechanism, what it has spent and may still spend, and the ledger that says so.
+"""One private training: its mechanism, what it has spent and may still spend, and its ledger.
 
 DPTrainer and PrivacyEngine each hold one :class:`PrivateRun`; nothing else counts steps, and nothing is released without a call of
 :meth:`PrivateRun.spend_step`.
@@ -107,14 +107,14 @@ _REPORTED = (
 
 
 class PrivateRun:
-    """The steps of one private training.
+    """Counts the steps of one private training.
 
     Args:
-        state: Its mechanism and its budget.
+        state: The mechanism and the budget.
         accountant: "pld" or "rdp".
         ledger: Records every step before its noise exists; None where none was asked for.
         dp_seed: The fixed seed of draws and noise, if there is one: the run is then not private.
-        verified: Whether the self-check is switched on.
+        verified: Whether the self-check is switched on. It becomes False when steps without it are taken or taken over.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PrivateRun:
         if why := unsupported(self.mechanism.event(self.mechanism.planned()), accountant, relation=self.mechanism.sampling.relation):
             raise ValueError(f"{why} Choose another accountant.")
         self.steps_left: float = math.inf
-        self.unfinished = 0  # draws that were shown and not stepped: epsilon counts them too
+        self.unfinished = 0  # draws that the loop was given and did not step; epsilon counts them too
         self._segments: dict[str, list[Counter[StepParameters]]] = {}  # steps of each run, by its id, for each noise source
         self.dp_seed = dp_seed
         self._reasons = [f"dp_seed={dp_seed}: draws and noise can be reproduced"] if dp_seed is not None else []
@@ -143,7 +143,7 @@ class PrivateRun:
 
     @property
     def steps(self) -> int:
-        """All steps counted, of whatever run of this object."""
+        """All steps that this object has counted, in all of its runs."""
         return sum(map(self._counted, self._segments))
 
     def _counted(self, run_id: str) -> int:
@@ -151,7 +151,7 @@ class PrivateRun:
 
     @property
     def executed(self) -> list[Counter[StepParameters]]:
-        """What all steps counted used, for each time that a run began or went on."""
+        """The parameters of all counted steps, in one counter for each time that a run began or went on."""
         return [segment for segments in self._segments.values() for segment in segments if segment]
 
     @property
@@ -172,7 +172,7 @@ class PrivateRun:
         return [*earlier, last + Counter({self.mechanism.costliest(self.steps + 1): self.unfinished})]
 
     def spent(self, delta: float | None = None) -> PrivacySpent:
-        """What was spent at ``delta`` (default: the run's own)."""
+        """Return what was spent at ``delta`` (default: the delta of the run)."""
         delta = self.state.delta if delta is None else delta
         epsilon, rows = self.epsilon(delta), self.mechanism.unit.max_examples_per_person
         person = epsilon
@@ -191,7 +191,7 @@ class PrivateRun:
         )
 
     def spent_in_words(self) -> str:
-        """What the target is compared with: ε of one row, or of all rows of one person where a person may have several."""
+        """Say the ε that the target is compared with: of one row, or of all rows of one person where a person may have several."""
         k = self.mechanism.unit.max_examples_per_person
         whose = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
         return f"epsilon{whose} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
@@ -199,7 +199,7 @@ class PrivateRun:
     # ---- counting ----
 
     def begin(self) -> None:
-        """Record in the ledger that this run starts, or goes on, with a noise source of its own, and as what."""
+        """Record in the ledger that this run starts or goes on with a new noise source, and what is known of it."""
         self._segments.setdefault(self.state.run_id, []).append(Counter())
         if self.ledger is None:
             return
@@ -219,13 +219,13 @@ class PrivateRun:
     ) -> None:
         """Go on with the run of ``state``, and count every step that was ever executed in it and is not counted yet.
 
-        What the steps before were is said from now on too: why they were not private, that they were not verified, and the largest number of
-        rows that a person was said to have.
+        The report of the run covers them from now on: why they were not private, that they were not verified, and the largest number of rows
+        that a person was said to have.
 
         Args:
-            at_least: Steps that it is known to have executed, for each noise source.
-            is_own: They were all taken, and counted, by this very object; without a ledger nothing else tells.
-            facts: What a checkpoint says of them, its state and :meth:`facts`.
+            at_least: Steps that it is known to have executed, in one counter for each noise source.
+            is_own: This object took and counted all of them. Without a ledger nothing else tells.
+            facts: The content of the checkpoint, with its state and :meth:`facts`.
 
         Raises:
             PrivacyStateError: the ledger lacks steps.
@@ -270,7 +270,7 @@ class PrivateRun:
         """Record and count one step, number ``step`` of the plan from 0 on. Only after this, and on every rank, may its noise be drawn.
 
         Returns:
-            What it uses.
+            The parameters that the step must use.
 
         Raises:
             RuntimeError: the budget is spent; nothing was recorded.
@@ -287,7 +287,7 @@ class PrivateRun:
             segments.append(Counter())
         if self.ledger is not None and distributed.rank() == 0:
             self.ledger.add_step(self.state.run_id, self._counted(self.state.run_id) + 1, parameters)
-        segments[-1][parameters] += 1  # at once: an interrupt from here on leaves it counted
+        segments[-1][parameters] += 1  # before anything else, so that an interrupt leaves the step counted
         self.steps_left -= 1
         return parameters
 
@@ -309,6 +309,6 @@ def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:
 
 
 def _known(segment: Counter[StepParameters | None], mechanism: Mechanism, executed: int) -> Counter[StepParameters]:
-    """The segment, whose steps of which the ledger does not say what they used are taken for the costliest that there can have been."""
+    """Replace steps whose parameters the ledger does not say by the costliest ones that the mechanism can have taken."""
     unknown = Counter({mechanism.costliest(executed): segment[None]}) if segment[None] else Counter()
     return unknown + Counter({step: count for step, count in segment.items() if step is not None})

@@ -92,7 +92,7 @@ class DPTrainerMixin:
         warn_about_replaced(type(self), DPTrainerMixin)
         self._training: TrainerRun | None = None
         self._clipper: PerExampleClipper | None = None
-        self._step: PrivateStep | None = None
+        self._private_step: PrivateStep | None = None
         super().__init__(
             model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
         )
@@ -198,7 +198,7 @@ class DPTrainerMixin:
                 "device (accelerate launch or torchrun). If you want no FSDP, switch it off in the arguments and in accelerate's configuration."
             )
         _refuse_groups(self._clipper, self.get_tp_size())
-        self._step = PrivateStep(
+        self._private_step = PrivateStep(
             self._clipper,
             self._run,
             self._run.mechanism.noise.source(self._clipper, dp_seed=self._run.dp_seed, secure=args.secure_rng),
@@ -208,7 +208,7 @@ class DPTrainerMixin:
             label_names=self.label_names,
             reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True),
         )
-        self._clipper.follow(self._step, None)
+        self._clipper.follow(self._private_step, None)
         steps, size = self._training.planned_steps, sum(p.numel() for p in self._clipper.parameters)
         self._say(describe(self._run, steps, size, self._clipper.mode.name))
         if warning := hopeless(self._run, steps, size):
@@ -231,10 +231,10 @@ class DPTrainerMixin:
             with seeded_global_generators([secret], self.args.device):  # args.seed is known, and would tell the masks of dropout
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
-            if self._step is not None:
-                self._step.close()  # a step that was cut off leaves no gradient without noise
+            if self._private_step is not None:
+                self._private_step.close()  # a step that was cut off leaves no gradient without noise
                 self._clipper.detach()
-            self._clipper = self._step = None
+            self._clipper = self._private_step = None
 
     def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """One private step: clipped sum over the draw, noise, division by the expected batch size. Leaves it in `.grad`."""
@@ -242,17 +242,17 @@ class DPTrainerMixin:
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         loss = torch.zeros((), device=self.args.device)
-        for given in self._step.physical_batches(inputs):
+        for given in self._private_step.physical_batches(inputs):
             rows = self._prepare_inputs(given.batch.rows)
-            self._step.check((), dict(rows), lambda **rows: self._example_losses(self.model, rows)[0])
+            self._private_step.check((), dict(rows), lambda **rows: self._example_losses(self.model, rows)[0])
             with self.compute_loss_context_manager():
                 losses, outputs = self._example_losses(self.model, rows)
             if given.draw & (given.draw - 1) == 0:  # at first, and ever more rarely
                 self._example_losses.refuse_losses_over_the_batch(losses, outputs, rows, given.draw)
             self._clipper.backward(losses)
             if self.args.log_train_loss and given.batch.weight:
-                loss += losses.detach().nansum() / self._run.mechanism.at(self._step.number).expected_batch_size
-        self._step.release()
+                loss += losses.detach().nansum() / self._run.mechanism.at(self._private_step.number).expected_batch_size
+        self._private_step.release()
         if self._run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning("the next step would exceed target_epsilon=%g: training stops here.", self._run.state.target_epsilon)
             self.control.should_training_stop = self.control.should_save = True
