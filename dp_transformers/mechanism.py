@@ -36,7 +36,7 @@ Steps = Mapping[StepParameters, int]  # how many steps used these parameters
 
 @dataclass(frozen=True)
 class PrivacyUnit:
-    """What the guarantee protects: one row of the training data, and all rows of one person, who has so many at most.
+    """What the guarantee protects: one row of the training data, and all rows of one person, who has ``max_examples_per_person`` at most.
 
     Example::
 
@@ -140,12 +140,12 @@ class Mechanism:
         return StepParameters(*self.sampling.at(step), self.noise.at(step), self.clipping.at(step).sensitivity)
 
     def planned(self, first_step: int = 0, steps: int | None = None) -> Counter[StepParameters]:
-        """The parameters of so many steps (default: all planned; the first where the loop decides)."""
+        """How many of the ``steps`` steps from ``first_step`` on use which parameters (default: all planned ones; one where the loop decides)."""
         steps = (self.steps or 1) if steps is None else steps
         return Counter(self.at(step) for step in range(first_step, first_step + steps))
 
     def costliest(self, steps: int) -> StepParameters:
-        """A step that costs no less than any of the first ``steps``, for those of which nothing but their number is known."""
+        """A step that costs no less than any of the first ``steps``. It stands for steps of which only the number is known."""
         rates, batches, sigmas, bounds = zip(*self.planned(0, steps), strict=True)
         return StepParameters(max(rates), max(batches), min(sigmas), max(bounds))
 
@@ -160,7 +160,7 @@ class Mechanism:
         """What the executed steps release (default: all planned), as dp_accounting says it.
 
         Args:
-            executed: Steps that were served by one noise source each; a resumed training has several.
+            executed: The steps that each noise source served. A resumed training has had several sources.
         """
         import dp_accounting
 

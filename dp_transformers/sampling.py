@@ -50,7 +50,10 @@ class Sampling(Value):
         raise NotImplementedError
 
     def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
-        """What steps of these parameters release, so many of each, where the noise of each is Gaussian and independent of the others'."""
+        """The event of steps that follow each other, in any order: which parameters were used, and in how many of them.
+
+        The noise of each step is Gaussian and independent of that of all others.
+        """
         raise NotImplementedError
 
 

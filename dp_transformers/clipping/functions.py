@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ClippingFunction(Value):
-    """What an example's gradient is multiplied with, by its norm.
+    """Says what each example's gradient is multiplied with, given its norm.
 
     Attributes:
         sensitivity: The largest L2 norm that coefficient · gradient can have, for any gradient. Noise is scaled by it.

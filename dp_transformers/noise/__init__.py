@@ -45,7 +45,11 @@ class Noise(Value):
         return replace(self, noise_multiplier=noise_multiplier)
 
     def independent_steps(self, steps: Mapping[StepParameters, int]) -> Iterable[tuple[StepParameters, int]]:
-        """Steps with independent noise that release no less than these, which one noise source served: so many of each parameters."""
+        """Steps with independent noise that release no less than these: parameters, and how many steps use them.
+
+        Args:
+            steps: The steps that one noise source served.
+        """
         return steps.items()
 
     def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
