@@ -69,7 +69,7 @@ def test_each_example_is_short_and_trains(page):
     kinds = [(s.mechanism.sampling.kind, s.mechanism.clipping.kind, s.mechanism.noise.kind) for s in page.spent]
     assert kinds == [
         ("poisson", "flat", "independent"),
-        ("poisson", "automatic", "independent"),
+        ("poisson", "auto_s", "independent"),
         ("truncated_poisson", "flat", "independent"),
         ("poisson", "flat", "falling"),
     ]
