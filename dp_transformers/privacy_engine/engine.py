@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -241,7 +242,8 @@ class PrivacyEngine:
         seeds = SecretSeeds(secret, distributed.rank())
         draws = PoissonDraws(data_loader, mechanism.sampling, secret, seeds, max_physical_batch_size)
         clipper = PerExampleClipper(module, mechanism.clipping.at(0), mode=clipping_mode, self_check=self_check, batch_first=batch_first)
-        try:
+        with contextlib.ExitStack() as undo:  # where something is refused, nothing stays attached
+            undo.callback(clipper.detach)
             if clipper.parallel:
                 raise ValueError(
                     "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or PerExampleClipper with "
@@ -250,18 +252,16 @@ class PrivacyEngine:
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
             state = PrivacyState(distributed.call_on_rank_zero(PrivacyState.new_run_id), mechanism, delta, target_epsilon)
             if self._ledger is not None:
+                undo.callback(self._ledger.close)
                 distributed.call_on_rank_zero(self._ledger.open)
             run = PrivateRun(state, self._accountant, self._ledger, dp_seed=self._dp_seed, verified=self_check)
             noise = mechanism.noise.source(clipper, dp_seed=self._dp_seed, secure=self._secure)
             step = PrivateStep(clipper, run, noise, seeds, draws.logical_batches, at_least=1, own_optimizer=optimizer)
+            undo.callback(step.close)
             clipper.follow(step, None if criterion is not None or loss_reduction == "none" else loss_reduction)
             loader = PoissonLoader(draws, step)
             self._loop = PrivateLoop(step, optimizer, loader, None if loss_reduction == "none" else loss_reduction)
-        except BaseException:
-            clipper.detach()
-            if self._ledger is not None:
-                self._ledger.close()
-            raise
+            undo.pop_all()
         seeds.reseed()
         size = sum(p.numel() for p in clipper.parameters)
         logger.info(describe(run, mechanism.steps, size, clipper.mode.name))
