@@ -103,6 +103,7 @@ class PrivateStep:
         self._announce, self._label_names, self._reduce_every_batch = announce, list(label_names), reduce_every_batch
         self.given: Given | None = None
         self._last_draw = self._draw = -1  # the last that came; the one that the sums belong to
+        self._last_released: int | None = None  # draw
         self.number = -1  # of the step that the last draw is for, counted from 0
         self._sums: dict[nn.Parameter, torch.Tensor] = {}  # clipped, of the draw so far
         self._mark: torch.Tensor | None = None  # of the sums, while a loop of the user's can see them in p.grad
@@ -327,6 +328,7 @@ class PrivateStep:
         """
         clipper, given, clipping = self.clipper, self.given, self.run.mechanism.clipping.at(self.number)
         clipper.require_same_parameters()
+        self._require_no_gap()
         if given is not None and not (given.stage is _Stage.SUMMED and given.last_of_draw) and given.draw == self._last_draw:
             raise ValueError(
                 "the draw is not finished: a physical batch of it had no backward pass, so its sum may not be stepped with. Run forward and backward "
@@ -346,10 +348,20 @@ class PrivateStep:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
         summed = bool(clipper.shards or clipper.parallel)
         add_noise_and_divide(clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed)
-        self._released = {p: (p.grad, to_local(p.grad)._version) for p in clipper.parameters}
+        self._released, self._last_released = {p: (p.grad, to_local(p.grad)._version) for p in clipper.parameters}, self._last_draw
         self._sums, self.run.unfinished = {}, 0
         if given is not None:
             given.stage = _Stage.DONE
+
+    def _require_no_gap(self) -> None:
+        """Correlated noise is accounted for as that of consecutive draws."""
+        noise, before = self.run.mechanism.noise, self._last_released
+        if noise.bands > 1 and before is not None and self._last_draw != before + 1:
+            raise ValueError(
+                f"draws {before + 1} to {self._last_draw - 1} were left out (engine.drop_draw(), or a loop that left the loader before its end), but noise "
+                f"{noise.kind!r} is correlated over {noise.bands} steps, and epsilon is that of draws that follow each other. Start another training from "
+                "the original model, or take independent noise."
+            )
 
     def finish_batch(self) -> None:
         """``optimizer.step()`` of a loop: release a whole draw, and step with nothing before its last physical batch.

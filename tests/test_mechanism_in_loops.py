@@ -355,3 +355,33 @@ def test_flags_go_on_with_what_a_mechanism_began(tmp_path):
     trainer.train(resume_from_checkpoint=True)
     assert trainer.privacy_spent().mechanism == mechanism(steps=5)
     assert Ledger(tmp_path).segments(trainer._run.state.run_id) == [Counter({mechanism().at(0): n}) for n in (3, 2)]
+
+
+@dataclass(frozen=True)
+class PairsOfSteps(Shifting):
+    kind: ClassVar[str] = "pairs of steps"
+    bands: ClassVar[int] = 2
+
+    def independent_steps(self, steps):
+        return list(steps.items())
+
+
+def test_correlated_noise_stops_where_a_draw_is_left_out():
+    """The rows of the next draw would meet again the noise that they were accounted for as having left behind."""
+    in_turn = EverybodyInTurn(N, EXPECTED)
+    engine, model, optimizer, loader = by_engine(mechanism(sampling=in_turn, noise=PairsOfSteps(1.0)))
+    batches = iter(loader)
+
+    def step():
+        x, y = next(batches)
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step()
+    step()
+    next(batches)
+    engine.drop_draw()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"draws 2 to 2 were left out.*'pairs of steps' is correlated over 2 steps.*independent noise"):
+        step()
+    assert all(map(torch.equal, before, model.parameters()))
