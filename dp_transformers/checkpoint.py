@@ -1,4 +1,4 @@
-"""What a private run leaves on disk: the ledger of its steps, and the privacy state in every checkpoint.
+"""The files of a private run: the ledger of its steps, and the privacy state in every checkpoint.
 
 The **ledger** (``privacy_ledger.jsonl`` in the output directory, beside the checkpoints) is append-only. Its line for a step is on
 disk before the step's noisy gradient exists, so that whatever anybody can have seen is counted, also when training is resumed from an
@@ -63,7 +63,7 @@ class PrivacyState:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrivacyState:
-        """The state that :meth:`to_dict` wrote, of this version or an earlier one, whatever else lies beside it.
+        """Read the state that :meth:`to_dict` wrote, in this version or an earlier one. Other keys are ignored.
 
         Raises:
             KeyError, TypeError, ValueError: it cannot be read.
@@ -127,7 +127,7 @@ class PrivacyState:
 
     @staticmethod
     def facts(folder: str | os.PathLike) -> dict[str, Any]:
-        """Everything that the state file of a complete checkpoint says."""
+        """Return the whole content of a complete checkpoint's state file."""
         return json.loads((Path(folder) / STATE_NAME).read_text())
 
     def require(self, wanted: PrivacyState) -> None:
@@ -154,7 +154,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _mechanism_of_version_1(data: Mapping[str, Any]) -> Mechanism:
-    """Version 1 knew one kind of each part, and neither steps nor unit."""
+    """Read version 1, which had one kind of each part, and neither steps nor unit."""
     if data["sampling"] != PoissonSampling.kind:
         raise ValueError(f"no sampling {data['sampling']!r} was ever supported")
     return Mechanism(
@@ -239,7 +239,7 @@ class Ledger:
         return sum(segment.total() for segment in self.segments(run_id))
 
     def segments(self, run_id: str) -> list[Counter[StepParameters | None]]:
-        """What the steps of a run used, for each time that it began or went on; None where a line does not say.
+        """Return the parameters of a run's steps, in one counter for each time that it began or went on; None where a line does not say.
 
         A torn line may have been a step, of the run that wrote the line before; of any if there is none.
         """
@@ -254,7 +254,7 @@ class Ledger:
         return segments
 
     def beginnings(self, run_id: str) -> list[dict[str, Any]]:
-        """What was recorded each time that a run began or went on: its state, and whether it was private and verified."""
+        """Return the lines of each time that a run began or went on: its state, and whether it was private and verified."""
         return [entry for writer, entry in self._lines() if writer == run_id and entry is not None and "step" not in entry]
 
     def other_steps(self, run_id: str) -> int:
@@ -262,7 +262,7 @@ class Ledger:
         return sum(writer not in (run_id, None) and (entry is None or "step" in entry) for writer, entry in self._lines())
 
     def _lines(self) -> Iterator[tuple[str | None, dict[str, Any] | None]]:
-        """The run that wrote each line, None where no line before says it, and what the line says, None where it is torn."""
+        """Yield the run that wrote each line (None where no line before says it) and the content of the line (None where it is torn)."""
         writer = None
         with open(self.path, "rb") if self.path.exists() else io.BytesIO() as file:
             for line in file:
@@ -326,7 +326,7 @@ class Ledger:
 
 
 def _parameters(entry: Mapping[str, Any]) -> StepParameters | None:
-    """What a step's line says that it used; None in version 1."""
+    """Read the parameters from a step's line; None in version 1."""
     try:
         return StepParameters(*(entry[name] for name in StepParameters._fields))
     except KeyError:
@@ -337,7 +337,7 @@ _OPEN: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 def _close_after_fork() -> None:
-    """A lock lives as long as any copy of its descriptor: a DataLoader worker must not keep that of a trainer which was killed."""
+    """Close ledgers in a forked process: a lock lasts as long as any copy of its descriptor, so a DataLoader worker would keep a killed trainer's."""
     for ledger in _OPEN:
         ledger.close()
 

@@ -44,7 +44,7 @@ class SecretSeeds:
         _seed_globally(hashlib.shake_256(self._key + purpose.encode()).digest(_BYTES))
 
     def reseed_generator(self, generator: Any, purpose: str) -> None:
-        """Seed a generator that somebody made, of Python, NumPy or torch, as :meth:`reseed` does the global ones."""
+        """Seed a generator object of Python, NumPy or torch as :meth:`reseed` seeds the global ones."""
         numbers = hashlib.shake_256(self._key + f"generator for {purpose}".encode()).digest(32)
         if isinstance(generator, np.random.Generator):
             fresh = type(generator.bit_generator)(np.random.SeedSequence(int.from_bytes(numbers, "little")))
@@ -112,7 +112,7 @@ def seeded_global_generators(entropy: Sequence[int], device: torch.device) -> It
 
 
 def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The states of torch's generators that a module on ``device`` draws from."""
+    """Return the states of torch's generators that a module on ``device`` draws from."""
     states = (torch.get_rng_state(),)
     return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
 
@@ -122,7 +122,7 @@ def same_state(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool
 
 
 def global_state(device: torch.device) -> tuple[Any, ...]:
-    """The states of all global generators: Python's, NumPy's and torch's."""
+    """Return the states of all global generators: Python's, NumPy's and torch's."""
     return (random.getstate(), np.random.get_state(legacy=False), *random_state(device))
 
 
@@ -136,7 +136,7 @@ def set_global_state(device: torch.device, state: tuple[Any, ...]) -> None:
 
 @contextmanager
 def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
-    """Inside, random numbers are those that followed ``state``; afterwards the generators go on as if nothing had been."""
+    """Draw inside the random numbers that followed ``state``, and restore the generators afterwards."""
     if state is None:
         yield
         return
@@ -149,7 +149,7 @@ def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
 
 @contextmanager
 def forked_generators(device: torch.device) -> Iterator[None]:
-    """On all devices: manual_seed seeds all, and what some of them drew afterwards would be known."""
+    """Fork the generators of all devices: manual_seed seeds all of them, and what one of them drew afterwards would be known."""
     many = device.type in ("cuda", "xpu")
     with torch.random.fork_rng(
         devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"

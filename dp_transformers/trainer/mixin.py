@@ -130,7 +130,7 @@ class DPTrainerMixin:
         return None if self._training is None else self._training.run
 
     def privacy_spent(self) -> PrivacySpent:
-        """What has been spent until now, from the ledger's count of executed steps.
+        """Return what has been spent until now, by the ledger's count of executed steps.
 
         Raises:
             ValueError: the trainer has no training data, so it cannot have spent anything.
@@ -180,7 +180,7 @@ class DPTrainerMixin:
         return output._replace(training_loss=math.nan, metrics=metrics)
 
     def _say(self, text: str) -> None:
-        """Shown once, on the first process, also in scripts that configure no logging."""
+        """Show a sentence once, on rank 0, also in scripts that configure no logging."""
         if self.is_world_process_zero():
             progress.warning(text)
 
@@ -224,7 +224,7 @@ class DPTrainerMixin:
         distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        # an example's masks must not depend on which others are drawn, so no two ranks share theirs, but in a tensor-parallel group
+        # ranks draw their dropout masks apart, except in a tensor-parallel group, which works on the same examples
         secret = distributed.shared_secret(self._run.dp_seed)
         self._seeds = SecretSeeds(secret, self._data_rank())
         try:
@@ -237,7 +237,7 @@ class DPTrainerMixin:
             self._clipper = self._private_step = None
 
     def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """One private step: clipped sum over the draw, noise, division by the expected batch size. Leaves it in `.grad`."""
+        """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then holds the result."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -261,20 +261,20 @@ class DPTrainerMixin:
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The loss of evaluation and prediction: that of the class or of the model, else the mean of `per_example_loss_func`."""
+        """Compute the loss of evaluation and prediction: by the class or the model, or else as the mean of `per_example_loss_func`."""
         if not self._evaluates_by_mean:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         losses, outputs = self._example_losses(self.model, inputs)
         return (losses.mean(), outputs) if return_outputs else losses.mean()
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """The norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
+        """Return the norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
         return _total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
-    # ---- what Trainer asks of batches, which here are LogicalBatch ----
+    # ---- batches: Trainer is given a LogicalBatch where it expects a batch ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """A loader of Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]."""
+        """Make a loader of Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]."""
         args, dataset, collator = self.args, self.train_dataset, self.data_collator
         if _is_datasets(dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -331,7 +331,7 @@ class DPTrainerMixin:
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """A checkpoint is complete when every rank has written its part, and only then may it push older ones out."""
+        """Write a checkpoint. It is complete when every rank has written its part, and only then are older ones deleted."""
         args, name = self.args, f"checkpoint-{self.state.global_step}"
         folder = os.path.join(args.output_dir, name)
         if args.should_save and os.path.exists(folder):
@@ -347,12 +347,12 @@ class DPTrainerMixin:
             rotate(args.output_dir, limit, keep={name, os.path.basename(self.state.best_model_checkpoint or name)})
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing of what dropout has drawn or will draw: only what `args.seed` tells."""
+        """Save states that `args.seed` gives, and not the secret ones that dropout draws from."""
         with seeded_global_generators([self.args.seed], self.args.device):
             super()._save_rng_state(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Random numbers are fresh on resume, as draws and noise are."""
+        """Load nothing: random numbers are fresh on resume, as draws and noise are."""
 
     def _complete(self, checkpoint: str) -> None:
         self.accelerator.wait_for_everyone()
@@ -393,7 +393,7 @@ def _refuse_arguments(args: Any, others: Mapping[str, Any]) -> None:
 
 
 def _refuse_groups(clipper: PerExampleClipper, size: int) -> None:
-    """Raise ValueError unless tensor-parallel groups are of ``size`` consecutive ranks, as the sampler takes them to be, and every sum is reduced."""
+    """Raise ValueError unless each tensor-parallel group is ``size`` consecutive ranks, as the sampler assumes, and all gradients are summed."""
     parallel, shards, world = clipper.parallel, clipper.shards, distributed.world_size()
     first = distributed.rank() // size * size
     own = list(range(first, first + size))
@@ -410,7 +410,7 @@ def _refuse_groups(clipper: PerExampleClipper, size: int) -> None:
 
 
 def _total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together. Those with the same mesh and placements are reduced together, so that ranks send few numbers."""
+    """Return the norm of all gradients together. Gradients with the same mesh and placements are reduced together, so that ranks send few numbers."""
     groups = defaultdict(list)
     for grad in grads:
         groups[(grad.device_mesh, grad.placements) if is_dtensor(grad) else None].append(grad)

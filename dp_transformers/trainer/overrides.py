@@ -76,7 +76,7 @@ def refuse_overrides(trainer: Any, mixin: type) -> None:
 
 
 def refuse_unknown_loss(cls: type, mixin: type) -> None:
-    """Raise ValueError if a class that ``mixin`` is put before has a ``compute_loss`` of its own, from which no example's loss can be told."""
+    """Raise ValueError if a class behind ``mixin`` has a ``compute_loss`` of its own: it does not tell the loss of each example."""
     if owner := replaced_owner(cls, mixin, "compute_loss"):
         raise ValueError(
             f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch, from which no example's gradient can be clipped. "
@@ -86,18 +86,18 @@ def refuse_unknown_loss(cls: type, mixin: type) -> None:
 
 
 def warn_about_replaced(cls: type, mixin: type) -> None:
-    """Name the methods of classes that ``mixin`` is put before and that are not called any more."""
+    """Warn about methods that ``mixin`` replaces in the classes behind it, which are therefore not called."""
     for name in ("training_step", "get_train_dataloader"):
         if owner := replaced_owner(cls, mixin, name):
             logger.warning("%s.%s is not called: %s replaces it. %s.", owner.__name__, name, _private_class(cls).__name__, _OF_MIXIN[name])
 
 
 def replaced_owner(cls: type, mixin: type, name: str) -> type | None:
-    """The class behind ``mixin`` in the order of bases, and not of transformers itself, that has a method of that name."""
+    """Return the class behind ``mixin`` in the order of bases, other than those of transformers, that defines this method."""
     behind = cls.__mro__[cls.__mro__.index(mixin) + 1 :]
     return next((c for c in behind if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
 
 
 def _private_class(cls: type) -> type:
-    """The class of this package that ``cls`` derives from, by whose name the user knows it."""
+    """Return the class of this package that ``cls`` derives from. Messages use its name."""
     return next(c for c in cls.__mro__ if c.__module__.startswith("dp_transformers."))

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerRun:
-    """What a trainer's arguments make of its training data: a plan of steps, and the run that counts them.
+    """The plan that a trainer's arguments make for its training data, and the run that counts the steps.
 
     Args:
         args: The trainer's arguments. What they say of privacy is read here, once.
@@ -74,7 +74,7 @@ class TrainerRun:
 
     @contextmanager
     def recorded(self, checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Inside, the ledger is open and the run has begun, or goes on from a checkpoint (True: the newest complete one), whose folder this gives.
+        """Open the ledger and begin the run, or resume it from a checkpoint (True: the newest complete one), and yield the checkpoint's folder.
 
         Raises:
             PrivacyStateError: the checkpoint is not complete, or does not go with the arguments or the ledger.
@@ -119,10 +119,10 @@ class TrainerRun:
         return checkpoint
 
     def _set_budget(self, checkpoint: str | None) -> None:
-        """Set how many more steps the budget allows. None is an error, unless the checkpoint is that of a run which ended."""
+        """Set how many more steps the budget allows. It is an error if it allows none, unless the run has taken all of its steps."""
         run, state, planned = self.run, self.run.state, self.planned_steps
         done = 0 if checkpoint is None else TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
-        self.has_ended = done >= planned  # Trainer itself would take a step more
+        self.has_ended = done >= planned  # Trainer would take one step more
         run.plan(planned, done)
         self.first_step = done if self._args.ignore_data_skip else done - done % self.steps_per_epoch
         if self.has_ended:
