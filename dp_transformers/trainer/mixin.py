@@ -25,7 +25,6 @@ from ..losses import PerExampleLoss, find_per_example_loss
 from ..plan import describe, hopeless
 from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
 from ..run import PrivacySpent, PrivateRun
-from ..sampling import DrawSampler
 from ..step import PrivateStep
 from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32, refuse_settings
@@ -105,12 +104,7 @@ class DPTrainerMixin:
         if per_example_loss_func is not None and not self.label_names:
             self.label_names = ["labels"]
         validate_model(self.model)
-        if eval_dataset is not None and eval_dataset is train_dataset:
-            logger.warning(
-                "eval_dataset is train_dataset: what evaluation prints is computed from private rows without noise; epsilon does not cover it."
-            )
-        if args.load_best_model_at_end:
-            logger.warning("load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples.")
+        _warn_about_evaluation(args, train_dataset, eval_dataset)
         loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)
         self._example_losses = ExampleLosses(loss, self.label_names)
         self._evaluates_by_mean = per_example_loss_func is not None and not replaced_owner(type(self), DPTrainerMixin, "compute_loss")
@@ -280,16 +274,7 @@ class DPTrainerMixin:
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        sampling = self._run.mechanism.sampling
-        sampler = DrawSampler(
-            sampling,
-            self._training.steps_per_epoch,
-            distributed.shared_secret(self._run.dp_seed),
-            self._data_rank(),
-            distributed.world_size() // self.get_tp_size(),
-            first_step=self._training.first_step,
-            ended=self._training.has_ended,
-        )
+        sampler = self._training.sampler(self._data_rank(), distributed.world_size() // self.get_tp_size())
         self._logical_batches = LogicalBatches(dataset, collator, args.per_device_train_batch_size, self._seeds)
         return draws_dataloader(
             self._logical_batches,
@@ -321,12 +306,7 @@ class DPTrainerMixin:
         if self._clipper is not None and not self.args.log_train_loss:
             logs = {k: v for k, v in logs.items() if k not in ("loss", "train_loss")}
         if self._run is not None and (self._clipper is not None or self._run.steps):
-            if self._run.steps < self.state.global_step:
-                raise RuntimeError(
-                    f"{self.state.global_step} steps were taken, but only {self._run.steps} were clipped, noised and counted: a callback or other "
-                    "code stepped the model or set state.global_step. This model has no valid epsilon: do not release it. Remove that code and "
-                    "train again from the original model."
-                )
+            self._training.require_counted(self.state.global_step)
             logs["epsilon"] = self._run.epsilon(self._run.state.delta)
         super().log(logs, start_time)
 
@@ -390,6 +370,15 @@ def _refuse_arguments(args: Any, others: Mapping[str, Any]) -> None:
             f"{args.n_gpu} devices in one process would train with nn.DataParallel, whose replicas cannot be clipped together. Start one "
             "process per device (accelerate launch or torchrun), or set CUDA_VISIBLE_DEVICES to one."
         )
+
+
+def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> None:
+    if eval_dataset is not None and eval_dataset is train_dataset:
+        logger.warning(
+            "eval_dataset is train_dataset: what evaluation prints is computed from private rows without noise; epsilon does not cover it."
+        )
+    if args.load_best_model_at_end:
+        logger.warning("load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples.")
 
 
 def _refuse_groups(clipper: PerExampleClipper, size: int) -> None:

@@ -17,6 +17,7 @@ from .. import distributed
 from ..checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint
 from ..noise.generators import check_noise_source
 from ..run import PrivateRun
+from ..sampling import DrawSampler
 from .dp_config import DPTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,27 @@ class TrainerRun:
                 f"trained. All {planned - done} steps that are planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go "
                 "on, load the model that was trained and start a new run in another output_dir (with a target_epsilon or noise_multiplier of its own); what "
                 "both spend adds up."
+            )
+
+    def sampler(self, rank: int, world_size: int) -> DrawSampler:
+        """Make the sampler of the draws that are left, on this rank of ``world_size`` data-parallel ranks. All ranks call this together."""
+        return DrawSampler(
+            self.run.mechanism.sampling,
+            self.steps_per_epoch,
+            distributed.shared_secret(self.run.dp_seed),
+            rank,
+            world_size,
+            first_step=self.first_step,
+            ended=self.has_ended,
+        )
+
+    def require_counted(self, steps: int) -> None:
+        """Raise RuntimeError if Trainer took more steps than the run counted."""
+        if self.run.steps < steps:
+            raise RuntimeError(
+                f"{steps} steps were taken, but only {self.run.steps} were clipped, noised and counted: a callback or other "
+                "code stepped the model or set state.global_step. This model has no valid epsilon: do not release it. Remove that code and "
+                "train again from the original model."
             )
 
     def _begin(self) -> None:
