@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.checkpoint import Ledger, PrivacyState
+from dp_transformers.checkpoint import PrivacyState
 from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.ledger import Ledger
 from dp_transformers.mechanism import Mechanism
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.noise.generators import GaussianNoise
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(folder)
         ledger.open()
-        ledger.begin(state)
+        ledger.begin(state.to_dict())
         added = {
             "noise": median([lambda: noise.add_(gradients, std=1.0)], (1,)),
             "sampling": median([sampler.draw], (1,)),

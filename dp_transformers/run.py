@@ -15,7 +15,8 @@ from typing import Any
 
 from . import distributed
 from .accounting import unsupported
-from .checkpoint import Ledger, PrivacyState, PrivacyStateError
+from .checkpoint import PrivacyState
+from .ledger import Ledger, PrivacyStateError
 from .mechanism import Mechanism, PrivacyUnit
 from .values import StepParameters
 
@@ -203,7 +204,7 @@ class PrivateRun:
         self._segments.setdefault(self.state.run_id, []).append(Counter())
         if self.ledger is None:
             return
-        distributed.call_on_rank_zero(lambda: self.ledger.begin(self.state, self.facts()))
+        distributed.call_on_rank_zero(lambda: self.ledger.begin(self.state.to_dict(), self.facts()))
 
     def facts(self) -> dict[str, Any]:
         """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is resumed."""

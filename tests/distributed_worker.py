@@ -30,7 +30,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distributed
-from dp_transformers.checkpoint import Ledger
+from dp_transformers.ledger import Ledger
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.noise.sharded import ShardedNoise
 from dp_transformers.step import PrivateStep

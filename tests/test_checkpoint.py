@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from dp_transformers import checkpoint
-from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError, find_checkpoint, rotate
+from dp_transformers import ledger as ledger_module
+from dp_transformers.checkpoint import STATE_NAME, PrivacyState, find_checkpoint, rotate
 from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.sampling import PoissonSampling
@@ -147,10 +148,10 @@ def test_rotation_takes_incomplete_and_old_ones_first_and_spares_what_is_kept(tm
 def test_ledger_counts_every_line_of_its_run(tmp_path):
     assert Ledger(tmp_path / "new").steps("a1") == 0
     with writing(tmp_path / "new") as ledger:
-        ledger.begin(state())
+        ledger.begin(state().to_dict())
         for step in (1, 2, 3, 2, 3):  # two steps were done again after a resume: they happened
             ledger.add_step("a1", step, USED)
-        ledger.begin(state(run_id="b2"))
+        ledger.begin(state(run_id="b2").to_dict())
         ledger.add_step("b2", 1, USED)
     assert ledger.steps("a1") == 5
     assert ledger.steps("b2") == 1
@@ -197,7 +198,7 @@ def test_a_line_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, fault)
     with writing(tmp_path) as ledger:
         ledger.add_step("a1", 1, USED)
     if fault is not broken_fsync:
-        monkeypatch.setattr(checkpoint.io, "FileIO", fault)
+        monkeypatch.setattr(ledger_module.io, "FileIO", fault)
     with writing(tmp_path) as ledger:
         if fault is broken_fsync:
             monkeypatch.setattr(os, "fsync", broken_fsync)
@@ -212,7 +213,7 @@ def test_a_line_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, fault)
 
 HOLDER = """
 import os, sys, time
-from dp_transformers.checkpoint import Ledger
+from dp_transformers.ledger import Ledger
 ledger = Ledger(sys.argv[1])
 ledger.open()
 if os.fork() == 0:  # as a DataLoader worker: outlives its parent for a while
@@ -250,13 +251,13 @@ def test_one_writer_at_a_time_and_a_killed_one_does_not_block(tmp_path):
 @pytest.mark.parametrize("why", ["no flock", "refused by the file system"])
 def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog, why):
     if why == "no flock":
-        monkeypatch.setattr(checkpoint, "fcntl", None)
+        monkeypatch.setattr(ledger_module, "fcntl", None)
     else:
 
         def unsupported(*args):
             raise OSError(errno.ENOLCK, "No locks available")
 
-        monkeypatch.setattr(checkpoint.fcntl, "flock", unsupported)
+        monkeypatch.setattr(ledger_module.fcntl, "flock", unsupported)
     with writing(tmp_path) as ledger:
         ledger.add_step("a1", 1, USED)
     assert "cannot be locked" in caplog.text and ledger.steps("a1") == 1

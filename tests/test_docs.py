@@ -24,11 +24,11 @@ from transformers import BertConfig, BertForSequenceClassification, default_data
 import dp_transformers
 from dp_transformers import DPTrainer, Mechanism, PerExampleClipper, clipping
 from dp_transformers.accounting import PrivacyAccountant
-from dp_transformers.checkpoint import LEDGER_NAME
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.layer_rule import layer_rule
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.terms import Outer, Term
+from dp_transformers.ledger import LEDGER_NAME
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, PrivacyEngine, compute_epsilon
-from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, PrivacyStateError
+from dp_transformers.checkpoint import STATE_NAME
 from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.sampling import PoissonSampling

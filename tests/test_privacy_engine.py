@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PrivacyEngine, compute_epsilon, randomness
-from dp_transformers.checkpoint import PrivacyStateError
+from dp_transformers.ledger import PrivacyStateError
 from dp_transformers.randomness import SecretSeeds
 
 CLASSES, WIDTH, LENGTH, N = 3, 5, 4, 40

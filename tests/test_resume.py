@@ -34,8 +34,9 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, checkpoint, compute_epsilon, distributed
 from dp_transformers.accounting import PrivacyAccountant
-from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, Ledger, PrivacyState, PrivacyStateError
+from dp_transformers.checkpoint import STATE_NAME, PrivacyState
 from dp_transformers.clipping.parallel.dtensor import to_local
+from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.step import PrivateStep
 

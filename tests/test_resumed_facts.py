@@ -13,7 +13,8 @@ from test_resume import Classifier
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
-from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME
+from dp_transformers.checkpoint import STATE_NAME
+from dp_transformers.ledger import LEDGER_NAME
 
 LOOPS = ["trainer", "engine", "engine with a ledger"]
 DELTA = 1e-3

@@ -36,7 +36,8 @@ from transformers import (
 )
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
-from dp_transformers.checkpoint import LEDGER_NAME, STATE_NAME, PrivacyStateError
+from dp_transformers.checkpoint import STATE_NAME
+from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
 from dp_transformers.run import PrivateRun
 from dp_transformers.step import PrivateStep
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import distributed
-from ..checkpoint import PrivacyStateError
+from ..ledger import PrivacyStateError
 from .loop import PrivateLoop
 
 

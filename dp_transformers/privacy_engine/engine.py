@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader
 
 from .. import distributed
 from ..accounting import check_accountant
-from ..checkpoint import Ledger, PrivacyState
+from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
 from ..clipping.functions import FlatClipping
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
+from ..ledger import Ledger
 from ..mechanism import Mechanism, PrivacyUnit
 from ..noise import IndependentNoise
 from ..noise.generators import check_noise_source

@@ -14,7 +14,8 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .. import distributed
-from ..checkpoint import Ledger, PrivacyState, PrivacyStateError, find_checkpoint
+from ..checkpoint import PrivacyState, find_checkpoint
+from ..ledger import Ledger, PrivacyStateError
 from ..noise.generators import check_noise_source
 from ..run import PrivateRun
 from ..sampling import DrawSampler
