@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -59,6 +59,10 @@ class ClippingEngine:
         on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where :meth:`backward` goes back.
     """
 
+    trainable: TrainableParameters
+    sums: GradientSums
+    state: ModelState
+
     def __init__(
         self,
         model: nn.Module,
@@ -68,7 +72,6 @@ class ClippingEngine:
         before_forward: Callable[[tuple, dict], None] = lambda args, kwargs: None,
     ):
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
-        self.trainable: TrainableParameters | None = None
         self.owners: list[Owner] = []
         self.forward: ForwardPass | None = None
         self.follower: Follower | None = None
@@ -88,7 +91,7 @@ class ClippingEngine:
     def attach(self) -> bool:
         """Hook the model. Whether it is another one than was attached before, of which everything had to be found out."""
         refuse_attached(self.model)
-        is_known = self.trainable is not None and self.trainable.are_of_the_same_model()
+        is_known = bool(self.owners) and self.trainable.are_of_the_same_model()
         if not is_known:
             trainable = TrainableParameters(self.model)
             self.mode.refuse(trainable)
@@ -178,13 +181,14 @@ class ClippingEngine:
         if follower is None or batch is not None:
             self.state.before_forward()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
-        if self.forward is None or self.forward.batch_size != batch_size or self.forward.batch is not batch:
-            unused = self.forward
-            self._replace_forward(self._new_forward(batch_size, batch))
+        forward = self.forward
+        if forward is None or forward.batch_size != batch_size or forward.batch is not batch:
+            unused, forward = forward, self._new_forward(batch_size, batch)
+            self._replace_forward(forward)
             if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
-                self.forward.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
+                forward.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
         if self.batch_first:
-            self.forward.positions |= positions_of(args, kwargs, batch_size)
+            forward.positions |= positions_of(args, kwargs, batch_size)
         return True
 
     @contextlib.contextmanager
@@ -204,7 +208,7 @@ class ClippingEngine:
         return ForwardPass(batch_size, probe, self.trainable, suspended=suspended, batch=batch, on_backward=on_backward)
 
     def _record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
-        forward = self.forward
+        forward = cast(ForwardPass, self.forward)  # calls are passed on only after _begin_forward
         if forward.backward is not None:  # activation checkpointing recomputes a call that was counted
             if forward.followed and forward.reentrant:
                 raise ValueError(
@@ -263,12 +267,13 @@ class ClippingEngine:
             with without_autocast(losses.device):
                 graph = LossGraph(losses, forward)
                 clip = partial(coefficients, clipping=clipping, weights_b=weights_b, reduce=reduce)
-                self.go_back(forward, self.mode.begin(forward, clip, self.sums, graph))
+                backward = self.mode.begin(forward, clip, self.sums, graph)
+                self.go_back(forward, backward)
                 self.sums.watch()
                 graph.go_back(retain_graph=not self.mode.one_pass)
                 self._refuse_escapes(graph)
                 self.sums.end_watch()
-                norms_b = forward.backward.finish()
+                norms_b = backward.finish()
         finally:
             self._fills_gradients = False
             self.sums.end_watch()

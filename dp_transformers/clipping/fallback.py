@@ -30,7 +30,7 @@ from .terms import Dense, Term
 logger = logging.getLogger(__name__)
 
 _EXAMPLES_AT_ONCE = 16
-_SET_DATA = torch.Tensor.data.__set__
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
 def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str]) -> dict[nn.Parameter, Term]:
@@ -64,13 +64,15 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
 def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
     """The arguments of the call for one example, whose ``inputs`` have no batch dimension."""
     kinds = zip(inputs, call.input_has_examples(), call.input_batch_dims, strict=True)
-    return call.rebuilt([x.unsqueeze(batch_dim.dim) if batched and not batch_dim.flat else x for x, batched, batch_dim in kinds])
+    return call.rebuilt([x.unsqueeze(batch_dim.dim or 0) if batched and not batch_dim.flat else x for x, batched, batch_dim in kinds])
 
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """Afterwards, ``module`` and what it contains hold what they held: no tensor of the re-run, which functorch would not let live on."""
-    before = [(held, dict(held)) for owner in module.modules() for held in (vars(owner), owner._parameters, owner._buffers, owner._modules)]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (held, dict(held)) for owner in module.modules() for held in (vars(owner), owner._parameters, owner._buffers, owner._modules)
+    ]
     try:
         yield
     finally:
@@ -103,7 +105,7 @@ def _vmapped(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn
             with substituted(module, _pairs(parameters, values)), _NoNewData():
                 return tuple(differentiable_leaves(module(*args, **kwargs)))
 
-        out, vjp = torch.func.vjp(run, values)
+        out, vjp = torch.func.vjp(run, values)[:2]
         return vjp(_as_outputs(gradients, out))[0], out
 
     in_dims = ((0,) * len(backprops), [0 if batched else None for batched in call.input_has_examples()])
@@ -131,7 +133,8 @@ def _one_by_one(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict
         gradients_i = _as_outputs([g[i] for g in backprops], out)
         live = [(x, g) for x, g in zip(out, gradients_i, strict=True) if x.requires_grad]
         if live:
-            _differentiate(*zip(*live, strict=True), values, gradients, i)
+            outputs_i, backprops_i = zip(*live, strict=True)
+            _differentiate(outputs_i, backprops_i, values, gradients, i)
     return gradients
 
 
@@ -145,7 +148,7 @@ def substituted(module: nn.Module, values: dict[nn.Parameter, torch.Tensor]) -> 
 
     (torch.func.functional_call does not put a parameter back whose module is held under two names.)
     """
-    slots = [
+    slots: list[tuple[Any, Any, nn.Parameter]] = [  # a dictionary or a list, and where in it
         (slot, key, p)
         for owner in module.modules()
         for slot, items in ((owner._parameters, owner._parameters.items()), _flat_weights(owner))
@@ -171,7 +174,13 @@ def _as_outputs(gradients: Sequence[torch.Tensor], outputs: Sequence[torch.Tenso
     return tuple(g.reshape(x.shape).to(x.dtype) for g, x in zip(gradients, outputs, strict=True))
 
 
-def _differentiate(outputs, backprops, values: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor], i: int) -> None:
+def _differentiate(
+    outputs: Sequence[torch.Tensor],
+    backprops: Sequence[torch.Tensor],
+    values: dict[str, torch.Tensor],
+    gradients: dict[str, torch.Tensor],
+    i: int,
+) -> None:
     """Write example i's gradients of ``values`` into ``gradients``."""
     found = torch.autograd.grad(outputs, list(values.values()), backprops, retain_graph=True, allow_unused=True)
     for name, g in zip(values, found, strict=True):

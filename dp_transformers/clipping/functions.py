@@ -54,7 +54,7 @@ class FlatClipping(ClippingFunction):
             )
 
     @property
-    def sensitivity(self) -> float:
+    def sensitivity(self) -> float:  # pyrefly: ignore[bad-override]  (of a frozen class, where nobody assigns to either)
         return self.max_grad_norm
 
     def coefficients(self, norms_b: Tensor) -> Tensor:

@@ -46,9 +46,10 @@ class GradientSums:
         if total is None:
             total = torch.zeros(parallel.shape(parameter), dtype=sum_dtype(parameter), device=self._trainable.device)
         total = shards.summed(parameter, total) if shards else as_dtensor_like(total, parameter)
-        set_gradient(parameter, total if parameter.grad is None else parameter.grad.add_(total))
+        grad = total if parameter.grad is None else parameter.grad.add_(total)
+        set_gradient(parameter, grad)
         if self._watched:
-            self._watched[parameter] = parameter.grad, parameter.grad._version
+            self._watched[parameter] = grad, grad._version
 
     def watch(self) -> None:
         """Look from now on whether somebody else writes to a ``grad``."""

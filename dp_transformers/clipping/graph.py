@@ -13,6 +13,7 @@ Reentrant activation checkpointing builds its graph only in backward, and so hid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from torch.autograd.graph import Node
 
 from .recorded_call import RecordedCall
 
-_LEAF, _CAST = torch._C._functions.AccumulateGrad, "ToCopyBackward0"
+_LEAF = torch._C._functions.AccumulateGrad  # pyrefly: ignore[missing-attribute]  (torch's types leave it out)
+_CAST = "ToCopyBackward0"
 
 
 def parameter_outside_calls(losses: torch.Tensor, tap: type, parameter_of: Mapping[torch.Tensor, nn.Parameter]) -> nn.Parameter | None:
@@ -30,7 +32,7 @@ def parameter_outside_calls(losses: torch.Tensor, tap: type, parameter_of: Mappi
         tap: The type of the taps' nodes, whose ``call`` is the :class:`RecordedCall`.
         parameter_of: For each tensor that modules hold for a trainable parameter, that parameter.
     """
-    todo: list[tuple[Node, tuple[RecordedCall, ...]]] = [(losses.grad_fn, ())]  # and inside which calls it was computed
+    todo: list[tuple[Node, tuple[RecordedCall, ...]]] = [(cast(Node, losses.grad_fn), ())]  # and inside which calls it was computed
     seen = set()
     while todo:
         entry = node, inside = todo.pop()
@@ -56,18 +58,17 @@ def parameter_outside_calls(losses: torch.Tensor, tap: type, parameter_of: Mappi
 
 def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
     """Of everything that the losses are computed from and that a gradient goes through."""
-    todo, seen = [losses.grad_fn], {None}
-    found = {losses.dtype}
+    todo, seen, found = [losses.grad_fn], set[Node](), {losses.dtype}
     while todo:
         node = todo.pop()
-        if node not in seen:
+        if node is not None and node not in seen:
             seen.add(node)
             found |= {metadata.dtype for metadata in node._input_metadata}
             todo += [before for before, _ in node.next_functions]
     return found
 
 
-def _leaf(node: Node) -> torch.Tensor | None:
+def _leaf(node: Any) -> torch.Tensor | None:
     """The leaf that a gradient is accumulated in here; autocast keeps a leaf's copy from one call for the next."""
     if type(node).__name__ == _CAST:
         node = node.next_functions[0][0]

@@ -39,7 +39,8 @@ class HookedModel:
         without_graph: Callable[[], contextlib.AbstractContextManager],
     ):
         self.model, self._on_forward, self._on_call, self._on_gradient = model, on_forward, on_call, on_gradient
-        self._without_graph, self._opened_without_graph = without_graph, None
+        self._without_graph = without_graph
+        self._opened_without_graph: contextlib.AbstractContextManager | None = None
         self.in_backward = False
         self._owners: Iterable[Owner] = ()
         self._hides = False
@@ -122,8 +123,8 @@ class HookedModel:
         if self._suspended:
             return
         if not torch.is_grad_enabled():
-            self._opened_without_graph = self._without_graph()
-            self._opened_without_graph.__enter__()
+            opened = self._opened_without_graph = self._without_graph()
+            opened.__enter__()
             return
         handles = self._handles
         if not self._on_forward(args, kwargs):

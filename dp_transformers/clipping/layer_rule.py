@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,16 @@ from .terms import Term
 Terms = Mapping[nn.Parameter, Term | torch.Tensor]
 GradSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Terms]
 NormSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mapping[nn.Parameter, torch.Tensor]]
+
+
+class HasWeight(Protocol):
+    """A module with a weight: torch's own types call some of its modules' parameters tensors, and of others say nothing."""
+
+    weight: nn.Parameter
+
+
+class HasWeightAndBias(HasWeight, Protocol):
+    bias: nn.Parameter | None
 
 
 # What a tap is to whoever calls it, a forward hook: (module, inputs, {}, outputs) -> the outputs to go on with, None for the same.
@@ -49,7 +59,7 @@ class LayerRule:
     """
 
     terms: Callable[..., Terms] | None = None
-    norms: NormSampler | None = None
+    norms: Callable[..., Mapping[nn.Parameter, torch.Tensor]] | None = None
     takes_call: bool = False
     forward_context: ForwardContext | None = None
     tapped_inside: bool = False
@@ -164,4 +174,5 @@ def rule_for(module: nn.Module) -> LayerRule:
 
 def forward_context_for(module: nn.Module) -> ForwardContext | None:
     """What this module's forward must run in; none of the recognised rules has one, so this costs nothing."""
-    return _RULES.get(class_forward(module), LayerRule()).forward_context
+    forward = class_forward(module)
+    return None if forward is None else _RULES.get(forward, LayerRule()).forward_context

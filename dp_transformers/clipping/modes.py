@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -49,8 +49,11 @@ class Mode(Protocol):
         one_pass: Whether one backward pass is enough, so that it may be one that the user runs.
     """
 
-    name: str
-    one_pass: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def one_pass(self) -> bool: ...
 
     def refuse(self, trainable: TrainableParameters) -> None:
         """Raise ValueError if the mode is not exact for parameters that lie like these."""
@@ -72,8 +75,8 @@ class MeasuringPass:
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}  # of the others; empty lists where nothing is kept
 
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> bool:
-        return True
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+        return self
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         return not (self.keeps or self.instantiate) and all(self.forward.uses[p] == 1 for p in parameters)
@@ -92,6 +95,10 @@ class MeasuringPass:
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
         """Take the terms of all uses together; those that are to be kept."""
+        raise NotImplementedError
+
+    def finish(self) -> torch.Tensor:
+        """All taps were reached: form the clipped sums; (B,) the gradient norms."""
         raise NotImplementedError
 
     def squared_norms(self) -> torch.Tensor:
@@ -143,8 +150,9 @@ class KeptTerms(MeasuringPass):
         clipped = self._clip(self.squared_norms())
         if self._hand_out:
             for p, terms in self.kept.items():
-                gradients = terms[0].grad.view(len(clipped.norms_b), *p.shape)
-                p.grad_sample = gradients if clipped.scale == 1 else gradients * clipped.scale
+                gradients = terms[0].instantiate().grad.view(len(clipped.norms_b), *p.shape)
+                gradients = gradients if clipped.scale == 1 else gradients * clipped.scale
+                p.grad_sample = gradients  # pyrefly: ignore[missing-attribute]  (Opacus's name for it, of which torch's types know nothing)
         self.add_sums(clipped)
         return clipped.norms_b
 
@@ -204,7 +212,7 @@ class TwoPass:
         """There is nothing to refuse."""
 
     def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
-        return _FirstOfTwo(self, forward, clip, sums, graph)
+        return _FirstOfTwo(self, forward, clip, sums, cast(LossGraph, graph))  # the user does not run it, for it is not one pass
 
 
 class _Recomputed:
@@ -240,9 +248,9 @@ class _FirstOfTwo(MeasuringPass):
         self._numbers = global_state(graph.device)
         self._rounding = norms.BF16 if any(dtype in HALF for dtype in graph.dtypes) else norms.FP32  # of the second pass
 
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> bool:
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
         self._recomputed.note(owner, saved)
-        return True
+        return self
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
         if self.counts(parameter):
@@ -276,15 +284,14 @@ class _FirstOfTwo(MeasuringPass):
         return clipped.norms_b
 
 
-class _SecondOfTwo(BackwardPass):
+class _SecondOfTwo:
     """Autograd itself forms the sums; two passes must see the same activations, or one gradient is measured and another one summed."""
 
     def __init__(self, forward: ForwardPass):
         self.recomputed = _Recomputed(forward)
 
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> bool:
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> None:
         self.recomputed.note(owner, saved)
-        return False
 
 
 MODES: dict[str, Mode] = {

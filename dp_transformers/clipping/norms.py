@@ -9,7 +9,6 @@ Shape legend: b example, t position, m parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,7 +95,7 @@ class NormAccumulator:
 
     def add(self, measured: Measured, lengths_bt: torch.Tensor | None = None, rounding: RoundingAllowance | None = None) -> None:
         """Add one parameter's norm. If its gradient is a sum over positions, whose norms are ``lengths_bt``, ``rounding`` says what rounding may remove."""
-        if lengths_bt is not None and lengths_bt.numel() > MAX_HELD_NUMEL:
+        if lengths_bt is not None and rounding is not None and lengths_bt.numel() > MAX_HELD_NUMEL:
             measured, lengths_bt = DirectNorm(rounding.inflate(measured.squared().sqrt(), lengths_bt)), None
         positions = None if lengths_bt is None else lengths_bt.shape[1]
         self._alike[type(measured), measured[0].device, positions, rounding].append((measured, lengths_bt))
@@ -116,6 +115,6 @@ class NormAccumulator:
         return total_b.masked_fill(total_b < NEGLIGIBLE, 0.0)
 
 
-def _stacked(members: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stacked(members: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """(M, ...); of one, itself."""
     return members[0] if len(members) == 1 else torch.stack(members)

@@ -133,8 +133,9 @@ def _parent(model: nn.Module, path: str) -> str | None:
 
 def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parameter, paths: Sequence[str]) -> None:
     """Let the next modules above ``paths`` that are called own ``parameter``, and no module below them."""
-    above = {_parent(model, path) for path in paths}
-    if None in above:
+    parents = [_parent(model, path) for path in paths]
+    above = {parent for parent in parents if parent is not None}
+    if None in parents:
         name, holder = next(
             (f"{path}.{name}".lstrip("."), module)
             for path, module in model.named_modules()

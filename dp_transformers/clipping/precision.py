@@ -17,7 +17,7 @@ TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
 
 def product_settings(device: torch.device) -> tuple[Any, Any]:
     """Where torch keeps the precision of fp32 matrix products, and of convolutions."""
-    backends = torch.backends
+    backends: Any = torch.backends  # of which torch's types know neither mkldnn's settings nor those of convolutions
     return (backends.cuda.matmul, backends.cudnn.conv) if device.type == "cuda" else (backends.mkldnn.matmul, backends.mkldnn.conv)
 
 
@@ -75,7 +75,7 @@ def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Ten
         return multiply(left, right)
     if left.dtype == torch.bfloat16:
         return multiply(left, right, out_dtype=torch.float32)
-    setting = torch.backends.mkldnn.matmul
+    setting = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]  (set when torch is imported)
     before, setting.fp32_precision = setting.fp32_precision, "bf16"
     try:
         return multiply(left, right)

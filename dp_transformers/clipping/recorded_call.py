@@ -22,11 +22,15 @@ from .terms import Term
 from .trainable import TrainableParameters
 
 
-class BackwardPass(Protocol):
-    """One backward pass over the losses, as the taps that it reaches see it (:mod:`.modes`)."""
+class CallObserver(Protocol):
+    """What is told of every call that a backward pass reaches."""
 
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> bool:
-        """A call of ``owner`` was reached, of which ``saved`` was kept. Whether its terms are wanted."""
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+        """A call of ``owner`` was reached, of which ``saved`` was kept. Returns what takes its terms; None where nobody wants them."""
+
+
+class BackwardPass(CallObserver, Protocol):
+    """One backward pass over the losses, as the taps that it reaches see it (:mod:`.modes`)."""
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the norm of each one's term is enough."""
@@ -70,9 +74,9 @@ class ForwardPass:
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward
-        self.backward: BackwardPass | None = None  # the one that goes on
+        self.backward: CallObserver | None = None  # the one that goes on
 
-    def go_back(self, backward: BackwardPass) -> None:
+    def go_back(self, backward: CallObserver) -> None:
         """Let ``backward`` see what taps are reached from now on."""
         self.backward, self._is_reached = backward, False
 
@@ -104,6 +108,7 @@ class RecordedCall:
     outputs: Sequence[torch.Tensor]
     backprops: Sequence[torch.Tensor]
     input_gradients: dict[torch.Tensor, torch.Tensor | None]
+    output_leaves: Sequence[Any]
 
     def __init__(self, owner: Owner, forward: ForwardPass, args: tuple, kwargs: dict, output: Any, first_node: int):
         self.owner, self.forward, self.parameters = owner, forward, owner.names

@@ -16,7 +16,7 @@ from .errors import UnsupportedModuleError, how_to_fix
 from .fallback import per_example_gradients
 from .parallel.dtensor import as_dtensor_like
 from .precision import HALF, exact_arithmetic
-from .recorded_call import RecordedCall, is_differentiable
+from .recorded_call import BackwardPass, RecordedCall, is_differentiable
 from .terms import Dense, NormOnly, Term
 
 _NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}  # nodes of autograd that save what they are given, at most
@@ -45,7 +45,7 @@ class Tap(torch.autograd.Function):
             )
         call, forward = ctx.call, ctx.call.forward
         forward.begin_backward()  # before activation checkpointing recomputes what was saved
-        grads = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
+        backprops = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
         saved, needed = [x.detach() for x in _recorded(ctx)], ctx.needs_input_grad[4 + len(grads) :]
         if not forward.is_current:
             raise ValueError(
@@ -54,20 +54,21 @@ class Tap(torch.autograd.Function):
             )
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
         reached = None
-        if forward.backward is not None and forward.backward.meet(call.owner, saved):
+        backward = None if forward.backward is None else forward.backward.meet(call.owner, saved)
+        if backward is not None:
             reached = forward.probe_gradient()
-            call.reach(saved, grads, input_gradients)
+            call.reach(saved, backprops, input_gradients)
             try:
                 with exact_arithmetic(forward.probe.device):
-                    for parameter, term in _terms(call).items():
-                        forward.backward.add(parameter, term)
+                    for parameter, term in _terms(call, backward).items():
+                        backward.add(parameter, term)
             finally:
                 call.release()
         if any(g is None for g in input_gradients.values()):
             input_gradients = {}
         elif input_gradients:  # the rule went back through the module, so autograd need not
-            grads = [None] * len(grads)
-        return None, None, reached, None, *grads, *map(input_gradients.get, saved)
+            return None, None, reached, None, *[None] * len(grads), *map(input_gradients.get, saved)
+        return None, None, reached, None, *backprops, *map(input_gradients.get, saved)
 
 
 def tapped(call: RecordedCall) -> Any:
@@ -107,16 +108,16 @@ def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
         ) from error
 
 
-def _terms(call: RecordedCall) -> dict[nn.Parameter, Term]:
-    owner, trainable = call.owner, call.forward.trainable
-    if owner.rule.norms is not None and call.forward.backward.wants_only_norms_of(owner.names):
-        found = {p: NormOnly(norm_b) for p, norm_b in owner.rule.norms(owner.module, *_by_example(call)).items()}
-    elif owner.is_rerun:
+def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Term]:
+    owner, rule, trainable = call.owner, call.owner.rule, call.forward.trainable
+    if rule.norms is not None and backward.wants_only_norms_of(owner.names):
+        found = {p: NormOnly(norm_b) for p, norm_b in rule.norms(owner.module, *_by_example(call)).items()}
+    elif rule.terms is None:
         found = _rerun(call)
-    elif owner.rule.takes_call:
-        found = owner.rule.terms(call)
+    elif rule.takes_call:
+        found = rule.terms(call)
     else:
-        found = owner.rule.terms(owner.module, *_by_example(call))
+        found = rule.terms(owner.module, *_by_example(call))
     found = {trainable.shards.sharded(p): Dense(term) if isinstance(term, torch.Tensor) else term for p, term in found.items()}
     if missing := [name for p, name in owner.names.items() if p not in found]:
         raise ValueError(

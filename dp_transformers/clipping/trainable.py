@@ -25,7 +25,9 @@ class TrainableParameters:
         if not self.parameters:
             raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
         self._refuse_dtypes()
-        self.parameter_of = {whole: p for p in self.parameters for whole in self.shards.all_unsharded(p)}  # for what autograd sees
+        self.parameter_of: dict[torch.Tensor, nn.Parameter] = {
+            whole: p for p in self.parameters for whole in self.shards.all_unsharded(p)
+        }  # for what autograd sees
         half = [p.dtype for p in model.parameters() if p.dtype in HALF]
         self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
         self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
@@ -96,7 +98,9 @@ class TrainableParameters:
 
 def _trainable_ids(model: nn.Module) -> list[int]:
     """Of every step, so without the bookkeeping of names in ``model.parameters()``."""
-    found, seen, todo = [], set(), [model]
+    found: list[int] = []
+    seen: set[int] = set()
+    todo: list[nn.Module | None] = [model]
     while todo:
         module = todo.pop()
         if module is not None and id(module) not in seen:

@@ -14,7 +14,7 @@ from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
 from .functions import ClippingFunction
 from .precision import without_autocast
-from .recorded_call import ForwardPass
+from .recorded_call import BackwardPass, ForwardPass
 
 
 class UserBackward:
@@ -52,10 +52,11 @@ class UserBackward:
             scale = forward.batch_size if self._loss_reduction == "mean" else 1
             return coefficients(norm_sq_b, clipping=self._clipping, weights_b=weights_b, scale=scale, reduce=reduce)
 
-        engine.go_back(forward, engine.mode.begin(forward, clip, engine.sums, None))
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, forward))
+        backward = engine.mode.begin(forward, clip, engine.sums, None)
+        engine.go_back(forward, backward)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, forward, backward))
 
-    def _finish(self, forward: ForwardPass) -> None:
+    def _finish(self, forward: ForwardPass, backward: BackwardPass) -> None:
         """The end of ``loss.backward()``."""
         engine, device = self._engine, forward.probe.device
         try:
@@ -70,7 +71,7 @@ class UserBackward:
                     "no gradient was clipped. Do that on a deepcopy of the model, which has no clipper."
                 )
             with without_autocast(device), torch.no_grad():
-                forward.backward.finish()
+                backward.finish()
         finally:
             engine.forget()
         engine.end_sum()

@@ -32,7 +32,7 @@ def true_causes(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kw
         ):  # where a pass of this process's own would leave others waiting
             raise
         dims, wrong_way = _seen_in_forward(engine, losses_of, args, kwargs, batch)
-        one = tree_map(lambda x: x[:1] if has_batch(x, batch) else x, (args, kwargs))
+        one: tuple[tuple, dict] = tree_map(lambda x: x[:1] if has_batch(x, batch) else x, (args, kwargs))
         lost = [(a, b) for a, b in zip(dims, _seen_in_forward(engine, losses_of, *one, 1)[0], strict=False) if b < a]
         if wrong_way:
             raise SelfCheckError(

@@ -48,7 +48,7 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
     with without_autocast(engine.trainable.device), full_products(settings if engine.trainable.convolves else settings[:1]) as were_reduced:
         if were_reduced:
             replaced.append("products")
-        torch.autocast.__enter__ = enter_disabled
+        torch.autocast.__enter__ = enter_disabled  # pyrefly: ignore[bad-assignment]  (the argument's name is another one)
         try:
             for p in engine.trainable.parameters:
                 p.grad = None

@@ -152,7 +152,8 @@ def _with_and_without_padding(
         return x
 
     given = args, kwargs
-    drawn = synthetic_inputs(model, *tree_map(lambda x: x[row : row + 1] if has_batch(x, size) else x, given), 1)
+    one: tuple[tuple, dict] = tree_map(lambda x: x[row : row + 1] if has_batch(x, size) else x, given)
+    drawn = synthetic_inputs(model, *one, 1)
     padded = tree_map_with_path(in_place, given, drawn)
     return padded, tree_map_with_path(own_positions, given, padded)
 

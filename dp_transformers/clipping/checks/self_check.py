@@ -168,7 +168,7 @@ def self_check(engine: ClippingEngine, args: tuple, kwargs: dict, loss_function:
     try:
         with forked_generators(engine.trainable.device):
             engine.trainable.parallel.require_same((args, kwargs), random_state(engine.trainable.device))
-            given = engine.trainable.shards.broadcast_inputs((args, kwargs), engine.trainable.device)
+            given: tuple[tuple, dict] = engine.trainable.shards.broadcast_inputs((args, kwargs), engine.trainable.device)
             if engine.trainable.shards or engine.trainable.parallel:
                 torch.manual_seed(0)  # processes that share parameters must take the same decisions
             if not engine.batch_first:
@@ -214,13 +214,13 @@ def run_checks(
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
     others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
     with engine.trial(), true_causes(engine, losses_of, args, kwargs, batch):
-        inputs = with_float32((args, kwargs))
+        inputs: tuple[tuple, dict] = with_float32((args, kwargs))
         errors, replaced = in_float32_if_possible(
             engine, losses_of, inputs, lambda: _compare(engine, losses_of, *inputs, batch, lambda rows: with_float32(others(rows)))
         )
         if replaced or errors is None:
             as_trained = _compare(engine, losses_of, args, kwargs, batch, others, locality=errors is None)
-    errors = errors or as_trained
+            errors = errors or as_trained
     warn_about_fallback(engine.owners)
     norm_error, sum_error, locality_error, gradient_error = errors
     return CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
@@ -300,8 +300,8 @@ def _discover(
 ) -> None:
     """Discover the owners on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
     taken = {n for x in tree_leaves((args, kwargs)) if has_batch(x, batch) for n in x.shape[1:]}
-    sizes = [n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken][:2]
-    inputs = {sizes[0]: others(sizes[0]), sizes[1]: _ragged(*others(sizes[1]), sizes[1])}
+    size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
+    inputs = {size: others(size), other_size: _ragged(*others(other_size), other_size)}
 
     def plain(size: int) -> torch.Tensor:
         with engine.suspended():
@@ -310,7 +310,7 @@ def _discover(
     def tapped() -> None:
         engine.install_hooks()
         try:
-            losses_of(*inputs[sizes[0]][0], **inputs[sizes[0]][1])
+            losses_of(*inputs[size][0], **inputs[size][1])
         except BaseException:
             engine.trainable.shards.recover()
             raise
@@ -319,7 +319,7 @@ def _discover(
         # positions are not looked for where they come before the examples: flattened rows would not lie example by example
         positions = positions_of(args, kwargs, batch) if engine.batch_first else set()
         discover_owners(
-            engine.model, engine.owners, engine.trainable.parameters, plain, tapped, tuple(sizes), positions, engine.trainable.shards
+            engine.model, engine.owners, engine.trainable.parameters, plain, tapped, (size, other_size), positions, engine.trainable.shards
         )
     except UnownedParameterError as error:
         raise SelfCheckError(str(error)) from None

@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,11 @@ from torch.utils._pytree import tree_map
 
 from ..errors import how_to_fix
 from .dtensor import as_dtensor_like
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+T = TypeVar("T")
 
 
 class Shards:
@@ -40,13 +45,13 @@ class Shards:
         self._unsharded: dict[nn.Parameter, list[nn.Parameter]] = defaultdict(list)
         self._sharded: dict[nn.Parameter, nn.Parameter] = {}
         self.reshard()
-        slots = [(m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
-        sharded = [m._parameters[name] for m, name in slots]
+        slots = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
         for module in self.modules:
             if module._get_fsdp_state()._fsdp_param_groups:
                 module.unshard()
-                for (m, name), shard in zip(slots, sharded, strict=True):
-                    if (whole := m._parameters[name]) is not shard and whole not in self._sharded:
+                for m, name, shard in slots:
+                    whole = m._parameters[name]
+                    if whole is not None and whole is not shard and whole not in self._sharded:
                         self._unsharded[shard].append(whole)
                         self._sharded[whole] = shard
                 module.reshard()
@@ -116,15 +121,17 @@ class Shards:
 
     def summed(self, p: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the sum of ``total`` over ranks, placed like ``p``; ``total`` itself if ``p`` is not sharded."""
-        if p not in self._unsharded:
+        if p not in self._unsharded or self.mesh is None:
             return total
-        from torch.distributed.tensor import DTensor, Partial, Shard
+        from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-        mesh, placements = self.mesh, [Partial()] * self.mesh.ndim
+        mesh, placements = self.mesh, list[Placement]([Partial()]) * self.mesh.ndim
         grad = DTensor.from_local(total, mesh, placements, run_check=False)
         for dim in reversed(range(mesh.ndim)):  # first over the shards, so that replicas exchange no more than a shard
-            lies = p.placements[dim]
-            placements[dim] = lies if lies.is_replicate() else Shard(lies.dim)  # strided where tensor parallelism splits it too
+            lies = cast(DTensor, p).placements[dim]
+            placements[dim] = (
+                lies if lies.is_replicate() else Shard(cast(Shard, lies).dim)
+            )  # strided where tensor parallelism splits it too
             grad = grad.redistribute(placements=placements)
         return as_dtensor_like(grad.to_local().to(p.device), p)
 
@@ -146,14 +153,14 @@ class Shards:
 
     def any_rank(self, condition: bool, device: torch.device) -> bool:
         """Whether ``condition`` holds on any rank that shares the parameters."""
-        if not self:
+        if self.mesh is None:
             return condition
         flag = torch.tensor(float(condition), device=device)
         for dim in range(self.mesh.ndim):  # a tensor-parallel group agrees already, on norms
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
         return bool(flag)
 
-    def broadcast_inputs(self, structure: Any, device: torch.device) -> Any:
+    def broadcast_inputs(self, structure: T, device: torch.device) -> T:
         """Broadcast rank 0's ``structure`` of tensors."""
         if not self:
             return structure
@@ -162,6 +169,6 @@ class Shards:
         return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, box[0])
 
 
-def _is_fsdp(module: nn.Module) -> bool:
+def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a module that is sharded has imported it
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)

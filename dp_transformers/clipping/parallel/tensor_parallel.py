@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from ..terms import Dense, Outer, Rows, Term
 from .dispatch import PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE, STYLES, class_forward, closure_of, style_of
 from .dtensor import is_dtensor, to_local
 from .fsdp2 import Shards
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Shard
 
 _HOW_TO_FIX = "Take it out of the tensor-parallel plan, freeze it, or use FSDP2 (fully_shard) over all processes instead."
 
@@ -76,7 +79,7 @@ class TensorParallel:
     def __init__(self, model: nn.Module, shards: Shards):
         self._shards = shards
         wholes = {name: (p, shards.unsharded(p)) for name, p in model.named_parameters()}
-        split = {name: (p, whole) for name, (p, whole) in wholes.items() if is_dtensor(whole)}
+        split = {name: (p, cast("DTensor", whole)) for name, (p, whole) in wholes.items() if is_dtensor(whole)}
         self._refuse_modules(model, bool(split))
         meshes = {whole.device_mesh for _, whole in split.values()}
         if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
@@ -161,7 +164,7 @@ class TensorParallel:
 
     def counts_norm_of(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts the parameter's norm: of every slice its rank does, of a replicated parameter the first rank."""
-        return not self or parameter in self._slices or self.mesh.get_local_rank() == 0
+        return self.mesh is None or parameter in self._slices or self.mesh.get_local_rank() == 0
 
     def sum_over_group(self, norm_sq_b: torch.Tensor) -> torch.Tensor:
         """(B,) summed over the group."""
@@ -190,8 +193,9 @@ class TensorParallel:
             p.grad = None
         yield
         for p in parameters:
-            if is_dtensor(p.grad) and p.grad.placements != p.placements:
-                p.grad = p.grad.redistribute(placements=p.placements)
+            grad = p.grad
+            if is_dtensor(grad) and grad.placements != (placements := cast("DTensor", p).placements):
+                p.grad = grad.redistribute(placements=placements)
         for p, grad in before.items():
             if grad is not None:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
@@ -211,7 +215,7 @@ class TensorParallel:
         """What autograd.grad gave for one example, over all positions and laid out like the parameter over the group."""
         whole = self._shards.unsharded(parameter)
         if is_dtensor(grad):
-            return grad.redistribute(placements=whole.placements)
+            return grad.redistribute(placements=cast("DTensor", whole).placements)
         if parameter in self._replicated_with_grad_allreduce:
             dist.all_reduce(grad := grad.clone(), group=self.group)
         return grad
@@ -251,7 +255,7 @@ class TensorParallel:
         return [i for i, differs in zip(held, is_far.tolist(), strict=True) if differs]
 
     def _gathered(self, value: Any) -> list[Any]:
-        box = [None] * self.mesh.size()
+        box: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(box, value, group=self.group)
         return box
 
@@ -265,7 +269,7 @@ def _digest(structure: Any) -> bytes:
     return digest.digest()
 
 
-def _local_slice(name: str, whole: torch.Tensor) -> _LocalSlice:
+def _local_slice(name: str, whole: DTensor) -> _LocalSlice:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -281,12 +285,12 @@ def _local_slice(name: str, whole: torch.Tensor) -> _LocalSlice:
     return _LocalSlice(dim, offset[dim], whole.shape[dim], held)
 
 
-def _kind(activation: torch.Tensor) -> str:
+def _kind(activation: DTensor) -> str:
     """How the activation is split along the mesh."""
     placement = activation.placements[0]
     if placement.is_replicate():
         return "whole"
     if placement.is_partial():
         return "partial"
-    dim = placement.dim % activation.dim() if placement.is_shard() and activation.is_floating_point() else 0
+    dim = cast("Shard", placement).dim % activation.dim() if placement.is_shard() and activation.is_floating_point() else 0
     return "examples" if dim == 0 else "features" if dim == activation.dim() - 1 else "positions"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..layer_rule import layer_rule
+from ..layer_rule import HasWeightAndBias, layer_rule
 from ..terms import Outer, Term, summed
 from .normalization import sum_per_channel
 
@@ -24,7 +24,7 @@ def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torc
 
 
 @layer_rule(nn.Bilinear, backward_reads_output=False)
-def bilinear(module: nn.Bilinear, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def bilinear(module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     first, second, grad_btp = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in (*activations, backprops))
     if module.weight.requires_grad:

@@ -11,7 +11,7 @@ Shape legend: b example, l query position, s key position, h head, e features of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,24 +30,38 @@ class _Opened(TorchFunctionMode):
         self.module, self.tap = module, tap
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
         if func is F.multi_head_attention_forward and type(self.module.out_proj).forward is nn.Linear.forward:
             return _attend(self.module, self.tap, *args, **kwargs)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Projections(Protocol):
+    """The parameters of a module's own: its input projections, together or each by itself, and what it adds to keys and values."""
+
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter
+    k_proj_weight: nn.Parameter
+    v_proj_weight: nn.Parameter
+    in_proj_bias: nn.Parameter | None
+    bias_k: nn.Parameter
+    bias_v: nn.Parameter
 
 
 @layer_rule(nn.MultiheadAttention, forward_context=_Opened, tapped_inside=True)
 def multihead_attention(
-    module: nn.MultiheadAttention, activations: Sequence[torch.Tensor], backprops: torch.Tensor | Sequence[torch.Tensor]
+    module: _Projections, activations: Sequence[torch.Tensor], backprops: torch.Tensor | Sequence[torch.Tensor]
 ) -> dict[nn.Parameter, Term]:
     """``activations`` are the inputs of the input projections (one for each block of rows that shares its input), ``backprops`` the
     gradients of what they gave, then those of each example's copy of ``bias_k`` and ``bias_v``, (B, 1, p)."""
     grads = [backprops] if isinstance(backprops, torch.Tensor) else list(backprops)
     projected, added = grads[: len(activations)], grads[len(activations) :]
+    terms: dict[nn.Parameter, Term] = {}
     blocks = [Outer(g_btp, x_btd) for g_btp, x_btd in zip(projected, activations, strict=True)]
     if module.in_proj_weight is not None:
-        terms = {module.in_proj_weight: blocks[0] if len(blocks) == 1 else Stacked(blocks)}
+        terms[module.in_proj_weight] = blocks[0] if len(blocks) == 1 else Stacked(blocks)
     else:
-        terms = dict(zip((module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), blocks, strict=True))
+        terms |= dict(zip((module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), blocks, strict=True))
     if module.in_proj_bias is not None:
         terms[module.in_proj_bias] = Dense(
             torch.cat([g_btp.sum(1, dtype=torch.float32) for g_btp in projected], 1), tuple((g_btp, (1,)) for g_btp in projected)
@@ -89,18 +103,21 @@ def _attend(
     """What ``F.multi_head_attention_forward`` returns for what ``nn.MultiheadAttention`` gives it: positions first, masks as floats."""
     if is_causal and attn_mask is None:
         raise ValueError("nn.MultiheadAttention needs attn_mask when is_causal=True is given: it is only a hint about that mask.")
-    is_batched = F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, num_heads)
+    is_batched = F._mha_shape_check(  # pyrefly: ignore[missing-attribute]  (torch's types list public names)
+        query, key, value, key_padding_mask, attn_mask, num_heads
+    )
     if use_separate_proj_weight:
-        inputs, weights = [query, key, value], [q_proj_weight, k_proj_weight, v_proj_weight]
+        inputs, weights = [query, key, value], cast(list[torch.Tensor], [q_proj_weight, k_proj_weight, v_proj_weight])
     else:
         inputs = [query] if query is key is value else [query, key] if key is value else [query, key, value]
-        weights = in_proj_weight.split([embed_dim_to_check * n for n in {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(inputs)]])
+        weights = cast(torch.Tensor, in_proj_weight).split([embed_dim_to_check * n for n in {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(inputs)]])
     biases = [None] * len(inputs) if in_proj_bias is None else in_proj_bias.split([len(w) for w in weights])
     inputs = [x.transpose(0, 1) if is_batched else x.unsqueeze(0) for x in inputs]
     batch = len(inputs[0])
     outputs = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
     outputs += [x.expand(batch, 1, -1) for x in (bias_k, bias_v) if x is not None]
-    outputs = (tap and tap(module, tuple(inputs), {}, outputs)) or outputs
+    if tap is not None:
+        outputs = tap(module, tuple(inputs), {}, outputs) or outputs
 
     q_blp, k_bsp, v_bsp = (part for x in outputs[: len(inputs)] for part in x.split(embed_dim_to_check, -1))
     if added := outputs[len(inputs) :]:

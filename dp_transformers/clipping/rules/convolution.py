@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layer_rule import layer_rule
+from ..layer_rule import HasWeightAndBias, layer_rule
 from ..terms import Convolution, Convolved, Outer, Term
 from .normalization import require_batch, sum_per_channel
+
+
+class _Convolution(HasWeightAndBias, Protocol):
+    """What Conv1d, Conv2d and Conv3d have in common, whose options are as long as their images have dimensions."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    _reversed_padding_repeated_twice: list[int]  # for F.pad: last dimension first, left and right
 
 
 def _is_native_convolution(module: nn.Module) -> bool:
@@ -20,7 +32,7 @@ def _is_native_convolution(module: nn.Module) -> bool:
 
 
 @layer_rule(recognise=_is_native_convolution, backward_reads_output=False)
-def convolution(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def convolution(module: _Convolution, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     dims = len(module.kernel_size)
     require_batch(module, activations[0], dims)
@@ -37,9 +49,9 @@ def _images(x: torch.Tensor, dims: int) -> torch.Tensor:
     return x.flatten(1, -dims - 2) if x.dim() > dims + 2 else x.unsqueeze(1)
 
 
-def _padded(module: nn.Module, image: torch.Tensor) -> tuple[torch.Tensor, Convolution]:
+def _padded(module: _Convolution, image: torch.Tensor) -> tuple[torch.Tensor, Convolution]:
     """The image as the native kernel sees it, and what that does with it."""
-    widths = module._reversed_padding_repeated_twice  # for F.pad: last dimension first, left and right
+    widths = module._reversed_padding_repeated_twice
     if module.padding_mode == "zeros" and widths[::2] == widths[1::2]:
         padding = tuple(reversed(widths[::2]))
     else:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..layer_rule import layer_rule
+from ..layer_rule import HasWeight, layer_rule
 from ..terms import Rows, Term
 
 
-def _refuse_options(module: nn.Embedding | nn.EmbeddingBag) -> None:
+class _Table(HasWeight, Protocol):
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+
+class _BagsOfRows(_Table, Protocol):
+    mode: str
+
+
+def _refuse_options(module: _Table) -> None:
     for option in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, option):
             why = {
@@ -24,7 +35,7 @@ def _refuse_options(module: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 @layer_rule(nn.Embedding, backward_reads_output=False)
-def embedding(module: nn.Embedding, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def embedding(module: _Table, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     _refuse_options(module)
     if not module.weight.requires_grad:
         return {}
@@ -36,7 +47,7 @@ def embedding(module: nn.Embedding, activations: Sequence[torch.Tensor], backpro
 
 
 @layer_rule(nn.EmbeddingBag, backward_reads_output=False)
-def embedding_bag(module: nn.EmbeddingBag, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def embedding_bag(module: _BagsOfRows, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     _refuse_options(module)
     ids, *offsets = [x for x in activations if not x.is_floating_point()]  # (B, ..., n), and the output is (B, ..., d)
     if offsets:

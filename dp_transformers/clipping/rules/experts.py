@@ -11,7 +11,8 @@ Shape legend: b example, t position, k experts of one token, s slot of an exampl
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +22,19 @@ from ..layer_rule import layer_rule
 from ..terms import Routed, Rows, Term
 
 _PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
+
+
+if TYPE_CHECKING:
+
+    class _Experts(nn.Module):
+        """What classes that ``use_experts_implementation`` made have besides their parameters."""
+
+        num_experts: int
+        has_gate: bool
+        has_bias: bool
+        is_transposed: bool
+        act_fn: Callable[[torch.Tensor], torch.Tensor]
+        _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _are_fused_experts(module: nn.Module) -> bool:
@@ -34,7 +48,7 @@ def _are_fused_experts(module: nn.Module) -> bool:
 
 
 @layer_rule(recognise=_are_fused_experts)
-def experts(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def experts(module: _Experts, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     hidden_btd, index_btk, weight_btk = activations
     if backprops.dim() != 3 or hidden_btd.shape != backprops.shape or index_btk.is_floating_point() or weight_btk.shape != index_btk.shape:
         raise UnsupportedModuleError(
@@ -73,7 +87,7 @@ def experts(module: nn.Module, activations: Sequence[torch.Tensor], backprops: t
     return terms
 
 
-def _columns(module: nn.Module, name: str) -> torch.Tensor:
+def _columns(module: _Experts, name: str) -> torch.Tensor:
     """(E, in, out): the weights of all experts, to be multiplied from the right."""
     weight = getattr(module, name).detach().float()
     return weight if module.is_transposed else weight.mT

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..layer_rule import layer_rule
+from ..layer_rule import HasWeightAndBias, layer_rule
 from ..terms import Outer, Term, summed
 
 
@@ -17,7 +17,7 @@ def _btd(x: torch.Tensor) -> torch.Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
-def _affine(module: nn.Module, a_btd: torch.Tensor, g_btp: torch.Tensor, transposed: bool) -> dict[nn.Parameter, Term]:
+def _affine(module: HasWeightAndBias, a_btd: torch.Tensor, g_btp: torch.Tensor, transposed: bool) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     if module.weight.requires_grad:
         terms[module.weight] = Outer(a_btd, g_btp) if transposed else Outer(g_btp, a_btd)
@@ -27,7 +27,7 @@ def _affine(module: nn.Module, a_btd: torch.Tensor, g_btp: torch.Tensor, transpo
 
 
 @layer_rule(nn.Linear, backward_reads_output=False)
-def linear(module: nn.Linear, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def linear(module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     return _affine(module, _btd(activations[0]), _btd(backprops), transposed=False)
 
 
@@ -38,6 +38,6 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 @layer_rule(recognise=_is_conv1d)
-def conv1d(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def conv1d(module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     """transformers' Conv1D: a linear layer whose weight is stored as (in, out)."""
     return _affine(module, _btd(activations[0]), _btd(backprops), transposed=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..fallback import substituted
-from ..layer_rule import layer_rule
+from ..layer_rule import HasWeight, layer_rule
 from ..terms import Dense, Term, summed
 
 
@@ -39,7 +40,7 @@ def rms_norm(module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops:
     return {module.weight: _sum_positions(normalised.mul_(backprops), len(module.normalized_shape))}
 
 
-def require_batch(module: nn.Module, x: torch.Tensor, dims: int) -> None:
+def require_batch(module: object, x: torch.Tensor, dims: int) -> None:
     """``x`` is (B, ..., channels, *spatial) with ``dims`` spatial dimensions, not the (channels, *spatial) that torch allows too."""
     if x.dim() < dims + 2:
         raise ValueError(
@@ -53,8 +54,28 @@ def sum_per_channel(x: torch.Tensor, channel_dim: int = 1) -> Dense:
     return summed(x, [dim for dim in range(1, x.dim()) if dim != channel_dim])
 
 
+class _Affine(Protocol):
+    @property
+    def weight(self) -> nn.Parameter | None: ...
+
+    @property
+    def bias(self) -> nn.Parameter | None: ...
+
+
+class _InstanceNorm(_Affine, Protocol):
+    """What InstanceNorm1d, 2d and 3d have in common."""
+
+    training: bool
+    track_running_stats: bool
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    eps: float
+
+    def _get_no_batch_dim(self) -> int: ...
+
+
 def _per_channel(
-    module: nn.Module, normalised: Callable[[], torch.Tensor], backprops: torch.Tensor, channel_dim: int = 1
+    module: _Affine, normalised: Callable[[], torch.Tensor], backprops: torch.Tensor, channel_dim: int = 1
 ) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     if module.weight is not None and module.weight.requires_grad:
@@ -73,7 +94,7 @@ def group_norm(module: nn.GroupNorm, activations: Sequence[torch.Tensor], backpr
 
 
 @layer_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, backward_reads_output=False)
-def instance_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def instance_norm(module: _InstanceNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     dims = module._get_no_batch_dim() - 1
     require_batch(module, activations[0], dims)
 
@@ -86,7 +107,7 @@ def instance_norm(module: nn.Module, activations: Sequence[torch.Tensor], backpr
     return _per_channel(module, normalised, backprops, backprops.dim() - dims - 1)
 
 
-def _eps(module: nn.Module) -> float:
+def _eps(module: object) -> float | None:
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
@@ -119,13 +140,13 @@ def _computes_rms_norm(module: nn.Module) -> bool:
     return bool(scales)
 
 
-def _is_scaled_rms_norm(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, eps: float) -> bool:
+def _is_scaled_rms_norm(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, eps: float | None) -> bool:
     if not isinstance(out, torch.Tensor) or out.shape != x.shape:
         return False
     return torch.allclose(out.float(), F.rms_norm(x, scale.shape, eps=eps) * scale, rtol=1e-5, atol=1e-6)
 
 
 @layer_rule(recognise=_computes_rms_norm)
-def _weight_only_rms_norm(module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def _weight_only_rms_norm(module: HasWeight, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     normalised = F.rms_norm(activations[0].float(), module.weight.shape, eps=_eps(module))
     return {module.weight: _sum_positions(normalised.mul_(backprops), 1)}

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
 INSTANCE_MEMORY = 2  # with steps in the hundreds instances halve the arithmetic
 
 Weights = Mapping[str, torch.Tensor]  # by role
+Parameters = Mapping[str, nn.Parameter]
 
 
 class _Rows:
@@ -133,6 +135,9 @@ class _GRU:
 class _LSTM:
     """c = f ∘ c' + i ∘ g, h = o ∘ tanh(c), times W_hr where it projects; i, f, o = σ, g = tanh of W_ih x + b_ih + W_hh h' + b_hh."""
 
+    d_output: torch.Tensor  # where it projects: the gradients of what it puts out
+    _d_output_t: Sequence[torch.Tensor]
+
     def __init__(
         self, w: Weights, x_nd: torch.Tensor, h_np: torch.Tensor, rows: _Rows, c0_bh: torch.Tensor, dc_bh: torch.Tensor, reverse: bool
     ):
@@ -156,8 +161,9 @@ class _LSTM:
         _d_sigmoid(tanh_c, o, out=z_o)
         self.dz_ih = self.dz_hh = z_nk
         self._w_hh, self._dz_t = w["hh"], z_nk.split(rows.sizes)
-        self.d_output = torch.empty_like(self.output) if self._projection is not None else None
-        self._d_output_t = self.d_output.split(rows.sizes) if self._projection is not None else None
+        if self._projection is not None:
+            self.d_output = torch.empty_like(self.output)
+            self._d_output_t = self.d_output.split(rows.sizes)
 
     def back(self, t: int, dh_bp: torch.Tensor) -> None:
         dz_bk, dc_bh, dh_bh = self._dz_t[t], self.dc[: len(dh_bp)], dh_bp
@@ -204,7 +210,7 @@ class _Stack:
     """What was called: ``layers[l][d]`` are the parameters of layer l in direction d, by role; states are h and, of an LSTM, c."""
 
     mode: str
-    layers: list[list[Weights]]
+    layers: list[list[Parameters]]
     dropout: float
     rows: _Rows
     x_nd: torch.Tensor
@@ -249,14 +255,17 @@ def _run_below(call: RecordedCall, stack: _Stack) -> tuple[list[torch.Tensor], l
     return inputs, [*outputs, stack.output_np], dropout
 
 
-def _differentiate(call: RecordedCall, stack: _Stack, *, needs_input: bool):
+def _differentiate(
+    call: RecordedCall, stack: _Stack, *, needs_input: bool
+) -> tuple[dict[nn.Parameter, Term], torch.Tensor | None, list[torch.Tensor]]:
     """The terms, the gradient of the input rows (None unless needed), and of the initial states."""
     rows, dtype = stack.rows, stack.d_output_np.dtype
     inputs, outputs, dropout = _run_below(call, stack)
     terms: dict[nn.Parameter, Term] = {}
+    d_x: torch.Tensor | None = None
     d_output_np, d_initial_lbp = stack.d_output_np, [torch.empty_like(x) for x in stack.initial_lbp]
     for layer in reversed(range(len(stack.layers))):
-        directions, x_nd, d_x = stack.layers[layer], inputs[layer].to(dtype), []
+        directions, x_nd, d_x = stack.layers[layer], inputs[layer].to(dtype), None
         parts = zip(outputs[layer].to(dtype).chunk(len(directions), 1), d_output_np.chunk(len(directions), 1), strict=True)
         for d, (output_np, d_part_np) in enumerate(parts):
             k, reverse, parameters = layer * len(directions) + d, d == 1, directions[d]
@@ -265,17 +274,25 @@ def _differentiate(call: RecordedCall, stack: _Stack, *, needs_input: bool):
             direction = stack.direction(k, w, x_nd, h_np, output_np, reverse=reverse)
             _require_same(call, output_np, direction.output)
             d_initial_lbp[0][k] = _go_back(direction, d_part_np, stack.d_final_lbp[0][k], rows, reverse=reverse)
-            if stack.mode == "LSTM":
+            if isinstance(direction, _LSTM):
                 d_initial_lbp[1][k] = direction.dc
             _add_terms(terms, parameters, direction, x_nd, h_np, rows)
             if layer or needs_input:
-                d_x.append(direction.dz_ih @ w["ih"])
-        if layer:
-            d_output_np = sum(d_x) * dropout[layer - 1]
-    return terms, sum(d_x) if d_x else None, d_initial_lbp
+                d_part_nd = direction.dz_ih @ w["ih"]
+                d_x = d_part_nd if d_x is None else d_x + d_part_nd
+        if layer and d_x is not None:
+            d_output_np = d_x * dropout[layer - 1]
+    return terms, d_x, d_initial_lbp
 
 
-def _add_terms(terms: dict[nn.Parameter, Term], parameters: Weights, direction: _Direction, x_nd, h_np, rows: _Rows) -> None:
+def _add_terms(
+    terms: dict[nn.Parameter, Term],
+    parameters: Parameters,
+    direction: _Direction,
+    x_nd: torch.Tensor,
+    h_np: torch.Tensor,
+    rows: _Rows,
+) -> None:
     dz_ih = rows.by_example(direction.dz_ih)
     dz_hh = dz_ih if direction.dz_hh is direction.dz_ih else rows.by_example(direction.dz_hh)
     for role, p in parameters.items():
@@ -286,7 +303,8 @@ def _add_terms(terms: dict[nn.Parameter, Term], parameters: Weights, direction: 
         elif role == "hh":
             term = Outer(dz_hh, rows.by_example(h_np), INSTANCE_MEMORY)
         elif role == "projection":
-            term = Outer(rows.by_example(direction.d_output), rows.by_example(direction.hidden), INSTANCE_MEMORY)
+            lstm = cast(_LSTM, direction)  # no other layer projects
+            term = Outer(rows.by_example(lstm.d_output), rows.by_example(lstm.hidden), INSTANCE_MEMORY)
         else:
             term = summed(dz_ih if role == "bias_ih" else dz_hh, (1,))
         terms[p] = merge([terms[p], term])[0] if p in terms else term  # layers that share a parameter
@@ -311,12 +329,13 @@ def _unsupported(call: RecordedCall, reason: str) -> UnsupportedModuleError:
 # ---- the modules ----
 
 
-def _by_role(call: RecordedCall, weights: Sequence[torch.Tensor | None]) -> Weights:
+def _by_role(call: RecordedCall, weights: Sequence[torch.Tensor | None]) -> Parameters:
     roles = ROLES if len(weights) > 3 else ("ih", "hh", "projection")  # without biases
     found = {role: p for role, p in zip(roles, weights, strict=False) if p is not None}
-    if not all(isinstance(p, nn.Parameter) for p in found.values()):
+    parameters = {role: p for role, p in found.items() if isinstance(p, nn.Parameter)}
+    if len(parameters) < len(found):
         raise _unsupported(call, "its weights are computed from others")
-    return found
+    return parameters
 
 
 def _give(call: RecordedCall, tensor: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -326,7 +345,7 @@ def _give(call: RecordedCall, tensor: torch.Tensor, gradient: torch.Tensor) -> N
 
 @layer_rule(nn.RNN, nn.LSTM, nn.GRU, takes_call=True)
 def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
-    module, arguments = call.module, call.arguments
+    module, arguments = cast(nn.RNNBase, call.module), call.arguments
     x, hx = arguments["input"], arguments["hx"]
     packed, batch_first = isinstance(x, PackedSequence), module.batch_first
     data = x.data if packed else x
@@ -370,7 +389,7 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
 @layer_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell, takes_call=True)
 def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
     """One step of one layer."""
-    module, arguments = call.module, call.arguments
+    module, arguments = cast(nn.RNNCellBase, call.module), call.arguments
     x, hx = arguments["input"], arguments["hx"]
     if x.dim() != 2 or len(x) != call.batch_size:
         raise _unsupported(call, f"its input has the shape {tuple(x.shape)} in a batch of {call.batch_size} examples")

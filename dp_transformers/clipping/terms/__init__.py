@@ -119,12 +119,12 @@ def norm_of_sum(terms: Sequence[Term], *, instantiate: bool = False, cache: Last
     terms = merge(terms)
     if len(terms) == 1:
         return terms[0].norm(instantiate=instantiate, cache=cache)
-    if instantiate or [type(t) for t in terms] != [Outer, Rows]:
+    outer, rows, *others = terms
+    if instantiate or others or not (isinstance(outer, Outer) and isinstance(rows, Rows)):
         total = terms[0].instantiate().grad.flatten(1)
         for term in terms[1:]:
             total = total + term.instantiate().grad.flatten(1)
         return Dense(total).norm()
-    outer, rows = terms
     cross_b, lengths = [], []
     (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
     for chunk in chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):

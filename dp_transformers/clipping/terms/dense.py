@@ -61,7 +61,7 @@ class NormOnly:
 
     norm_b: torch.Tensor
 
-    is_bf16 = False
+    store_instantiated = is_bf16 = False
 
     def __post_init__(self) -> None:
         if self.norm_b.dim() != 1:
@@ -72,6 +72,17 @@ class NormOnly:
 
     def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
         return []
+
+    def instantiate(self) -> Dense:
+        raise TypeError(
+            "a norm sampler gave the norm of this gradient alone, in a pass that needs the gradient: give the layer a grad sampler."
+        )
+
+    def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
+        return self.instantiate().weighted_sum(coef_b, cache)
+
+    def zero_examples(self, invalid_b: torch.Tensor) -> NormOnly:
+        return NormOnly(zero_rows(self.norm_b, invalid_b))
 
 
 def summed(x: torch.Tensor, dims: Sequence[int]) -> Dense:

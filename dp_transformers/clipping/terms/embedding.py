@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..norms import Measured
-from .arithmetic import chunks, joined, norms_over, sum_rows, summed_anew, zero_rows
+from .arithmetic import chunks, flat_norm, joined, norms_over, sum_rows, summed_anew, zero_rows
 from .cache import LastResultCache
 from .dense import Dense
 from .gram import lengths_of
@@ -42,8 +42,7 @@ class Rows:
         slot += torch.arange(b, device=slot.device)[:, None] * t
         lengths_bt = norms_over(self.grad, [2])
         if slot.device.type != "cpu":
-            (norm_b,) = Dense(sum_rows(self.grad, slot, b * t).view(b, t * d)).norm()
-            return summed_anew(norm_b, lengths_bt)
+            return summed_anew(flat_norm(sum_rows(self.grad, slot, b * t).view(b, t * d)), lengths_bt)
         # Where looking costs no synchronisation, only rows that come from several positions are summed.
         shares = torch.zeros_like(self.ids, dtype=torch.bool)
         shares[:, 1:] = is_repeated

@@ -44,9 +44,10 @@ def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
 
 def lengths_of(x: torch.Tensor, summed_dims: Sequence[int], cache: LastResultCache | None) -> torch.Tensor:
     """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just computed them."""
-    for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)) if cache is not None else ():
-        gram = cache.known(kind, x)
-        if gram is not None:
-            return gram.lengths_bt
+    if cache is not None:
+        for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)):
+            gram = cache.known(kind, x)
+            if gram is not None:
+                return gram.lengths_bt
     kept = [dim for dim in range(1, x.dim()) if dim not in summed_dims]
     return (norms_over(x, kept) if kept else x.float().abs()).flatten(1)
