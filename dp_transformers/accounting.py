@@ -330,15 +330,15 @@ def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> floa
     grid = _grid(alike, steps, delta)
     if usable < delta / 2 or grid.interval > _MAX_INTERVAL:
         return math.inf
-    total = None
+    parts = []
     for sigma, q, n in phases:
         chances = stats.binom.pmf(range(rows + 1), rows, q)
         one = pld.from_mixture_gaussian_mechanism(
             sigma, list(range(rows + 1)), (chances / chances.sum()).tolist(), value_discretization_interval=grid.interval,
             log_mass_truncation_bound=grid.log_mass,
         )  # fmt: skip
-        some = one.self_compose(n, grid.tail_mass)
-        total = some if total is None else total.compose(some, grid.tail_mass)
+        parts.append(one.self_compose(n, grid.tail_mass))
+    total = functools.reduce(lambda before, part: before.compose(part, grid.tail_mass), parts)
     return float(total.get_epsilon_for_delta(usable))
 
 
@@ -382,7 +382,7 @@ def _merge_similar(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
 def _rdp_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
     from dp_accounting import rdp
 
-    total = sum(n * (_rdp(sigma, q) + _RDP_ROUNDING) for sigma, q, n in phases)
+    total: Any = sum(n * (_rdp(sigma, q) + _RDP_ROUNDING) for sigma, q, n in phases)  # an array, where dp_accounting's types want a list
     return float(rdp.compute_epsilon(_ORDERS, total, delta)[0])
 
 

@@ -86,7 +86,7 @@ class LogicalBatches(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, draw: Draw) -> LogicalBatch:
+    def __getitem__(self, draw: Draw) -> LogicalBatch:  # pyrefly: ignore[bad-override-param-name]  (given by position, by torch's loader)
         self._parts = list(rows.parts_of((self.collate, self.dataset)))
         rows.require_known_to_nobody(self._parts)
         self._reseed(f"rows of draw {draw.number}")
@@ -177,7 +177,9 @@ class LogicalBatches(Dataset):
 def _length(example: Any) -> int:
     """Positions; of several texts (multiple choice) those of the longest."""
     name = rows.main_input(example)
-    x = None if name is None else example[name]
+    if name is None:
+        return 0
+    x = example[name]
     if name == "input_ids" and getattr(x, "ndim", 1) > 1:
         return x.shape[-1]
     if name == "input_ids" and isinstance(x, Sequence) and len(x) and hasattr(x[0], "__len__"):

@@ -89,7 +89,8 @@ def noise_entropy(
     """
     if not hasattr(parameter, "placements") and replicas is None:
         return None
-    mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    placements = getattr(parameter, "placements", ())
     box = [secrets.randbits(256)]
     for group in (replicas, *(mesh.get_group(dim) for dim, p in enumerate(placements) if p.is_replicate())):
         if group is not None:

@@ -200,13 +200,14 @@ def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names:
 
 def _virtual_tokens(model: nn.Module) -> int:
     """How many positions prompt learning (peft) puts before the text, for which there are no labels."""
-    config = getattr(model, "active_peft_config", None)
+    config: Any = getattr(model, "active_peft_config", None)
     in_the_input = getattr(config, "is_prompt_learning", False) and config.peft_type != "PREFIX_TUNING"
     return config.num_virtual_tokens if in_the_input else 0
 
 
 def _base_model(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    get_base_model = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
 
 
 def _kind(base: nn.Module) -> str | None:
@@ -238,8 +239,9 @@ def _mapped_kind(cls: type) -> str | None:
 
 
 def _problem_type(base: nn.Module) -> str | None:
-    problem_type = base.config.problem_type
-    if problem_type is None and base.config.num_labels == 1:
+    config: Any = base.config
+    problem_type = config.problem_type
+    if problem_type is None and config.num_labels == 1:
         return "regression"
     if problem_type is None and any(c.__name__.startswith("Deberta") for c in type(base).__mro__):
         return "single_label_classification"  # DeBERTa would take float labels for soft ones
@@ -314,11 +316,11 @@ class _TokenCrossEntropy(torch.autograd.Function):
         return losses_n.view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # once_differentiable would let create_graph pass where the upstream gradient is a constant
             raise RuntimeError("the per-example losses have no second derivative: call backward without create_graph=True.")
         logits, targets, logsumexp_n = ctx.saved_tensors
-        logits_nv, targets_n, grad_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), grad.reshape(-1)
+        logits_nv, targets_n, grad_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), grads[0].reshape(-1)
         grad_nv = logits_nv.new_zeros(logits_nv.shape)
         for rows in _chunks((targets_n != IGNORE_INDEX) & (grad_n != 0), logits_nv):
             p_kv = logits_nv.index_select(0, rows).to(logsumexp_n.dtype).sub_(logsumexp_n[rows, None]).exp_()

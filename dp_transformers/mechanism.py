@@ -129,7 +129,7 @@ class Mechanism:
         event, relation = self.event(Counter([self.at(0)])), self.sampling.relation
         whys = [unsupported(event, accountant, relation=relation) for accountant in ACCOUNTANTS]
         if all(whys):
-            raise ValueError(" ".join(whys))
+            raise ValueError(" ".join(filter(None, whys)))
         if self.unit.max_examples_per_person > 1:
             self.epsilon(0.5, executed=[Counter([self.at(0)])], rows=self.unit.max_examples_per_person)
 

@@ -69,8 +69,8 @@ class PoissonSampling(Sampling):
     """
 
     kind: ClassVar[str] = "poisson"
-    num_examples: int
-    expected_batch_size: float
+    num_examples: int  # pyrefly: ignore[bad-override]  (frozen here, and nobody assigns to them in the base)
+    expected_batch_size: float  # pyrefly: ignore[bad-override]
 
     def __post_init__(self) -> None:
         if not 0 < self.sample_rate <= 1:

@@ -105,7 +105,7 @@ class ModuleValidator:
         """
         model = copy.deepcopy(model)
         for problem in list(_problems(model)):
-            if problem._repair is not None:
+            if problem._repair is not None and problem._module is not None:
                 model = _replace(model, problem._module, problem._repair(problem._module))
                 logger.warning("%s: %s", f"'{problem.path}'" if problem.path else "the model", problem.fix)
         return model
@@ -167,7 +167,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[Finding]:
             if isinstance(module, nn.BatchNorm2d)
             else ""
         )
-        yield f"{what}GroupNorm or LayerNorm.{frozen}", fix, _group_norm if groups else None
+        yield f"{what}GroupNorm or LayerNorm.{frozen}", fix, partial(_group_norm, groups) if groups else None
     elif getattr(module, "track_running_stats", False) is True or (
         getattr(module, "running_var", None) is not None and hasattr(module, "momentum")  # frozen batch norms have no momentum
     ):
@@ -279,8 +279,8 @@ def _num_groups(batch_norm: _BatchNorm) -> int | None:
     return next((groups for groups in range(32, 1, -1) if channels % groups == 0 and channels // groups >= at_least), 1)
 
 
-def _group_norm(batch_norm: _BatchNorm) -> nn.GroupNorm:
-    group_norm = nn.GroupNorm(_num_groups(batch_norm), batch_norm.num_features, eps=batch_norm.eps, affine=False)
+def _group_norm(num_groups: int, batch_norm: _BatchNorm) -> nn.GroupNorm:
+    group_norm = nn.GroupNorm(num_groups, batch_norm.num_features, eps=batch_norm.eps, affine=False)
     group_norm.affine = batch_norm.affine
     group_norm.weight, group_norm.bias = batch_norm.weight, batch_norm.bias  # the very parameters: what is tied stays tied
     return group_norm.train(batch_norm.training)
@@ -361,8 +361,9 @@ def _longest_example(dataset: Any, column: str) -> int:
     if features is not None and column in features and getattr(dataset, "format", {}).get("type") != "custom":
         import pyarrow.compute as pc
 
+        # pyrefly: ignore[missing-attribute]  (pyarrow makes these functions when it is imported)
         lengths = pc.list_value_length(dataset.with_format("arrow")[:][column])
-        return pc.max(lengths).as_py() or 0
+        return pc.max(lengths).as_py() or 0  # pyrefly: ignore[missing-attribute]
     first = dataset[0]
     if not (hasattr(first, "get") and hasattr(first.get(column), "__len__")):
         return 0

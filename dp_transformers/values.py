@@ -33,6 +33,7 @@ class Value:
     """A base of frozen dataclasses whose fields JSON can hold. ``kind`` is the name under which :meth:`from_dict` finds the class again."""
 
     kind: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # of the subclasses, which are dataclasses
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}

@@ -74,7 +74,7 @@ class IndependentNoise(Noise):
     """
 
     kind: ClassVar[str] = "independent"
-    noise_multiplier: float
+    noise_multiplier: float  # pyrefly: ignore[bad-override]  (frozen here, and nobody assigns to it in the base)
 
     def __post_init__(self) -> None:
         if not (isinstance(self.noise_multiplier, (int, float)) and 0 <= self.noise_multiplier < float("inf")):

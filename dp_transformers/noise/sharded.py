@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -57,12 +58,13 @@ def add_noise_and_divide(
     for p in parameters:
         if p.grad is None:
             set_gradient(p, torch.zeros_like(p, dtype=sum_dtype(p)))
-    grads = [to_local(p.grad) for p in parameters]
+    wholes = [cast(torch.Tensor, p.grad) for p in parameters]
+    grads = [to_local(grad) for grad in wholes]
     if sharded or distributed.rank() == 0:  # every rank noises its own shards; replicas are noised once, before they are summed
         noise.add_(grads, std=std)
     if not sharded:
         distributed.sum_over_ranks(grads)
     torch._foreach_div_(grads, divisor)
-    for p in parameters:
-        set_gradient(p, p.grad.to(p.dtype))
+    for p, grad in zip(parameters, wholes, strict=True):
+        set_gradient(p, grad.to(p.dtype))
         vars(p).pop("grad_sample", None)  # torch.save(model) would write it
