@@ -7,6 +7,7 @@ lint:
 	ruff check .
 	ruff format --check .
 	lint-imports
+	pyrefly check
 
 format:
 	ruff check --fix .

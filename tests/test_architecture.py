@@ -30,6 +30,15 @@ def test_lint():
         assert result.returncode == 0, result.stdout + result.stderr
 
 
+PYREFLY = Path(sys.executable).with_name("pyrefly")
+
+
+@pytest.mark.skipif(not PYREFLY.exists(), reason="pyrefly is of the extra 'test', and not installed here")
+def test_types():
+    result = subprocess.run([PYREFLY, "check", "--python-interpreter-path", sys.executable], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_importing_loads_nothing_heavy():
     code = (
         "import sys, dp_transformers; print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'dp_accounting') if m in sys.modules])"
