@@ -1,4 +1,4 @@
-"""Where a tensor that enters or leaves a module has its examples, learned from its shapes for two batch sizes."""
+"""A :class:`BatchDim` says where a tensor that enters or leaves a module has its examples; it is learned from shapes for two batch sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BatchDim:
     flat: bool = False
 
     def holds_examples(self, x: torch.Tensor, batch: int) -> bool:
-        """Whether ``x`` has something of its own for each of ``batch`` examples."""
+        """Returns True if ``x`` has something of its own for each of ``batch`` examples."""
         if self.flat:
             return True
         return self.dim is not None and x.dim() > self.dim and x.shape[self.dim] == batch
@@ -48,7 +48,7 @@ def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:
-    """How many positions an example of this input may have: lengths of its dimensions, and of leading ones together."""
+    """Returns how many positions an example of this input may have: lengths of its dimensions, and of leading ones together."""
     found = set()
     for x in _tensors(args, kwargs):
         if x.dim() > 1 and len(x) == batch:
@@ -57,7 +57,7 @@ def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:
 
 
 def learn_batch_dim(shape: Sequence[int], other: Sequence[int], batch: int, other_batch: int, positions: set[int]) -> BatchDim:
-    """Where a tensor of ``shape`` in a run on ``batch`` examples, and of ``other`` shape in one on ``other_batch``, has its examples."""
+    """Returns where a tensor has its examples that has ``shape`` in a run on ``batch`` examples, and ``other`` in one on ``other_batch``."""
     if len(shape) != len(other) or not shape:
         return SHARED
     pairs = list(zip(shape, other, strict=True))
@@ -73,7 +73,7 @@ def learn_batch_dim(shape: Sequence[int], other: Sequence[int], batch: int, othe
 
 
 def batch_size_of(model: nn.Module, args: tuple, kwargs: dict, batch_first: bool = True) -> int:
-    """How many examples the model is called with, by its main input or the first tensor it is given."""
+    """Returns how many examples the model is called with, by its main input or the first tensor it is given."""
     main = kwargs.get(getattr(model, "main_input_name", ""))
     tensors = [main] if isinstance(main, torch.Tensor) else [x for x in _tensors(args, kwargs) if x.dim()]
     if not tensors:

@@ -101,12 +101,12 @@ class PerExampleClipper:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable ones."""
+        """The trainable parameters."""
         return self._engine.trainable.parameters
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device that the model computes on."""
         return self._engine.trainable.device
 
     @property

@@ -1,4 +1,4 @@
-"""From each example's squared norm to what its gradient is multiplied with."""
+"""Coefficients turn each example's squared norm into what its gradient is multiplied with."""
 
 from __future__ import annotations
 

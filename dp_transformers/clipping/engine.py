@@ -33,7 +33,7 @@ class Follower(Protocol):
         """The model is called with these, by somebody who will go backward. May raise, or check the clipper."""
 
     def current_batch(self) -> object | None:
-        """What stands for the batch that is worked on; forward passes on several are not clipped as one. None between batches."""
+        """Returns what stands for the batch that is worked on, None between batches. Forward passes on several batches are not clipped as one."""
 
     def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
         """The weights of a batch that goes backward (None: ones), and whether sums of sharded parameters are reduced now or with a later
@@ -193,7 +193,7 @@ class ClippingEngine:
 
     @contextlib.contextmanager
     def _during_forward_without_graph(self) -> Iterator[None]:
-        """What such a pass over a private batch leaves in the model would tell later batches of it, as that of one with a graph would."""
+        """Such a pass over a private batch may leave something in the model, which would tell later batches of it as a pass with a graph would."""
         follower = None if self._on_trial else self.follower
         watches = follower is not None and follower.current_batch() is not None and not self.state.is_watching
         if watches:

@@ -1,4 +1,4 @@
-"""What clipping refuses, and how a refusal says the ways out."""
+"""The errors that clipping raises, and how their messages name the ways out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a parameter reaches the losses past the taps, read off the autograd graph before every clipped sum.
+"""A search, before every clipped sum, for parameters that reach the losses past the taps in the autograd graph.
 
 The checks of :mod:`.checks` see the model as it is called first. A way through its forward that is taken only later may use a weight
 where no rule sees it, or take an activation out of a module before its tap; nothing would measure that gradient. The graph shows it:
@@ -57,7 +57,7 @@ def parameter_outside_calls(losses: torch.Tensor, tap: type, parameter_of: Mappi
 
 
 def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
-    """Of everything that the losses are computed from and that a gradient goes through."""
+    """Returns the dtypes of everything that the losses are computed from and that a gradient goes through."""
     todo, seen, found = [losses.grad_fn], set[Node](), {losses.dtype}
     while todo:
         node = todo.pop()

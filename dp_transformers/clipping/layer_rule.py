@@ -173,6 +173,6 @@ def rule_for(module: nn.Module) -> LayerRule:
 
 
 def forward_context_for(module: nn.Module) -> ForwardContext | None:
-    """What this module's forward must run in; none of the recognised rules has one, so this costs nothing."""
+    """Returns the context that this module's forward must run in; none of the recognised rules has one, so this costs nothing."""
     forward = class_forward(module)
     return None if forward is None else _RULES.get(forward, LayerRule()).forward_context

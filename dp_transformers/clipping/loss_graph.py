@@ -19,7 +19,7 @@ class LossGraph:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What something was computed in, as far as that was seen."""
+        """The dtypes that something was computed in, as far as that was seen."""
         return self.losses.dtype, self.forward.low_precision, self.forward.trainable.low_precision
 
     def go_back(self, *, retain_graph: bool) -> None:
@@ -40,7 +40,7 @@ class LossGraph:
             )
 
     def _gradient_of_probe(self, *, retain_graph: bool) -> torch.Tensor | None:
-        """What autograd.grad would give, where reentrant checkpointing allows only a backward that fills every ``grad``."""
+        """Returns what autograd.grad would, where reentrant checkpointing allows only a backward that fills every ``grad``."""
         parameters, probe = self.forward.trainable.parameters, self.forward.probe
         before = [p.grad for p in parameters]
         try:

@@ -1,4 +1,4 @@
-"""What a forward pass leaves behind in a model, outside of what is trained.
+"""The state that a forward pass may leave behind in a model, outside of what is trained.
 
 A buffer, a frozen weight or an attribute that one batch changes carries its examples to the next one, past clipping and noise: dynamic
 rotary embeddings keep the longest length seen, a model may switch its attention for good. :class:`ModelState` compares the model before
@@ -46,7 +46,7 @@ class ModelState:
 
     @property
     def is_watching(self) -> bool:
-        """Whether a batch is under way."""
+        """True while a batch is under way."""
         return self._noted or self.paused
 
     def before_forward(self) -> None:
@@ -61,7 +61,7 @@ class ModelState:
         self._noted = True
 
     def runs_otherwise(self) -> bool:
-        """Whether the model may compute otherwise than when this was asked last: a class, method, hook, word or switch is another one."""
+        """Returns True if the model may compute otherwise than when this was asked last: a class, method, hook, word or switch is another one."""
         if self.paused or self._noted or (self._switches is not None and self._is_same_by_identity()):
             return False
         before, self._switches = self._switches, _switches(self.model)
@@ -211,7 +211,7 @@ def _attributes(path: str, holder: Any, seen: set[int], depth: int) -> Iterator[
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether it is an object like a configuration, whose attributes a forward pass might set."""
+    """Returns True for an object like a configuration, whose attributes a forward pass might set."""
     if isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)):
         return False
     return type(value).__module__.partition(".")[0] not in ("builtins", "torch") and isinstance(getattr(value, "__dict__", None), dict)
@@ -229,7 +229,7 @@ def _structure(module: nn.Module) -> tuple[type, int]:
 
 
 def _switches(model: nn.Module) -> list[Any]:
-    """Of every module its class, hooks that are not a clipper's, and the methods, words and switches among its attributes."""
+    """Returns for every module its class, hooks that are not a clipper's, and the methods, words and switches among its attributes."""
     found: list[Any] = []
     for module in model.modules():
         hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
@@ -314,7 +314,7 @@ def _is_equal(old: Any, new: Any) -> bool:
 
 
 def _has_grown(old: Any, new: Any) -> bool:
-    """Whether a table became longer in one dimension, and its leading part is what it was."""
+    """Returns True if a table became longer in one dimension, and its leading part is what it was."""
     if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or torch._C._functorch.is_functorch_wrapped_tensor(new):
         return False
     if old.dim() != new.dim() or old.dtype != new.dtype:

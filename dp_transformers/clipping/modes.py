@@ -42,7 +42,7 @@ Clip = Callable[[torch.Tensor], Coefficients]  # from (B,) squared norms
 
 
 class Mode(Protocol):
-    """How norms are measured and clipped sums formed.
+    """A mode says how norms are measured and clipped sums formed.
 
     Attributes:
         name: What the user calls it.
@@ -216,7 +216,7 @@ class TwoPass:
 
 
 class _Recomputed:
-    """What activation checkpointing recomputed in one backward pass: sizes of what every call was given."""
+    """It notes what activation checkpointing recomputed in one backward pass: sizes of what every call was given."""
 
     def __init__(self, forward: ForwardPass):
         self._forward = forward
@@ -311,7 +311,7 @@ REDUCED_FP32_SLACK = 2.0**-7  # where fp32 products are allowed to run as TF32 o
 
 
 def second_pass_slack(device: torch.device, dtypes: Iterable[torch.dtype], *, convolves: bool) -> float:
-    """By how much the coefficients of the second pass are shrunk, where these dtypes were seen in the first."""
+    """Returns by how much the coefficients of the second pass are shrunk, where these dtypes were seen in the first."""
     matmul, conv = (setting.fp32_precision for setting in product_settings(device))
     used = {matmul, conv} if convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
     return max(0.0 if used <= FULL_PRECISION else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in dtypes))

@@ -1,4 +1,4 @@
-"""Which module's calls provide each parameter's per-example gradient.
+"""Owners say which module's calls provide each parameter's per-example gradient.
 
 An *owner* is a module together with trainable parameters whose gradients come from its calls. At first every module owns the parameters that
 it holds directly. That is not enough where
@@ -69,7 +69,7 @@ class Owner:
         return f"'{self.path}' ({type(self.module).__name__})"
 
     def batch_dims_of(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[BatchDim]:
-        """As :func:`discover_owners` saw them for a call of this kind, inputs first; what it did not see is taken to have a batch."""
+        """Returns what :func:`.discovery.discover_owners` saw for a call of this kind, inputs first; what it did not see is taken to have a batch."""
         return self.batch_dims.get((len(inputs), len(outputs))) or [BATCH_FIRST] * (len(inputs) + len(outputs))
 
 

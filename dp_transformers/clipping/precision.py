@@ -16,7 +16,7 @@ TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def product_settings(device: torch.device) -> tuple[Any, Any]:
-    """Where torch keeps the precision of fp32 matrix products, and of convolutions."""
+    """Returns the objects in which torch keeps the precision of fp32 matrix products, and of convolutions."""
     backends: Any = torch.backends  # of which torch's types know neither mkldnn's settings nor those of convolutions
     return (backends.cuda.matmul, backends.cudnn.conv) if device.type == "cuda" else (backends.mkldnn.matmul, backends.mkldnn.conv)
 
@@ -54,7 +54,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def is_bf16(*factors: torch.Tensor) -> bool:
-    """Whether these were multiplied in bf16: autocast rounded them all if one is."""
+    """Returns True if these were multiplied in bf16: autocast rounded them all if one is."""
     return any(x.dtype == torch.bfloat16 for x in factors)
 
 
@@ -93,12 +93,12 @@ def split(x: torch.Tensor, *, bf16: bool) -> tuple[torch.Tensor, ...]:
 
 
 def _multiplies_bf16(x: torch.Tensor) -> bool:
-    """Whether torch multiplies bf16 tensors into a float32 one there."""
+    """Returns True where torch multiplies bf16 tensors into a float32 one."""
     return x.is_cuda and torch.version.hip is None
 
 
 def sum_dtype(p: nn.Parameter) -> torch.dtype:
-    """In which gradients of ``p`` are added up and noised: in float32 at least, whatever ``p`` is kept in."""
+    """Returns the dtype in which gradients of ``p`` are added up and noised: float32 at least, whatever ``p`` is kept in."""
     return torch.float32 if p.dtype in HALF else p.dtype
 
 

@@ -1,4 +1,4 @@
-"""What a forward pass leaves for the backward passes over it: one record of the pass, and one of each call of a module that owns parameters."""
+"""The records that a forward pass leaves for the backward passes over it: one of the pass, and one of each call of a module that owns parameters."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .trainable import TrainableParameters
 
 
 class CallObserver(Protocol):
-    """What is told of every call that a backward pass reaches."""
+    """An observer is told of every call that a backward pass reaches."""
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
-        """A call of ``owner`` was reached, of which ``saved`` was kept. Returns what takes its terms; None where nobody wants them."""
+        """A call of ``owner`` was reached, of which ``saved`` was kept. Returns the pass that takes its terms; None where nobody wants them."""
 
 
 class BackwardPass(CallObserver, Protocol):
     """One backward pass over the losses, as the taps that it reaches see it (:mod:`.modes`)."""
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the norm of each one's term is enough."""
+        """Returns True if the norm of each one's term is enough."""
 
     def add(self, parameter: nn.Parameter, term: Term) -> None:
         """Take the term of one use of ``parameter``."""
@@ -142,7 +142,7 @@ class RecordedCall:
 
     @property
     def path(self) -> str:
-        """Where the model has the module."""
+        """The name under which the model has the module."""
         return self.owner.path
 
     def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
@@ -180,7 +180,7 @@ class RecordedCall:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """By the names of the parameters of the module's ``forward``."""
+        """The arguments of the call, by the names of the parameters of the module's ``forward``."""
         args, kwargs = self.rebuilt(self.inputs)
         arguments = inspect.signature(self.module.forward).bind(*args, **kwargs)
         arguments.apply_defaults()
@@ -206,12 +206,12 @@ class RecordedCall:
         return [batch_dim.batch_first(g, self.batch_size) for g, batch_dim in zip(self.backprops, self.output_batch_dims, strict=True)]
 
     def input_has_examples(self) -> list[bool]:
-        """Which inputs have something of their own for each example."""
+        """Returns for each input whether it has something of its own for each example."""
         return [batch_dim.holds_examples(x, self.batch_size) for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)]
 
     @property
     def is_half(self) -> bool:
-        """Whether it ran, or may have run, in less than float32."""
+        """True if it ran, or may have run, in less than float32."""
         return self.autocast[2] or any(x.dtype in HALF for x in (*self.inputs, *self.outputs))
 
 

@@ -89,12 +89,12 @@ def tapped(call: RecordedCall) -> Any:
 
 
 def _ends_in_arithmetic(call: RecordedCall) -> bool:
-    """Whether a module with a rule of the user's, which does not run it again, needs its only output no more than torch's layers do."""
+    """Returns True if a module whose rule does not run it again ends in arithmetic that needs its only output no more than torch's layers do."""
     return not call.owner.may_be_rerun and len(call.outputs) == 1 and type(call.outputs[0].grad_fn).__name__ in _NEEDS_NO_OUTPUT
 
 
 def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """What the tap saved, if that is still what the module was given and gave."""
+    """Returns what the tap saved. Raises UnsupportedModuleError if that was written to since."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:

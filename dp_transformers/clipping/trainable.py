@@ -11,7 +11,7 @@ from .precision import HALF, TRAINABLE
 
 
 class TrainableParameters:
-    """What is found out about the trainable parameters of ``model`` when it is attached.
+    """It holds what is found out about the trainable parameters of ``model`` when it is attached.
 
     Raises:
         ValueError: there are none, or they are split or kept in a way in which clipping would not be exact.
@@ -44,7 +44,7 @@ class TrainableParameters:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device that the model computes on."""
         return self.shards.unsharded(self.parameters[0]).device
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -68,11 +68,11 @@ class TrainableParameters:
         return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > own
 
     def are_the_same(self) -> bool:
-        """Whether the same parameters are trainable now."""
+        """Returns True if the same parameters are trainable now."""
         return self._ids == _trainable_ids(self.model)
 
     def are_of_the_same_model(self) -> bool:
-        """Whether also the modules are the same, so that nothing needs to be found out again."""
+        """Returns True if the modules are the same too, so that nothing needs to be found out again."""
         return self.are_the_same() and self._modules == list(self.model.modules())
 
     def require_same(self) -> None:
@@ -97,7 +97,7 @@ class TrainableParameters:
 
 
 def _trainable_ids(model: nn.Module) -> list[int]:
-    """Of every step, so without the bookkeeping of names in ``model.parameters()``."""
+    """Returns the identities of the trainable parameters. Every step asks, so this does without the bookkeeping of names in ``model.parameters()``."""
     found: list[int] = []
     seen: set[int] = set()
     todo: list[nn.Module | None] = [model]

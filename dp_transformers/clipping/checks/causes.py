@@ -23,7 +23,7 @@ from .synthetic import (
 
 @contextlib.contextmanager
 def true_causes(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> Iterator[None]:
-    """Where a check fails for a reason that people know by another name, it is said by that name."""
+    """Inside, a check that fails for a reason which people know by another name raises an error that says that name."""
     try:
         yield
     except Exception as error:
@@ -48,7 +48,7 @@ def true_causes(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kw
 
 
 def _seen_in_forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> tuple[list[int], list[str]]:
-    """How many dimensions the model's outputs have, and the modules that expect the batch second and are given it first."""
+    """Returns how many dimensions the model's outputs have, and the modules that expect the batch second and are given it first."""
     dims: list[int] = []
     wrong_way: list[str] = []
 

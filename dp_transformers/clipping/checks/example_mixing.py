@@ -1,4 +1,4 @@
-"""Which examples of a batch influence each other, and in which module."""
+"""A search for examples of a batch that influence each other, and for the module in which they do."""
 
 from __future__ import annotations
 

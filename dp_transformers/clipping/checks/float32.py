@@ -68,7 +68,7 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
 def in_float32_if_possible(
     engine: ClippingEngine, losses_of: LossFunction, inputs: tuple[tuple, dict], compare: Callable[[], Any]
 ) -> tuple[Any, list[str]]:
-    """What ``compare`` returns in float32, None where the model does not run in it, and what was replaced to make it run."""
+    """Returns what ``compare`` gives in float32 (None where the model does not run in it), and what was replaced to make it run."""
     replaced = ["weights"]
     try:
         with _in_float32(engine) as replaced:
@@ -89,7 +89,7 @@ def with_float32(structure: Any) -> Any:
 
 
 def _stays_in_float32(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> bool:
-    """Whether the model runs in float32 now, without casting to less by itself: read off the graph that one pass leaves."""
+    """Returns True if the model runs in float32 now, without casting to less by itself: the graph that one pass leaves shows it."""
     if engine.trainable.low_precision in HALF:
         return False
     frozen = [

@@ -1,4 +1,4 @@
-"""Whether one example's content moves another example's gradient, or anything that the model keeps."""
+"""The check that no example's content moves another example's gradient, or anything that the model keeps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def locality_as_trained(engine: ClippingEngine, losses_of: LossFunction, args: t
 def locality_error_of(
     engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor
 ) -> float:
-    """How much (relative) the other examples' norms move when the last one is replaced, and when the first one is."""
+    """Returns how much (relative) the other examples' norms move when the last one is replaced, and when the first one is."""
     worst = 0.0
     for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
         moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)

@@ -1,4 +1,4 @@
-"""Whether padding leaves gradients alone."""
+"""The check that padding leaves gradients alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_padding(
     loss_function: LossFunction | None = None,
     row: int | None = None,
 ) -> float:
-    """Whether an example's gradient is the same with and without its padding, on synthetic input shaped and padded like the given one.
+    """Check that an example's gradient is the same with and without its padding, on synthetic input shaped and padded like the given one.
 
     Where examples are padded to the length of others, one that is not lets those decide its gradient. Looked at in float32.
 
@@ -94,7 +94,7 @@ def check_padding(
 def _change_by_padding(
     engine: ClippingEngine, loss_function: LossFunction | None, padded: tuple, alone: tuple, own_t: torch.Tensor
 ) -> tuple[float, torch.dtype]:
-    """How much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
+    """Returns how much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
     with perturbed(engine):
         try:
             losses_of = loss_function or _own_output_loss(engine, alone, own_t)

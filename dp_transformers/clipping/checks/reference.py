@@ -1,4 +1,4 @@
-"""What is compared: clipping, and one example at a time through plain autograd."""
+"""The two ways that the self-check compares: clipping, and one example at a time through plain autograd."""
 
 from __future__ import annotations
 

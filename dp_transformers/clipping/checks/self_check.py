@@ -117,7 +117,7 @@ def check_per_sample_gradients_are_correct(
     tolerance: float = 1e-5,
     loss_function: LossFunction | None = None,
 ) -> bool:
-    """Whether per-example gradients, norms and clipped sums of ``module`` equal one example at a time, in every mode.
+    """Check that per-example gradients, norms and clipped sums of ``module`` equal one example at a time, in every mode.
 
     For your own layers and rules; :func:`check_model` raises instead and returns the figures. They are logged here, the reason of a
     refusal as a warning.

@@ -56,7 +56,7 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
 
 
 def argument_names(model: nn.Module) -> Callable[[tuple], str]:
-    """From a path into (args, kwargs) to the name of that argument of the model."""
+    """Returns a function from a path into (args, kwargs) to the name of that argument of the model."""
     positional = dict(enumerate(inspect.signature(model.forward).parameters))
 
     def name_of(path: tuple) -> str:
@@ -112,7 +112,7 @@ def outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fir
     batch = batch_size_of(model, args, kwargs, batch_first)
 
     def has_batch_second(x: torch.Tensor) -> bool:
-        """As the states of a recurrent layer have, whatever comes first in its outputs."""
+        """Returns True for tensors like the states of a recurrent layer, whose batch is second whatever comes first in its outputs."""
         return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
     output = model(*args, **kwargs)

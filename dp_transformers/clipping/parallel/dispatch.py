@@ -1,4 +1,4 @@
-"""Which forward runs when a module is called: its class's, or one that tensor parallelism put around it."""
+"""The forward that runs when a module is called: its class's, or one that tensor parallelism put around it."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Shards:
                 module.set_reduce_scatter_unused_params(False, recurse=False)
 
     def any_rank(self, condition: bool, device: torch.device) -> bool:
-        """Whether ``condition`` holds on any rank that shares the parameters."""
+        """Returns True if ``condition`` holds on any rank that shares the parameters."""
         if self.mesh is None:
             return condition
         flag = torch.tensor(float(condition), device=device)

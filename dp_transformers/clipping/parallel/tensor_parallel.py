@@ -131,7 +131,7 @@ class TensorParallel:
     # ---- activations ----
 
     def sums_positions(self, owner: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether this rank sees only some of the positions on which replicated parameters were used."""
+        """Returns True if this rank sees only some of the positions on which replicated parameters were used."""
         activations = [x for x in (*inputs, *outputs) if is_dtensor(x)]
         if not activations:
             return style_of(owner.module) == REPLICATED_WITH_GRAD_ALLREDUCE
@@ -163,7 +163,7 @@ class TensorParallel:
         return found
 
     def counts_norm_of(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter's norm: of every slice its rank does, of a replicated parameter the first rank."""
+        """Returns True if this rank counts the parameter's norm: each rank counts its own slices, and the first one what all of them hold."""
         return self.mesh is None or parameter in self._slices or self.mesh.get_local_rank() == 0
 
     def sum_over_group(self, norm_sq_b: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ class TensorParallel:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
 
     def native_hooks(self, parameter: nn.Parameter) -> int:
-        """How many of its gradient hooks are those of transformers' norms by head."""
+        """Returns how many of the parameter's gradient hooks are those of transformers' norms by head."""
         hooks = parameter._post_accumulate_grad_hooks or {}
         return sum(
             hook.__module__ == STYLES and hook.__qualname__.startswith(REPLICATED_WITH_GRAD_ALLREDUCE)
@@ -212,7 +212,7 @@ class TensorParallel:
     # ---- checks ----
 
     def native_gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        """What autograd.grad gave for one example, over all positions and laid out like the parameter over the group."""
+        """Returns what autograd.grad gave for one example, over all positions and laid out like the parameter over the group."""
         whole = self._shards.unsharded(parameter)
         if is_dtensor(grad):
             return grad.redistribute(placements=cast("DTensor", whole).placements)
@@ -240,7 +240,7 @@ class TensorParallel:
             )
 
     def differing(self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], tolerance: float) -> list[int]:
-        """Which of the parameters that all processes hold have other gradients on some process: they see a part that nobody adds up."""
+        """Returns which of the parameters that all processes hold have other gradients on some process: those see a part that nobody adds up."""
         held = [i for i, p in enumerate(parameters) if self and p not in self._slices]
         if not held:
             return []
@@ -286,7 +286,7 @@ def _local_slice(name: str, whole: DTensor) -> _LocalSlice:
 
 
 def _kind(activation: DTensor) -> str:
-    """How the activation is split along the mesh."""
+    """Returns how the activation is split along the mesh."""
     placement = activation.placements[0]
     if placement.is_replicate():
         return "whole"

@@ -37,7 +37,7 @@ class _Opened(TorchFunctionMode):
 
 
 class _Projections(Protocol):
-    """The parameters of a module's own: its input projections, together or each by itself, and what it adds to keys and values."""
+    """A module that holds input projections, in one parameter or one for each, and what it adds to keys and values."""
 
     in_proj_weight: nn.Parameter | None
     q_proj_weight: nn.Parameter
@@ -100,7 +100,7 @@ def _attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What ``F.multi_head_attention_forward`` returns for what ``nn.MultiheadAttention`` gives it: positions first, masks as floats."""
+    """Returns what ``F.multi_head_attention_forward`` does for what ``nn.MultiheadAttention`` gives it: positions first, masks as floats."""
     if is_causal and attn_mask is None:
         raise ValueError("nn.MultiheadAttention needs attn_mask when is_causal=True is given: it is only a hint about that mask.")
     is_batched = F._mha_shape_check(  # pyrefly: ignore[missing-attribute]  (torch's types list public names)

@@ -15,7 +15,7 @@ from .normalization import require_batch, sum_per_channel
 
 
 class _Convolution(HasWeightAndBias, Protocol):
-    """What Conv1d, Conv2d and Conv3d have in common, whose options are as long as their images have dimensions."""
+    """Conv1d, Conv2d or Conv3d: each option has one number for each dimension of the image."""
 
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]

@@ -27,7 +27,7 @@ _PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "
 if TYPE_CHECKING:
 
     class _Experts(nn.Module):
-        """What classes that ``use_experts_implementation`` made have besides their parameters."""
+        """A class that ``use_experts_implementation`` made, with what it has besides its parameters."""
 
         num_experts: int
         has_gate: bool

@@ -63,7 +63,7 @@ class _Affine(Protocol):
 
 
 class _InstanceNorm(_Affine, Protocol):
-    """What InstanceNorm1d, 2d and 3d have in common."""
+    """InstanceNorm1d, InstanceNorm2d or InstanceNorm3d."""
 
     training: bool
     track_running_stats: bool

@@ -37,7 +37,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 class _Rows:
-    """Which row belongs to which step and sequence: ``sizes[t]`` sequences run at step t, the j-th one is example ``order[j]``."""
+    """It knows which row belongs to which step and sequence: ``sizes[t]`` sequences run at step t, the j-th one is example ``order[j]``."""
 
     def __init__(self, batch_sizes: torch.Tensor, order: torch.Tensor | None = None):
         self.batch_sizes, self.order = batch_sizes, order
@@ -207,7 +207,7 @@ def _go_back(direction: _Direction, d_output_np: torch.Tensor, d_final_bp: torch
 
 @dataclass
 class _Stack:
-    """What was called: ``layers[l][d]`` are the parameters of layer l in direction d, by role; states are h and, of an LSTM, c."""
+    """It holds what was called: ``layers[l][d]`` are the parameters of layer l in direction d, by role; states are h and, of an LSTM, c."""
 
     mode: str
     layers: list[list[Parameters]]

@@ -1,4 +1,4 @@
-"""What one parameter's per-example gradient is made of, and what is asked of it (:class:`GradientTerm`).
+"""Terms hold what one parameter's per-example gradient is made of; :class:`GradientTerm` lists what is asked of them.
 
 A rule never returns a gradient of shape ``(B, *p.shape)`` unless that is the cheapest thing to have. It returns a *term*:
 factors from which the squared norm per example, the instantiated gradient, and the weighted sum over examples follow.

@@ -1,4 +1,4 @@
-"""What the terms compute norms and sums with: chunks that fit into memory, norms that do not lose digits, sums without copies."""
+"""The arithmetic of norms and sums of terms: chunks that fit into memory, norms that do not lose digits, sums without copies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> tor
 
 
 def norms_over(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Over ``dims``, in float32 at least, as float32."""
+    """Returns the norms over ``dims``, computed in float32 at least, as float32."""
     return torch.linalg.vector_norm(x, dim=dims, dtype=torch.promote_types(x.dtype, torch.float32)).float()
 
 

@@ -16,7 +16,7 @@ from .gram import gram_of
 
 @dataclass(frozen=True)
 class Convolution:
-    """How an image is convolved: the weight's shape (p, c / groups, k...), and per spatial dimension stride, padding with zeros, dilation."""
+    """It says how an image is convolved: the weight's shape (p, c / groups, k...), and per spatial dimension stride, padding with zeros, dilation."""
 
     shape: torch.Size
     stride: tuple[int, ...]
