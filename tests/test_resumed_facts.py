@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 
 import pytest
@@ -59,12 +60,15 @@ def train(loop, folder, steps, resume=False, **options):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("checks", [(False, True, True), (True, False, True), (True, True, True)], ids=str)
-def test_verified_means_all_steps(tmp_path, loop, checks):
-    """A self-check before the last steps says nothing of the first ones."""
+def test_verified_means_all_steps(tmp_path, loop, checks, caplog):
+    """A self-check before the last steps says nothing of the first ones; it is made all the same."""
+    caplog.set_level(logging.INFO, "dp_transformers")
     for i, self_check in enumerate(checks):
+        caplog.clear()
         spent = train(loop, tmp_path, 2 * (i + 1), resume=i > 0, self_check=self_check)
         assert spent.verified == all(checks[: i + 1]) and spent.steps == 2 * (i + 1)
         assert spent.to_dict()["verified"] is spent.verified
+        assert ("self-check passed" in caplog.text) == self_check
 
 
 @pytest.mark.parametrize("loop", LOOPS)
