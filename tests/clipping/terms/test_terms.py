@@ -19,6 +19,7 @@ from dp_transformers.clipping.terms import (
     Dense,
     GradientTerm,
     LastResultCache,
+    NormOnly,
     Outer,
     Routed,
     Rows,
@@ -298,11 +299,18 @@ def members(protocol):
     return {name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("family", [Dense, Outer, Stacked, Rows, Routed, Convolved])
+@pytest.mark.parametrize("family", [Dense, NormOnly, Outer, Stacked, Rows, Routed, Convolved])
 def test_every_family_keeps_the_protocol(family):
-    """A norm alone does not: it is of a pass that keeps nothing and of a parameter that is used once."""
     assert members(GradientTerm) <= {*dir(family)}
     for name in ("norm", "position_norms", "instantiate", "weighted_sum", "zero_examples"):
         assert (
             inspect.signature(getattr(family, name)).parameters.keys() == inspect.signature(getattr(GradientTerm, name)).parameters.keys()
         )
+
+
+def test_a_norm_alone_gives_no_gradient():
+    only = NormOnly(torch.tensor([3.0, float("nan")]))
+    assert only.zero_examples(torch.tensor([False, True])).norm().norm.tolist() == [3.0, 0.0]
+    for ask in (only.instantiate, lambda: only.weighted_sum(torch.ones(2))):
+        with pytest.raises(TypeError, match="give the layer a grad sampler"):
+            ask()
