@@ -1,4 +1,5 @@
-"""Who is compared: plain training, this library in its modes, Opacus. Each returns two phases: clipped gradient, and noise and step.
+"""Who is compared: plain training, this library in its modes, Opacus. Each returns two phases: clipped gradient, and
+noise and step.
 
 All step with SGD, which costs least: a dearer optimizer would only hide what privacy adds.
 """
@@ -23,7 +24,8 @@ MAX_GRAD_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 1e-6
 
 @dataclass(frozen=True)
 class Task:
-    """What every contender does once per turn: ``losses(model)`` gives the (B,) losses of a batch of ``size`` for a model of ``build()``."""
+    """What every contender does once per turn: ``losses(model)`` gives the (B,) losses of a batch of ``size`` for a
+    model of ``build()``."""
 
     build: Callable[[], nn.Module]
     losses: Callable[[nn.Module], torch.Tensor]

@@ -3,8 +3,8 @@
     python -m benchmarks.contract --quick
     python -m benchmarks.contract --json contract.json
 
-A 4-layer BERT of d = 512 and a model of one Linear layer are trained by DPTrainer and by PrivacyEngine. Every part is timed inside the
-running step (thread time); `share` is of the whole private step, of which it is a part already.
+A 4-layer BERT of d = 512 and a model of one Linear layer are trained by DPTrainer and by PrivacyEngine. Every part is
+timed inside the running step (thread time); `share` is of the whole private step, of which it is a part already.
 """
 
 from __future__ import annotations
@@ -97,23 +97,44 @@ def timed() -> Iterator[tuple[dict[str, list[float]], list[float]]]:
             setattr(owner, method, original)
 
 
-def by_trainer(model: nn.Module, data: TensorDataset, names: Sequence[str], physical: int, batch: int, steps: int) -> None:
+def by_trainer(
+    model: nn.Module, data: TensorDataset, names: Sequence[str], physical: int, batch: int, steps: int
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = DPTrainingArguments(
-            output_dir=folder, noise_multiplier=1.0, target_delta=1e-7, expected_batch_size=batch, per_device_train_batch_size=physical,
-            max_steps=steps, use_cpu=True, report_to="none", save_strategy="no", logging_steps=10**6, disable_tqdm=True, remove_unused_columns=False,
-        )  # fmt: skip
-        collate = lambda rows: {name: torch.stack(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}  # noqa: E731
+            output_dir=folder,
+            noise_multiplier=1.0,
+            target_delta=1e-7,
+            expected_batch_size=batch,
+            per_device_train_batch_size=physical,
+            max_steps=steps,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=10**6,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+
+        def collate(rows):
+            return {name: torch.stack(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
         DPTrainer(model, args, collate, data, per_example_loss_func=losses).train()
 
 
-def by_engine(model: nn.Module, data: TensorDataset, names: Sequence[str], physical: int, batch: int, steps: int) -> None:
+def by_engine(
+    model: nn.Module, data: TensorDataset, names: Sequence[str], physical: int, batch: int, steps: int
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private(
-        module=model.train(), optimizer=optimizer, data_loader=DataLoader(data, batch), noise_multiplier=1.0, max_grad_norm=1.0,
+        module=model.train(),
+        optimizer=optimizer,
+        data_loader=DataLoader(data, batch),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
         max_physical_batch_size=physical,
-    )  # fmt: skip
+    )
     while engine.steps < steps:
         for rows in loader:
             batch = dict(zip(names, rows, strict=True))
@@ -139,7 +160,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape = Shape(width=512, layers=4, tokens=args.tokens, size=args.physical)
     ids, labels = torch.randint(5, 900, (4096, args.tokens)), torch.randint(0, 2, (4096,))
     cases = {
-        "BERT, 4 layers, d = 512": (lambda: build_transformer("bert", shape), TensorDataset(ids, labels), ("input_ids", "labels")),
+        "BERT, 4 layers, d = 512": (
+            lambda: build_transformer("bert", shape),
+            TensorDataset(ids, labels),
+            ("input_ids", "labels"),
+        ),
         "one Linear layer": (OneLayer, TensorDataset(torch.randn(4096, 64), labels), ("x", "labels")),
     }
     for model_name, (build, data, names) in cases.items():

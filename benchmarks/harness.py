@@ -1,12 +1,14 @@
 """Contenders taking turns in one process: what every benchmark here runs through.
 
-A *contender* is a function that builds what it needs and returns the *phases* of one step, callables that are timed one by one. In
-every repeat each contender has one turn, so a slow minute of the machine slows all of them; medians and quartiles are over the
-repeats, and ratios are taken inside a repeat: time of the first contender / time of this one, so 1.00 is as fast as the first (the
-``factor`` is its inverse).
-Times are process times where one CPU thread works, wall times otherwise. What a contender cannot do is a result too, its `failed`.
+A *contender* is a function that builds what it needs and returns the *phases* of one step, callables that are timed
+one by one. In every repeat each contender has one turn, so a slow minute of the machine slows all of them; medians and
+quartiles are over the repeats, and ratios are taken inside a repeat: time of the first contender / time of this one,
+so 1.00 is as fast as the first (the ``factor`` is its inverse).
+Times are process times where one CPU thread works, wall times otherwise. What a contender cannot do is a result too,
+its `failed`.
 
-A result is a flat row ``{case..., "contender": name, figures...}``; ``x_low`` and ``x_high`` are the quartiles of ``x``.
+A result is a flat row ``{case..., "contender": name, figures...}``; ``x_low`` and ``x_high`` are the quartiles of
+``x``.
 """
 
 from __future__ import annotations
@@ -44,14 +46,19 @@ MEASURED = "measured step"
 
 def parser(doc: str, *, repeats: int = 15) -> argparse.ArgumentParser:
     """The options that all benchmarks have in common."""
-    p = argparse.ArgumentParser(description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     p.add_argument("--quick", action="store_true", help="few repeats of few cases, at most three minutes on one core")
     p.add_argument("--repeats", type=int, default=repeats, help="counted turns of every contender; 3 with --quick")
     p.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--no-peers", dest="peers", action="store_false", help="leave other libraries out")
     p.add_argument(
-        "--allocator", choices=["keep", "default"], default="keep", help="whether glibc keeps freed memory, for all contenders alike"
+        "--allocator",
+        choices=["keep", "default"],
+        default="keep",
+        help="whether glibc keeps freed memory, for all contenders alike",
     )
     p.add_argument("--json", metavar="PATH", type=Path, help="also write the results there")
     return p
@@ -91,10 +98,14 @@ class Benchmark:
             document = {"benchmark": self.name, "machine": self.machine, "settings": self.settings, "rows": self.rows}
             self.args.json.write_text(json.dumps(document, indent=1) + "\n")
 
-    def compare(self, case: Row, contenders: Mapping[str, Contender], parts: Mapping[str, Sequence[float]] | None = None) -> dict[str, Row]:
-        """Let the contenders take turns and record what each took; returns the figures by contender (of the last part).
+    def compare(
+        self, case: Row, contenders: Mapping[str, Contender], parts: Mapping[str, Sequence[float]] | None = None
+    ) -> dict[str, Row]:
+        """Let the contenders take turns and record what each took; returns the figures by contender (of the last
+        part).
 
-        ``parts``: several figures from the same turns, each a weight for every phase; default: one, all phases together.
+        ``parts``: several figures from the same turns, each a weight for every phase; default: one, all phases
+        together.
         """
         gc.collect()
         ready, failures = prepare(contenders)
@@ -113,9 +124,17 @@ class Benchmark:
                     walls[name].append(wall)
         figures: dict[str, Row] = {}
         for part, weights in (parts or {"": None}).items():
-            weigh = lambda phases, w=weights: sum(phases) if w is None else sum(a * b for a, b in zip(phases, w, strict=True))  # noqa: E731
-            weighed = [{name: [weigh(phases) for phases in turns] for name, turns in taken.items()} for taken in (times, walls)]
-            figures = summarise(next(iter(contenders)), *weighed) | {name: {"failed": failures[name]} for name in failures}
+
+            def weigh(phases, w=weights):
+                return sum(phases) if w is None else sum(a * b for a, b in zip(phases, w, strict=True))
+
+            weighed = [
+                {name: [weigh(phases) for phases in turns] for name, turns in taken.items()}
+                for taken in (times, walls)
+            ]
+            figures = summarise(next(iter(contenders)), *weighed) | {
+                name: {"failed": failures[name]} for name in failures
+            }
             for name in contenders:
                 self.add({**case, "part": part} if part else case, name, figures[name])
         return figures
@@ -137,7 +156,8 @@ class Benchmark:
             torch.cuda.synchronize()
 
     def peak_bytes(self, contender: Contender) -> int:
-        """Most bytes that torch's allocator had given out during one warmed-up step, model and gradients included, inputs not."""
+        """Most bytes that torch's allocator had given out during one warmed-up step, model and gradients included,
+        inputs not."""
         gc.collect()
         if self.device.type == "cuda":
             before = torch.cuda.memory_allocated()
@@ -146,7 +166,8 @@ class Benchmark:
             for phase in phases:
                 phase()
             return torch.cuda.max_memory_allocated() - before
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:  # sees a block's end only if it saw its beginning
+        # sees a block's end only if it saw its beginning
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             phases = warmed_up(contender)
             with record_function(MEASURED):
                 for phase in phases:
@@ -183,8 +204,11 @@ def explain(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120] if str(error).strip() else ''}"
 
 
-def summarise(first: str, times: Mapping[str, Sequence[float]], walls: Mapping[str, Sequence[float]]) -> dict[str, Row]:
-    """Milliseconds and the ratio to the ``first`` contender, median and quartiles, from the seconds of every repeat."""
+def summarise(
+    first: str, times: Mapping[str, Sequence[float]], walls: Mapping[str, Sequence[float]]
+) -> dict[str, Row]:
+    """Milliseconds and the ratio to the ``first`` contender, median and quartiles, from the seconds of every
+    repeat."""
     figures = {}
     for name, seconds in times.items():
         figures[name] = spread("ms", [1e3 * s for s in seconds]) | {"wall_ms": 1e3 * statistics.median(walls[name])}
@@ -214,7 +238,13 @@ def readable(figures: Row) -> dict[str, str]:
 def short(value: Any) -> str:
     if not isinstance(value, float):
         return "" if value is None else str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 100 or abs(value) < 0.1 else f"{value:.2f}"
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 1000
+        else f"{value:.3g}"
+        if abs(value) >= 100 or abs(value) < 0.1
+        else f"{value:.2f}"
+    )
 
 
 def machine(device: torch.device) -> Row:
@@ -227,8 +257,13 @@ def machine(device: torch.device) -> Row:
             continue
     cpu = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
-        cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), cpu)
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        cpu = next(
+            (line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")),
+            cpu,
+        )
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "revision": git.stdout.strip(),

@@ -1,4 +1,5 @@
-"""DP-SGD in JAX for the networks of `end_to_end`, vmapped and jitted, on the same weights as the torch models: a fast peer.
+"""DP-SGD in JAX for the networks of `end_to_end`, vmapped and jitted, on the same weights as the torch models: a fast
+peer.
 
 Needs `pip install jax`. Import this module before anything else imports jax: it asks XLA for one CPU thread.
 """
@@ -101,7 +102,10 @@ def make_step(
     def step(params: Params, x: jax.Array, y: jax.Array, key: jax.Array) -> Params:
         sums = {name: g.sum(0) for name, g in jax.vmap(clipped, (None, 0, 0))(params, x, y).items()}
         keys = dict(zip(sums, jax.random.split(key, len(sums)), strict=True))
-        noised = {name: g + noise_multiplier * max_grad_norm * jax.random.normal(keys[name], g.shape) for name, g in sums.items()}
+        noised = {
+            name: g + noise_multiplier * max_grad_norm * jax.random.normal(keys[name], g.shape)
+            for name, g in sums.items()
+        }
         return {name: p - learning_rate * noised[name] / len(x) for name, p in params.items()}
 
     return step
@@ -115,7 +119,9 @@ def phases(
     with torch.no_grad():
         expected = model(torch.from_numpy(x[:2])).numpy()
     x, y = jnp.asarray(x), jnp.asarray(y)
-    assert np.allclose(logits_of(model)(parameters_of(model), x[:2]), expected, rtol=1e-3, atol=1e-4), "not the same network"
+    assert np.allclose(logits_of(model)(parameters_of(model), x[:2]), expected, rtol=1e-3, atol=1e-4), (
+        "not the same network"
+    )
     state = {"params": parameters_of(model), "key": jax.random.key(0)}
 
     def run() -> None:

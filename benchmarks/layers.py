@@ -1,11 +1,12 @@
-"""The cost of privacy layer by layer: Tables 2 and 3 of the Opacus paper, ours and Opacus in the same run, the published factors beside.
+"""The cost of privacy layer by layer: Tables 2 and 3 of the Opacus paper, ours and Opacus in the same run, the
+published factors beside.
 
     python -m benchmarks.layers --quick
     python -m benchmarks.layers --memory --json layers.json
 
-The settings are the paper's (arXiv 2109.12298, Appendix E.3). A factor is time (or peak memory) with privacy / without. Ours and Opacus'
-include clipping and the clipped sum; the published factors are of per-example gradients alone, on a GPU. Empty where our copy of the
-paper cannot be read.
+The settings are the paper's (arXiv 2109.12298, Appendix E.3). A factor is time (or peak memory) with privacy /
+without. Ours and Opacus' include clipping and the clipped sum; the published factors are of per-example gradients
+alone, on a GPU. Empty where our copy of the paper cannot be read.
 """
 
 from __future__ import annotations
@@ -84,7 +85,13 @@ def layer_task(layer: Layer, size: int, device: torch.device) -> Task:
 def main(argv: Sequence[str] | None = None) -> None:
     p = parser(__doc__)
     p.add_argument("--layers", nargs="+", choices=list(LAYERS), default=list(LAYERS))
-    p.add_argument("--batch-sizes", nargs="+", type=int, default=list(BATCH_SIZES), help="16 and 64 with --quick, and no convolution")
+    p.add_argument(
+        "--batch-sizes",
+        nargs="+",
+        type=int,
+        default=list(BATCH_SIZES),
+        help="16 and 64 with --quick, and no convolution",
+    )
     p.add_argument("--modes", nargs="+", default=["auto"], help="clipping modes")
     p.add_argument("--memory", action="store_true", help="measure peak memory too")
     args = p.parse_args(argv)
@@ -95,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         layer = LAYERS[name]
         for size in args.batch_sizes:
             task = layer_task(layer, size, benchmark.device)
-            contenders = {k: v for k, v in field(task, peers=args.peers, modes=args.modes).items() if k != "opacus ghost"}
+            contenders = {
+                k: v for k, v in field(task, peers=args.peers, modes=args.modes).items() if k != "opacus ghost"
+            }
             case: Row = {"layer": name, "batch": size}
             time_case, memory_case = {**case, "part": "time"}, {**case, "part": "memory"}
             benchmark.compare(case, contenders, {"time": (1, 0)})

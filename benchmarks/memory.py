@@ -3,9 +3,9 @@
     python -m benchmarks.memory --quick
     python -m benchmarks.memory --models bert llama llama-lora --lengths 32 128 512 --json memory.json
 
-The peak of a whole step (model, gradients and activations; not the inputs) is measured at two batch sizes. Where activations dominate it
-grows linearly, so the two give the bytes per example and the largest batch within --budget-gb. On the CPU every allocation of torch is followed through the
-profiler, which is exact and needs no quiet machine.
+The peak of a whole step (model, gradients and activations; not the inputs) is measured at two batch sizes. Where
+activations dominate it grows linearly, so the two give the bytes per example and the largest batch within --budget-gb.
+On the CPU every allocation of torch is followed through the profiler, which is exact and needs no quiet machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--vocabulary", type=int, default=8000)
     p.add_argument("--rank", type=int, default=16, help="of the LoRA adapters")
-    p.add_argument("--tokens-per-batch", type=int, default=8192, help="in the larger of the two batches; the other is half of it")
+    p.add_argument(
+        "--tokens-per-batch", type=int, default=8192, help="in the larger of the two batches; the other is half of it"
+    )
     p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes")
     p.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast")
     p.add_argument("--budget-gb", type=float, default=16.0, help="memory for which the largest batch is given")
@@ -41,9 +43,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             for size in (small, 2 * small):
                 shape = Shape(args.width, args.layers, args.vocabulary, tokens, size, args.rank)
                 losses = transformer_losses(kind, shape, benchmark.device)
-                task = Task(lambda k=kind, s=shape: build_transformer(k, s), losses, size, benchmark.device, args.dtype == "bf16")
+                task = Task(
+                    lambda k=kind, s=shape: build_transformer(k, s),
+                    losses,
+                    size,
+                    benchmark.device,
+                    args.dtype == "bf16",
+                )
                 fields.append(field(task, peers=args.peers, modes=args.modes))
-            case = {"model": kind, "width": args.width, "layers": args.layers, "tokens": tokens, "batch": 2 * small, "dtype": args.dtype}
+            case = {
+                "model": kind,
+                "width": args.width,
+                "layers": args.layers,
+                "tokens": tokens,
+                "batch": 2 * small,
+                "dtype": args.dtype,
+            }
             plain = None
             for name in fields[0]:
                 try:
@@ -54,7 +69,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 per_example = (high - low) / small
                 largest = int((args.budget_gb * 1e9 - (low - small * per_example)) // per_example)
                 plain = plain or (high, largest)
-                figures = {"peak_mb": high / 1e6, "peak_of_plain": high / plain[0], "per_example_mb": per_example / 1e6}
+                figures = {
+                    "peak_mb": high / 1e6,
+                    "peak_of_plain": high / plain[0],
+                    "per_example_mb": per_example / 1e6,
+                }
                 benchmark.add(case, name, figures | {"largest_batch": largest, "largest_of_plain": largest / plain[1]})
 
 

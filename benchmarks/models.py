@@ -1,4 +1,5 @@
-"""The models that are benchmarked, with random weights: transformers of any size, and the four networks of the Opacus paper."""
+"""The models that are benchmarked, with random weights: transformers of any size, and the four networks of the Opacus
+paper."""
 
 from __future__ import annotations
 
@@ -55,24 +56,45 @@ def build_transformer(kind: str, shape: Shape) -> nn.Module:
     base = kind.removesuffix("-lora")
     sizes = {"hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
     if base == "bert":
-        config = BertConfig(**sizes, vocab_size=shape.vocabulary, intermediate_size=4 * shape.width, hidden_dropout_prob=0.0,
-                            attention_probs_dropout_prob=0.0, max_position_embeddings=max(512, shape.tokens))  # fmt: skip
+        config = BertConfig(
+            **sizes,
+            vocab_size=shape.vocabulary,
+            intermediate_size=4 * shape.width,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            max_position_embeddings=max(512, shape.tokens),
+        )
         model = BertForSequenceClassification(config)
     elif base == "gpt2":
-        config = GPT2Config(vocab_size=shape.vocabulary, n_embd=shape.width, n_layer=shape.layers, n_head=shape.heads,
-                            n_positions=max(512, shape.tokens), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)  # fmt: skip
+        config = GPT2Config(
+            vocab_size=shape.vocabulary,
+            n_embd=shape.width,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            n_positions=max(512, shape.tokens),
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
         model = GPT2LMHeadModel(config)
     elif base == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=shape.vocabulary, intermediate_size=shape.hidden, use_cache=False))
+        model = LlamaForCausalLM(
+            LlamaConfig(**sizes, vocab_size=shape.vocabulary, intermediate_size=shape.hidden, use_cache=False)
+        )
     elif base == "vit":
-        config = ViTConfig(**sizes, intermediate_size=4 * shape.width, image_size=shape.image_side, patch_size=PATCH, num_labels=10)
+        config = ViTConfig(
+            **sizes, intermediate_size=4 * shape.width, image_size=shape.image_side, patch_size=PATCH, num_labels=10
+        )
         model = ViTForImageClassification(config)
     else:
         raise ValueError(f"kind {kind!r} is unknown; choose one of {KINDS}, with or without '-lora'.")
     if kind.endswith("-lora"):
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=shape.rank, target_modules="all-linear", fan_in_fan_out=base == "gpt2"))
+        model = get_peft_model(
+            model, LoraConfig(r=shape.rank, target_modules="all-linear", fan_in_fan_out=base == "gpt2")
+        )
     return model.train()
 
 
@@ -82,7 +104,9 @@ def transformer_losses(kind: str, shape: Shape, device: torch.device) -> Callabl
     batch = {"input_ids": ids}
     if kind.startswith("vit"):
         batch = {"pixel_values": torch.randn(shape.size, 3, shape.image_side, shape.image_side, device=device)}
-    elif not kind.startswith("llama"):  # explicit, because Opacus cannot do with the (1, T) that the model makes itself
+    elif not kind.startswith(
+        "llama"
+    ):  # explicit, because Opacus cannot do with the (1, T) that the model makes itself
         batch["position_ids"] = torch.arange(shape.tokens, device=device).repeat(shape.size, 1)
     if kind.startswith("bert"):
         batch["token_type_ids"] = torch.zeros_like(ids)
@@ -93,7 +117,9 @@ def transformer_losses(kind: str, shape: Shape, device: torch.device) -> Callabl
         logits = model(**batch).logits
         if is_language_model:
             logits = logits[:, :-1]
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(len(logits), -1).mean(1)
+        return (
+            F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(len(logits), -1).mean(1)
+        )
 
     return losses
 
@@ -113,7 +139,13 @@ class CifarCNN(nn.Sequential):
         for d_in, d_out in ((3, 32), (32, 64), (64, 128)):
             layers += [nn.Conv2d(d_in, d_out, 3, padding=1), nn.ReLU()]
             layers += [nn.Conv2d(d_out, d_out, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)]
-        layers += [nn.Conv2d(128, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 10, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        layers += [
+            nn.Conv2d(128, 256, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(256, 10, 3, padding=1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+        ]
         super().__init__(*layers)
 
 
@@ -140,7 +172,8 @@ class ImdbLSTM(nn.Module):
 
 @dataclass(frozen=True)
 class Network:
-    """A network of the paper's Table 1: its number of parameters, its training set's size, and the shape of its inputs."""
+    """A network of the paper's Table 1: its number of parameters, its training set's size, and the shape of its
+    inputs."""
 
     build: type[nn.Module]
     parameters: int
@@ -152,7 +185,9 @@ class Network:
         torch.manual_seed(0)
         model = self.build()
         count = sum(p.numel() for p in model.parameters())
-        assert count == self.parameters, f"{self.build.__name__} has {count} parameters, the paper's has {self.parameters}"
+        assert count == self.parameters, (
+            f"{self.build.__name__} has {count} parameters, the paper's has {self.parameters}"
+        )
         return model
 
     def batch(self, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

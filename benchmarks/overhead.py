@@ -1,10 +1,11 @@
-"""What privacy adds to a step besides clipping: noise, sampling, accounting, the ledger; and what it costs once: self-check, import.
+"""What privacy adds to a step besides clipping: noise, sampling, accounting, the ledger; and what it costs once:
+self-check, import.
 
     python -m benchmarks.overhead --quick
     python -m benchmarks.overhead --json overhead.json
 
-`share` is of a plain step of --examples-per-step examples; for what happens once it is in steps. The ledger waits for the disk, which
-only the wall clock sees: `wall_share` is beside it.
+`share` is of a plain step of --examples-per-step examples; for what happens once it is in steps. The ledger waits for
+the disk, which only the wall clock sees: `wall_share` is beside it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,17 @@ IMPORTS = {
 
 
 def import_seconds(before: str, statement: str, repeats: int) -> list[float]:
-    """Process time of ``statement`` in fresh interpreters that have run ``before``, with the byte code that an installed package has."""
+    """Process time of ``statement`` in fresh interpreters that have run ``before``, with the byte code that an
+    installed package has."""
     code = f"import time\n{before}\nt = time.process_time()\n{statement}\nprint(time.process_time() - t)"
     command = [sys.executable, "-W", "ignore", "-c", code]
     with tempfile.TemporaryDirectory() as compiled:
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPYCACHEPREFIX": compiled}
-        run = partial(subprocess.run, command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], env=env)
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {
+            "PYTHONPYCACHEPREFIX": compiled
+        }
+        run = partial(
+            subprocess.run, command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], env=env
+        )
         run()  # compiles
         return [float(run().stdout) for _ in range(repeats)]
 
@@ -112,13 +118,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             "ledger": median([lambda: ledger.add_step(state.run_id, 1, mechanism.at(0))], (1,)),
         }
     for name, (seconds, wall) in added.items():
-        benchmark.add(case, name, {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step})
+        benchmark.add(
+            case,
+            name,
+            {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step},
+        )
     seconds, wall = (sum(pair[k] for pair in added.values()) for k in (0, 1))
-    benchmark.add(case, "together", {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step})
+    benchmark.add(
+        case,
+        "together",
+        {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step},
+    )
 
     once = {**case, "part": "once"}
     seconds, wall = median([check, forward], (1, -1))
-    benchmark.add(once, "self-check", {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step})
+    benchmark.add(
+        once,
+        "self-check",
+        {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step},
+    )
     for name, statements in IMPORTS.items():
         figures = spread("ms", [1e3 * seconds for seconds in import_seconds(*statements, benchmark.repeats)])
         benchmark.add(once, name, figures | {"share": figures["ms"] / 1e3 / step})

@@ -2,7 +2,8 @@
 
     python -m benchmarks.real_weights [--steps 10]
 
-The reference is another copy of the model, one backward pass per example through plain autograd, clipped and summed by hand.
+The reference is another copy of the model, one backward pass per example through plain autograd, clipped and summed by
+hand.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ def compare(model: nn.Module, batch_of: Callable[[int], dict], steps: int, learn
             gradients.append(torch.autograd.grad(one, parameters))
         norms = [length(list(g)) for g in gradients]
         bound = sorted(norms)[len(norms) // 2] * 0.9  # half of the examples are clipped
-        total = [sum(min(1.0, bound / n) * g[k] for n, g in zip(norms, gradients, strict=True)) for k in range(len(parameters))]
+        total = [
+            sum(min(1.0, bound / n) * g[k] for n, g in zip(norms, gradients, strict=True))
+            for k in range(len(parameters))
+        ]
         model.zero_grad()
         got = (clipper.backward(losses_of(model, batch) / bound) * bound).tolist()  # as with that bound
         norm_error = max(abs(a - b) / b for a, b in zip(got, norms, strict=True))
@@ -88,7 +92,8 @@ def compare(model: nn.Module, batch_of: Callable[[int], dict], steps: int, learn
         apart = length([p - q for p, q in zip(trainable(model), parameters, strict=True)])
         moved = length([p - s for p, s in zip(trainable(model), start, strict=True)])
         print(
-            f"  step {step + 1:2d}: norms {norm_error:.1e}, sum {sum_error:.1e}, trajectories apart {apart / moved:.1e} of the way moved",
+            f"  step {step + 1:2d}: norms {norm_error:.1e}, sum {sum_error:.1e}, trajectories apart "
+            f"{apart / moved:.1e} of the way moved",
             flush=True,
         )
 
@@ -98,7 +103,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="noiseless SGD steps to take")
     steps = parser.parse_args().steps
     texts = assets.movie_sentences()
-    for name, build, learning_rate in (("MiniLM, all parameters", minilm, 1e-3), ("SmolLM2-135M, LoRA", smollm2, 1e-2)):
+    for name, build, learning_rate in (
+        ("MiniLM, all parameters", minilm, 1e-3),
+        ("SmolLM2-135M, LoRA", smollm2, 1e-2),
+    ):
         print(name, flush=True)
         torch.manual_seed(0)
         compare(*build(texts), steps, learning_rate)

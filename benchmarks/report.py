@@ -52,7 +52,9 @@ def section(document: dict) -> list[str]:
     conditions = [", ".join(f"{k} {v}" for k, v in document[what].items()) for what in ("machine", "settings")]
     lines = [f"## {document['benchmark']}", "", *(f"{line}." for line in conditions), ""]
     for part in dict.fromkeys(row.get("part", "") for row in document["rows"]):
-        rows = [{k: v for k, v in row.items() if k != "part"} for row in document["rows"] if row.get("part", "") == part]
+        rows = [
+            {k: v for k, v in row.items() if k != "part"} for row in document["rows"] if row.get("part", "") == part
+        ]
         lines += [f"### {part}", ""] * bool(part) + [*table(side_by_side(rows)), ""]
     return lines
 
@@ -65,8 +67,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [
         "# Results",
         "",
-        "As run, written by `python -m benchmarks.report`. Times are medians: milliseconds (and by the wall clock, where several threads",
-        "worked), plain time / this time with its quartiles, and the inverse of that (×). *published* is what the papers that `benchmarks/` names",
+        "As run, written by `python -m benchmarks.report`. Times are medians: milliseconds (and by the wall clock, "
+        "where several threads",
+        "worked), plain time / this time with its quartiles, and the inverse of that (×). *published* is what the "
+        "papers that `benchmarks/` names",
         "report, on their hardware.",
         "",
     ]

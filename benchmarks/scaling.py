@@ -1,12 +1,14 @@
-"""How cost grows with batch, length, width, depth, vocabulary and LoRA rank: measured exponents beside those of the formulas.
+"""How cost grows with batch, length, width, depth, vocabulary and LoRA rank: measured exponents beside those of the
+formulas.
 
     python -m benchmarks.scaling --quick
     python -m benchmarks.scaling --json scaling.json
 
-Each dimension is multiplied by 1, 2, 4 with the others at the base shape; the exponent is the slope of log time over log dimension. The
-formula counts multiplications and additions: of plain training 6 per weight and token (4 where weights are frozen) and 12·T²·width per layer and example
-in attention; of privacy 2·T²·(d + p) for the ghost norm of a d × p layer with T < dp / (d + p), nothing for instantiated ones; of the
-ghost mode a second input-gradient pass, and instances that are thrown away. What it leaves out (memory traffic, calls) is the gap.
+Each dimension is multiplied by 1, 2, 4 with the others at the base shape; the exponent is the slope of log time over
+log dimension. The formula counts multiplications and additions: of plain training 6 per weight and token (4 where
+weights are frozen) and 12·T²·width per layer and example in attention; of privacy 2·T²·(d + p) for the ghost norm of a
+d × p layer with T < dp / (d + p), nothing for instantiated ones; of the ghost mode a second input-gradient pass, and
+instances that are thrown away. What it leaves out (memory traffic, calls) is the gap.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from .contenders import Task, field
 from .harness import Benchmark, parser
 from .models import Shape, build_transformer, transformer_losses
 
-DIMENSIONS = {"batch": "size", "tokens": "tokens", "width": "width", "depth": "layers", "vocabulary": "vocabulary", "rank": "rank"}
+DIMENSIONS = {
+    "batch": "size",
+    "tokens": "tokens",
+    "width": "width",
+    "depth": "layers",
+    "vocabulary": "vocabulary",
+    "rank": "rank",
+}
 
 
 def operations(shape: Shape, contender: str, *, lora: bool) -> float:
@@ -52,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = parser(__doc__, repeats=7)
     p.add_argument("--dimensions", nargs="+", choices=list(DIMENSIONS), default=list(DIMENSIONS))
     p.add_argument(
-        "--base", nargs=6, type=int, default=[8, 64, 256, 2, 1000, 8], metavar="N", help="batch, tokens, width, depth, vocabulary, rank"
+        "--base",
+        nargs=6,
+        type=int,
+        default=[8, 64, 256, 2, 1000, 8],
+        metavar="N",
+        help="batch, tokens, width, depth, vocabulary, rank",
     )
     args = p.parse_args(argv)
     if args.quick:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.throughput --quick
     python -m benchmarks.throughput --repeats 21 --json throughput.json
-    python -m benchmarks.throughput --device cuda --dtypes bf16 --models llama llama-lora --width 2048 --layers 16 --tokens-per-batch 8192
+    python -m benchmarks.throughput --device cuda --dtypes bf16 --models llama llama-lora --width 2048 --layers 16
+    --tokens-per-batch 8192
 
-Two figures come from the same turns. *backward*: forward, backward and clipping of one physical batch. *step*: a whole step of
---examples-per-step examples, that is so many physical batches, then noise, division and the optimizer once.
+Two figures come from the same turns. *backward*: forward, backward and clipping of one physical batch. *step*: a whole
+step of --examples-per-step examples, that is so many physical batches, then noise, division and the optimizer once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from .models import KINDS, Shape, build_transformer, transformer_losses
 def main(argv: Sequence[str] | None = None) -> None:
     p = parser(__doc__)
     kinds = [*KINDS, *(f"{kind}-lora" for kind in KINDS)]
-    p.add_argument("--models", nargs="+", choices=kinds, default=["bert", "llama-lora"], help="the published table is the default")
+    p.add_argument(
+        "--models", nargs="+", choices=kinds, default=["bert", "llama-lora"], help="the published table is the default"
+    )
     p.add_argument("--lengths", nargs="+", type=int, default=[32, 128, 512], help="tokens per example")
     p.add_argument("--width", type=int, default=512)
     p.add_argument("--layers", type=int, default=4)
@@ -40,8 +43,17 @@ def main(argv: Sequence[str] | None = None) -> None:
                 size = max(1, args.tokens_per_batch // tokens)
                 shape = Shape(args.width, args.layers, args.vocabulary, tokens, size, args.rank)
                 losses = transformer_losses(kind, shape, benchmark.device)
-                task = Task(lambda k=kind, s=shape: build_transformer(k, s), losses, size, benchmark.device, dtype == "bf16")
-                case = {"model": kind, "width": shape.width, "layers": shape.layers, "tokens": tokens, "batch": size, "dtype": dtype}
+                task = Task(
+                    lambda k=kind, s=shape: build_transformer(k, s), losses, size, benchmark.device, dtype == "bf16"
+                )
+                case = {
+                    "model": kind,
+                    "width": shape.width,
+                    "layers": shape.layers,
+                    "tokens": tokens,
+                    "batch": size,
+                    "dtype": dtype,
+                }
                 parts = {"backward": (1, 0), "step": (args.examples_per_step / size, 1)}
                 benchmark.compare(case, field(task, peers=args.peers, modes=args.modes), parts)
 

@@ -3,9 +3,9 @@
     python -m benchmarks.trainer --quick
     python -m benchmarks.trainer --json trainer.json
 
-Both take the same number of optimizer steps of the same logical batch, Trainer through gradient accumulation. The time is that between
-the ends of the first and the last step, per example really processed (a Poisson draw varies); what comes before the end of the first
-step, calibration and self-check included, is the `startup`.
+Both take the same number of optimizer steps of the same logical batch, Trainer through gradient accumulation. The time
+is that between the ends of the first and the last step, per example really processed (a Poisson draw varies); what
+comes before the end of the first step, calibration and self-check included, is the `startup`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def train(name: str, kind: str, shape: Shape, data: list, logical: int, steps: i
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = parser(__doc__, repeats=5)
-    p.add_argument("--models", nargs="+", choices=["bert", "llama", "bert-lora", "llama-lora"], default=["bert", "llama-lora"])
+    p.add_argument(
+        "--models", nargs="+", choices=["bert", "llama", "bert-lora", "llama-lora"], default=["bert", "llama-lora"]
+    )
     p.add_argument("--tokens", type=int, default=128, help="per example")
     p.add_argument("--width", type=int, default=512)
     p.add_argument("--layers", type=int, default=4)
@@ -97,10 +99,20 @@ def main(argv: Sequence[str] | None = None) -> None:
                 times[name].append((last[0] - first[0]) / examples)
                 walls[name].append((last[1] - first[1]) / examples)
                 startups[name].append(first[0] - begin[0])
-        case = {"model": kind, "width": args.width, "layers": args.layers, "tokens": args.tokens, "logical": args.logical}
+        case = {
+            "model": kind,
+            "width": args.width,
+            "layers": args.layers,
+            "tokens": args.tokens,
+            "logical": args.logical,
+        }
         for name, figures in summarise("Trainer", times, walls).items():
             speed = {"examples_per_s": 1e3 / figures["ms"]}
-            benchmark.add(case, name, speed | {k: v for k, v in figures.items() if "ratio" in k} | spread("startup_s", startups[name]))
+            benchmark.add(
+                case,
+                name,
+                speed | {k: v for k, v in figures.items() if "ratio" in k} | spread("startup_s", startups[name]),
+            )
 
 
 if __name__ == "__main__":

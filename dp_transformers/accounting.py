@@ -67,7 +67,9 @@ GaussianStep = tuple[float, float]  # (σ, q)
 Phase = tuple[float, float, int]  # (σ, q, steps)
 
 
-def compute_epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld") -> float:
+def compute_epsilon(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld"
+) -> float:
     """ε spent by `steps` Poisson-subsampled Gaussian steps, at `delta`, under add/remove-one-example.
 
     Args:
@@ -136,8 +138,9 @@ def calibrate_noise_multiplier(
         of_a_person = f", {rows} rows of one person" if rows > 1 else ""
         raise ValueError(
             f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {steps} steps at "
-            f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more (accountant={accountant!r}{of_a_person}). "
-            "Choose a larger epsilon or delta, fewer steps or a smaller sample rate (a smaller expected batch size, or more data)"
+            f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more "
+            f"(accountant={accountant!r}{of_a_person}). Choose a larger epsilon or delta, fewer steps or a smaller "
+            "sample rate (a smaller expected batch size, or more data)"
             + (", fewer rows of one person" if rows > 1 else "")
             + (", or accountant='pld'." if accountant == "rdp" else ".")
         )
@@ -186,7 +189,9 @@ class PrivacyAccountant:
         """
         return _epsilon(self.history, _check_delta("delta", delta), self.accountant)
 
-    def max_steps(self, *, target_epsilon: float, delta: float, noise_multiplier: float, sample_rate: float, limit: int) -> int:
+    def max_steps(
+        self, *, target_epsilon: float, delta: float, noise_multiplier: float, sample_rate: float, limit: int
+    ) -> int:
         """The largest k <= `limit` such that k more steps of (σ, q) keep `epsilon(delta)` <= `target_epsilon`.
 
         0 when not one more step fits, or the target is already exceeded. Nothing is counted.
@@ -216,7 +221,8 @@ def most_steps(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def smallest_noise(epsilon_of: Callable[[float], float], target: float, guess: float) -> float | None:
-    """The smallest σ with `epsilon_of(σ)` <= `target`, found to 0.1% of ε near `guess`; None if not even the largest will do."""
+    """The smallest σ with `epsilon_of(σ)` <= `target`, found to 0.1% of ε near `guess`; None if not even the largest
+    will do."""
 
     def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
         return math.log(min(max(epsilon_of(sigma) / target, 1e-3), 1e9))
@@ -227,11 +233,13 @@ def smallest_noise(epsilon_of: Callable[[float], float], target: float, guess: f
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-def event_epsilon(event: DpEvent, delta: float, accountant: str = "pld", *, relation: str = "add_or_remove_one", rows: int = 1) -> float:
+def event_epsilon(
+    event: DpEvent, delta: float, accountant: str = "pld", *, relation: str = "add_or_remove_one", rows: int = 1
+) -> float:
     """ε of an event of `dp_accounting` at `delta`, for neighbours by `relation`, an upper bound.
 
-    Poisson-sampled and full Gaussian steps under add/remove-one are accounted for by the numerics of this module, all other events by
-    the accountant of `dp_accounting`.
+    Poisson-sampled and full Gaussian steps under add/remove-one are accounted for by the numerics of this module, all
+    other events by the accountant of `dp_accounting`.
 
     Args:
         rows: Size of the group that is added or removed; more than 1 for the former steps only (`group_epsilon`).
@@ -242,10 +250,13 @@ def event_epsilon(event: DpEvent, delta: float, accountant: str = "pld", *, rela
     delta, rows = _check_delta("delta", delta), _check_count("rows", rows)
     phases = _phases(event) if relation == "add_or_remove_one" else None
     if phases is not None:
-        return _epsilon(phases, delta, check_accountant(accountant)) if rows == 1 else group_epsilon(phases, rows, delta)
+        return (
+            _epsilon(phases, delta, check_accountant(accountant)) if rows == 1 else group_epsilon(phases, rows, delta)
+        )
     if rows > 1:
         raise ValueError(
-            f"there is no bound for groups of {rows} rows of {type(event).__name__} under {relation}; only Poisson sampling has one."
+            f"there is no bound for groups of {rows} rows of {type(event).__name__} under {relation}; only Poisson "
+            "sampling has one."
         )
     counted = _accountant_of_events(accountant, relation)
     if why := unsupported(event, accountant, relation=relation):
@@ -255,9 +266,14 @@ def event_epsilon(event: DpEvent, delta: float, accountant: str = "pld", *, rela
 
 def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remove_one") -> str | None:
     """Why `accountant` has no bound for an event, if it has none."""
-    if (relation == "add_or_remove_one" and _phases(event) is not None) or _accountant_of_events(accountant, relation).supports(event):
+    if (relation == "add_or_remove_one" and _phases(event) is not None) or _accountant_of_events(
+        accountant, relation
+    ).supports(event):
         return None
-    return f"accountant={accountant!r} has no bound on epsilon for {event} under {relation}, so nothing is known of what it spends."
+    return (
+        f"accountant={accountant!r} has no bound on epsilon for {event} under {relation}, so nothing is known of what "
+        "it spends."
+    )
 
 
 def _accountant_of_events(accountant: str, relation: str) -> Any:
@@ -298,8 +314,9 @@ def _parts(event: DpEvent, count: int) -> Iterator[tuple[GaussianStep | None, in
 def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
     """ε for adding or removing up to ``rows`` rows at once, an upper bound.
 
-    With a group, a Poisson draw takes j of its rows with the probabilities of Binomial(rows, q), and the sum moves by at most j bounds: a
-    mixture of Gaussians, which dominates (Ganesh 2024, arXiv:2401.10294, Theorem 3.1). ``group_epsilon(phases, 1, delta)`` is `epsilon`.
+    With a group, a Poisson draw takes j of its rows with the probabilities of Binomial(rows, q), and the sum moves by
+    at most j bounds: a mixture of Gaussians, which dominates (Ganesh 2024, arXiv:2401.10294, Theorem 3.1).
+    ``group_epsilon(phases, 1, delta)`` is `epsilon`.
 
     Args:
         phases: `(noise_multiplier, sample_rate, steps)`, as `PrivacyAccountant.history`.
@@ -315,8 +332,11 @@ def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
     if rows == 1:
         return _epsilon(phases, _check_delta("delta", delta), "pld")
     phases = _merge_similar(phases)
-    # the worst case of a group, as if each of its draws took all its rows, at the rate of drawing any: looser, and always to be had
-    bound = _rdp_epsilon(tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases), _check_delta("delta", delta))
+    # the worst case of a group, as if each of its draws took all its rows, at the rate of drawing any: looser, and
+    # always to be had
+    bound = _rdp_epsilon(
+        tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases), _check_delta("delta", delta)
+    )
     return min(bound, _mixture_epsilon(phases, rows, delta))
 
 
@@ -334,9 +354,12 @@ def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> floa
     for sigma, q, n in phases:
         chances = stats.binom.pmf(range(rows + 1), rows, q)
         one = pld.from_mixture_gaussian_mechanism(
-            sigma, list(range(rows + 1)), (chances / chances.sum()).tolist(), value_discretization_interval=grid.interval,
+            sigma,
+            list(range(rows + 1)),
+            (chances / chances.sum()).tolist(),
+            value_discretization_interval=grid.interval,
             log_mass_truncation_bound=grid.log_mass,
-        )  # fmt: skip
+        )
         parts.append(one.self_compose(n, grid.tail_mass))
     total = functools.reduce(lambda before, part: before.compose(part, grid.tail_mass), parts)
     return float(total.get_epsilon_for_delta(usable))
@@ -382,7 +405,8 @@ def _merge_similar(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
 def _rdp_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
     from dp_accounting import rdp
 
-    total: Any = sum(n * (_rdp(sigma, q) + _RDP_ROUNDING) for sigma, q, n in phases)  # an array, where dp_accounting's types want a list
+    # an array, where dp_accounting's types want a list
+    total: Any = sum(n * (_rdp(sigma, q) + _RDP_ROUNDING) for sigma, q, n in phases)
     return float(rdp.compute_epsilon(_ORDERS, total, delta)[0])
 
 
@@ -591,7 +615,9 @@ def _check_rows(value: int) -> int:
     except TypeError:
         rows = 0
     if rows < 1:
-        raise ValueError(f"rows must be an int >= 1 (how many rows one person may have, max_examples_per_person); got {value!r}.")
+        raise ValueError(
+            f"rows must be an int >= 1 (how many rows one person may have, max_examples_per_person); got {value!r}."
+        )
     return rows
 
 

@@ -1,8 +1,8 @@
 """The privacy state in every checkpoint (``privacy_state.json``), and which checkpoints are whole.
 
-It says which run the weights belong to and with which mechanism they were trained; no secret is in it. It is written last and lists the
-other files of the checkpoint with their sizes: a checkpoint without it, or without one of them, is half-written (or half-deleted) and is
-never loaded.
+It says which run the weights belong to and with which mechanism they were trained; no secret is in it. It is written
+last and lists the other files of the checkpoint with their sizes: a checkpoint without it, or without one of them, is
+half-written (or half-deleted) and is never loaded.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class PrivacyState:
         return secrets.token_hex(8)
 
     def save(self, folder: str | os.PathLike, ledger_steps: int, facts: Mapping[str, Any] | None = None) -> None:
-        """Declare a checkpoint complete: flush its files to disk, then write this state with the steps that the ledger held for this run.
+        """Declare a checkpoint complete: flush its files to disk, then write this state with the steps that the ledger
+        held for this run.
 
         Args:
             facts: What else is known of those steps (:meth:`dp_transformers.run.PrivateRun.facts`).
@@ -74,7 +75,9 @@ class PrivacyState:
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
         temporary = folder / f".{STATE_NAME}"
         with open(temporary, "w") as file:
-            json.dump({**self.to_dict(), "ledger_steps": ledger_steps, **(facts or {}), "files": sizes}, file, indent=2)
+            json.dump(
+                {**self.to_dict(), "ledger_steps": ledger_steps, **(facts or {}), "files": sizes}, file, indent=2
+            )
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / STATE_NAME)
@@ -95,8 +98,8 @@ class PrivacyState:
             sizes = dict(content["files"])
         except FileNotFoundError:
             raise PrivacyStateError(
-                f"'{path}' is missing: the checkpoint was not written to its end, or not by DPTrainer, so what it has already spent is not "
-                f"known.{_WAY_OUT}"
+                f"'{path}' is missing: the checkpoint was not written to its end, or not by DPTrainer, so what it has "
+                f"already spent is not known.{_WAY_OUT}"
             ) from None
         except (KeyError, TypeError, ValueError) as error:
             raise PrivacyStateError(f"'{path}' cannot be read ({type(error).__name__}: {error}).{_WAY_OUT}") from error
@@ -105,7 +108,9 @@ class PrivacyState:
             found = file.stat().st_size if file.is_file() else None
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes"
-                raise PrivacyStateError(f"'{file}' {state}, it was saved with {size} bytes: the checkpoint is not complete.{_WAY_OUT}")
+                raise PrivacyStateError(
+                    f"'{file}' {state}, it was saved with {size} bytes: the checkpoint is not complete.{_WAY_OUT}"
+                )
         return loaded
 
     @staticmethod
@@ -114,14 +119,15 @@ class PrivacyState:
         return json.loads((Path(folder) / STATE_NAME).read_text())
 
     def require(self, wanted: PrivacyState) -> None:
-        """Raise PrivacyStateError unless this saved state is that of ``wanted``, whatever its run, number of steps and unit."""
+        """Raise PrivacyStateError unless this saved state is that of ``wanted``, whatever its run, number of steps and
+        unit."""
         before, now = (dict(_flat(state.to_dict())) for state in (self, wanted))
         for path in [path for path in {**before, **now} if not path.startswith(_MAY_CHANGE)]:
             name, saved, value = path.removeprefix("mechanism."), before.get(path), now.get(path)
             if saved != value:
                 raise PrivacyStateError(
-                    f"the checkpoint was trained with {name}={saved!r}, now it is {value!r}. A run keeps its mechanism: use the old value, "
-                    "or start a new run without this checkpoint."
+                    f"the checkpoint was trained with {name}={saved!r}, now it is {value!r}. A run keeps its "
+                    "mechanism: use the old value, or start a new run without this checkpoint."
                 )
 
 
@@ -175,14 +181,21 @@ def find_checkpoint(output_dir: str | os.PathLike) -> str:
 
 
 def rotate(output_dir: str | os.PathLike, limit: int, keep: Collection[str]) -> None:
-    """Delete checkpoints until `limit` are left, incomplete ones first, then the oldest; never those whose names are in `keep`."""
-    folders = sorted(_checkpoints(output_dir), key=lambda folder: (_is_complete(folder), folder.stat().st_mtime_ns, _number(folder)))
+    """Delete checkpoints until `limit` are left, incomplete ones first, then the oldest; never those whose names are
+    in `keep`."""
+    folders = sorted(
+        _checkpoints(output_dir), key=lambda folder: (_is_complete(folder), folder.stat().st_mtime_ns, _number(folder))
+    )
     for folder in [f for f in folders if f.name not in keep][: max(0, len(folders) - limit)]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    return [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    return [
+        path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
+    ]
 
 
 def _number(checkpoint: Path) -> int:

@@ -1,7 +1,7 @@
 """Draws and their batches.
 
-One *logical batch* is one draw; it is one item of the dataloader, so that everything in Trainer that counts batches counts
-privacy-relevant steps. It carries its *physical batches*, of the size that fits the device, already collated.
+One *logical batch* is one draw; it is one item of the dataloader, so that everything in Trainer that counts batches
+counts privacy-relevant steps. It carries its *physical batches*, of the size that fits the device, already collated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class PhysicalBatch:
 
 @dataclass
 class LogicalBatch:
-    """What one rank contributes to one step: collated physical batches, possibly none. The rest is as in :class:`Draw`."""
+    """What one rank contributes to one step: collated physical batches, possibly none. The rest is as in
+    :class:`Draw`."""
 
     number: int
     batches: list[PhysicalBatch] = field(default_factory=list)
@@ -70,23 +71,32 @@ class LogicalBatch:
 class LogicalBatches(Dataset):
     """A map-style dataset seen through draws: item ``draw`` is the :class:`LogicalBatch` of its examples.
 
-    Examples are ordered by length before they are cut into physical batches, where they have a length (texts and sounds): less padding,
-    and no influence on anybody's gradient. Before they are loaded the global random generators, and those that the data set and the collator
-    keep, are seeded from ``seeds``, so that augmentation and random masking follow no seed that somebody set.
+    Examples are ordered by length before they are cut into physical batches, where they have a length (texts and
+    sounds): less padding, and no influence on anybody's gradient. Before they are loaded the global random generators,
+    and those that the data set and the collator keep, are seeded from ``seeds``, so that augmentation and random
+    masking follow no seed that somebody set.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], physical_batch_size: int, seeds: SecretSeeds | None = None):
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        physical_batch_size: int,
+        seeds: SecretSeeds | None = None,
+    ):
         self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
         self._seeds = seeds or SecretSeeds(secrets.randbits(128))
         self._collated_alone: set[tuple[int, int]] = set()  # by lengths, to within a factor of two
-        self._pads_draws = False  # the collator, or the data set, pads rows to the longest of those it is asked for together
+        # the collator, or the data set, pads rows to the longest of those it is asked for together
+        self._pads_draws = False
         self._filler: PhysicalBatch | None = None
         self._parts: list[Any] = []  # of the data set and the collator, as they are for the draw that is loaded
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, draw: Draw) -> LogicalBatch:  # pyrefly: ignore[bad-override-param-name]  (given by position, by torch's loader)
+    # pyrefly: ignore[bad-override-param-name]  (given by position, by torch's loader)
+    def __getitem__(self, draw: Draw) -> LogicalBatch:
         self._parts = list(rows.parts_of((self.collate, self.dataset)))
         rows.require_known_to_nobody(self._parts)
         self._reseed(f"rows of draw {draw.number}")
@@ -132,8 +142,11 @@ class LogicalBatches(Dataset):
         return examples
 
     def _is_padded_by_others(self, indices: Sequence[int], examples: Sequence[Any]) -> bool:
-        """Whether the row with most padding has less when it is loaded alone, as transforms of a data set may make it."""
-        if not hasattr(self.dataset, "__getitems__") or not (isinstance(examples[0], Mapping) and "attention_mask" in examples[0]):
+        """Whether the row with most padding has less when it is loaded alone, as transforms of a data set may make
+        it."""
+        if not hasattr(self.dataset, "__getitems__") or not (
+            isinstance(examples[0], Mapping) and "attention_mask" in examples[0]
+        ):
             return False
         row = min(range(len(examples)), key=lambda i: int(np.sum(np.asarray(examples[i]["attention_mask"]))))
         return rows.size_of(self._load([indices[row]])[0]) < rows.size_of(examples[row])
@@ -161,11 +174,18 @@ class LogicalBatches(Dataset):
         if alone is not None:
             padding = rows.padding_by_others(batch, len(examples), row, alone, self.collate)
             self._collated_alone.add(kind)
-        if name is not None and isinstance(batch, Mapping) and name in batch and padding is not None and "attention_mask" not in batch:
+        if (
+            name is not None
+            and isinstance(batch, Mapping)
+            and name in batch
+            and padding is not None
+            and "attention_mask" not in batch
+        ):
             raise ValueError(
-                f"examples of different lengths ('{name}') were padded without an attention_mask, so how much padding an example sees depends on the "
-                "others. Use a collator that returns the attention_mask (DataCollatorWithPadding does if the tokenizer's output has it), or pad "
-                "all to one length (padding='max_length')."
+                f"examples of different lengths ('{name}') were padded without an attention_mask, so how much padding "
+                "an example sees depends on the others. Use a collator that returns the attention_mask "
+                "(DataCollatorWithPadding does if the tokenizer's output has it), or pad all to one length "
+                "(padding='max_length')."
             )
         self._pads_draws |= padding is not None
         padding = padding or rows.padding_before(batch)

@@ -75,10 +75,11 @@ def broadcast_first(value: Any) -> Any:
 def noise_entropy(
     parameter: torch.Tensor, dp_seed: int | None = None, *, layout: int = 0, replicas: dist.ProcessGroup | None = None
 ) -> list[int] | None:
-    """Return entropy for the noise on this rank's shards of ``parameter`` and of all parameters with the same mesh and placements.
+    """Return entropy for the noise on this rank's shards of ``parameter`` and of all parameters with the same mesh and
+    placements.
 
-    Ranks that hold different shards get independent entropy, from the operating system; ranks that hold replicas of one shard
-    (HSDP) get the same, which only they know.
+    Ranks that hold different shards get independent entropy, from the operating system; ranks that hold replicas of
+    one shard (HSDP) get the same, which only they know.
 
     Args:
         layout: A different number for each mesh and placements in the model; only a fixed ``dp_seed`` needs it.
@@ -97,11 +98,16 @@ def noise_entropy(
             dist.broadcast_object_list(box, group=group, group_src=0)
     if dp_seed is None:
         return box
-    return [dp_seed, layout, *(0 if p.is_replicate() else mesh.get_local_rank(dim) for dim, p in enumerate(placements))]
+    return [
+        dp_seed,
+        layout,
+        *(0 if p.is_replicate() else mesh.get_local_rank(dim) for dim, p in enumerate(placements)),
+    ]
 
 
 def shared_secret(dp_seed: int | None = None) -> int:
-    """Return 128 secret bits, the same on all ranks: rank 0 draws them from the operating system and broadcasts them."""
+    """Return 128 secret bits, the same on all ranks: rank 0 draws them from the operating system and broadcasts
+    them."""
     return call_on_rank_zero(lambda: secrets.randbits(128)) if dp_seed is None else dp_seed
 
 

@@ -1,7 +1,8 @@
-"""The ledger of a run (``privacy_ledger.jsonl`` in the output directory, beside the checkpoints): an append-only record of its steps.
+"""The ledger of a run (``privacy_ledger.jsonl`` in the output directory, beside the checkpoints): an append-only
+record of its steps.
 
-The line of a step is on disk before the step's noisy gradient exists, so that whatever anybody can have seen is counted, also when training
-is resumed from an older checkpoint. One process writes it at a time.
+The line of a step is on disk before the step's noisy gradient exists, so that whatever anybody can have seen is
+counted, also when training is resumed from an older checkpoint. One process writes it at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ except ImportError:  # Windows
     fcntl = None
 
 LEDGER_NAME = "privacy_ledger.jsonl"
-VERSION = 2  # of it and of the privacy state; version 1 has the numbers of its mechanism one by one, and nothing in the lines of steps
+# of it and of the privacy state; version 1 has the numbers of its mechanism one by one, and nothing in the lines of
+# steps
+VERSION = 2
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,8 @@ def flush_to_disk(path: Path) -> None:
 
 
 class Ledger:
-    """Append-only record of every noised step, flushed to disk line by line. Reading is free; to write, `open` it and `close` it."""
+    """Append-only record of every noised step, flushed to disk line by line. Reading is free; to write, `open` it and
+    `close` it."""
 
     def __init__(self, output_dir: str | os.PathLike):
         self.path = Path(output_dir) / LEDGER_NAME
@@ -60,7 +64,8 @@ class Ledger:
         return sum(segment.total() for segment in self.segments(run_id))
 
     def segments(self, run_id: str) -> list[Counter[StepParameters | None]]:
-        """Return the parameters of a run's steps, in one counter for each time that it began or went on; None where a line does not say.
+        """Return the parameters of a run's steps, in one counter for each time that it began or went on; None where a
+        line does not say.
 
         A torn line may have been a step, of the run that wrote the line before; of any if there is none.
         """
@@ -75,15 +80,21 @@ class Ledger:
         return segments
 
     def beginnings(self, run_id: str) -> list[dict[str, Any]]:
-        """Return the lines of each time that a run began or went on: its state, and whether it was private and verified."""
-        return [entry for writer, entry in self._lines() if writer == run_id and entry is not None and "step" not in entry]
+        """Return the lines of each time that a run began or went on: its state, and whether it was private and
+        verified."""
+        return [
+            entry for writer, entry in self._lines() if writer == run_id and entry is not None and "step" not in entry
+        ]
 
     def other_steps(self, run_id: str) -> int:
         """How many steps of other runs the same file holds."""
-        return sum(writer not in (run_id, None) and (entry is None or "step" in entry) for writer, entry in self._lines())
+        return sum(
+            writer not in (run_id, None) and (entry is None or "step" in entry) for writer, entry in self._lines()
+        )
 
     def _lines(self) -> Iterator[tuple[str | None, dict[str, Any] | None]]:
-        """Yield the run that wrote each line (None where no line before says it) and the content of the line (None where it is torn)."""
+        """Yield the run that wrote each line (None where no line before says it) and the content of the line (None
+        where it is torn)."""
         writer = None
         with open(self.path, "rb") if self.path.exists() else io.BytesIO() as file:
             for line in file:
@@ -121,8 +132,16 @@ class Ledger:
             self._file = None
 
     def begin(self, state: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
-        """Record that this run starts or goes on, with its state (mechanism, δ and target ε) and further facts (whether it is private, and why not)."""
-        self._append({"run": state["run_id"], "event": "begin", **{k: v for k, v in state.items() if k != "run_id"}, **(facts or {})})
+        """Record that this run starts or goes on, with its state (mechanism, δ and target ε) and further facts
+        (whether it is private, and why not)."""
+        self._append(
+            {
+                "run": state["run_id"],
+                "event": "begin",
+                **{k: v for k, v in state.items() if k != "run_id"},
+                **(facts or {}),
+            }
+        )
 
     def add_step(self, run_id: str, step: int, parameters: StepParameters) -> None:
         """Record one step and what it uses, before its result exists. Returns when the line is on disk.
@@ -138,7 +157,8 @@ class Ledger:
         if self._file.write(line) != len(line):
             raise OSError(
                 errno.ENOSPC,
-                "a line of the ledger was cut short, so its step is not taken: make room on the disk, and resume from a checkpoint",
+                "a line of the ledger was cut short, so its step is not taken: make room on the disk, and resume from "
+                "a checkpoint",
                 str(self.path),
             )
         os.fsync(self._file.fileno())
@@ -156,7 +176,8 @@ _OPEN: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 
 def _close_after_fork() -> None:
-    """Close ledgers in a forked process: a lock lasts as long as any copy of its descriptor, so a DataLoader worker would keep a killed trainer's."""
+    """Close ledgers in a forked process: a lock lasts as long as any copy of its descriptor, so a DataLoader worker
+    would keep a killed trainer's."""
     for ledger in _OPEN:
         ledger.close()
 
@@ -172,8 +193,11 @@ def _lock(file: io.FileIO, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise PrivacyStateError(
-            f"another training is writing '{path}'. Two at once would not count each other's steps: wait until it ends, call detach() on its "
-            "PrivacyEngine, or choose another folder (output_dir of DPTrainingArguments, ledger_dir of PrivacyEngine)."
+            f"another training is writing '{path}'. Two at once would not count each other's steps: wait until it "
+            "ends, call detach() on its PrivacyEngine, or choose another folder (output_dir of DPTrainingArguments, "
+            "ledger_dir of PrivacyEngine)."
         ) from None
     except OSError as error:  # some network file systems
-        logger.warning("'%s' cannot be locked (%s): make sure that no other process trains in this output_dir.", path, error)
+        logger.warning(
+            "'%s' cannot be locked (%s): make sure that no other process trains in this output_dir.", path, error
+        )

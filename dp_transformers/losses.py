@@ -1,10 +1,11 @@
 """Per-example losses of the transformers heads, from logits, with the labels kept out of the model.
 
-A model's own loss is a mean over the batch (often over all its tokens), so one example's gradient would depend on how long the others
-are. Here example i's loss uses example i alone: a token loss is divided by the example's own number of counted tokens. On a batch of
-one, each loss is the model's own.
+A model's own loss is a mean over the batch (often over all its tokens), so one example's gradient would depend on how
+long the others are. Here example i's loss uses example i alone: a token loss is divided by the example's own number of
+counted tokens. On a batch of one, each loss is the model's own.
 
-Shape legend: B examples, T positions, V classes or vocabulary, N rows (examples or tokens), K rows of a chunk that have a target.
+Shape legend: B examples, T positions, V classes or vocabulary, N rows (examples or tokens), K rows of a chunk that
+have a target.
 """
 
 from __future__ import annotations
@@ -35,14 +36,39 @@ _MAPPINGS = {
 # Heads in those mappings whose own loss is another one (every forward of transformers 5.23 was read for this list).
 _OTHER_CONVENTIONS = {
     # causal, but the labels are not shifted
-    *("BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "CpmAntForCausalLM"),
-    *("MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "TrOCRForCausalLM"),
+    *(
+        "BartForCausalLM",
+        "BigBirdPegasusForCausalLM",
+        "BlenderbotForCausalLM",
+        "BlenderbotSmallForCausalLM",
+        "CpmAntForCausalLM",
+    ),
+    *(
+        "MBartForCausalLM",
+        "MarianForCausalLM",
+        "MvpForCausalLM",
+        "PLBartForCausalLM",
+        "PegasusForCausalLM",
+        "TrOCRForCausalLM",
+    ),
     *("WhisperForCausalLM", "XLNetLMHeadModel"),
-    # several streams or codebooks of predictions, image tokens before the text, an adaptive softmax, scores of a prompt's "Yes"
-    *("ProphetNetForCausalLM", "ProphetNetForConditionalGeneration", "MusicgenForCausalLM", "MusicgenMelodyForCausalLM", "GitForCausalLM"),
+    # several streams or codebooks of predictions, image tokens before the text, an adaptive softmax, scores of a
+    # prompt's "Yes"
+    *(
+        "ProphetNetForCausalLM",
+        "ProphetNetForConditionalGeneration",
+        "MusicgenForCausalLM",
+        "MusicgenMelodyForCausalLM",
+        "GitForCausalLM",
+    ),
     *("XLMWithLMHeadModel", "FlaubertWithLMHeadModel", "ShieldGemma2ForImageClassification"),
     # the loss leaves out tokens by another input
-    *("BioGptForTokenClassification", "BrosForTokenClassification", "MraForTokenClassification", "XLMRobertaXLForTokenClassification"),
+    *(
+        "BioGptForTokenClassification",
+        "BrosForTokenClassification",
+        "MraForTokenClassification",
+        "XLMRobertaXLForTokenClassification",
+    ),
     "YosoForTokenClassification",
     # the labels change more than the decoder's input_ids
     *("EncoderDecoderModel", "FSMTForConditionalGeneration"),
@@ -54,25 +80,29 @@ def sequence_classification_loss(
 ) -> torch.Tensor:
     """(B,) losses from logits (B, V): cross-entropy, binary cross-entropy averaged over classes, or squared error.
 
-    Without ``problem_type`` it is inferred as transformers does: one output is regression, integer labels are single-label,
-    float labels multi-label classification.
+    Without ``problem_type`` it is inferred as transformers does: one output is regression, integer labels are
+    single-label, float labels multi-label classification.
     """
     if problem_type is None:
         if logits.shape[-1] == 1:
             problem_type = "regression"
         else:
-            problem_type = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+            problem_type = (
+                "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+            )
     if problem_type == "single_label_classification":
         return _cross_entropy(logits, labels.flatten(), label_smoothing)
     if problem_type not in ("multi_label_classification", "regression"):
         raise ValueError(
-            f"config.problem_type is {problem_type!r}: set it to 'regression', 'single_label_classification' or 'multi_label_classification'."
+            f"config.problem_type is {problem_type!r}: set it to 'regression', 'single_label_classification' or "
+            "'multi_label_classification'."
         )
     _refuse_smoothing(label_smoothing, problem_type)
     if logits.shape != (labels.unsqueeze(-1) if labels.dim() == 1 else labels).shape:
         raise ValueError(
-            f"{problem_type} takes labels of the shape of the logits, {tuple(logits.shape)}, not {tuple(labels.shape)}. Give one number for each "
-            "output, or set config.num_labels and config.problem_type to what the labels are."
+            f"{problem_type} takes labels of the shape of the logits, {tuple(logits.shape)}, not "
+            f"{tuple(labels.shape)}. Give one number for each output, or set config.num_labels and "
+            "config.problem_type to what the labels are."
         )
     loss = F.mse_loss if problem_type == "regression" else F.binary_cross_entropy_with_logits
     logits = logits.to(_precision(logits))
@@ -83,13 +113,14 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: f
     """(B,) mean cross-entropy over the example's own labels that are not -100; 0 where it has none.
 
     Args:
-        logits: (B, T, V); labels: (B, T), the logits at t predict the label at t: masked language models, token classification,
-            and encoder-decoders, whose decoder inputs are the shifted ones.
+        logits: (B, T, V); labels: (B, T), the logits at t predict the label at t: masked language models, token
+            classification, and encoder-decoders, whose decoder inputs are the shifted ones.
     """
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) and (B, T) expected, one label "
-            "for each position. Let the collator make labels as long as what the model predicts, with -100 where there is none."
+            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) "
+            "and (B, T) expected, one label for each position. Let the collator make labels as long as what the model "
+            "predicts, with -100 where there is none."
         )
     losses_bt = _cross_entropy(logits, labels, label_smoothing)
     return losses_bt.sum(1) / (labels != IGNORE_INDEX).sum(1).clamp(min=1).to(logits.device)
@@ -111,12 +142,13 @@ def question_answering_loss(
 
     Args:
         start_logits, end_logits: (B, T), scores of each position.
-        labels: (start_positions, end_positions), (B,) each. As in transformers a position past the end is not counted (the answer was
-            truncated away) and a negative one is position 0.
+        labels: (start_positions, end_positions), (B,) each. As in transformers a position past the end is not counted
+            (the answer was truncated away) and a negative one is position 0.
     """
     if not isinstance(labels, tuple) or len(labels) != 2:
         raise ValueError(
-            "question answering needs two columns of labels: set in the arguments label_names=['start_positions', 'end_positions']."
+            "question answering needs two columns of labels: set in the arguments label_names=['start_positions', "
+            "'end_positions']."
         )
 
     def loss(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -134,16 +166,16 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
         label_smoothing: As ``TrainingArguments.label_smoothing_factor``, applied within each example.
 
     Raises:
-        ValueError: a head whose per-example loss is not known, or a setting that adds a loss over the batch; the message names it and
-            says what to do instead.
+        ValueError: a head whose per-example loss is not known, or a setting that adds a loss over the batch; the
+            message names it and says what to do instead.
     """
     base = _base_model(model)
     kind = _kind(base)
     if kind is None:
         raise ValueError(
-            f"no per-example loss is known for the head {type(base).__name__}. Pass per_example_loss_func=f to DPTrainer, with "
-            "f(outputs, labels) -> tensor of shape (B,), each entry computed from its own example alone (reduction='none', averaged "
-            "inside the example only)."
+            f"no per-example loss is known for the head {type(base).__name__}. Pass per_example_loss_func=f to "
+            "DPTrainer, with f(outputs, labels) -> tensor of shape (B,), each entry computed from its own example "
+            "alone (reduction='none', averaged inside the example only)."
         )
     _refuse_losses_over_the_batch(base)
     if kind == "question_answering":
@@ -162,7 +194,8 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
     def per_example_loss(outputs: Any, labels: Any) -> torch.Tensor:
         if not isinstance(labels, torch.Tensor):
             raise ValueError(
-                f"{type(base).__name__} takes one column of labels, got {len(labels)}: set label_names=['labels'] in the arguments."
+                f"{type(base).__name__} takes one column of labels, got {len(labels)}: set label_names=['labels'] in "
+                "the arguments."
             )
         labels = F.pad(labels, (virtual_tokens, 0), value=IGNORE_INDEX) if virtual_tokens else labels
         return loss(outputs.logits, labels, label_smoothing=label_smoothing)
@@ -171,10 +204,11 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
 
 
 def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:
-    """What a sequence-to-sequence model makes of its labels and needs when they are kept out: ``{"decoder_input_ids": (B, T)}``.
+    """What a sequence-to-sequence model makes of its labels and needs when they are kept out: ``{"decoder_input_ids":
+    (B, T)}``.
 
-    ``{}`` for every other model, the classification heads of encoder-decoders included: they start their decoder from the input. A head
-    whose loss is not known (it needs per_example_loss_func) gets them wherever it can make them.
+    ``{}`` for every other model, the classification heads of encoder-decoders included: they start their decoder from
+    the input. A head whose loss is not known (it needs per_example_loss_func) gets them wherever it can make them.
     """
     base = _base_model(model)
     prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
@@ -184,7 +218,8 @@ def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:
 
 
 def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names: list[str]) -> None:
-    """Raise ValueError where padding comes before the labels that decoder inputs are made from: nothing masks what stands there."""
+    """Raise ValueError where padding comes before the labels that decoder inputs are made from: nothing masks what
+    stands there."""
     labels = batch.get(label_names[0]) if label_names and "decoder_attention_mask" not in batch else None
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.shape[1] == 0:
         return
@@ -193,8 +228,9 @@ def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names:
     made = decoder_inputs(model, labels).get("decoder_input_ids")
     if made is not None and torch.equal(batch.get("decoder_input_ids", made), made):
         raise ValueError(
-            "targets were padded on the left, so how much padding the decoder sees before an example's own depends on the others. Pad labels "
-            "on the right (padding_side='right' of the tokenizer), or give decoder_input_ids and a decoder_attention_mask."
+            "targets were padded on the left, so how much padding the decoder sees before an example's own depends on "
+            "the others. Pad labels on the right (padding_side='right' of the tokenizer), or give decoder_input_ids "
+            "and a decoder_attention_mask."
         )
 
 
@@ -253,12 +289,13 @@ def _refuse_losses_over_the_batch(base: nn.Module) -> None:
         value = getattr(base.config, setting, off)
         if value:
             raise ValueError(
-                f"config.{setting}={value} adds a loss over all tokens of the batch, which is no example's own: set model.config.{setting}={off}."
+                f"config.{setting}={value} adds a loss over all tokens of the batch, which is no example's own: set "
+                f"model.config.{setting}={off}."
             )
     if hasattr(base, "_loss_function"):
         raise ValueError(
-            f"the loss_function of {type(base).__name__} was replaced; it returns one loss for the whole batch and would not be used. Pass to "
-            "DPTrainer per_example_loss_func=f with f(outputs, labels) -> (B,)."
+            f"the loss_function of {type(base).__name__} was replaced; it returns one loss for the whole batch and "
+            "would not be used. Pass to DPTrainer per_example_loss_func=f with f(outputs, labels) -> (B,)."
         )
 
 
@@ -268,23 +305,26 @@ def _refuse_smoothing(label_smoothing: float, what: str) -> None:
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Losses of the shape of ``targets`` (...) from logits (..., V), 0 where the target is -100; float32, or float64 from float64."""
+    """Losses of the shape of ``targets`` (...) from logits (..., V), 0 where the target is -100; float32, or float64
+    from float64."""
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(targets.shape)}: {tuple(logits.shape[:-1])} expected, "
-            "one class for each example (or position). Correct the label column, or config.problem_type."
+            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(targets.shape)}: "
+            f"{tuple(logits.shape[:-1])} expected, one class for each example (or position). Correct the label "
+            "column, or config.problem_type."
         )
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(
-            f"class labels must be integers, not {targets.dtype}: cast the label column to int64. For several labels at once set "
-            "config.problem_type='multi_label_classification', for numbers 'regression'."
+            f"class labels must be integers, not {targets.dtype}: cast the label column to int64. For several labels "
+            "at once set config.problem_type='multi_label_classification', for numbers 'regression'."
         )
     targets, classes = targets.to(logits.device, torch.long), logits.shape[-1]
     outside = targets[((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)]
     if len(outside):
         raise ValueError(
-            f"label {outside[0].item()} is not one of the {classes} classes of the logits (0 to {classes - 1}, or -100 to ignore). "
-            "Correct the labels, or load the model with more classes (num_labels; for tokens model.resize_token_embeddings)."
+            f"label {outside[0].item()} is not one of the {classes} classes of the logits (0 to {classes - 1}, or "
+            "-100 to ignore). Correct the labels, or load the model with more classes (num_labels; for tokens "
+            "model.resize_token_embeddings)."
         )
     return _TokenCrossEntropy.apply(logits, targets, label_smoothing)
 
@@ -294,10 +334,11 @@ def _precision(logits: torch.Tensor) -> torch.dtype:
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """Cross-entropy a few rows at a time: what it allocates is the gradient, in the logits' dtype, and a bounded scratch.
+    """Cross-entropy a few rows at a time: what it allocates is the gradient, in the logits' dtype, and a bounded
+    scratch.
 
-    Only rows with a target are read, and in the backward pass only those whose upstream gradient is not 0. All else has gradient 0,
-    whatever its logits are. Saved are the logits themselves and one logsumexp per row.
+    Only rows with a target are read, and in the backward pass only those whose upstream gradient is not 0. All else
+    has gradient 0, whatever its logits are. Saved are the logits themselves and one logsumexp per row.
     """
 
     @staticmethod
@@ -308,7 +349,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
         for rows in _chunks(targets_n != IGNORE_INDEX, logits_nv):
             x_kv = logits_nv.index_select(0, rows).to(losses_n.dtype)
             logsumexp_n[rows] = x_kv.logsumexp(1)
-            losses_n[rows] = logsumexp_n[rows] - (1 - label_smoothing) * x_kv.gather(1, targets_n[rows, None]).squeeze(1)
+            losses_n[rows] = logsumexp_n[rows] - (1 - label_smoothing) * x_kv.gather(1, targets_n[rows, None]).squeeze(
+                1
+            )
             if label_smoothing:
                 losses_n[rows] -= label_smoothing * x_kv.mean(1)
         ctx.save_for_backward(logits, targets, logsumexp_n)
@@ -317,8 +360,11 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():  # once_differentiable would let create_graph pass where the upstream gradient is a constant
-            raise RuntimeError("the per-example losses have no second derivative: call backward without create_graph=True.")
+        # once_differentiable would let create_graph pass where the upstream gradient is a constant
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the per-example losses have no second derivative: call backward without create_graph=True."
+            )
         logits, targets, logsumexp_n = ctx.saved_tensors
         logits_nv, targets_n, grad_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), grads[0].reshape(-1)
         grad_nv = logits_nv.new_zeros(logits_nv.shape)

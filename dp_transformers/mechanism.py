@@ -1,8 +1,9 @@
 """The mechanism of a private training: everything that ε depends on, in one value. Free of torch.
 
-In each step a :class:`~dp_transformers.sampling.Sampling` chooses examples, a :class:`~dp_transformers.clipping.functions.ClippingFunction`
-bounds what each adds to the sum of gradients, and a :class:`~dp_transformers.noise.Noise` hides it. The sampling knows which event the steps
-are, the clipping function its sensitivity, and what does not go together is refused when the mechanism is built.
+In each step a :class:`~dp_transformers.sampling.Sampling` chooses examples, a
+:class:`~dp_transformers.clipping.functions.ClippingFunction` bounds what each adds to the sum of gradients, and a
+:class:`~dp_transformers.noise.Noise` hides it. The sampling knows which event the steps are, the clipping function its
+sensitivity, and what does not go together is refused when the mechanism is built.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Steps = Mapping[StepParameters, int]  # how many steps used these parameters
 
 @dataclass(frozen=True)
 class PrivacyUnit:
-    """What the guarantee protects: one row of the training data, and all rows of one person, who has ``max_examples_per_person`` at most.
+    """What the guarantee protects: one row of the training data, and all rows of one person, who has
+    ``max_examples_per_person`` at most.
 
     Example::
 
@@ -49,7 +51,9 @@ class PrivacyUnit:
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
-            raise ValueError(f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}.")
+            raise ValueError(
+                f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}."
+            )
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ class Release:
     def __post_init__(self) -> None:
         if not (0 < self.bound < math.inf and 0 < self.noise_multiplier < math.inf):
             raise ValueError(
-                f"the release {self.name!r} needs a positive bound and noise_multiplier, got {self.bound!r} and {self.noise_multiplier!r}."
+                f"the release {self.name!r} needs a positive bound and noise_multiplier, got {self.bound!r} and "
+                f"{self.noise_multiplier!r}."
             )
 
 
@@ -111,20 +116,29 @@ class Mechanism:
     unit: PrivacyUnit = PrivacyUnit()
 
     def __post_init__(self) -> None:
-        for name, kind in (("sampling", Sampling), ("clipping", ClippingFunction), ("noise", Noise), ("unit", PrivacyUnit)):
+        for name, kind in (
+            ("sampling", Sampling),
+            ("clipping", ClippingFunction),
+            ("noise", Noise),
+            ("unit", PrivacyUnit),
+        ):
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}.")
         if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
-            raise ValueError(f"steps must be a whole number of at least 1, or None where the loop decides; got {self.steps!r}.")
+            raise ValueError(
+                f"steps must be a whole number of at least 1, or None where the loop decides; got {self.steps!r}."
+            )
         if self.noise.bands > self.sampling.min_separation:
             raise ValueError(
-                f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, but by sampling {self.sampling.kind!r} an example may take part "
-                f"again after {self.sampling.min_separation}: its share in all of them would not be covered. Take a sampling with min_separation of at least "
+                f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, but by sampling "
+                f"{self.sampling.kind!r} an example may take part again after {self.sampling.min_separation}: its "
+                "share in all of them would not be covered. Take a sampling with min_separation of at least "
                 f"{self.noise.bands}, or independent noise."
             )
         if self.noise.bands > 1 and len({step.max_grad_norm for step in self.planned()}) > 1:
             raise ValueError(
-                f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, which needs one clipping bound for all of them."
+                f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, which needs one clipping "
+                "bound for all of them."
             )
         event, relation = self.event(Counter([self.at(0)])), self.sampling.relation
         whys = [unsupported(event, accountant, relation=relation) for accountant in ACCOUNTANTS]
@@ -140,12 +154,14 @@ class Mechanism:
         return StepParameters(*self.sampling.at(step), self.noise.at(step), self.clipping.at(step).sensitivity)
 
     def planned(self, first_step: int = 0, steps: int | None = None) -> Counter[StepParameters]:
-        """How many of the ``steps`` steps from ``first_step`` on use which parameters (default: all planned ones; one where the loop decides)."""
+        """How many of the ``steps`` steps from ``first_step`` on use which parameters (default: all planned ones; one
+        where the loop decides)."""
         steps = (self.steps or 1) if steps is None else steps
         return Counter(self.at(step) for step in range(first_step, first_step + steps))
 
     def costliest(self, steps: int) -> StepParameters:
-        """A step that costs no less than any of the first ``steps``. It stands for steps of which only the number is known."""
+        """A step that costs no less than any of the first ``steps``. It stands for steps of which only the number is
+        known."""
         rates, batches, sigmas, bounds = zip(*self.planned(0, steps), strict=True)
         return StepParameters(max(rates), max(batches), min(sigmas), max(bounds))
 
@@ -177,7 +193,9 @@ class Mechanism:
         precision = step.noise_multiplier**-2 + sum(release.noise_multiplier**-2 for release in self.releases)
         return step._replace(noise_multiplier=precision**-0.5)
 
-    def epsilon(self, delta: float, *, accountant: str = "pld", executed: Iterable[Steps] | None = None, rows: int = 1) -> float:
+    def epsilon(
+        self, delta: float, *, accountant: str = "pld", executed: Iterable[Steps] | None = None, rows: int = 1
+    ) -> float:
         """ε at ``delta`` of the executed steps (default: all planned), for neighbours by ``sampling.relation``.
 
         Args:
@@ -191,7 +209,8 @@ class Mechanism:
         return event_epsilon(self.event(*segments), delta, accountant, relation=self.sampling.relation, rows=rows)
 
     def calibrated(self, *, target_epsilon: float, target_delta: float, accountant: str = "pld") -> Mechanism:
-        """This mechanism with the least noise that keeps all planned steps within the target, for all rows of one person.
+        """This mechanism with the least noise that keeps all planned steps within the target, for all rows of one
+        person.
 
         Raises:
             ValueError: how many steps there will be is not known, or no noise is enough.
@@ -212,8 +231,9 @@ class Mechanism:
         sigma = smallest_noise(epsilon_of, target_epsilon, guess)
         if sigma is None:
             raise ValueError(
-                f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {self.steps} steps: even noise_multiplier="
-                f"{MAX_NOISE_MULTIPLIER:g} spends more by accountant={accountant!r}. Choose a larger epsilon or delta, fewer steps or a smaller batch."
+                f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {self.steps} "
+                f"steps: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more by accountant={accountant!r}. "
+                "Choose a larger epsilon or delta, fewer steps or a smaller batch."
             )
         return scaled_to(sigma)
 
@@ -227,7 +247,8 @@ class Mechanism:
         first_step: int = 0,
         accountant: str = "pld",
     ) -> int:
-        """How many more steps from ``first_step`` on, at most ``limit``, stay within the target, for all rows of one person."""
+        """How many more steps from ``first_step`` on, at most ``limit``, stay within the target, for all rows of one
+        person."""
         executed, rows = list(executed), self.unit.max_examples_per_person
 
         def fits(steps: int) -> bool:

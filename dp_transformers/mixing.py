@@ -1,4 +1,5 @@
-"""Rows that hold data of several examples (MixUp, CutMix, normalisation over the batch): clipping by row bounds none of them."""
+"""Rows that hold data of several examples (MixUp, CutMix, normalisation over the batch): clipping by row bounds none
+of them."""
 
 from __future__ import annotations
 
@@ -15,15 +16,20 @@ from torch.utils._pytree import tree_leaves
 from .rows import Collate, leaves, size_of
 
 
-def refuse_mixed(collate: Collate, examples: Sequence[Any], reseed: Callable[[str], None], *, who: str = "collator") -> None:
-    """Raise ValueError unless each row that ``collate`` makes is one of its own example and of secret random numbers alone.
+def refuse_mixed(
+    collate: Collate, examples: Sequence[Any], reseed: Callable[[str], None], *, who: str = "collator"
+) -> None:
+    """Raise ValueError unless each row that ``collate`` makes is one of its own example and of secret random numbers
+    alone.
 
     * Made again from the same secret, a batch is the same: otherwise random numbers come from where they may be known.
-    * With one example replaced, all other rows are the same (MixUp, CutMix, normalisation over the batch, rows put in another order than labels).
-    * Where no numbers were drawn from the secret, the same holds with one example left out: rows do not depend on their position either, as
-      they do by numbers from a known seed.
+    * With one example replaced, all other rows are the same (MixUp, CutMix, normalisation over the batch, rows put in
+      another order than labels).
+    * Where no numbers were drawn from the secret, the same holds with one example left out: rows do not depend on
+      their position either, as they do by numbers from a known seed.
 
-    ``collate`` gives a batch, or a list with a row for each example. ``reseed`` seeds the random generators for a purpose.
+    ``collate`` gives a batch, or a list with a row for each example. ``reseed`` seeds the random generators for a
+    purpose.
     """
 
     whole = sorted(examples, key=size_of)
@@ -39,27 +45,32 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     batch, without_first = made(whole), made(whole[1:])
     if not _agree(batch, made(whole)):
         raise ValueError(
-            f"the {who} gives another batch when it is called again with the same examples and the same seeds: it keeps state, or has random generators "
-            "that private training does not find, whose numbers somebody may know. Let it draw from the global generators of torch, NumPy or "
-            "Python, or keep its generator as an attribute, and keep nothing from batch to batch."
+            f"the {who} gives another batch when it is called again with the same examples and the same seeds: it "
+            "keeps state, or has random generators that private training does not find, whose numbers somebody may "
+            "know. Let it draw from the global generators of torch, NumPy or Python, or keep its generator as an "
+            "attribute, and keep nothing from batch to batch."
         )
-    drew = not _agree(batch, made(whole, "mixing, with other numbers"))  # those of later rows may depend on how many earlier rows took
+    # those of later rows may depend on how many earlier rows took
+    drew = not _agree(batch, made(whole, "mixing, with other numbers"))
     rows_in = _dims_of_rows(batch, without_first, len(whole))
     first, *between, last = whole
     edits = [([*whole[:-1], first], len(whole) - 1), ([first] * len(whole), 1)]  # and how many rows stay
     if not drew:
         edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
-    if changed := next((name for part, stay in edits for name in _with_other_rows(batch, made(part), rows_in, stay)), None):
+    if changed := next(
+        (name for part, stay in edits for name in _with_other_rows(batch, made(part), rows_in, stay)), None
+    ):
         raise ValueError(
-            f"the {who} mixes examples: '{changed}' of a row changes when another example of its batch is replaced (MixUp, CutMix, normalisation "
-            "over the batch, rows cut to the shortest or put in another order than their labels). Such a row holds several people's data, and "
-            f"clipping rows would not bound what one example can change. Remove the mixing from the {who}, and augment each example by itself."
+            f"the {who} mixes examples: '{changed}' of a row changes when another example of its batch is replaced "
+            "(MixUp, CutMix, normalisation over the batch, rows cut to the shortest or put in another order than "
+            "their labels). Such a row holds several people's data, and clipping rows would not bound what one "
+            f"example can change. Remove the mixing from the {who}, and augment each example by itself."
         )
     if not drew and (changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1), None)):
         raise ValueError(
-            f"'{changed}' of a row that the {who} makes depends on how many examples come before it, and not on the secret seeds of private training: its "
-            "random numbers come from a seed that is set in it, or it mixes examples. Remove the seed, so that it draws from the global generators of "
-            "torch, NumPy or Python."
+            f"'{changed}' of a row that the {who} makes depends on how many examples come before it, and not on the "
+            "secret seeds of private training: its random numbers come from a seed that is set in it, or it mixes "
+            "examples. Remove the seed, so that it draws from the global generators of torch, NumPy or Python."
         )
 
 
@@ -72,7 +83,11 @@ def _as_batch(examples: list[Any]) -> dict[str, torch.Tensor]:
     """Columns of rows that have one shape; others are left out."""
     columns: dict[str, list[Any]] = {}
     for example in examples:
-        named = example.items() if isinstance(example, Mapping) else enumerate(example if isinstance(example, (tuple, list)) else [example])
+        named = (
+            example.items()
+            if isinstance(example, Mapping)
+            else enumerate(example if isinstance(example, (tuple, list)) else [example])
+        )
         for name, x in named:
             columns.setdefault(str(name), []).append(x)
     batch = {}
@@ -89,16 +104,22 @@ def _dims_of_rows(whole: dict[str, torch.Tensor], without_first: dict[str, torch
     dims = {}
     for name in whole.keys() & without_first.keys():
         x, y = whole[name], without_first[name]
-        found = next((d for d in range(min(2, x.dim(), y.dim())) if (x.shape[d], y.shape[d]) == (size, size - 1)), None)
+        found = next(
+            (d for d in range(min(2, x.dim(), y.dim())) if (x.shape[d], y.shape[d]) == (size, size - 1)), None
+        )
         if found is not None:
             dims[name] = found
     return dims
 
 
-def _with_other_rows(whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows_in: dict[str, int], stay: int) -> Iterator[str]:
-    """Columns of ``whole`` of whose rows fewer than ``stay`` are rows of ``part``, made of some of its examples, in whatever order.
+def _with_other_rows(
+    whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows_in: dict[str, int], stay: int
+) -> Iterator[str]:
+    """Columns of ``whole`` of whose rows fewer than ``stay`` are rows of ``part``, made of some of its examples, in
+    whatever order.
 
-    Columns may be shorter in ``part``, where the longest example is not among its own; none is longer, unless rows are cut to the shortest.
+    Columns may be shorter in ``part``, where the longest example is not among its own; none is longer, unless rows are
+    cut to the shortest.
     """
     together: torch.Tensor | None = None
     for name, dim in rows_in.items():
@@ -134,8 +155,9 @@ _FEWEST = 8  # numbers that must agree before two rows are said to have somethin
 class LoadedRows:
     """Some numbers of every row of a batch: rows that were made of several of them since are refused.
 
-    Seen are a sum of two rows with any weights, parts of one row in another, a row that is there twice, and features whose mean over the batch was
-    taken off, in floating-point tensors with as many numbers a row as the batch has. Whole numbers (tokens), labels and losses are not seen.
+    Seen are a sum of two rows with any weights, parts of one row in another, a row that is there twice, and features
+    whose mean over the batch was taken off, in floating-point tensors with as many numbers a row as the batch has.
+    Whole numbers (tokens), labels and losses are not seen.
     """
 
     def __init__(self, batch: Any, size: int):
@@ -149,7 +171,8 @@ class LoadedRows:
         return cls(_columns_of(examples), len(examples))
 
     def refuse_mixed(self, made: Any, who: str) -> bool:
-        """Raise ValueError if rows of what ``who`` made hold parts of other rows than their own. Whether rows are seen to be other ones than they were."""
+        """Raise ValueError if rows of what ``who`` made hold parts of other rows than their own. Whether rows are seen
+        to be other ones than they were."""
         untouched = {id(x) for x, version, *_ in self._kept if x._version == version}
         changed = False
         for x, rows_bn in _by_row(made, self._size) if self._kept else ():
@@ -162,9 +185,9 @@ class LoadedRows:
             changed = True
             if any(_is_mixed(made_bk, loaded_bk) for loaded_bk in alike):
                 raise ValueError(
-                    f"the {who} mixes examples: a row holds parts of other rows, as MixUp, CutMix and normalisation over the batch make them, or is "
-                    f"there twice. Clipping would then not bound what one example can change. Remove the mixing from the {who}, and augment each "
-                    "example by itself."
+                    f"the {who} mixes examples: a row holds parts of other rows, as MixUp, CutMix and normalisation "
+                    "over the batch make them, or is there twice. Clipping would then not bound what one example can "
+                    f"change. Remove the mixing from the {who}, and augment each example by itself."
                 )
         return changed
 
@@ -173,12 +196,21 @@ def _columns_of(examples: Sequence[Any]) -> list[torch.Tensor]:
     if not examples or isinstance(examples[0], (str, bytes)):
         return []
     first = examples[0]
-    keys = list(first) if isinstance(first, Mapping) else range(len(first)) if isinstance(first, (tuple, list)) else [None]
+    keys = (
+        list(first)
+        if isinstance(first, Mapping)
+        else range(len(first))
+        if isinstance(first, (tuple, list))
+        else [None]
+    )
     columns = ([example if key is None else example[key] for example in examples] for key in keys)
     return [
         torch.stack([torch.as_tensor(x) for x in column])
         for column in columns
-        if all(isinstance(x, (torch.Tensor, np.ndarray)) and x.shape == column[0].shape and x.dtype == column[0].dtype for x in column)
+        if all(
+            isinstance(x, (torch.Tensor, np.ndarray)) and x.shape == column[0].shape and x.dtype == column[0].dtype
+            for x in column
+        )
         and len(column[0].shape)
     ]
 
@@ -229,10 +261,11 @@ def _is_centred(x_bk: torch.Tensor) -> bool:
 
 
 def _are_sums(x_ik: torch.Tensor, y_bk: torch.Tensor, own_i: torch.Tensor, many_i: torch.Tensor) -> bool:
-    """Whether what is left of a row of ``x`` without its own row of ``y`` is a multiple of what is left of another row of ``y``.
+    """Whether what is left of a row of ``x`` without its own row of ``y`` is a multiple of what is left of another row
+    of ``y``.
 
-    Or nothing is left of two rows of ``x`` that have one row of ``y`` for their own. Rows where not ``many`` numbers differ, as zeros and ones,
-    have much in common by chance.
+    Or nothing is left of two rows of ``x`` that have one row of ``y`` for their own. Rows where not ``many`` numbers
+    differ, as zeros and ones, have much in common by chance.
     """
     squares_i, squares_b = (x_ik**2).sum(1), (y_bk**2).sum(1)
     own_ik, own_squares_i = y_bk[own_i], squares_b[own_i].clamp(min=_TINY)
@@ -250,7 +283,8 @@ def _are_sums(x_ik: torch.Tensor, y_bk: torch.Tensor, own_i: torch.Tensor, many_
 
 
 def _are_parts(x_ik: torch.Tensor, y_bk: torch.Tensor, own_i: torch.Tensor) -> bool:
-    """Whether numbers of a row of ``x`` were replaced by those of another row of ``y``, that are nowhere else in their row and column of it."""
+    """Whether numbers of a row of ``x`` were replaced by those of another row of ``y``, that are nowhere else in their
+    row and column of it."""
     changed_ik = x_ik != y_bk[own_i]
     taken_ibk = (x_ik[:, None] == y_bk) & changed_ik[:, None]
     if not taken_ibk.any():

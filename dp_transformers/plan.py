@@ -13,19 +13,22 @@ def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> 
     """Describe the plan to whoever starts the training. ``steps`` is None where the loop decides."""
     state, k, step = run.state, run.mechanism.unit.max_examples_per_person, run.mechanism.at(0)
     lines = [
-        f"private training protects: {UNIT} (N = {run.mechanism.sampling.num_examples}); adding or removing it is hidden."
+        f"private training protects: {UNIT} (N = {run.mechanism.sampling.num_examples}); adding or removing it is "
+        "hidden."
         + (
             f" All rows of one person, {k} at most, are hidden together."
             if k > 1
             else " A person with k rows is hidden less; see max_examples_per_person."
         ),
-        f"  expected batch size {step.expected_batch_size} (q = {step.sample_rate:.6f}), noise multiplier {step.noise_multiplier:.4f}, clipping bound "
-        f"{step.max_grad_norm:g}"
+        f"  expected batch size {step.expected_batch_size} (q = {step.sample_rate:.6f}), noise multiplier "
+        f"{step.noise_multiplier:.4f}, clipping bound {step.max_grad_norm:g}"
         + "".join(
-            f", {name} {value:g}" for name, value in (("steps", steps), ("delta", state.delta), ("epsilon", state.target_epsilon)) if value
+            f", {name} {value:g}"
+            for name, value in (("steps", steps), ("delta", state.delta), ("epsilon", state.target_epsilon))
+            if value
         ),
-        f"  clipping mode {mode}; {parameters:,} trainable parameters; noise {noise_norm(run, parameters):.3g} beside a signal of at most "
-        f"{step.max_grad_norm:g} in each step",
+        f"  clipping mode {mode}; {parameters:,} trainable parameters; noise {noise_norm(run, parameters):.3g} beside "
+        f"a signal of at most {step.max_grad_norm:g} in each step",
     ]
     if run.not_private_because:
         lines.insert(0, "NOT PRIVATE: " + "; ".join(run.not_private_because))
@@ -35,20 +38,22 @@ def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> 
 
 
 def noise_norm(run: PrivateRun, parameters: int) -> float:
-    """The expected length of a step's noise, σ·C·√d/B. A step's signal, the mean of clipped gradients, is about C at most."""
+    """The expected length of a step's noise, σ·C·√d/B. A step's signal, the mean of clipped gradients, is about C at
+    most."""
     step = run.mechanism.at(0)
     return step.noise_multiplier * step.max_grad_norm * math.sqrt(parameters) / step.expected_batch_size
 
 
 def hopeless(run: PrivateRun, steps: int, parameters: int) -> str | None:
-    """A warning if nothing can be learned: over T steps signals add up to T·C at most, independent noise to √T·σ·C·√d/B."""
+    """A warning if nothing can be learned: over T steps signals add up to T·C at most, independent noise to
+    √T·σ·C·√d/B."""
     step = run.mechanism.at(0)
     ratio = noise_norm(run, parameters) / step.max_grad_norm / math.sqrt(max(steps, 1))
     if ratio <= HOPELESS:
         return None
     return (
-        f"nothing will be learned: each step's noise has length {noise_norm(run, parameters):.3g}, its signal at most {step.max_grad_norm:g}, and over "
-        f"{steps} steps the noise is still {ratio:.1f} times the signal. What helps: a larger expected_batch_size (more than "
-        f"{math.ceil(step.expected_batch_size * ratio / HOPELESS)}), fewer trainable parameters (LoRA, a part of the layers), more rows, more steps, or a "
-        "larger epsilon."
+        f"nothing will be learned: each step's noise has length {noise_norm(run, parameters):.3g}, its signal at most "
+        f"{step.max_grad_norm:g}, and over {steps} steps the noise is still {ratio:.1f} times the signal. What helps: "
+        f"a larger expected_batch_size (more than {math.ceil(step.expected_batch_size * ratio / HOPELESS)}), fewer "
+        "trainable parameters (LoRA, a part of the layers), more rows, more steps, or a larger epsilon."
     )

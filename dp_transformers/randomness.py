@@ -1,9 +1,10 @@
 """The global generators of Python, NumPy and torch, from which dropout, augmentation and random masking draw.
 
-An example's random numbers depend on where in the draw it lies, so taking out one example changes those of others. ε covers that as long
-as nobody knows the numbers: they have the same distribution with and without the example. A seed that a user, a callback, a model or a
-worker sets would make them known. So both loops seed these generators anew from a secret before the examples of every draw are loaded and
-before every forward pass on them (:class:`SecretSeeds`); what was set before does not matter.
+An example's random numbers depend on where in the draw it lies, so taking out one example changes those of others. ε
+covers that as long as nobody knows the numbers: they have the same distribution with and without the example. A seed
+that a user, a callback, a model or a worker sets would make them known. So both loops seed these generators anew from
+a secret before the examples of every draw are loaded and before every forward pass on them (:class:`SecretSeeds`);
+what was set before does not matter.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ class SecretSeeds:
     """Seeds the global generators from a secret that only this training's processes hold.
 
     Args:
-        secret: At least 128 bits from the operating system, the same on all ranks (:func:`dp_transformers.distributed.shared_secret`).
-        rank: Ranks with different examples draw apart; the ranks of a tensor-parallel group, which work on the same ones, alike.
+        secret: At least 128 bits from the operating system, the same on all ranks
+            (:func:`dp_transformers.distributed.shared_secret`).
+        rank: Ranks with different examples draw apart; the ranks of a tensor-parallel group, which work on the same
+            ones, alike.
     """
 
     def __init__(self, secret: int, rank: int = 0):
@@ -36,7 +39,8 @@ class SecretSeeds:
     def reseed(self, purpose: str | None = None) -> None:
         """Seed every generator anew: for a purpose, the same numbers each time, or as in no earlier call.
 
-        The numbers come from SHAKE-256 of the secret, so whoever learns the state of a generator learns nothing of the others'.
+        The numbers come from SHAKE-256 of the secret, so whoever learns the state of a generator learns nothing of the
+        others'.
         """
         if purpose is None:
             self._count += 1
@@ -61,8 +65,9 @@ def require_unseeded(what: str) -> None:
     """Raise ValueError if torch's seed was set since the generators were seeded from the secret."""
     if torch.initial_seed() != _UNSEEDED:
         raise ValueError(
-            f"torch's seed was set in {what} (torch.manual_seed, set_seed), so whoever knows it could reproduce dropout and augmentation, and epsilon "
-            "would be too small. Remove that call: private training seeds the generators from a secret before every batch."
+            f"torch's seed was set in {what} (torch.manual_seed, set_seed), so whoever knows it could reproduce "
+            "dropout and augmentation, and epsilon would be too small. Remove that call: private training seeds the "
+            "generators from a secret before every batch."
         )
 
 
@@ -83,7 +88,8 @@ def _seed_globally(numbers: bytes) -> None:
     np.random.seed(np.frombuffer(numbers, np.uint32, 8, offset=32))
     if torch.accelerator.is_available():
         torch.manual_seed(int.from_bytes(numbers[64:72], "little") >> 1)
-    # torch's own seeding of the CPU generator keeps 32 bits of a seed, few enough to try them all, so its words are written
+    # torch's own seeding of the CPU generator keeps 32 bits of a seed, few enough to try them all, so its words are
+    # written
     state = torch.Generator().get_state()
     state.view(torch.int64)[_TWISTER] = torch.from_numpy(np.frombuffer(numbers, np.uint32, offset=72).astype(np.int64))
     torch.set_rng_state(state)
@@ -149,7 +155,8 @@ def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
 
 @contextmanager
 def forked_generators(device: torch.device) -> Iterator[None]:
-    """Fork the generators of all devices: manual_seed seeds all of them, and what one of them drew afterwards would be known."""
+    """Fork the generators of all devices: manual_seed seeds all of them, and what one of them drew afterwards would be
+    known."""
     many = device.type in ("cuda", "xpu")
     with torch.random.fork_rng(
         devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"

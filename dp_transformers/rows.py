@@ -1,7 +1,9 @@
-"""A row is a row: what the examples of a draw, and the batches collated from them, must be for clipping by row to bound an example.
+"""A row is a row: what the examples of a draw, and the batches collated from them, must be for clipping by row to
+bound an example.
 
-Each function looks at what was loaded or collated just now. :class:`~dp_transformers.data.LogicalBatches` calls them for every draw, so
-they hold for both loops, for workers, and for data sets and collators that change while training goes on.
+Each function looks at what was loaded or collated just now. :class:`~dp_transformers.data.LogicalBatches` calls them
+for every draw, so they hold for both loops, for workers, and for data sets and collators that change while training
+goes on.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_is_leaf, tree_leaves_with_path
 
-MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")  # as models of transformers call texts and sounds
+# as models of transformers call texts and sounds
+MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")
 _PACKED = ("seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # what packing and flattening collators add
 _PACKING = (
-    "Packing joins several examples in one row, so the norm of a row is not the norm of an example. Switch packing, padding_free and flattening "
-    "collators off, and use one that pads (DataCollatorWithPadding, or that of your trainer without packing)."
+    "Packing joins several examples in one row, so the norm of a row is not the norm of an example. Switch packing, "
+    "padding_free and flattening collators off, and use one that pads (DataCollatorWithPadding, or that of your "
+    "trainer without packing)."
 )
 
 Collate = Callable[[list[Any]], Any]
@@ -38,8 +42,8 @@ class Padding:
     Attributes:
         row: Which row of the batch.
         own_t: (T,) bool, the positions that are the row's own.
-        by_others: The row is shorter when it is collated alone, so others of its batch decide how much padding it gets. False: it was
-            padded before the collator saw it, to one length or to that of a longer example.
+        by_others: The row is shorter when it is collated alone, so others of its batch decide how much padding it
+            gets. False: it was padded before the collator saw it, to one length or to that of a longer example.
         fills: Whether some row of the batch has no padding.
     """
 
@@ -61,12 +65,18 @@ class Padding:
 
 
 def leaves(batch: Any) -> list[tuple[str, Any]]:
-    """Everything in a batch with its path, also inside mappings that are no dict (BatchEncoding, UserDict); arrays as tensors."""
+    """Everything in a batch with its path, also inside mappings that are no dict (BatchEncoding, UserDict); arrays as
+    tensors."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     if not isinstance(batch, torch.Tensor) and tree_is_leaf(batch) and hasattr(batch, "__dict__"):
         batch = vars(batch)  # an object of a class of the user's
-    named = [("/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), x) for path, x in tree_leaves_with_path(batch)]
-    return [(name, torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x) for name, x in named]
+    named = [
+        ("/".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), x)
+        for path, x in tree_leaves_with_path(batch)
+    ]
+    return [
+        (name, torch.from_numpy(x) if isinstance(x, np.ndarray) and x.dtype.kind in "biuf" else x) for name, x in named
+    ]
 
 
 def main_input(example: Any) -> str | None:
@@ -77,22 +87,24 @@ def require_one_each(indices: Sequence[int], examples: Sequence[Any], dataset: A
     """Raise ValueError unless the data set returned one row for each index."""
     if len(examples) != len(indices):
         raise ValueError(
-            f"the data set ({type(dataset).__name__}) returned {len(examples)} rows for {len(indices)} indices, but each example must be one row, "
-            "which is clipped by itself. If a transform cuts examples into windows (return_overflowing_tokens, stride) or leaves some out, do that "
-            "before training (datasets.map, datasets.filter), and say with max_examples_per_person how many rows one person may then have."
+            f"the data set ({type(dataset).__name__}) returned {len(examples)} rows for {len(indices)} indices, but "
+            "each example must be one row, which is clipped by itself. If a transform cuts examples into windows "
+            "(return_overflowing_tokens, stride) or leaves some out, do that before training (datasets.map, "
+            "datasets.filter), and say with max_examples_per_person how many rows one person may then have."
         )
 
 
 def require_known_to_nobody(parts: Sequence[Any]) -> None:
-    """Raise ValueError for whoever is called among ``parts`` with a seed of its own, which whoever reads the configuration knows."""
+    """Raise ValueError for whoever is called among ``parts`` with a seed of its own, which whoever reads the
+    configuration knows."""
     for part in parts:
         seed = part.keywords.get("seed") if isinstance(part, functools.partial) else getattr(part, "seed", None)
         if callable(part) and not isinstance(part, type) and isinstance(seed, numbers.Integral):
             name = getattr(part.func if isinstance(part, functools.partial) else part, "__name__", type(part).__name__)
             raise ValueError(
-                f"the collator or the data set uses {name} with seed={seed}. If it draws random numbers from that seed, whoever knows it can tell more "
-                "than epsilon allows. Leave the seed out (seed=None): it then draws from secret numbers. If it draws nothing, drop or rename "
-                "that attribute."
+                f"the collator or the data set uses {name} with seed={seed}. If it draws random numbers from that "
+                "seed, whoever knows it can tell more than epsilon allows. Leave the seed out (seed=None): it then "
+                "draws from secret numbers. If it draws nothing, drop or rename that attribute."
             )
 
 
@@ -102,12 +114,25 @@ def generators(parts: Sequence[Any]) -> list[Any]:
 
 
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-_OPAQUE = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, np.ndarray, types.ModuleType, torch.nn.Module)
+_OPAQUE = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    torch.Tensor,
+    np.ndarray,
+    types.ModuleType,
+    torch.nn.Module,
+)
 _PARTS, _ENTRIES = 1000, 64  # objects that are looked into, and entries of each container
 
 
 def parts_of(owner: Any) -> Iterator[Any]:
-    """What ``owner`` is made of, nearest first: attributes, entries, closures, default arguments, module variables that a function uses."""
+    """What ``owner`` is made of, nearest first: attributes, entries, closures, default arguments, module variables
+    that a function uses."""
     seen, todo = set(), deque([owner])
     while todo and len(seen) < _PARTS:
         part = todo.popleft()
@@ -132,8 +157,15 @@ def _inside(part: Any) -> Iterator[Any]:
         yield from (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values())
         yield from (part.__globals__[name] for name in part.__code__.co_names if name in part.__globals__)
     elif isinstance(part, type):
-        yield from (value for cls in part.__mro__[:-1] if not cls.__module__.startswith(_LIBRARIES) for value in list(vars(cls).values()))
-    elif not isinstance(part, types.FunctionType) and not type(part).__module__.startswith(("pyarrow", "pandas", "tokenizers")):
+        yield from (
+            value
+            for cls in part.__mro__[:-1]
+            if not cls.__module__.startswith(_LIBRARIES)
+            for value in list(vars(cls).values())
+        )
+    elif not isinstance(part, types.FunctionType) and not type(part).__module__.startswith(
+        ("pyarrow", "pandas", "tokenizers")
+    ):
         yield from list(getattr(part, "__dict__", {}).values())
         yield from (getattr(part, slot, None) for cls in type(part).__mro__ for slot in _slots(cls))
         yield type(part)
@@ -155,9 +187,17 @@ def refuse_packed(batch: Any, examples: Sequence[Any]) -> None:
     if packed is not None:
         raise ValueError(f"the batch has '{packed}', as packed rows have. {_PACKING}")
     positions = found.get("position_ids")
-    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and _restarts(positions, found.get("attention_mask")):
-        raise ValueError(f"the position_ids of a row start again at 0 in the middle of it, as packed rows have. {_PACKING}")
-    rows = next((len(x) for name, x in found.items() if name in MAIN_INPUTS and isinstance(x, torch.Tensor) and x.dim()), None)
+    if (
+        isinstance(positions, torch.Tensor)
+        and positions.dim() == 2
+        and _restarts(positions, found.get("attention_mask"))
+    ):
+        raise ValueError(
+            f"the position_ids of a row start again at 0 in the middle of it, as packed rows have. {_PACKING}"
+        )
+    rows = next(
+        (len(x) for name, x in found.items() if name in MAIN_INPUTS and isinstance(x, torch.Tensor) and x.dim()), None
+    )
     if rows == 1 < len(examples):
         raise ValueError(f"the collator made one row of {len(examples)} examples, and not one of each. {_PACKING}")
 
@@ -171,7 +211,13 @@ def _restarts(positions_bt: torch.Tensor, mask: Any) -> bool:
 
 def size_of(example: Any) -> int:
     """How long an example is, whatever it is made of: the numbers and characters in its columns."""
-    columns = example.values() if isinstance(example, Mapping) else example if isinstance(example, (tuple, list)) else [example]
+    columns = (
+        example.values()
+        if isinstance(example, Mapping)
+        else example
+        if isinstance(example, (tuple, list))
+        else [example]
+    )
     return sum(map(_size_of_column, columns))
 
 
@@ -191,11 +237,13 @@ def mask_of(batch: Any) -> torch.Tensor | None:
     if not isinstance(found, torch.Tensor) or found.dim() < 2 or found.is_floating_point():
         return None
     mask = found != 0
-    return mask.flatten(1, -2).any(1) if mask.dim() > 2 else mask  # choices of an example are padded to each other's length anyway
+    # choices of an example are padded to each other's length anyway
+    return mask.flatten(1, -2).any(1) if mask.dim() > 2 else mask
 
 
 def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Collate) -> Padding | None:
-    """How ``row`` of ``size``, made of ``example``, was padded to the length of others: it is collated again, without others.
+    """How ``row`` of ``size``, made of ``example``, was padded to the length of others: it is collated again, without
+    others.
 
     Raises:
         ValueError: other examples decide over its shape in another way.
@@ -225,9 +273,10 @@ def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Co
             if own is not None:
                 return Padding(at, own, True, True)
         raise ValueError(
-            f"'{name}' of an example has shape {tuple(y.shape)} when it is collated alone, and {tuple(x.shape[1:])} in its batch, where its own numbers "
-            "are not found again: other examples decide how it is cut, resized or padded. Give all examples one size before they are "
-            "collated, or let the collator return an attention_mask that says what is padding."
+            f"'{name}' of an example has shape {tuple(y.shape)} when it is collated alone, and {tuple(x.shape[1:])} "
+            "in its batch, where its own numbers are not found again: other examples decide how it is cut, resized or "
+            "padded. Give all examples one size before they are collated, or let the collator return an "
+            "attention_mask that says what is padding."
         )
     return None
 
@@ -241,7 +290,8 @@ def _own_positions(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Te
 
 
 def _beside_constant(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """The same of a row with random numbers, that are others when it is collated alone: what is beside them is one number."""
+    """The same of a row with random numbers, that are others when it is collated alone: what is beside them is one
+    number."""
     length, own = row.shape[dim], alone.shape[dim]
     positions = torch.arange(length)
     for own_t in (positions < own, positions >= length - own):
@@ -262,9 +312,11 @@ def padding_before(batch: Any) -> Padding | None:
 
 
 def traits_of(batch: Any, size: int) -> frozenset:
-    """What kinds of masks and counts a batch has, for which rules may compute otherwise: the self-check runs for each that is new.
+    """What kinds of masks and counts a batch has, for which rules may compute otherwise: the self-check runs for each
+    that is new.
 
-    Of every mask the sides on which it hides something; every column of whole numbers, one for each example, that varies.
+    Of every mask the sides on which it hides something; every column of whole numbers, one for each example, that
+    varies.
     """
     traits = set()
     for name, x in leaves(batch):
@@ -273,5 +325,9 @@ def traits_of(batch: Any, size: int) -> frozenset:
         if x.dim() == 1 and size > 1 and "label" not in name:
             traits |= {(name, "varies")} if bool((x != x[0]).any()) else set()
         elif "mask" in name and x.numel():
-            traits |= {(name, side) for side, column in (("left", x[..., 0]), ("right", x[..., -1])) if bool((column == 0).any())}
+            traits |= {
+                (name, side)
+                for side, column in (("left", x[..., 0]), ("right", x[..., -1]))
+                if bool((column == 0).any())
+            }
     return frozenset(traits)

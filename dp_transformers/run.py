@@ -1,7 +1,7 @@
 """One private training: its mechanism, what it has spent and may still spend, and its ledger.
 
-DPTrainer and PrivacyEngine each hold one :class:`PrivateRun`; nothing else counts steps, and nothing is released without a call of
-:meth:`PrivateRun.spend_step`.
+DPTrainer and PrivacyEngine each hold one :class:`PrivateRun`; nothing else counts steps, and nothing is released
+without a call of :meth:`PrivateRun.spend_step`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ UNIT = "one row of train_dataset"
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a training has spent so far: (epsilon, delta)-differential privacy for adding or removing one row of the training data.
+    """What a training has spent so far: (epsilon, delta)-differential privacy for adding or removing one row of the
+    training data.
 
     Attributes:
         epsilon: Infinite where the run is not private.
@@ -39,8 +40,10 @@ class PrivacySpent:
     Example::
 
         >>> from dp_transformers import FlatClipping, IndependentNoise, Mechanism, PoissonSampling, PrivacySpent
-        >>> mechanism = Mechanism(sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(2.0))
-        >>> spent = PrivacySpent(mechanism.epsilon(1e-5), 1e-5, 1, mechanism, "pld")  # trainer.privacy_spent() makes one of what was done
+        >>> mechanism = Mechanism(sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0),
+        noise=IndependentNoise(2.0))
+        >>> spent = PrivacySpent(mechanism.epsilon(1e-5), 1e-5, 1, mechanism, "pld")  # trainer.privacy_spent() makes
+        one of what was done
         >>> spent.unit, spent.sample_rate, spent.noise_multiplier
         ('one row of train_dataset (N = 1000)', 0.05, 2.0)
     """
@@ -97,14 +100,32 @@ class PrivacySpent:
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which knows no infinity: an infinite ε is None."""
         values = {name: getattr(self, name) for name in _REPORTED}
-        plain = {name: None if value == math.inf else list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        plain = {
+            name: None if value == math.inf else list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
         return {**plain, "mechanism": self.mechanism.to_dict()}
 
 
 _REPORTED = (
-    "epsilon", "delta", "steps", "noise_multiplier", "sample_rate", "max_grad_norm", "expected_batch_size", "num_examples", "accountant",
-    "sampling", "neighboring_relation", "unit", "private", "not_private_because", "verified", "max_examples_per_person", "epsilon_per_person",
-)  # fmt: skip
+    "epsilon",
+    "delta",
+    "steps",
+    "noise_multiplier",
+    "sample_rate",
+    "max_grad_norm",
+    "expected_batch_size",
+    "num_examples",
+    "accountant",
+    "sampling",
+    "neighboring_relation",
+    "unit",
+    "private",
+    "not_private_because",
+    "verified",
+    "max_examples_per_person",
+    "epsilon_per_person",
+)
 
 
 class PrivateRun:
@@ -115,7 +136,8 @@ class PrivateRun:
         accountant: "pld" or "rdp".
         ledger: Records every step before its noise exists; None where none was asked for.
         dp_seed: The fixed seed of draws and noise, if there is one: the run is then not private.
-        verified: Whether the self-check is switched on. It becomes False when steps without it are taken or taken over.
+        verified: Whether the self-check is switched on. It becomes False when steps without it are taken or taken
+            over.
     """
 
     def __init__(
@@ -128,11 +150,14 @@ class PrivateRun:
         verified: bool = True,
     ):
         self.state, self.accountant, self.ledger, self.verified = state, accountant, ledger, verified
-        if why := unsupported(self.mechanism.event(self.mechanism.planned()), accountant, relation=self.mechanism.sampling.relation):
+        if why := unsupported(
+            self.mechanism.event(self.mechanism.planned()), accountant, relation=self.mechanism.sampling.relation
+        ):
             raise ValueError(f"{why} Choose another accountant.")
         self.steps_left: float = math.inf
         self.unfinished = 0  # draws that the loop was given and did not step; epsilon counts them too
-        self._segments: dict[str, list[Counter[StepParameters]]] = {}  # steps of each run, by its id, for each noise source
+        # steps of each run, by its id, for each noise source
+        self._segments: dict[str, list[Counter[StepParameters]]] = {}
         self.dp_seed = dp_seed
         self._reasons = [f"dp_seed={dp_seed}: draws and noise can be reproduced"] if dp_seed is not None else []
         if self.mechanism.is_silent:
@@ -178,7 +203,9 @@ class PrivateRun:
         epsilon, rows = self.epsilon(delta), self.mechanism.unit.max_examples_per_person
         person = epsilon
         if rows > 1 and epsilon not in (0, math.inf):
-            person = self.mechanism.epsilon(delta, accountant=self.accountant, executed=self._with_unfinished(), rows=rows)
+            person = self.mechanism.epsilon(
+                delta, accountant=self.accountant, executed=self._with_unfinished(), rows=rows
+            )
         return PrivacySpent(
             epsilon=epsilon,
             delta=delta,
@@ -192,7 +219,8 @@ class PrivateRun:
         )
 
     def spent_in_words(self) -> str:
-        """Say the ε that the target is compared with: of one row, or of all rows of one person where a person may have several."""
+        """Say the ε that the target is compared with: of one row, or of all rows of one person where a person may have
+        several."""
         k = self.mechanism.unit.max_examples_per_person
         whose = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
         return f"epsilon{whose} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
@@ -207,8 +235,13 @@ class PrivateRun:
         distributed.call_on_rank_zero(lambda: self.ledger.begin(self.state.to_dict(), self.facts()))
 
     def facts(self) -> dict[str, Any]:
-        """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is resumed."""
-        return {"private": not self.not_private_because, "not_private_because": list(self.not_private_because), "verified": self.verified}
+        """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is
+        resumed."""
+        return {
+            "private": not self.not_private_because,
+            "not_private_because": list(self.not_private_because),
+            "verified": self.verified,
+        }
 
     def take_over(
         self,
@@ -220,8 +253,8 @@ class PrivateRun:
     ) -> None:
         """Go on with the run of ``state``, and count every step that was ever executed in it and is not counted yet.
 
-        The report of the run covers them from now on: why they were not private, that they were not verified, and the largest number of rows
-        that a person was said to have.
+        The report of the run covers them from now on: why they were not private, that they were not verified, and the
+        largest number of rows that a person was said to have.
 
         Args:
             at_least: Steps that it is known to have executed, in one counter for each noise source.
@@ -241,20 +274,24 @@ class PrivateRun:
             executed = sum(segment.total() for segment in recorded)
             if executed < known:
                 raise PrivacyStateError(
-                    f"the ledger '{self.ledger.path}' holds {executed} steps of this run, which has executed {known} at least: lines are "
-                    "missing, so what was spent is not known. Restore the file from a backup, or make a new DPTrainer or PrivacyEngine and train the "
-                    "original model without this checkpoint. If anything of this run is kept, its steps still count."
+                    f"the ledger '{self.ledger.path}' holds {executed} steps of this run, which has executed {known} "
+                    "at least: lines are missing, so what was spent is not known. Restore the file from a backup, or "
+                    "make a new DPTrainer or PrivacyEngine and train the original model without this checkpoint. If "
+                    "anything of this run is kept, its steps still count."
                 )
             own[:] = [_known(segment, state.mechanism, executed) for segment in recorded if segment]
             said += beginnings
         elif not is_own:
             own.extend(at_least)
         self.state = _with_rows(state, max([_rows(each) for each in said], default=1))
-        self._reasons = list(dict.fromkeys([*self._reasons, *(why for each in said for why in each.get("not_private_because", ()))]))
+        self._reasons = list(
+            dict.fromkeys([*self._reasons, *(why for each in said for why in each.get("not_private_because", ()))])
+        )
         self.verified = self.verified and all(each.get("verified", True) for each in said)
 
     def plan(self, limit: int, first_step: int = 0) -> None:
-        """Set how many more steps the budget allows, ``limit`` at most where there is a target ε, from ``first_step`` on."""
+        """Set how many more steps the budget allows, ``limit`` at most where there is a target ε, from ``first_step``
+        on."""
         state = self.state
         if state.target_epsilon is None or self.mechanism.is_silent:
             return
@@ -268,7 +305,8 @@ class PrivateRun:
         )
 
     def spend_step(self, step: int) -> StepParameters:
-        """Record and count one step, number ``step`` of the plan from 0 on. Only after this, and on every rank, may its noise be drawn.
+        """Record and count one step, number ``step`` of the plan from 0 on. Only after this, and on every rank, may
+        its noise be drawn.
 
         Returns:
             The parameters that the step must use.
@@ -279,9 +317,10 @@ class PrivateRun:
         """
         if self.steps_left < 1:
             raise RuntimeError(
-                f"the privacy budget is spent: {self.spent_in_words()}, and one more would exceed target_epsilon={self.state.target_epsilon:g}. This step "
-                "did not change the model: stop the loop here (in DPTrainer let no callback undo should_training_stop). To train on, start a new run "
-                "with a target_epsilon of its own; what both spend adds up."
+                f"the privacy budget is spent: {self.spent_in_words()}, and one more would exceed "
+                f"target_epsilon={self.state.target_epsilon:g}. This step did not change the model: stop the loop "
+                "here (in DPTrainer let no callback undo should_training_stop). To train on, start a new run with a "
+                "target_epsilon of its own; what both spend adds up."
             )
         parameters, segments = self.mechanism.at(step), self._segments.setdefault(self.state.run_id, [])
         if not segments:
@@ -303,13 +342,15 @@ def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:
     if rows <= (now := state.mechanism.unit.max_examples_per_person):
         return state
     logger.warning(
-        "max_examples_per_person is %d now, but this run was begun with %d, which stays: what was said to be protected is reported until it ends.",
+        "max_examples_per_person is %d now, but this run was begun with %d, which stays: what was said to be "
+        "protected is reported until it ends.",
         now, rows,
     )  # fmt: skip
     return replace(state, mechanism=replace(state.mechanism, unit=PrivacyUnit(rows)))
 
 
 def _known(segment: Counter[StepParameters | None], mechanism: Mechanism, executed: int) -> Counter[StepParameters]:
-    """Replace steps whose parameters the ledger does not say by the costliest ones that the mechanism can have taken."""
+    """Replace steps whose parameters the ledger does not say by the costliest ones that the mechanism can have
+    taken."""
     unknown = Counter({mechanism.costliest(executed): segment[None]}) if segment[None] else Counter()
     return unknown + Counter({step: count for step, count in segment.items() if step is not None})

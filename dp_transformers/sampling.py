@@ -1,7 +1,7 @@
 """How steps choose examples: sampling schemes as values, and the batch sampler that draws from one. Free of torch.
 
-A scheme of your own is a frozen dataclass derived from :class:`Sampling`: what is public about it are its fields, how it draws is
-:meth:`Sampling.draws`, and what it costs is :meth:`Sampling.event`.
+A scheme of your own is a frozen dataclass derived from :class:`Sampling`: what is public about it are its fields, how
+it draws is :meth:`Sampling.draws`, and what it costs is :meth:`Sampling.event`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Sampling(Value):
     Attributes:
         num_examples: N.
         expected_batch_size: The expected size of a draw, over all processes.
-        min_separation: Number of steps between two participations of one example, at least; 1 where it may take part in any step. Noise that
-            is correlated over b steps needs b.
-        relation: Which data sets are neighbours in :meth:`event`: "add_or_remove_one", "replace_special" (one example becomes a null
-            one, and N is public) or "replace_one".
+        min_separation: Number of steps between two participations of one example, at least; 1 where it may take part
+            in any step. Noise that is correlated over b steps needs b.
+        relation: Which data sets are neighbours in :meth:`event`: "add_or_remove_one", "replace_special" (one example
+            becomes a null one, and N is public) or "replace_one".
     """
 
     num_examples: int
@@ -42,15 +42,18 @@ class Sampling(Value):
         return self.expected_batch_size / self.num_examples
 
     def at(self, step: int) -> tuple[float, float]:
-        """The sample rate and the expected batch size of a step, counted from 0; a scheme that changes on the way overrides this."""
+        """The sample rate and the expected batch size of a step, counted from 0; a scheme that changes on the way
+        overrides this."""
         return self.sample_rate, self.expected_batch_size
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
-        """The indices of the examples of each step from ``first_step`` on, without end, from a generator that only the training knows."""
+        """The indices of the examples of each step from ``first_step`` on, without end, from a generator that only the
+        training knows."""
         raise NotImplementedError
 
     def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
-        """The event of steps that follow each other, in any order: which parameters were used, and in how many of them.
+        """The event of steps that follow each other, in any order: which parameters were used, and in how many of
+        them.
 
         The noise of each step is Gaussian and independent of that of all others.
         """
@@ -59,7 +62,8 @@ class Sampling(Value):
 
 @dataclass(frozen=True)
 class PoissonSampling(Sampling):
-    """Every step takes every example independently with probability ``expected_batch_size / num_examples``, whatever was taken before.
+    """Every step takes every example independently with probability ``expected_batch_size / num_examples``, whatever
+    was taken before.
 
     Example::
 
@@ -75,8 +79,8 @@ class PoissonSampling(Sampling):
     def __post_init__(self) -> None:
         if not 0 < self.sample_rate <= 1:
             raise ValueError(
-                f"expected_batch_size must lie between 0 and num_examples={self.num_examples}, got {self.expected_batch_size} (a sample_rate of "
-                f"{self.sample_rate:g})."
+                f"expected_batch_size must lie between 0 and num_examples={self.num_examples}, got "
+                f"{self.expected_batch_size} (a sample_rate of {self.sample_rate:g})."
             )
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
@@ -90,7 +94,9 @@ class PoissonSampling(Sampling):
 
         return dp.ComposedDpEvent(
             [
-                dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(step.sample_rate, dp.GaussianDpEvent(step.noise_multiplier)), count)
+                dp.SelfComposedDpEvent(
+                    dp.PoissonSampledDpEvent(step.sample_rate, dp.GaussianDpEvent(step.noise_multiplier)), count
+                )
                 for step, count in steps
             ]
         )
@@ -115,8 +121,8 @@ class Draw:
 class DrawSampler:
     """A batch sampler: each iteration yields ``steps_per_epoch`` fresh draws, one-item batches of type :class:`Draw`.
 
-    All ranks hold the same ``secret`` and draw the same global sample; each takes every ``world_size``-th index of it, so counts
-    differ by at most one and no communication is needed. Draws of one sampler never repeat, over epochs too.
+    All ranks hold the same ``secret`` and draw the same global sample; each takes every ``world_size``-th index of it,
+    so counts differ by at most one and no communication is needed. Draws of one sampler never repeat, over epochs too.
 
     Args:
         sampling: The scheme.

@@ -1,16 +1,19 @@
 """The private step: from the physical batches of one draw to the one noised gradient that may be stepped with.
 
-DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the contract of a release: whatever is looked at here is looked at
-in every step of both loops, when it matters, and not once before training.
+DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the contract of a release: whatever is looked
+at here is looked at in every step of both loops, when it matters, and not once before training.
 
-* Draws come one after the other, each is worked on in full, and none is left out (:meth:`PrivateStep.physical_batches`).
-* A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), forward and backward run once over it
-  (:meth:`PrivateStep.before_sum`).
+* Draws come one after the other, each is worked on in full, and none is left out
+  (:meth:`PrivateStep.physical_batches`).
+* A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), forward and backward run
+  once over it (:meth:`PrivateStep.before_sum`).
 * Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
-* Exactness is checked again for masks and counts of another kind, padding for every new kind of it (:meth:`PrivateStep.check`).
-* The sums that are noised are those that were clipped, with the bound, the parameters and the mechanism of the run, and the step is on the
-  ledger before its noise exists (:meth:`PrivateStep.release`).
-* No optimizer steps with gradients of the private parameters that were not released (:meth:`PrivateStep.refuse_unreleased`).
+* Exactness is checked again for masks and counts of another kind, padding for every new kind of it
+  (:meth:`PrivateStep.check`).
+* The sums that are noised are those that were clipped, with the bound, the parameters and the mechanism of the run,
+  and the step is on the ledger before its noise exists (:meth:`PrivateStep.release`).
+* No optimizer steps with gradients of the private parameters that were not released
+  (:meth:`PrivateStep.refuse_unreleased`).
 """
 
 from __future__ import annotations
@@ -77,10 +80,12 @@ class PrivateStep:
         seeds: Of dropout and the like.
         data: Where draws come from, and rows of weight 0 for ranks that have no examples left.
         at_least: Physical batches of a draw, for loops that must see one to go on.
-        own_optimizer: The one that releases when it steps (PrivacyEngine); None where the release comes before (DPTrainer).
+        own_optimizer: The one that releases when it steps (PrivacyEngine); None where the release comes before
+            (DPTrainer).
         announce: Called with a sentence when the self-check has passed.
         label_names: Names of the model's labels.
-        reduce_every_batch: Under FSDP2: reduce-scatter after every physical batch, or keep whole sums until the last of a draw.
+        reduce_every_batch: Under FSDP2: reduce-scatter after every physical batch, or keep whole sums until the last
+            of a draw.
     """
 
     def __init__(
@@ -141,7 +146,10 @@ class PrivateStep:
         self.number = draw.step
         self._sums, self._mark, self._released = {}, None, {}
         batches, clipper = list(draw.batches), self.clipper
-        rounds = max(self._at_least, distributed.max_over_ranks(len(batches), clipper.device) if clipper.shards else len(batches))
+        rounds = max(
+            self._at_least,
+            distributed.max_over_ranks(len(batches), clipper.device) if clipper.shards else len(batches),
+        )
         batches += [self._data.filler() for _ in range(rounds - len(batches))]
         for i, batch in enumerate(batches):
             self.given = Given(batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number))
@@ -152,17 +160,20 @@ class PrivateStep:
     def _require_next(self, draw: Any) -> None:
         if not isinstance(draw, LogicalBatch):
             raise ValueError(
-                f"the train dataloader gave a {type(draw).__name__}, and no Poisson draw, which is what epsilon is computed for: it was replaced. Leave "
-                "get_train_dataloader as it is; pass train_dataset and data_collator."
+                f"the train dataloader gave a {type(draw).__name__}, and no Poisson draw, which is what epsilon is "
+                "computed for: it was replaced. Leave get_train_dataloader as it is; pass train_dataset and "
+                "data_collator."
             )
         last, self._last_draw = self._last_draw, max(draw.number, self._last_draw)
         if draw.number <= last:
             raise RuntimeError(
-                "a draw was replayed by the train dataloader, so the examples are not drawn as epsilon assumes: do not cache or repeat its batches."
+                "a draw was replayed by the train dataloader, so the examples are not drawn as epsilon assumes: do "
+                "not cache or repeat its batches."
             )
         if last >= 0 and draw.number != last + 1 and not draw.starts_pass:
             raise RuntimeError(
-                "a draw was left out by the train dataloader, so the examples are not drawn as epsilon assumes: do not skip or reorder its batches."
+                "a draw was left out by the train dataloader, so the examples are not drawn as epsilon assumes: do "
+                "not skip or reorder its batches."
             )
 
     def _left_undone(self, draw: int) -> str | None:
@@ -171,16 +182,18 @@ class PrivateStep:
             return None
         if before.stage is _Stage.SUMMED and before.draw != draw:
             return (
-                "loss.backward() ran on a new draw before optimizer.step() was called for the one before. Every draw is one step: call "
-                "optimizer.step() after every backward. For larger batches raise the DataLoader's batch_size and set max_physical_batch_size."
+                "loss.backward() ran on a new draw before optimizer.step() was called for the one before. Every draw "
+                "is one step: call optimizer.step() after every backward. For larger batches raise the DataLoader's "
+                "batch_size and set max_physical_batch_size."
             )
         if before.stage is _Stage.SUMMED:
             return None
         return (
-            "the loader was asked for another batch before loss.backward() ran on the one before. Run backward and optimizer.step() on every batch "
-            "before you take the next, and before break: which examples take part in a step must not depend on data. Do not peek with "
-            "next(iter(loader)), and do not prefetch batches yourself (num_workers of the DataLoader loads ahead safely). If an error or Ctrl-C stopped "
-            "the loop, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
+            "the loader was asked for another batch before loss.backward() ran on the one before. Run backward and "
+            "optimizer.step() on every batch before you take the next, and before break: which examples take part in "
+            "a step must not depend on data. Do not peek with next(iter(loader)), and do not prefetch batches "
+            "yourself (num_workers of the DataLoader loads ahead safely). If an error or Ctrl-C stopped the loop, "
+            "call engine.drop_draw(), which counts the draw as a step, and take the next batch."
         )
 
     # ---- before a forward pass (the clipper asks) ----
@@ -198,7 +211,8 @@ class PrivateStep:
         return None if self.given is None or self.given.stage is _Stage.DONE else self.given
 
     def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> bool:
-        """Check exactness for the batch's kinds of masks and counts, and its padding; both once for each kind. Whether exactness was.
+        """Check exactness for the batch's kinds of masks and counts, and its padding; both once for each kind. Whether
+        exactness was.
 
         Raises:
             SelfCheckError: clipping is not exact for such a batch, or its padding changes gradients.
@@ -214,16 +228,23 @@ class PrivateStep:
         if runs:
             report = clipper.check(args, kwargs, loss_function)
             self._announce(
-                f"self-check passed in {report.seconds:.1f} s: per-example norms are exact to {report.norm_error:.0e}, clipped sums to "
-                f"{report.sum_error:.0e}, and no example moves another's gradient by more than {report.locality_error:.0e}"
+                f"self-check passed in {report.seconds:.1f} s: per-example norms are exact to "
+                f"{report.norm_error:.0e}, clipped sums to {report.sum_error:.0e}, and no example moves another's "
+                f"gradient by more than {report.locality_error:.0e}"
             )
         self._traits = batch.traits | (self._traits or frozenset())
         self._check_padding(batch.padding, args, kwargs, loss_function)
         return runs
 
-    def _check_padding(self, padding: Padding | None, args: tuple, kwargs: dict, loss_function: LossFunction | None) -> None:
+    def _check_padding(
+        self, padding: Padding | None, args: tuple, kwargs: dict, loss_function: LossFunction | None
+    ) -> None:
         clipper = self.clipper
-        wanted = padding is not None and padding.kind not in self._paddings and (self._depends_on_others(padding) or padding.fills)
+        wanted = (
+            padding is not None
+            and padding.kind not in self._paddings
+            and (self._depends_on_others(padding) or padding.fills)
+        )
         given = (args, kwargs, padding) if wanted else None
         if clipper.shards:
             if not distributed.max_over_ranks(int(wanted), clipper.device):
@@ -233,7 +254,8 @@ class PrivateStep:
             return
         args, kwargs, padding = given
         rows = batch_size_of(clipper.model, args, kwargs, clipper.batch_first)
-        if any(isinstance(x, torch.Tensor) and padding.length in x.shape for x in tree_leaves((args, kwargs))):  # not packed since
+        # not packed since
+        if any(isinstance(x, torch.Tensor) and padding.length in x.shape for x in tree_leaves((args, kwargs))):
             own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
             own_bt[padding.row] = padding.own_t
             try:
@@ -242,8 +264,8 @@ class PrivateStep:
                 if padding.by_others or len(self._lengths) > 1 or self._data.has_one_longest():
                     raise
                 logger.warning(
-                    "rows came padded to one length, %d, which several rows fill. If it is the length of the longest example, and not one that was "
-                    "chosen without looking at the data, this is not private: %s",
+                    "rows came padded to one length, %d, which several rows fill. If it is the length of the longest "
+                    "example, and not one that was chosen without looking at the data, this is not private: %s",
                     padding.length, error,
                 )  # fmt: skip
         self._paddings.add(padding.kind)
@@ -257,32 +279,34 @@ class PrivateStep:
     # ---- clipped sums (the clipper asks) ----
 
     def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
-        """The weights of a batch that goes backward, and whether sharded sums are reduced now. Puts the sum so far in ``p.grad``."""
+        """The weights of a batch that goes backward, and whether sharded sums are reduced now. Puts the sum so far in
+        ``p.grad``."""
         given = self.given
         if given is None:
             raise ValueError(
-                "loss.backward() ran on data that did not come from the loader that make_private returned: iterate over that loader, and call the model "
-                "on its batches."
+                "loss.backward() ran on data that did not come from the loader that make_private returned: iterate "
+                "over that loader, and call the model on its batches."
             )
         if given.refusal is not None:
             raise ValueError(given.refusal)
         if given.stage is _Stage.SUMMING:
             raise ValueError(
-                "an earlier backward pass on this batch was interrupted, and may have added a part of its sum. Call engine.drop_draw(), which counts the "
-                "draw as a step, and take the next batch."
+                "an earlier backward pass on this batch was interrupted, and may have added a part of its sum. Call "
+                "engine.drop_draw(), which counts the draw as a step, and take the next batch."
             )
         if given.stage is not _Stage.GIVEN:
             raise ValueError(
-                "backward ran a second time on one batch: an example's gradient would be added twice. Add the losses up first. For a loss that is "
-                "not the private one (a generator's, an adversarial input's) take the clipper off meanwhile (engine.clipper.detach(), then "
-                "attach()), or use a deepcopy of the model."
+                "backward ran a second time on one batch: an example's gradient would be added twice. Add the losses "
+                "up first. For a loss that is not the private one (a generator's, an adversarial input's) take the "
+                "clipper off meanwhile (engine.clipper.detach(), then attach()), or use a deepcopy of the model."
             )
         if batch_size != given.batch.size:
             raise ValueError(
-                f"the model was called with {batch_size} rows, but the loader's batch has {given.batch.size} examples, so the norm of a row is not the "
-                "norm of an example. Call the model once with the whole batch that the loader gave, one row for each example: do not repeat, join, "
-                "flatten or split rows, and take no data from another loader. If the batch is the second dimension of what the model is given, call "
-                "make_private with batch_first=False."
+                f"the model was called with {batch_size} rows, but the loader's batch has {given.batch.size} "
+                "examples, so the norm of a row is not the norm of an example. Call the model once with the whole "
+                "batch that the loader gave, one row for each example: do not repeat, join, flatten or split rows, "
+                "and take no data from another loader. If the batch is the second dimension of what the model is "
+                "given, call make_private with batch_first=False."
             )
         require_unseeded("the model's forward pass, or what ran between it and backward()")
         if given.draw != self._draw:
@@ -310,9 +334,10 @@ class PrivateStep:
         """Put the sum so far in ``p.grad``; it is what was clipped."""
         if self._mark is not None and not torch.equal(self._mark, _mark(self._sums.values())):
             raise ValueError(
-                "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum that was clipped. Clear gradients with "
-                "optimizer.zero_grad(set_to_none=True), and write to no p.grad before optimizer.step(), not through .data, .numpy() or a view either. "
-                "If a backward pass was interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
+                "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum "
+                "that was clipped. Clear gradients with optimizer.zero_grad(set_to_none=True), and write to no p.grad "
+                "before optimizer.step(), not through .data, .numpy() or a view either. If a backward pass was "
+                "interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
             )
         for p in self.clipper.parameters:
             set_gradient(p, self._sums.get(p))
@@ -329,16 +354,22 @@ class PrivateStep:
         clipper, given, clipping = self.clipper, self.given, self.run.mechanism.clipping.at(self.number)
         clipper.require_same_parameters()
         self._require_no_gap()
-        if given is not None and not (given.stage is _Stage.SUMMED and given.last_of_draw) and given.draw == self._last_draw:
+        if (
+            given is not None
+            and not (given.stage is _Stage.SUMMED and given.last_of_draw)
+            and given.draw == self._last_draw
+        ):
             raise ValueError(
-                "the draw is not finished: a physical batch of it had no backward pass, so its sum may not be stepped with. Run forward and backward "
-                "once on every physical batch before the step. If one raised an error, do not go on with this draw, but take a new one (with "
-                "PrivacyEngine after engine.drop_draw(), which counts the old one as a step)."
+                "the draw is not finished: a physical batch of it had no backward pass, so its sum may not be stepped "
+                "with. Run forward and backward once on every physical batch before the step. If one raised an error, "
+                "do not go on with this draw, but take a new one (with PrivacyEngine after engine.drop_draw(), which "
+                "counts the old one as a step)."
             )
         if clipper.clipping != clipping:
             raise ValueError(
-                f"examples were clipped by {clipper.clipping}, but the run clips by {clipping}, which the noise is made for. "
-                "Change neither while a training goes on; for another bound start another training (make_private, DPTrainingArguments)."
+                f"examples were clipped by {clipper.clipping}, but the run clips by {clipping}, which the noise is "
+                "made for. Change neither while a training goes on; for another bound start another training "
+                "(make_private, DPTrainingArguments)."
             )
         self._take_sums()
         self._mark = None
@@ -347,8 +378,13 @@ class PrivateStep:
         if clipper.shards:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
         summed = bool(clipper.shards or clipper.parallel)
-        add_noise_and_divide(clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed)
-        self._released, self._last_released = {p: (p.grad, to_local(p.grad)._version) for p in clipper.parameters}, self._last_draw
+        add_noise_and_divide(
+            clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed
+        )
+        self._released, self._last_released = (
+            {p: (p.grad, to_local(p.grad)._version) for p in clipper.parameters},
+            self._last_draw,
+        )
         self._sums, self.run.unfinished = {}, 0
         if given is not None:
             given.stage = _Stage.DONE
@@ -358,9 +394,10 @@ class PrivateStep:
         noise, before = self.run.mechanism.noise, self._last_released
         if noise.bands > 1 and before is not None and self._last_draw != before + 1:
             raise ValueError(
-                f"draws {before + 1} to {self._last_draw - 1} were left out (engine.drop_draw(), or a loop that left the loader before its end), but noise "
-                f"{noise.kind!r} is correlated over {noise.bands} steps, and epsilon is that of draws that follow each other. Start another training from "
-                "the original model, or take independent noise."
+                f"draws {before + 1} to {self._last_draw - 1} were left out (engine.drop_draw(), or a loop that left "
+                f"the loader before its end), but noise {noise.kind!r} is correlated over {noise.bands} steps, and "
+                "epsilon is that of draws that follow each other. Start another training from the original model, or "
+                "take independent noise."
             )
 
     def finish_batch(self) -> None:
@@ -372,13 +409,14 @@ class PrivateStep:
         given = self.given
         if given is None or given.stage is not _Stage.SUMMED:
             raise ValueError(
-                "optimizer.step() was called without a loss.backward() on a batch of the private loader since the last step: call each of them once "
-                "for every batch of the loader, one backward, one step."
+                "optimizer.step() was called without a loss.backward() on a batch of the private loader since the "
+                "last step: call each of them once for every batch of the loader, one backward, one step."
             )
         if any(p.grad is not (self._sums.get(p) if self._shows_sums else None) for p in self.clipper.parameters):
             raise ValueError(
-                "a gradient was replaced between backward() and optimizer.step(). Noise is added in step() to the sum that was clipped: call "
-                "zero_grad() before backward(), and drop further clipping, scaling or averaging of gradients."
+                "a gradient was replaced between backward() and optimizer.step(). Noise is added in step() to the sum "
+                "that was clipped: call zero_grad() before backward(), and drop further clipping, scaling or "
+                "averaging of gradients."
             )
         if given.last_of_draw:
             self.release()
@@ -390,27 +428,35 @@ class PrivateStep:
         return p.grad is grad and to_local(grad)._version == version
 
     def refuse_unreleased(self, optimizer: torch.optim.Optimizer, *, also_own: bool = False) -> None:
-        """Raise ValueError if ``optimizer`` would step with gradients of the private parameters that are not what was released."""
+        """Raise ValueError if ``optimizer`` would step with gradients of the private parameters that are not what was
+        released."""
         if optimizer is self._own_optimizer and not also_own:
             return  # it releases in a hook of its own
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p in self._own and p.grad is not None and not self._is_released(p):
                 name = next((name for name, q in self.clipper.model.named_parameters() if q is p), "?")
                 raise ValueError(
-                    f"{type(optimizer).__name__} would step with a gradient of '{name}' that has no noise yet, or was changed after it got it. It must "
-                    "come from this training's private step: leave gradients alone between training_step and optimizer.step(); in a loop of your "
-                    "own, step with the optimizer that make_private was given."
+                    f"{type(optimizer).__name__} would step with a gradient of '{name}' that has no noise yet, or was "
+                    "changed after it got it. It must come from this training's private step: leave gradients alone "
+                    "between training_step and optimizer.step(); in a loop of your own, step with the optimizer that "
+                    "make_private was given."
                 )
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
     if len({step.max_grad_norm for step in mechanism.planned()}) > 1:
-        raise ValueError(f"the clipper keeps to one bound, and {mechanism.clipping} changes it; take one that does not.")
+        raise ValueError(
+            f"the clipper keeps to one bound, and {mechanism.clipping} changes it; take one that does not."
+        )
     if mechanism.releases:
-        raise ValueError(f"this step releases the gradient alone, and not {mechanism.releases[0].name!r} yet; leave releases out.")
+        raise ValueError(
+            f"this step releases the gradient alone, and not {mechanism.releases[0].name!r} yet; leave releases out."
+        )
 
 
-def _before_any_step(step: weakref.ref[PrivateStep], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+def _before_any_step(
+    step: weakref.ref[PrivateStep], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict
+) -> None:
     """A hook of every optimizer there is: gradients that were not released are for none."""
     step = step()
     if step is not None:
@@ -424,7 +470,8 @@ def _mark(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The sum of the bits, read as whole numbers: eight bytes at a time where they lie that way, which is seven times as fast."""
+    """The sum of the bits, read as whole numbers: eight bytes at a time where they lie that way, which is seven times
+    as fast."""
     x = x.reshape(-1)
     if x.dtype == torch.float32 and (x.numel() % 2 or x.storage_offset() % 2):
         return x.view(torch.int32).sum()

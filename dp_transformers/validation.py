@@ -24,15 +24,17 @@ from .clipping.precision import TRAINABLE
 logger = logging.getLogger(__name__)
 
 _REFUSED_ADAPTERS = {
-    "ADALORA": "its regulariser is added to the model's own loss, which is not used here, and it prunes by gradients; use LoRA",
+    "ADALORA": "its regulariser is added to the model's own loss, which is not used here, and it prunes by "
+    "gradients; use LoRA",
     "XLORA": "its router mixes adapters by a first forward pass that no rule sees; use one LoRA adapter",
-    "VBLORA": "all layers share its vector bank in a way that cannot be re-run one example at a time; use LoRA or VeRA",
+    "VBLORA": "all layers share its vector bank in a way that cannot be re-run by example; use LoRA or VeRA",
 }
 _DATA_DEPENDENT_STARTS = ("eva", "corda", "lora_ga")
 
 # Modules of other libraries that mix the examples of a batch, by the name of their class (or of one it derives from).
 _MIXES_EXAMPLES = {
-    "NllbMoeTop2Router": "an expert takes a limited number of tokens of the whole batch, so one example can push out another's",
+    "NllbMoeTop2Router": "an expert takes a limited number of tokens of the whole batch, so one example can push "
+    "out another's",
 }
 
 
@@ -50,7 +52,8 @@ class Problem:
     message: str
     fix: str | None = None
     _module: nn.Module | None = field(default=None, repr=False, compare=False)
-    _repair: Callable[[Any], nn.Module] | None = field(default=None, repr=False, compare=False)  # of the module, to what takes its place
+    # of the module, to what takes its place
+    _repair: Callable[[Any], nn.Module] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.message
@@ -66,16 +69,16 @@ class ModuleValidator:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         >>> ModuleValidator.is_valid(model)
         False
-        >>> ModuleValidator.fix(model)[1]  # before the optimizer is built: some parameters may be held by other modules now
-        GroupNorm(1, 4, eps=1e-05, affine=True, bias=True)
+        >>> ModuleValidator.fix(model)[1]  # before the optimizer is built: some parameters may be held by other
+        modules now GroupNorm(1, 4, eps=1e-05, affine=True, bias=True)
     """
 
     @staticmethod
     def validate(model: nn.Module, strict: bool = False) -> list[Problem]:
         """Every problem of the model, none if it can be trained privately as far as its modules tell.
 
-        What modules do with the batch in a ``forward`` of their own is not seen here, but by :meth:`find_mixing` and by the self-check
-        before the first step.
+        What modules do with the batch in a ``forward`` of their own is not seen here, but by :meth:`find_mixing` and
+        by the self-check before the first step.
 
         Raises:
             ValueError: there is one, and ``strict`` is set; it names them all.
@@ -99,9 +102,10 @@ class ModuleValidator:
     def fix(model: nn.Module) -> nn.Module:
         """A copy of the model with every problem repaired that has a ``fix``; each repair is logged as a warning.
 
-        It computes something else than the model did, so weights that were trained with what is replaced want some (private) training
-        again. Parameters keep their values, dtype, device and ``requires_grad``, modules their training mode. Build the optimizer
-        from the copy's parameters. :meth:`validate` tells beforehand what will be done, and afterwards what is left.
+        It computes something else than the model did, so weights that were trained with what is replaced want some
+        (private) training again. Parameters keep their values, dtype, device and ``requires_grad``, modules their
+        training mode. Build the optimizer from the copy's parameters. :meth:`validate` tells beforehand what will be
+        done, and afterwards what is left.
         """
         model = copy.deepcopy(model)
         for problem in list(_problems(model)):
@@ -114,7 +118,8 @@ class ModuleValidator:
     def find_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
         """Which examples of a batch influence each other's outputs, and in which module; None if none does.
 
-        See :func:`~dp_transformers.clipping.checks.example_mixing.find_example_mixing`. It tells something of the examples: give it public ones.
+        See :func:`~dp_transformers.clipping.checks.example_mixing.find_example_mixing`. It tells something of the
+        examples: give it public ones.
         """
         return find_example_mixing(model, batch)
 
@@ -125,12 +130,14 @@ def validate_model(model: nn.Module) -> None:
 
 
 def validate_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError if the optimizer holds parameters that are not the model's: nothing clips their gradients, or adds noise."""
+    """Raise ValueError if the optimizer holds parameters that are not the model's: nothing clips their gradients, or
+    adds noise."""
     own = set(model.parameters())
     if foreign := [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in own]:
         raise ValueError(
-            f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes {foreign[:3]}): they would be trained without noise. "
-            "Build the optimizer from model.parameters(), after the last change of the model."
+            f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes {foreign[:3]}): they "
+            "would be trained without noise. Build the optimizer from model.parameters(), after the last change of "
+            "the model."
         )
 
 
@@ -159,7 +166,10 @@ Finding = tuple[str, str | None, Callable[[Any], nn.Module] | None]
 def _batch_statistics(module: nn.Module) -> Iterator[Finding]:
     name = type(module).__name__
     if isinstance(module, _BatchNorm):
-        what = ": it normalises every example with statistics of the whole batch, so no example has a gradient of its own. Replace it by "
+        what = (
+            ": it normalises every example with statistics of the whole batch, so no example has a gradient of its "
+            "own. Replace it by "
+        )
         groups = _num_groups(module)
         fix = f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None
         frozen = (
@@ -169,14 +179,25 @@ def _batch_statistics(module: nn.Module) -> Iterator[Finding]:
         )
         yield f"{what}GroupNorm or LayerNorm.{frozen}", fix, partial(_group_norm, groups) if groups else None
     elif getattr(module, "track_running_stats", False) is True or (
-        getattr(module, "running_var", None) is not None and hasattr(module, "momentum")  # frozen batch norms have no momentum
+        # frozen batch norms have no momentum
+        getattr(module, "running_var", None) is not None and hasattr(module, "momentum")
     ):
-        what = " with running statistics, which keep private data without noise. Build it with track_running_stats=False."
+        what = (
+            " with running statistics, which keep private data without noise. Build it with track_running_stats=False."
+        )
         known = isinstance(module, _InstanceNorm)
-        yield what, f"{name}: track_running_stats=True -> False" if known else None, _forget_statistics if known else None
+        yield (
+            what,
+            f"{name}: track_running_stats=True -> False" if known else None,
+            _forget_statistics if known else None,
+        )
     for cls in type(module).__mro__:
         if cls.__name__ in _MIXES_EXAMPLES:
-            yield f": {_MIXES_EXAMPLES[cls.__name__]}. Freezing it does not help; use another architecture.", None, None
+            yield (
+                f": {_MIXES_EXAMPLES[cls.__name__]}. Freezing it does not help; use another architecture.",
+                None,
+                None,
+            )
 
 
 def _embedding_options(module: nn.Module) -> Iterator[Finding]:
@@ -196,33 +217,47 @@ def _embedding_options(module: nn.Module) -> Iterator[Finding]:
 
 def _alien(module: nn.Module) -> Iterator[Finding]:
     if hasattr(module, "_orig_mod"):
-        yield " compiled by torch.compile, which is not supported yet: pass the module that was compiled (its _orig_mod).", None, None
+        yield (
+            " compiled by torch.compile, which is not supported yet: pass the module that was compiled (its "
+            "_orig_mod).",
+            None,
+            None,
+        )
     if isinstance(module, torch.jit.ScriptModule):
         yield " compiled by torch.jit, whose layers cannot be seen: pass the module that was compiled.", None, None
     if why := unsupported_wrapper_reason(module):
         yield f": {why}.", None, None
     quantization = sys.modules.get("torch.ao.quantization")  # an observer in the model has imported it
     if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
-        yield ": it keeps the range of private activations without noise. Take it out, and quantize the trained model.", None, None
+        yield (
+            ": it keeps the range of private activations without noise. Take it out, and quantize the trained model.",
+            None,
+            None,
+        )
 
 
 def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        yield Problem("", "the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
+        yield Problem(
+            "", "the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters."
+        )
     kinds = {
-        "without a shape yet: run the model once on public data of the right shape": lambda p: isinstance(p, UninitializedParameter),
-        "neither in float32 nor in bfloat16: load the model with dtype=torch.float32 (what is frozen may stay as it is) and use bf16 autocast "
-        "for speed": lambda p: p.dtype not in TRAINABLE,
-        "with a gradient hook, which could change or use gradients that are not private yet: call remove() of the handle that register_hook returned": lambda p: (
-            bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+        "without a shape yet: run the model once on public data of the right shape": lambda p: isinstance(
+            p, UninitializedParameter
         ),
+        "neither in float32 nor in bfloat16: load the model with dtype=torch.float32 (what is frozen may stay as it "
+        "is) and use bf16 autocast for speed": lambda p: p.dtype not in TRAINABLE,
+        "with a gradient hook, which could change or use gradients that are not private yet: call remove() of the "
+        "handle that register_hook returned": lambda p: bool(p._backward_hooks or p._post_accumulate_grad_hooks),
     }
     for what, is_so in kinds.items():
         if names := [name for name, p in trainable.items() if is_so(p)]:
             others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
             dtype = trainable[names[0]].dtype
-            yield Problem(names[0].rpartition(".")[0], f"'{names[0]}'{others} is a trainable parameter ({dtype}) {what}.")
+            yield Problem(
+                names[0].rpartition(".")[0], f"'{names[0]}'{others} is a trainable parameter ({dtype}) {what}."
+            )
 
 
 def _why_not_adapter(config: Any) -> str | None:
@@ -233,8 +268,8 @@ def _why_not_adapter(config: Any) -> str | None:
     if getattr(config, "target_parameters", None):
         kind, why = (
             f"{kind} with target_parameters",
-            "the adapter is folded into the parameters of the experts, where no per-example gradient can be had; use target_modules, or "
-            "train the experts themselves",
+            "the adapter is folded into the parameters of the experts, where no per-example gradient can be had; use "
+            "target_modules, or train the experts themselves",
         )
     return f"{kind}, which cannot be trained privately: {why}" if why else None
 
@@ -244,8 +279,8 @@ def _warn_of_starts_from_data(model: nn.Module) -> None:
         start = getattr(config, "init_lora_weights", None)
         if start in _DATA_DEPENDENT_STARTS:
             logger.warning(
-                "adapter '%s' starts from init_lora_weights=%r, which is computed from data: on private examples that leaks them, and epsilon "
-                "does not count it. Compute it on public data, or use another start.",
+                "adapter '%s' starts from init_lora_weights=%r, which is computed from data: on private examples that "
+                "leaks them, and epsilon does not count it. Compute it on public data, or use another start.",
                 name,
                 start,
             )
@@ -266,23 +301,27 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 def _num_groups(batch_norm: _BatchNorm) -> int | None:
     """Of the GroupNorm that replaces it; None where that would lose more than the batch.
 
-    The largest divisor of the channels, up to 32, that leaves at least 4 channels to a group; 16 where there may be no positions beside the
-    channels, since normalising a few numbers leaves little more than their signs. (32 groups and 16 channels to a group were the best
-    in Wu and He 2018, arXiv 1803.08494, table 3.)
+    The largest divisor of the channels, up to 32, that leaves at least 4 channels to a group; 16 where there may be no
+    positions beside the channels, since normalising a few numbers leaves little more than their signs. (32 groups and
+    16 channels to a group were the best in Wu and He 2018, arXiv 1803.08494, table 3.)
     """
-    plain = type(batch_norm).forward in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)  # a subclass may do more than normalise
+    # a subclass may do more than normalise
+    plain = type(batch_norm).forward in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
     hooked = batch_norm._forward_hooks or batch_norm._forward_pre_hooks or hasattr(batch_norm, "parametrizations")
     has_positions, channels = isinstance(batch_norm, (nn.BatchNorm2d, nn.BatchNorm3d)), batch_norm.num_features
     if not plain or hooked or channels < (1 if has_positions else 2):
         return None
     at_least = 4 if has_positions else 16
-    return next((groups for groups in range(32, 1, -1) if channels % groups == 0 and channels // groups >= at_least), 1)
+    return next(
+        (groups for groups in range(32, 1, -1) if channels % groups == 0 and channels // groups >= at_least), 1
+    )
 
 
 def _group_norm(num_groups: int, batch_norm: _BatchNorm) -> nn.GroupNorm:
     group_norm = nn.GroupNorm(num_groups, batch_norm.num_features, eps=batch_norm.eps, affine=False)
     group_norm.affine = batch_norm.affine
-    group_norm.weight, group_norm.bias = batch_norm.weight, batch_norm.bias  # the very parameters: what is tied stays tied
+    # the very parameters: what is tied stays tied
+    group_norm.weight, group_norm.bias = batch_norm.weight, batch_norm.bias
     return group_norm.train(batch_norm.training)
 
 
@@ -306,8 +345,9 @@ def validate_training_data(dataset: Any, *, target_delta: float | None, expected
         return
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"the training data are a {type(dataset).__name__} without random access: Poisson sampling takes every example with equal probability, "
-            "which needs its length and its rows. Use a map-style dataset (for a datasets.IterableDataset: load it without streaming)."
+            f"the training data are a {type(dataset).__name__} without random access: Poisson sampling takes every "
+            "example with equal probability, which needs its length and its rows. Use a map-style dataset (for a "
+            "datasets.IterableDataset: load it without streaming)."
         )
     n = len(dataset)
     if n == 0:
@@ -316,9 +356,9 @@ def validate_training_data(dataset: Any, *, target_delta: float | None, expected
         require_small_delta(target_delta, n, name="target_delta")
     if expected_batch_size > n:
         raise ValueError(
-            f"expected_batch_size={expected_batch_size} exceeds the {n} training examples: no draw takes more than all of them. Lower "
-            "expected_batch_size (or per_device_train_batch_size x gradient_accumulation_steps x processes, from which it derives; with PrivacyEngine "
-            "the DataLoader's batch_size)."
+            f"expected_batch_size={expected_batch_size} exceeds the {n} training examples: no draw takes more than "
+            "all of them. Lower expected_batch_size (or per_device_train_batch_size x gradient_accumulation_steps x "
+            "processes, from which it derives; with PrivacyEngine the DataLoader's batch_size)."
         )
 
 
@@ -328,17 +368,23 @@ def require_small_delta(delta: float, num_examples: int, *, name: str = "delta")
         raise ValueError(f"{name} must be above 0, got {delta!r}; 1e-6 is common.")
     if delta >= 1 / num_examples:
         raise ValueError(
-            f"{name}={delta:g} is not smaller than 1/N = {1 / num_examples:.3g} for N = {num_examples} training examples: at that delta, publishing "
-            "one example outright would count as private. Choose it well below, for example 1e-6."
+            f"{name}={delta:g} is not smaller than 1/N = {1 / num_examples:.3g} for N = {num_examples} training "
+            "examples: at that delta, publishing one example outright would count as private. Choose it well below, "
+            "for example 1e-6."
         )
 
 
 def longest_input(model: nn.Module) -> int | None:
-    """The largest number of positions the model has embeddings for; None where positions are not a table (rotary, ALiBi, ...)."""
+    """The largest number of positions the model has embeddings for; None where positions are not a table (rotary,
+    ALiBi, ...)."""
     limits = []
     for path, module in model.named_modules():
         name = path.rsplit(".", 1)[-1]
-        if isinstance(module, nn.Embedding) and (name == "wpe" or "position_embedding" in name) and type(module) is nn.Embedding:
+        if (
+            isinstance(module, nn.Embedding)
+            and (name == "wpe" or "position_embedding" in name)
+            and type(module) is nn.Embedding
+        ):
             limits.append(module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1))
     return min(limits, default=None)
 
@@ -351,8 +397,9 @@ def validate_lengths(model: nn.Module, dataset: Any, column: str = "input_ids") 
     longest = _longest_example(dataset, column)
     if longest > limit:
         raise ValueError(
-            f"the training data has an example of {longest} tokens, but {type(model).__name__} has position embeddings for {limit} only. "
-            f"Truncate when tokenizing: tokenizer(..., truncation=True, max_length={limit})."
+            f"the training data has an example of {longest} tokens, but {type(model).__name__} has position "
+            f"embeddings for {limit} only. Truncate when tokenizing: tokenizer(..., truncation=True, "
+            f"max_length={limit})."
         )
 
 

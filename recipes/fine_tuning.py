@@ -36,10 +36,12 @@ class DataArguments:
     dataset_name: str | None = field(default=None, metadata={"help": "Hub id of a dataset, or the folder of one."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
     train_file: str | None = field(
-        default=None, metadata={"help": "A .csv, .json or .jsonl file with one example per row, or .txt with one per line."}
+        default=None,
+        metadata={"help": "A .csv, .json or .jsonl file with one example per row, or .txt with one per line."},
     )
     validation_file: str | None = field(
-        default=None, metadata={"help": "Held-out examples in the same format; default: a random fifth of the training data."}
+        default=None,
+        metadata={"help": "Held-out examples in the same format; default: a random fifth of the training data."},
     )
     text_column: str = field(default="text", metadata={"help": "Column with the text."})
     max_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
@@ -54,19 +56,28 @@ class ModelArguments:
     lora_r: int = field(default=8, metadata={"help": "Rank of the LoRA adapters."})
     lora_alpha: int = field(default=16, metadata={"help": "LoRA scale: alpha / r multiplies the adapter."})
     lora_target_modules: str = field(
-        default="auto", metadata={"help": "Modules that get an adapter: comma-separated names, all-linear, or auto (peft's choice)."}
+        default="auto",
+        metadata={"help": "Modules that get an adapter: comma-separated names, all-linear, or auto (peft's choice)."},
     )
-    dropout: float = field(default=0.0, metadata={"help": "Dropout of the model; the noise of DP is regularisation enough."})
+    dropout: float = field(
+        default=0.0, metadata={"help": "Dropout of the model; the noise of DP is regularisation enough."}
+    )
 
 
 @dataclass
 class Arguments(DPTrainingArguments):
     """The recipes' defaults; every flag of TrainingArguments works too."""
 
-    target_epsilon: float | None = field(default=None, metadata={"help": "Privacy budget; default 8 unless noise_multiplier is given."})
-    target_delta: float | None = field(default=1e-5, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."})
+    target_epsilon: float | None = field(
+        default=None, metadata={"help": "Privacy budget; default 8 unless noise_multiplier is given."}
+    )
+    target_delta: float | None = field(
+        default=1e-5, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."}
+    )
     save_strategy: str = field(default="no", metadata={"help": "When to save checkpoints to resume from."})
-    dataloader_pin_memory: bool = field(default_factory=torch.cuda.is_available, metadata={"help": "Pin batches for the GPU."})
+    dataloader_pin_memory: bool = field(
+        default_factory=torch.cuda.is_available, metadata={"help": "Pin batches for the GPU."}
+    )
 
     def __post_init__(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
@@ -79,19 +90,27 @@ class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 
 
 def parse_arguments(description: str, *classes: type) -> tuple:
-    """Arguments from the command line, of which the last class is [`Arguments`]; logging and seeds are set accordingly."""
-    parser = HfArgumentParser(classes, usage="%(prog)s [flags]", description=description, formatter_class=HelpFormatter)
+    """Arguments from the command line, of which the last class is [`Arguments`]; logging and seeds are set
+    accordingly."""
+    parser = HfArgumentParser(
+        classes, usage="%(prog)s [flags]", description=description, formatter_class=HelpFormatter
+    )
     parsed = parser.parse_args_into_dataclasses()
     args = parsed[-1]
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("dp_transformers").setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)  # peft
+    # peft
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     set_seed(args.seed)
     return parsed
 
 
 def read_examples(
-    args: DataArguments, default: Callable[[], list[dict]], columns: dict[str, str], seed: int, most_held_out: int | None = None
+    args: DataArguments,
+    default: Callable[[], list[dict]],
+    columns: dict[str, str],
+    seed: int,
+    most_held_out: int | None = None,
 ) -> DatasetDict:
     """The splits "train" and "test", from a file, a dataset of the Hub, or ``default()``.
 
@@ -104,7 +123,9 @@ def read_examples(
         ValueError: the file or dataset cannot be read, or lacks a column.
     """
     if args.train_file:
-        data = _read_files({"train": args.train_file} | ({"test": args.validation_file} if args.validation_file else {}))
+        data = _read_files(
+            {"train": args.train_file} | ({"test": args.validation_file} if args.validation_file else {})
+        )
     elif args.dataset_name:
         data = load_dataset(args.dataset_name, args.dataset_config_name)
         if "train" not in data:
@@ -119,9 +140,16 @@ def read_examples(
         for flag, column in columns.items():
             if column not in rows.column_names:
                 flags = " and ".join(f"--{name}" for name in columns)
-                raise ValueError(f"the data ('{split}') has no column '{column}', only {rows.column_names}: set {flags}.")
-            if flag in ("text_column", "prompt_column") and getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
-                raise ValueError(f"column '{column}' of the data ('{split}') holds no text: its type is {rows.features[column]}.")
+                raise ValueError(
+                    f"the data ('{split}') has no column '{column}', only {rows.column_names}: set {flags}."
+                )
+            if flag in ("text_column", "prompt_column") and getattr(rows.features[column], "dtype", None) not in (
+                "string",
+                "large_string",
+            ):
+                raise ValueError(
+                    f"column '{column}' of the data ('{split}') holds no text: its type is {rows.features[column]}."
+                )
     if "test" not in data:
         fifth = 0.2 if most_held_out is None or len(data["train"]) < 5 * most_held_out else most_held_out
         data = data["train"].train_test_split(test_size=fifth, seed=seed)
@@ -161,16 +189,24 @@ def set_dropout(config: PretrainedConfig, dropout: float) -> PretrainedConfig:
     return config
 
 
-def add_lora(model: PreTrainedModel, args: ModelArguments, task_type: TaskType, last_layers: int | None = None) -> PeftModel:
+def add_lora(
+    model: PreTrainedModel, args: ModelArguments, task_type: TaskType, last_layers: int | None = None
+) -> PeftModel:
     """``model`` with adapters, in all layers or in the last few only."""
-    targets = {"auto": None, "all-linear": "all-linear"}.get(args.lora_target_modules, args.lora_target_modules.split(","))
+    targets = {"auto": None, "all-linear": "all-linear"}.get(
+        args.lora_target_modules, args.lora_target_modules.split(",")
+    )
     layers = None
     if last_layers is not None:
         depth = model.config.num_hidden_layers
         layers = list(range(max(0, depth - last_layers), depth))
         if targets == "all-linear":  # peft chooses layers only by names; the head lies outside base_model
             targets = sorted(
-                {name.rsplit(".", 1)[-1] for name, m in model.base_model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+                {
+                    name.rsplit(".", 1)[-1]
+                    for name, m in model.base_model.named_modules()
+                    if isinstance(m, (nn.Linear, Conv1D))
+                }
             )
     config = LoraConfig(
         task_type=task_type,
@@ -185,7 +221,8 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, task_type: TaskType, 
 
 
 def lora_movement(model: nn.Module) -> float | None:
-    """Frobenius norm of all adapters' products BA together; B starts at zero, so this is how far LoRA has moved the model."""
+    """Frobenius norm of all adapters' products BA together; B starts at zero, so this is how far LoRA has moved the
+    model."""
     products = [
         (m.lora_B["default"].weight.detach() @ m.lora_A["default"].weight.detach()).square().sum()
         for m in model.modules()
@@ -195,7 +232,8 @@ def lora_movement(model: nn.Module) -> float | None:
 
 
 def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
-    """What was spent and ``results``, written to privacy_report.json; the main process prints it as a table, with ``rows`` in it."""
+    """What was spent and ``results``, written to privacy_report.json; the main process prints it as a table, with
+    ``rows`` in it."""
     args = trainer.args
     full = {**trainer.privacy_spent().to_dict(), **results, "lora_BA_norm": lora_movement(trainer.model)}
     if not trainer.is_world_process_zero():
@@ -205,7 +243,8 @@ def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
         "epsilon": f"{full['epsilon']:.3f}" if full["private"] else "infinite: NOT PRIVATE",
         "delta": f"{full['delta']:g}",
         "noise multiplier (sigma)": f"{full['noise_multiplier']:.4f}",
-        "sampling rate (q)": f"{full['sample_rate']:.5f}  ({full['expected_batch_size']} of {full['num_examples']} examples expected per step)",
+        "sampling rate (q)": f"{full['sample_rate']:.5f}  ({full['expected_batch_size']} of {full['num_examples']} "
+        "examples expected per step)",
         "steps": f"{full['steps']}",
         "clipping bound (C)": f"{full['max_grad_norm']:g}",
         **rows,

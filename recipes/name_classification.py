@@ -27,7 +27,8 @@ PADDING, UNKNOWN = 0, 1
 
 
 def encode(names: list[str]) -> torch.Tensor:
-    """(N, MAX_LENGTH) numbers of characters, the end padded. The alphabet is fixed beforehand: one taken from the names would not be private."""
+    """(N, MAX_LENGTH) numbers of characters, the end padded. The alphabet is fixed beforehand: one taken from the
+    names would not be private."""
     numbers = {character: i for i, character in enumerate(ALPHABET, start=2)}
     ids_nt = torch.full((len(names), MAX_LENGTH), PADDING)
     for row, name in zip(ids_nt, names, strict=True):

@@ -1,6 +1,7 @@
 """Fine-tune a transformer for text classification with differential privacy.
 
-With no arguments: MiniLM (22.7 M parameters) with LoRA on 10,568 movie-review sentences at epsilon = 8, on the CPU in a few minutes:
+With no arguments: MiniLM (22.7 M parameters) with LoRA on 10,568 movie-review sentences at epsilon = 8, on the CPU in
+a few minutes:
 
     python recipes/text_classification.py
 
@@ -44,19 +45,27 @@ class DataArguments(fine_tuning.DataArguments):
 class ModelArguments(fine_tuning.ModelArguments):
     """Which parameters to train."""
 
-    head_only: bool = field(default=False, metadata={"help": "Train the classification head only, the body stays frozen."})
+    head_only: bool = field(
+        default=False, metadata={"help": "Train the classification head only, the body stays frozen."}
+    )
 
 
 @dataclass
 class Arguments(fine_tuning.Arguments):
     """The recipe's defaults; every flag of TrainingArguments works too."""
 
-    output_dir: str | None = field(default="outputs/text_classification", metadata={"help": "Where model and ledger go."})
+    output_dir: str | None = field(
+        default="outputs/text_classification", metadata={"help": "Where model and ledger go."}
+    )
     expected_batch_size: int | None = field(default=512, metadata={"help": "Expected number of examples in a step."})
-    per_device_train_batch_size: int = field(default=64, metadata={"help": "Physical batch size; no influence on the result."})
+    per_device_train_batch_size: int = field(
+        default=64, metadata={"help": "Physical batch size; no influence on the result."}
+    )
     per_device_eval_batch_size: int = field(default=128, metadata={"help": "Batch size of the evaluation."})
     num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the data, on average."})
-    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."})
+    learning_rate: float = field(
+        default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
+    )
 
 
 def tokenize(data: DatasetDict, args: DataArguments, tokenizer) -> tuple[DatasetDict, list]:
@@ -77,7 +86,9 @@ def build_model(path: str, num_labels: int, args: ModelArguments):
     if args.full:
         return model
     if args.head_only:
-        head = {id(p) for name in ("classifier", "score") for p in getattr(model, name, torch.nn.Module()).parameters()}
+        head = {
+            id(p) for name in ("classifier", "score") for p in getattr(model, name, torch.nn.Module()).parameters()
+        }
         for p in model.parameters():
             p.requires_grad_(id(p) in head)
         return model

@@ -1,4 +1,5 @@
-"""Tests run on one thread (two-core machines, tiny models), offline, and never touch the global random state of another test."""
+"""Tests run on one thread (two-core machines, tiny models), offline, and never touch the global random state of
+another test."""
 
 import os
 

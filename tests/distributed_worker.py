@@ -1,7 +1,8 @@
-"""What every rank of tests/test_distributed.py runs: `torchrun --nproc_per_node N tests/distributed_worker.py <folder> <case> ...`.
+"""What every rank of tests/test_distributed.py runs: `torchrun --nproc_per_node N tests/distributed_worker.py <folder>
+<case> ...`.
 
-A case is a function and its options in `CASES`; what it returns is saved as <folder>/<case>.<rank>.pt. One launch runs many cases, because
-starting processes is what takes the time.
+A case is a function and its options in `CASES`; what it returns is saved as <folder>/<case>.<rank>.pt. One launch runs
+many cases, because starting processes is what takes the time.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Gradients(TrainerCallback):
-    """The whole gradient that the optimizer is given, step by step, flat; this rank's shard of it; and a number as dropout draws them."""
+    """The whole gradient that the optimizer is given, step by step, flat; this rank's shard of it; and a number as
+    dropout draws them."""
 
     def __init__(self):
         self.steps, self.shards, self.drawn = [], [], []
@@ -57,7 +59,9 @@ class Gradients(TrainerCallback):
         self.drawn.append(torch.rand(()).item())
         self.steps.append(torch.cat([whole(p.grad).flatten() for p in trainable(model)]))
         if any(hasattr(p, "placements") for p in trainable(model)):
-            self.shards.append(torch.cat([p.grad.to_local().flatten() for p in trainable(model) if hasattr(p, "placements")]).clone())
+            self.shards.append(
+                torch.cat([p.grad.to_local().flatten() for p in trainable(model) if hasattr(p, "placements")]).clone()
+            )
 
 
 COUNTS: list[int] = []  # how many examples this rank held in each step of a training
@@ -85,7 +89,9 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
     kind = "bert" if model == "bert" else "lm"
     fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5}
     args = arguments(folder, **{**fixed, **options})
-    net = build(model, lora=lora) if tp is None else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
+    net = (
+        build(model, lora=lora) if tp is None else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
+    )
     COUNTS.clear()
     trainer = DPTrainer(net, args, collate, dataset(kind=kind), callbacks=[gradients])
     trainer.train(resume_from_checkpoint=resume)
@@ -115,7 +121,8 @@ def unsharded(options):
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that a rank sends in a ring: (n-1)/n of the whole tensor for a gather or a scatter, twice that for an all-reduce."""
+    """Bytes that a rank sends in a ring: (n-1)/n of the whole tensor for a gather or a scatter, twice that for an
+    all-reduce."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +132,10 @@ class Traffic(TorchDispatchMode):
         name = func.__name__
         if func.namespace in ("c10d", "_c10d_functional"):
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            share, size = (dist.get_world_size() - 1) / dist.get_world_size(), max((x.nbytes for x in tensors), default=0)
+            share, size = (
+                (dist.get_world_size() - 1) / dist.get_world_size(),
+                max((x.nbytes for x in tensors), default=0),
+            )
             if size <= 8:
                 self.sent["scalars"] += size
             elif "allreduce" in name or "all_reduce" in name:
@@ -161,7 +171,8 @@ class StepTraffic(TrainerCallback):
 
 
 def traffic(folder, model="llama", lora=False, sharded=False, late=False):
-    """Bytes of one step of two physical batches on each rank, private in both ways and not private, in the same layout."""
+    """Bytes of one step of two physical batches on each rank, private in both ways and not private, in the same
+    layout."""
     rows = 4 * dist.get_world_size()
     common, found = {"max_steps": 3, "logging_strategy": "no"}, {}
 
@@ -171,7 +182,12 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
 
     for mode in ("book_keeping", "ghost"):
         counter = StepTraffic()
-        options = {"expected_batch_size": rows, "per_device_train_batch_size": 2, "noise_multiplier": 1.0, "self_check": False}
+        options = {
+            "expected_batch_size": rows,
+            "per_device_train_batch_size": 2,
+            "noise_multiplier": 1.0,
+            "self_check": False,
+        }
         args = arguments(folder, clipping_mode=mode, **options, **layout())
         DPTrainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter]).train()
         found[mode] = counter.last_step()
@@ -183,7 +199,10 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
     trainer.train()
     assert trainer.is_fsdp_enabled == sharded == isinstance(trainer.model, FSDPModule)
     fresh = build(model, lora=lora)
-    sizes = {name: 4 * sum(p.numel() for p in ps) for name, ps in (("parameters", fresh.parameters()), ("gradient", trainable(fresh)))}
+    sizes = {
+        name: 4 * sum(p.numel() for p in ps)
+        for name, ps in (("parameters", fresh.parameters()), ("gradient", trainable(fresh)))
+    }
     return {**found, "not private": counter.last_step(), **sizes}
 
 
@@ -191,11 +210,22 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
 
 
 def loop(
-    folder, model="bert", by="loss", sharded=False, mode="book_keeping", noise_multiplier=0.0, bound=0.5, seed=SEED, expected=3, steps=5
+    folder,
+    model="bert",
+    by="loss",
+    sharded=False,
+    mode="book_keeping",
+    noise_multiplier=0.0,
+    bound=0.5,
+    seed=SEED,
+    expected=3,
+    steps=5,
 ):
-    """A plain loop over five draws, saved and loaded again after the third; what each rank drew, and the gradients that were stepped with.
+    """A plain loop over five draws, saved and loaded again after the third; what each rank drew, and the gradients
+    that were stepped with.
 
-    It goes backward ``by`` the loss, by the loss of a criterion, or by losses of its own; a clipped sum by hand if there is one process.
+    It goes backward ``by`` the loss, by the loss of a criterion, or by losses of its own; a clipped sum by hand if
+    there is one process.
     """
     net = build(model, seed=dist.get_rank() if dist.is_initialized() and not sharded else 0)
     data, losses_of = dataset(kind="bert" if model == "bert" else "lm"), losses_function(net)
@@ -228,7 +258,10 @@ def loop(
                     dist.barrier()
             if len(gradients) == steps:
                 break
-    found = {"rest": engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer), "loaded": flat_state(net, optimizer)}
+    found = {
+        "rest": engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer),
+        "loaded": flat_state(net, optimizer),
+    }
     draws = [d.indices for d in draws[:steps]]
     return {**found, "draws": draws, "gradients": gradients, "weights": weights, "ledger": Ledger(folder).steps(engine._loop.run.state.run_id),
             "counted": engine.steps}  # fmt: skip
@@ -251,7 +284,8 @@ def replicas():
 
 
 def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **options):
-    """Clip this rank's rows of one batch for all; the row `bad` has a loss that is not finite. Norms, and the whole sum over ranks."""
+    """Clip this rank's rows of one batch for all; the row `bad` has a loss that is not finite. Norms, and the whole
+    sum over ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if options.pop("hsdp", False):
         options["mesh"] = replicas()
@@ -275,7 +309,8 @@ def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **opt
 
 
 def sensitivity(folder, mode="book_keeping", rows=8):
-    """In bf16, with every example of both ranks the same and far longer than C: how far one of them moves the sum, in units of C."""
+    """In bf16, with every example of both ranks the same and far longer than C: how far one of them moves the sum, in
+    units of C."""
     net = shard(build("llama"), **BF16)
     batch = {k: v.expand(rows, LENGTH) for k, v in batch_for("llama", LENGTH, size=1).items()}
     bound, moved = 0.25, {}
@@ -284,7 +319,9 @@ def sensitivity(folder, mode="book_keeping", rows=8):
         if dist.get_rank() == 0 and name != "all":
             weights[0] = 1 - weights[0]
         net.zero_grad()
-        norms = clipper.backward(losses_function(net)(batch), weights if name != "one" or dist.get_rank() == 0 else torch.zeros(rows))
+        norms = clipper.backward(
+            losses_function(net)(batch), weights if name != "one" or dist.get_rank() == 0 else torch.zeros(rows)
+        )
         moved[name] = [whole(p.grad) for p in trainable(net)]
     assert norms.min() > 4 * bound
     return {"one less": distance(moved["all"], moved["one less"]) / bound, "one": length(moved["one"]) / bound}
@@ -298,7 +335,10 @@ BERT_PLAN = {
     "bert.pooler.dense": "rowwise_split_input",
     "classifier": "colwise_gather_output",  # three classes on two processes
     **{f"bert.encoder.layer.*.{name}": "rowwise" for name in ("attention.output.dense", "output.dense")},
-    **{f"bert.encoder.layer.*.{name}": "colwise" for name in ("attention.self.query", "attention.self.key", "attention.self.value")},
+    **{
+        f"bert.encoder.layer.*.{name}": "colwise"
+        for name in ("attention.self.query", "attention.self.key", "attention.self.value")
+    },
     "bert.encoder.layer.*.intermediate.dense": "colwise",
 }
 
@@ -340,7 +380,9 @@ def whole_model(name, lora=False):
 def losses_of(net):
     if not isinstance(net, Block):
         return losses_function(net)
-    return lambda batch: F.cross_entropy(net(batch["input_ids"]).transpose(1, 2), batch["labels"], reduction="none").mean(1)
+    return lambda batch: F.cross_entropy(
+        net(batch["input_ids"]).transpose(1, 2), batch["labels"], reduction="none"
+    ).mean(1)
 
 
 def rows_of(name, size):
@@ -349,7 +391,8 @@ def rows_of(name, size):
 
 
 def split(name, mesh, *, lora=False, plan=None):
-    """A model in parts, from one that every process holds whole. Tied weights are split twice and tied again, as transformers does."""
+    """A model in parts, from one that every process holds whole. Tied weights are split twice and tied again, as
+    transformers does."""
     net = whole_model(name)
     if name == "block":
         return parallelize_module(net, mesh, BLOCK_PLAN)
@@ -357,7 +400,11 @@ def split(name, mesh, *, lora=False, plan=None):
     tied = head is not None and head.weight is net.get_input_embeddings().weight
     if tied:
         head.weight = nn.Parameter(head.weight.detach().clone())
-    net._device_mesh, net._tp_size, net.config.distributed_config = mesh, mesh.size(), DistributedConfig(tp_size=mesh.size())
+    net._device_mesh, net._tp_size, net.config.distributed_config = (
+        mesh,
+        mesh.size(),
+        DistributedConfig(tp_size=mesh.size()),
+    )
     net.tp_plan = plan or (BERT_PLAN if name == "bert" else net.tp_plan)
     apply_tensor_parallelism(net, mesh, net._expand_parallel_plan(net.tp_plan))
     if tied:
@@ -375,7 +422,9 @@ def with_lora(net, name):
         for key, p in net.named_parameters():
             if p.requires_grad:
                 value, is_split = values[key].detach(), hasattr(p, "placements")
-                p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if is_split else value)
+                p.copy_(
+                    distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None) if is_split else value
+                )
     return net
 
 
@@ -390,8 +439,11 @@ def loaded(name, folder, shape, lora=False):
     return (with_lora(net, name) if lora else net).train()
 
 
-def parts(folder, model="llama", lora=False, mode="auto", bad=None, fsdp=None, load=False, shape=None, checkpointed=False):
-    """Clip this group's rows, in two batches that are the same. Norms, whole sum, where everything lies, and noise for it."""
+def parts(
+    folder, model="llama", lora=False, mode="auto", bad=None, fsdp=None, load=False, shape=None, checkpointed=False
+):
+    """Clip this group's rows, in two batches that are the same. Norms, whole sum, where everything lies, and noise for
+    it."""
     shape = shape or (dist.get_world_size() // 2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     net = loaded(model, folder, shape) if load else split(model, mesh["tp"], lora=lora)
@@ -416,7 +468,9 @@ def parts(folder, model="llama", lora=False, mode="auto", bad=None, fsdp=None, l
         "sum": [whole(p.grad) for p in clipper.parameters],
         "names": [names[p] for p in clipper.parameters],
         "placements": [str(getattr(p, "placements", None)) for p in clipper.parameters],
-        "gradients lie as parameters": all(getattr(p, "placements", 0) == getattr(p.grad, "placements", 0) for p in clipper.parameters),
+        "gradients lie as parameters": all(
+            getattr(p, "placements", 0) == getattr(p.grad, "placements", 0) for p in clipper.parameters
+        ),
         "noise": noise,
         "mode": clipper.mode.name,
     }
@@ -502,7 +556,9 @@ def parts_refusals(folder):
 
     def resumed():
         args = arguments(folder, expected_batch_size=4)
-        DPTrainer(loaded("qwen3", folder, (world // 2, 2)), args, collate, dataset(kind="lm")).train(resume_from_checkpoint=True)
+        DPTrainer(loaded("qwen3", folder, (world // 2, 2)), args, collate, dataset(kind="lm")).train(
+            resume_from_checkpoint=True
+        )
 
     def derived_batch_size():
         args = arguments(folder, expected_batch_size=None)
@@ -525,7 +581,12 @@ def parts_refusals(folder):
             def forward(self, x):
                 return self.inside(x) * self.scale
 
-        PerExampleClipper(parallelize_module(nn.Sequential(Around()), mesh, {"0.inside": ColwiseParallel(output_layouts=Replicate())}), 1.0)
+        PerExampleClipper(
+            parallelize_module(
+                nn.Sequential(Around()), mesh, {"0.inside": ColwiseParallel(output_layouts=Replicate())}
+            ),
+            1.0,
+        )
 
     def plain_parts():
         net = build("llama")
@@ -541,8 +602,13 @@ def parts_refusals(folder):
 
     def in_a_loop():
         net = split("llama", mesh)
-        loader, optimizer = DataLoader(dataset(kind="lm"), 3, collate_fn=collate), torch.optim.SGD(net.parameters(), lr=0.1)
-        PrivacyEngine().make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+        loader, optimizer = (
+            DataLoader(dataset(kind="lm"), 3, collate_fn=collate),
+            torch.optim.SGD(net.parameters(), lr=0.1),
+        )
+        PrivacyEngine().make_private(
+            module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
 
     modules = (packed, partial_norm, own_layer, too_small, rerun, plain_parts, split_sequence)
     uses = (in_a_loop, per_sample, other_examples, other_random_numbers, resumed, derived_batch_size)
@@ -557,7 +623,12 @@ class State(TrainerCallback):
 
 
 def flat_state(model, optimizer):
-    moments = [optimizer.state[p][name] for p in trainable(model) for name in ("exp_avg", "exp_avg_sq") if p in optimizer.state]
+    moments = [
+        optimizer.state[p][name]
+        for p in trainable(model)
+        for name in ("exp_avg", "exp_avg_sq")
+        if p in optimizer.state
+    ]
     return torch.cat([whole(x).flatten() for x in (*trainable(model), *moments)])
 
 
@@ -570,7 +641,11 @@ def checkpoint(folder, kind="FULL_STATE_DICT", lora=False, resume=False):
     trainer = DPTrainer(build("llama", lora=lora), args, collate, dataset(kind="lm"), callbacks=[start])
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
     found = {"steps": trainer.privacy_spent().steps, "sharded": isinstance(trainer.model, FSDPModule)}
-    return {**found, "step": start.step, "values": start.values if resume else flat_state(trainer.model, trainer.optimizer)}
+    return {
+        **found,
+        "step": start.step,
+        "values": start.values if resume else flat_state(trainer.model, trainer.optimizer),
+    }
 
 
 def refusals(folder):
@@ -599,7 +674,9 @@ def refusals(folder):
     def in_a_loop():
         net = nn.parallel.DistributedDataParallel(build("bert"))
         loader, optimizer = DataLoader(dataset(), 3, collate_fn=collate), torch.optim.SGD(net.parameters(), lr=0.1)
-        PrivacyEngine().make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+        PrivacyEngine().make_private(
+            module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
 
     def layerdrop():
         net = build("llama")
@@ -611,7 +688,16 @@ def refusals(folder):
 
     return {
         f.__name__: message(f)
-        for f in (by_hand, in_a_loop, layerdrop, followed, low_precision_sums, ignored, old_fsdp, left_in_the_environment)
+        for f in (
+            by_hand,
+            in_a_loop,
+            layerdrop,
+            followed,
+            low_precision_sums,
+            ignored,
+            old_fsdp,
+            left_in_the_environment,
+        )
     }
 
 
@@ -621,7 +707,9 @@ SILENT = {"noise_multiplier": 0.0}
 # with a bound so small that gradients vanish beside the noise of σC = 2
 NOISY = {"noise_multiplier": 2000.0, "max_grad_norm": 1e-3, "expected_batch_size": 12, "max_steps": 2, "dp_seed": None}
 LOOP_NOISE = {"noise_multiplier": 2000.0, "bound": 1e-3, "seed": None, "expected": 12}
-LATE = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}  # used by one case, for Trainer changes it
+LATE = {
+    "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
+}  # used by one case, for Trainer changes it
 CASES = {
     f"ddp-{'lora' if lora else 'full'}-{mode}": (train, {"lora": lora, "clipping_mode": mode, **SILENT})
     for lora in (False, True)
@@ -639,15 +727,29 @@ CASES |= {
     "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
     # FSDP2 shards the rest, where there is more, and does not shard adapters that come after it
     **(
-        {"tp-train-lora": (train, {"model": "llama", "tp": 2, "lora": True, "clipping_mode": "book_keeping", **SILENT})}
+        {
+            "tp-train-lora": (
+                train,
+                {"model": "llama", "tp": 2, "lora": True, "clipping_mode": "book_keeping", **SILENT},
+            )
+        }
         if WORLD == 2
         else {}
     ),
     "fsdp-full-book_keeping": (train, {"model": "llama", "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
-    "fsdp-full-ghost": (train, {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)}),
+    "fsdp-full-ghost": (
+        train,
+        {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)},
+    ),
     "fsdp-lora-book_keeping": (
         train,
-        {"model": "llama", "lora": True, "clipping_mode": "book_keeping", **SILENT, **fsdp(reshard_after_forward=False)},
+        {
+            "model": "llama",
+            "lora": True,
+            "clipping_mode": "book_keeping",
+            **SILENT,
+            **fsdp(reshard_after_forward=False),
+        },
     ),
     "fsdp-lora-ghost": (train, {"model": "gpt2", "lora": True, "clipping_mode": "ghost", **SILENT, **fsdp()}),
     # weights tied, activations checkpointed, which makes auto mean ghost
@@ -671,7 +773,10 @@ CASES |= {
     "hand-bad-ghost": (clip, {"model": "bert", "mode": "ghost", "bad": 1}),
     "hand-hsdp-book_keeping": (clip, {"mode": "book_keeping", "hsdp": True}),
     "hand-hsdp-ghost": (clip, {"mode": "ghost", "hsdp": True}),
-    "hand-offload-book_keeping": (clip, {"mode": "book_keeping", "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "hand-offload-book_keeping": (
+        clip,
+        {"mode": "book_keeping", "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ),
     "hand-offload-ghost": (clip, {"mode": "ghost", "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "hand-bf16-book_keeping": (clip, {"mode": "book_keeping", **BF16}),
     "hand-bf16-ghost": (clip, {"mode": "ghost", **BF16}),
@@ -697,7 +802,10 @@ CASES |= {
     "tp-bad-ghost": (parts, {"bad": 1, "mode": "ghost"}),
     "tp-loaded-book_keeping": (parts, {"model": "qwen3", "load": True}),
     "tp-loaded-tied-ghost": (parts, {"model": "llama-tied", "load": True, "mode": "ghost"}),
-    "tp-one-loaded-ghost": (parts, {"model": "llama-tied", "load": True, "shape": (WORLD, 1), "mode": "ghost"}),  # FSDP2, two units
+    "tp-one-loaded-ghost": (
+        parts,
+        {"model": "llama-tied", "load": True, "shape": (WORLD, 1), "mode": "ghost"},
+    ),  # FSDP2, two units
     "tp-checkpointed": (parts, {"checkpointed": True}),
     "tp-fsdp-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}}),
     "tp-fsdp-ghost": (parts, {"model": "qwen3", "fsdp": {}, "mode": "ghost"}),
@@ -711,7 +819,12 @@ MORE = {  # by hand
     "fsdp-bytes-late": (traffic, {"sharded": True, "late": True}),
     "fsdp-bytes-lora": (traffic, {"sharded": True, "lora": True}),
 }
-for kind, lora in (("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", True), ("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):
+for kind, lora in (
+    ("FULL_STATE_DICT", False),
+    ("SHARDED_STATE_DICT", True),
+    ("FULL_STATE_DICT", True),
+    ("SHARDED_STATE_DICT", False),
+):
     name, options = f"{kind}-{'lora' if lora else 'full'}", {"kind": kind, "lora": lora}
     cases = CASES if lora == (kind == "SHARDED_STATE_DICT") else MORE
     cases |= {f"save-{name}": (checkpoint, options), f"load-{name}": (checkpoint, {**options, "resume": True})}

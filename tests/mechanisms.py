@@ -14,7 +14,8 @@ from dp_transformers.sampling import PoissonSampling, Sampling
 
 @dataclass(frozen=True)
 class EverybodyInTurn(Sampling):
-    """Disjoint batches in a fixed order: every ``num_examples / expected_batch_size`` steps each example takes part once."""
+    """Disjoint batches in a fixed order: every ``num_examples / expected_batch_size`` steps each example takes part
+    once."""
 
     kind: ClassVar[str] = "in turn"
     num_examples: int
@@ -31,7 +32,9 @@ class EverybodyInTurn(Sampling):
 
     def event(self, steps):
         rounds = [(step, math.ceil(count / self.min_separation)) for step, count in steps]
-        return dp.ComposedDpEvent([dp.SelfComposedDpEvent(dp.GaussianDpEvent(s.noise_multiplier), n) for s, n in rounds])
+        return dp.ComposedDpEvent(
+            [dp.SelfComposedDpEvent(dp.GaussianDpEvent(s.noise_multiplier), n) for s, n in rounds]
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,10 @@ class Capped(Sampling):
     def event(self, steps):
         make = dp.dp_event.TruncatedSubsampledGaussianDpEvent
         return dp.ComposedDpEvent(
-            [dp.SelfComposedDpEvent(make(self.num_examples, s.sample_rate, self.cap, s.noise_multiplier), n) for s, n in steps]
+            [
+                dp.SelfComposedDpEvent(make(self.num_examples, s.sample_rate, self.cap, s.noise_multiplier), n)
+                for s, n in steps
+            ]
         )
 
 

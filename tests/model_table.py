@@ -33,10 +33,14 @@ class ModelTable:
         self.rows[MODELS].append((f"| {name} | {TUNING[variant]} |", worst, tail))
 
     def add_adapter(self, name: str, outcome: str, worst: float | None, owners: list) -> None:
-        self.rows[ADAPTERS].append((f"| {name} | {outcome} |", worst, f" {_classes(owners, ruled=False) if owners else ''} |"))
+        self.rows[ADAPTERS].append(
+            (f"| {name} | {outcome} |", worst, f" {_classes(owners, ruled=False) if owners else ''} |")
+        )
 
     def lines(self, title: str) -> list[str]:
-        return [head + (f" {worst:.1e} |" if worst is not None else " |") + tail for head, worst, tail in self.rows[title]]
+        return [
+            head + (f" {worst:.1e} |" if worst is not None else " |") + tail for head, worst, tail in self.rows[title]
+        ]
 
     def write(self) -> None:
         PATH.parent.mkdir(exist_ok=True)
@@ -47,4 +51,8 @@ class ModelTable:
         text = PATH.read_text() if PATH.exists() else ""
         have = [line for line in text.splitlines() if line.startswith("|")]
         rows = [(head, tail) for rows in self.rows.values() for head, _, tail in rows]
-        return [head + " ..." + tail for head, tail in rows if not any(x.startswith(head) and x.endswith(tail) for x in have)]
+        return [
+            head + " ..." + tail
+            for head, tail in rows
+            if not any(x.startswith(head) and x.endswith(tail) for x in have)
+        ]

@@ -25,7 +25,13 @@ SHORT, LONG = 8, 48  # on either side of the ghost crossover of a 32 x 64 layer,
 
 def build(name: str, *, lora: bool = False, dropout: float = 0.0, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     if name == "bert":
         config = BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3)
         model = BertForSequenceClassification(config)
@@ -50,7 +56,10 @@ def build(name: str, *, lora: bool = False, dropout: float = 0.0, seed: int = 0)
 def adapted(model: nn.Module, name: str) -> nn.Module:
     """With LoRA in every linear layer but the head."""
     task = "SEQ_CLS" if name == "bert" else "CAUSAL_LM"
-    model = get_peft_model(model, LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=name == "gpt2"))
+    model = get_peft_model(
+        model,
+        LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules="all-linear", fan_in_fan_out=name == "gpt2"),
+    )
     for m in model.modules():  # B starts at zero, and then A has no gradient
         if hasattr(m, "lora_B"):
             nn.init.normal_(m.lora_B["default"].weight, std=0.1)

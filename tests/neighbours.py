@@ -1,6 +1,8 @@
-"""Two trainings of one model, with and without one example, in either loop: how far the released sums are apart, in units of C.
+"""Two trainings of one model, with and without one example, in either loop: how far the released sums are apart, in
+units of C.
 
-Noise is off, the learning rate is zero and the draws are the same but for the example, so that what moves is what noise has to cover.
+Noise is off, the learning rate is zero and the draws are the same but for the example, so that what moves is what
+noise has to cover.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ DELTA = 1e-4
 
 @dataclass
 class Task:
-    """What is trained: ``model`` makes it anew, ``loss`` is f(outputs, labels) -> (B,), None where the library knows the head's."""
+    """What is trained: ``model`` makes it anew, ``loss`` is f(outputs, labels) -> (B,), None where the library knows
+    the head's."""
 
     model: Callable[[], nn.Module]
     rows: Sequence[Any]
@@ -126,7 +129,11 @@ def trainer_for(task: Task, folder: str, cls: type = DPTrainer, **changes: Any) 
 def engine_for(task: Task, **options: Any) -> tuple:
     model = seeded(task.model)
     loader = DataLoader(
-        task.rows, task.batch_size, collate_fn=task.collate or collate, num_workers=task.workers, worker_init_fn=task.worker_init_fn
+        task.rows,
+        task.batch_size,
+        collate_fn=task.collate or collate,
+        num_workers=task.workers,
+        worker_init_fn=task.worker_init_fn,
     )
     options = {"noise_multiplier": task.sigma, "max_grad_norm": task.bound, "max_physical_batch_size": task.physical,
                "loss_reduction": "none", "clipping_mode": task.mode, **options}  # fmt: skip
@@ -186,7 +193,10 @@ def moves(loop: str, task: Task, example: int) -> list[tuple[bool, float]]:
 
 
 def assert_bounded(found: list[tuple[bool, float]]) -> None:
-    """A step that drew the example moves by C at most, another not at all; some step drew it, and it did not go unseen."""
+    """A step that drew the example moves by C at most, another not at all; some step drew it, and it did not go
+    unseen."""
     assert max(move for drawn, move in found if drawn) > 1e-3
     for drawn, move in found:
-        assert move <= (1 + 1e-5 if drawn else 1e-5), f"{move:.3f} C in a step that {'drew' if drawn else 'did not draw'} it"
+        assert move <= (1 + 1e-5 if drawn else 1e-5), (
+            f"{move:.3f} C in a step that {'drew' if drawn else 'did not draw'} it"
+        )

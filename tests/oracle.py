@@ -14,14 +14,18 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def per_example_gradients(model: nn.Module, losses_of: Callable[[dict], torch.Tensor], batch: dict) -> list[list[torch.Tensor]]:
+def per_example_gradients(
+    model: nn.Module, losses_of: Callable[[dict], torch.Tensor], batch: dict
+) -> list[list[torch.Tensor]]:
     """For each example the gradients of all trainable parameters, from a forward pass of that example alone."""
     size = len(next(iter(batch.values())))
     gradients = []
     for i in range(size):
         loss = losses_of({k: v[i : i + 1] for k, v in batch.items()}).sum()
         grads = torch.autograd.grad(loss, trainable(model), allow_unused=True)
-        gradients.append([torch.zeros_like(p) if g is None else g for p, g in zip(trainable(model), grads, strict=True)])
+        gradients.append(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(trainable(model), grads, strict=True)]
+        )
     return gradients
 
 
@@ -29,11 +33,15 @@ def length(tensors: list[torch.Tensor]) -> float:
     return float(sum(t.detach().double().square().sum() for t in tensors).sqrt())
 
 
-def clipped_sum(gradients: list[list[torch.Tensor]], bound: float, weights=None) -> tuple[list[float], list[torch.Tensor]]:
+def clipped_sum(
+    gradients: list[list[torch.Tensor]], bound: float, weights=None
+) -> tuple[list[float], list[torch.Tensor]]:
     norms = [length(g) for g in gradients]
     weights = [1.0] * len(norms) if weights is None else weights
     coefficients = [w * min(1.0, bound / n) if n > 0 else w for w, n in zip(weights, norms, strict=True)]
-    total = [sum(c * g[k].double() for c, g in zip(coefficients, gradients, strict=True)) for k in range(len(gradients[0]))]
+    total = [
+        sum(c * g[k].double() for c, g in zip(coefficients, gradients, strict=True)) for k in range(len(gradients[0]))
+    ]
     return norms, total
 
 
@@ -41,8 +49,11 @@ def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return length([x.double() - y.double() for x, y in zip(a, b, strict=True)])
 
 
-def assert_exact(model: nn.Module, clipper, losses_of: Callable[[dict], torch.Tensor], batch: dict, tolerance: float = 1e-5) -> None:
-    """Norms (each) and clipped sum (all parameters together) agree with the oracle; some are clipped and some are not."""
+def assert_exact(
+    model: nn.Module, clipper, losses_of: Callable[[dict], torch.Tensor], batch: dict, tolerance: float = 1e-5
+) -> None:
+    """Norms (each) and clipped sum (all parameters together) agree with the oracle; some are clipped and some are
+    not."""
     gradients = per_example_gradients(model, losses_of, batch)
     bound = float(torch.tensor([length(g) for g in gradients]).median()) or 1.0
     norms, total = clipped_sum(gradients, bound)

@@ -1,8 +1,8 @@
 """ε and σ of fifty settings, and what a run of an earlier version left behind; tests/test_pins.py compares with both.
 
-`PYTHONPATH=. python tests/privacy_pins.py --write` writes tests/privacy_pins.json from the code as it is. Do that only for a change that is
-meant to change ε or σ, and say so where you commit it. tests/version_1.json is what version 1 of the ledger and of checkpoints looks like; it
-was written once and is never written anew.
+`PYTHONPATH=. python tests/privacy_pins.py --write` writes tests/privacy_pins.json from the code as it is. Do that only
+for a change that is meant to change ε or σ, and say so where you commit it. tests/version_1.json is what version 1 of
+the ledger and of checkpoints looks like; it was written once and is never written anew.
 """
 
 from __future__ import annotations
@@ -33,22 +33,33 @@ def settings() -> list[dict]:
     choose = random.Random(1)
     single = [{**{name: choose.choice(values) for name, values in CHOICES.items()}, "rows": 1} for _ in range(45)]
     none = [{**single[0], **change} for change in ({"noise_multiplier": 0.0}, {"steps": 0})]
-    groups = [{**single[1], "sample_rate": q, "steps": 12, "rows": rows} for q, rows in ((0.0064, 2), (0.05, 3), (0.01, 8))]
+    groups = [
+        {**single[1], "sample_rate": q, "steps": 12, "rows": rows} for q, rows in ((0.0064, 2), (0.05, 3), (0.01, 8))
+    ]
     return single + none + groups
 
 
 def epsilon_and_sigma(setting: dict) -> dict[str, float | str]:
     """Both by the functions of :mod:`dp_transformers.accounting`."""
-    q, steps, delta, accountant, rows = (setting[name] for name in ("sample_rate", "steps", "delta", "accountant", "rows"))
+    q, steps, delta, accountant, rows = (
+        setting[name] for name in ("sample_rate", "steps", "delta", "accountant", "rows")
+    )
     sigma = setting["noise_multiplier"]
-    epsilon = compute_epsilon(sigma, q, steps, delta, accountant) if rows == 1 else group_epsilon([(sigma, q, steps)], rows, delta)
+    epsilon = (
+        compute_epsilon(sigma, q, steps, delta, accountant)
+        if rows == 1
+        else group_epsilon([(sigma, q, steps)], rows, delta)
+    )
     found = calibrate_noise_multiplier(setting["target_epsilon"], delta, q, steps, accountant, rows)
     return {"epsilon": repr(epsilon), "sigma": repr(found)}
 
 
 def fingerprint() -> dict[str, str]:
     """What decides the last digits: the processor, and the versions of what computes."""
-    return {"processor": processor(), **{name: importlib.metadata.version(name) for name in ("dp-accounting", "numpy", "scipy")}}
+    return {
+        "processor": processor(),
+        **{name: importlib.metadata.version(name) for name in ("dp-accounting", "numpy", "scipy")},
+    }
 
 
 if __name__ == "__main__":

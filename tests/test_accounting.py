@@ -100,7 +100,9 @@ def test_agrees_with_prv_accountant(q, steps):
     [("rdp", 2250, 1.416), ("rdp", 2000, 1.3562), ("pld", 2250, 1.34766), ("pld", 2000, 1.2915)],
 )
 def test_reference_noise(accountant, steps, sigma):
-    found = calibrate_noise_multiplier(target_epsilon=8.0, target_delta=1e-5, sample_rate=0.04, steps=steps, accountant=accountant)
+    found = calibrate_noise_multiplier(
+        target_epsilon=8.0, target_delta=1e-5, sample_rate=0.04, steps=steps, accountant=accountant
+    )
     assert found == pytest.approx(sigma, rel=2e-3)
 
 
@@ -132,7 +134,9 @@ def test_one_step_is_amplified_exactly(sigma, q, delta):
     assert exact * (1 - 1e-7) <= epsilon <= exact * (1 + 2e-3) + 1e-6
 
 
-@pytest.mark.parametrize(("mu", "steps", "delta"), [(0.1, 10, 1e-7), (1.0, 1000, 1e-5), (4.0, 1000, 1e-12), (1.0, 100000, 1e-10)])
+@pytest.mark.parametrize(
+    ("mu", "steps", "delta"), [(0.1, 10, 1e-7), (1.0, 1000, 1e-5), (4.0, 1000, 1e-12), (1.0, 100000, 1e-10)]
+)
 def test_fft_composition_bounds_the_gaussian_mechanism(mu, steps, delta):
     """Full batches in company go through the FFT, whose float64 noise must not bring ε below the exact value."""
     run = PrivacyAccountant()
@@ -142,7 +146,9 @@ def test_fft_composition_bounds_the_gaussian_mechanism(mu, steps, delta):
     assert exact <= run.epsilon(delta) <= 1.02 * exact
 
 
-@pytest.mark.parametrize(("sigma", "q", "steps", "delta"), [(1.0, 0.01, 10, 1e-5), (0.7, 0.2, 20, 1e-7), (3.0, 0.5, 30, 1e-4)])
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps", "delta"), [(1.0, 0.01, 10, 1e-5), (0.7, 0.2, 20, 1e-7), (3.0, 0.5, 30, 1e-4)]
+)
 def test_is_above_an_optimistic_estimate(sigma, q, steps, delta):
     from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
@@ -202,7 +208,9 @@ def test_extremes_give_a_bound_soon(sigma, q, steps, delta, rough):
     assert epsilon <= compute_epsilon(sigma, q, steps, delta, "rdp")
 
 
-@pytest.mark.parametrize(("sigma", "q", "steps", "delta"), [(20.0, 1e-6, 100000, 1e-6), (1e4, 1e-5, 10000, 1e-9), (1.0, 1e-7, 10**6, 1e-9)])
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps", "delta"), [(20.0, 1e-6, 100000, 1e-6), (1e4, 1e-5, 10000, 1e-9), (1.0, 1e-7, 10**6, 1e-9)]
+)
 def test_tiny_losses_give_no_float64_artefacts(sigma, q, steps, delta):
     assert 0 <= compute_epsilon(sigma, q, steps, delta) < 0.01
 
@@ -417,7 +425,9 @@ def test_a_million_steps_counted_one_by_one_are_cheap(accountant):
     spent = counted.epsilon(1e-6)
     assert time.process_time() - start < 10
     assert counted.history == [(1.0, 1e-4, 10**6)]
-    assert spent == compute_epsilon(noise_multiplier=1.0, sample_rate=1e-4, steps=10**6, delta=1e-6, accountant=accountant)
+    assert spent == compute_epsilon(
+        noise_multiplier=1.0, sample_rate=1e-4, steps=10**6, delta=1e-6, accountant=accountant
+    )
 
 
 @pytest.mark.parametrize(
@@ -428,7 +438,10 @@ def test_a_million_steps_counted_one_by_one_are_cheap(accountant):
         (dict(target_delta=2.0), "target_delta must be strictly between"),
         (dict(sample_rate=2), "sample_rate must be a probability"),
         (dict(steps=1e3), "steps must be an int"),
-        (dict(rows=0), r"rows must be an int >= 1 \(how many rows one person may have, max_examples_per_person\); got 0"),
+        (
+            dict(rows=0),
+            r"rows must be an int >= 1 \(how many rows one person may have, max_examples_per_person\); got 0",
+        ),
         (dict(rows=1.5), "rows must be an int >= 1 .*; got 1.5"),
         (dict(accountant="gdp"), "accountant must be one of"),
     ],

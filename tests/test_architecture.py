@@ -13,20 +13,28 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_import_contracts():
-    result = subprocess.run([Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "7 kept, 0 broken" in result.stdout
 
 
 def test_only_one_room_of_clipping_speaks_to_ranks():
     """A contract cannot say so: a forbidden package from outside must be a whole one, and this is a part of torch."""
-    speaking = {path for path in (ROOT / "dp_transformers" / "clipping").rglob("*.py") if "torch.distributed" in path.read_text()}
+    speaking = {
+        path
+        for path in (ROOT / "dp_transformers" / "clipping").rglob("*.py")
+        if "torch.distributed" in path.read_text()
+    }
     assert {path.parent.name for path in speaking} == {"parallel"}
 
 
 def test_lint():
     for command in (["check"], ["format", "--check"]):
-        result = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True
+        )
         assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -35,15 +43,20 @@ PYREFLY = Path(sys.executable).with_name("pyrefly")
 
 @pytest.mark.skipif(not PYREFLY.exists(), reason="pyrefly is of the extra 'test', and not installed here")
 def test_types():
-    result = subprocess.run([PYREFLY, "check", "--python-interpreter-path", sys.executable], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [PYREFLY, "check", "--python-interpreter-path", sys.executable], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_importing_loads_nothing_heavy():
-    code = (
-        "import sys, dp_transformers; print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'dp_accounting') if m in sys.modules])"
+    code = "import sys, dp_transformers; print([m for m in ('torch', 'transformers', 'numpy', 'scipy', 'dp_accounting') if m in sys.modules])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
 def test_public_names():

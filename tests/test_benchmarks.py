@@ -1,4 +1,5 @@
-"""Every benchmark at its smallest size: that it runs, that nothing of ours fails, and that the harness measures what it says."""
+"""Every benchmark at its smallest size: that it runs, that nothing of ours fails, and that the harness measures what
+it says."""
 
 import json
 from importlib import import_module
@@ -42,14 +43,22 @@ def run(name, tmp_path, *options):
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_every_benchmark_runs_and_reports(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(overhead, "IMPORTS", {"import dp_transformers": ("pass", "import dp_transformers")})  # transformers takes seconds
+    monkeypatch.setattr(
+        overhead, "IMPORTS", {"import dp_transformers": ("pass", "import dp_transformers")}
+    )  # transformers takes seconds
     path, rows = run(name, tmp_path, "--no-peers")
     assert not [row for row in rows if row["contender"] in OURS and "failed" in row]
-    assert all(row["ratio"] == 1 for row in rows if row["contender"] in ("plain", "Trainer", "fp32") and "ratio" in row)
+    assert all(
+        row["ratio"] == 1 for row in rows if row["contender"] in ("plain", "Trainer", "fp32") and "ratio" in row
+    )
     report.main([str(path), "--output", str(tmp_path / "RESULTS.md")])
-    cells = [cell for line in (tmp_path / "RESULTS.md").read_text().splitlines() for cell in line.strip("| ").split(" | ")]
+    cells = [
+        cell for line in (tmp_path / "RESULTS.md").read_text().splitlines() for cell in line.strip("| ").split(" | ")
+    ]
     for row in rows:  # each is in some cell
-        shown = harness.readable({k: v for k, v in row.items() if k in ("ms", "ratio", "peak_mb", "accuracy", "exponent")})
+        shown = harness.readable(
+            {k: v for k, v in row.items() if k in ("ms", "ratio", "peak_mb", "accuracy", "exponent")}
+        )
         shown = [text.split(" (")[0] for name, text in shown.items() if row[name] != 1]
         assert row["contender"] in cells
         assert any(all(text in cell for text in shown) for cell in cells) or all(text in cells for text in shown)
@@ -85,7 +94,9 @@ def test_a_contender_that_fails_is_a_result(benchmark):
     def cannot():
         raise RuntimeError("no\nsecond line")
 
-    figures = benchmark.compare({}, {"a": lambda: (lambda: None,), "builds not": cannot, "runs not": lambda: (cannot,)})
+    figures = benchmark.compare(
+        {}, {"a": lambda: (lambda: None,), "builds not": cannot, "runs not": lambda: (cannot,)}
+    )
     assert [figures[name].get("failed") for name in figures] == [None, "RuntimeError: no", "RuntimeError: no"]
 
 
@@ -120,6 +131,8 @@ def test_transformers_give_one_loss_for_each_example(kind):
 def test_formulas_of_scaling():
     shape = Shape(width=64, layers=1, vocabulary=50, tokens=8, size=2)
     plain = scaling.operations(shape, "plain", lora=False)
-    weights = sum(p.numel() for n, p in build_transformer("llama", shape).named_parameters() if p.dim() == 2 and "embed" not in n)
+    weights = sum(
+        p.numel() for n, p in build_transformer("llama", shape).named_parameters() if p.dim() == 2 and "embed" not in n
+    )
     assert plain == 2 * (6 * 8 * weights + 3 * 4 * 64 * 64)
     assert scaling.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)

@@ -25,7 +25,9 @@ USED = StepParameters(0.1, 10, 1.5, 0.5)
 
 
 def state(run_id="a1", max_grad_norm=0.5, **changes):
-    mechanism = Mechanism(sampling=PoissonSampling(100, 10), clipping=FlatClipping(max_grad_norm), noise=IndependentNoise(1.5), steps=7)
+    mechanism = Mechanism(
+        sampling=PoissonSampling(100, 10), clipping=FlatClipping(max_grad_norm), noise=IndependentNoise(1.5), steps=7
+    )
     return PrivacyState(**{"run_id": run_id, "mechanism": mechanism, "delta": 1e-5, "target_epsilon": 3.0, **changes})
 
 
@@ -98,7 +100,9 @@ def test_a_checkpoint_that_is_not_whole_is_not_loaded(tmp_path, damage):
 def test_the_state_is_written_last_and_after_everything_is_on_disk(tmp_path, monkeypatch):
     folder, synced = tmp_path / "checkpoint-3", []
     real_sync, real_replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda d: (synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{d}"))), real_sync(d)))
+    monkeypatch.setattr(
+        os, "fsync", lambda d: (synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{d}"))), real_sync(d))
+    )
     monkeypatch.setattr(os, "replace", lambda a, b: (synced.append("replace"), real_replace(a, b)))
     saved(folder)
     before, after = synced[: synced.index("replace")], synced[synced.index("replace") + 1 :]
@@ -118,10 +122,15 @@ def test_the_newest_complete_checkpoint_is_found_with_a_warning(tmp_path, caplog
     (tmp_path / "checkpoint-11" / STATE_NAME).unlink()
     (tmp_path / "checkpoint-10" / "model.bin").write_bytes(b"w")
     assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
-    assert "checkpoint-11/privacy_state.json' is missing" in caplog.text and "checkpoint-10/model.bin' has 1 bytes" in caplog.text
+    assert (
+        "checkpoint-11/privacy_state.json' is missing" in caplog.text
+        and "checkpoint-10/model.bin' has 1 bytes" in caplog.text
+    )
     for number in (2, 9):
         (tmp_path / f"checkpoint-{number}" / STATE_NAME).write_text("{}")
-    with pytest.raises(PrivacyStateError, match="no complete checkpoint.*checkpoint-11.*checkpoint-2.*Start a new run") as error:
+    with pytest.raises(
+        PrivacyStateError, match="no complete checkpoint.*checkpoint-11.*checkpoint-2.*Start a new run"
+    ) as error:
         find_checkpoint(tmp_path)
     assert "another checkpoint" not in str(error.value), "there is none"
 
@@ -231,7 +240,11 @@ def test_one_writer_at_a_time_and_a_killed_one_does_not_block(tmp_path):
     with writing(tmp_path):
         pass
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ}
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ},
     )
     try:
         assert holder.stdout.readline() == "open\n"

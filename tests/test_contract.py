@@ -1,4 +1,5 @@
-"""Ways in which one example might move the released sum by more than C: each is refused, with the way out, or mended, in both loops."""
+"""Ways in which one example might move the released sum by more than C: each is refused, with the way out, or mended,
+in both loops."""
 
 import random
 
@@ -34,7 +35,13 @@ from transformers import (
 from dp_transformers.sampling import Draw, DrawSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
-SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 
@@ -57,7 +64,9 @@ class Scores(nn.Module):
 
 
 def llama(**changes):
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "max_position_embeddings": 16, "initializer_range": 0.5, **changes}))
+    return LlamaForCausalLM(
+        LlamaConfig(**{**SIZES, "max_position_embeddings": 16, "initializer_range": 0.5, **changes})
+    )
 
 
 @both_loops
@@ -65,8 +74,17 @@ def llama(**changes):
 def test_rotary_embeddings_that_keep_the_longest_length(loop, others):
     """Dynamic rotary embeddings are computed anew for the longest example seen, and stay so."""
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    task = Task(lambda: llama(rope_parameters=dynamic), texts([60, *others, *others], classes=None), expected=4, physical=16, steps=6)
-    with pytest.raises(ValueError, match=r"(?s)'model.rotary_emb.*changed in a forward or backward pass.*rope_type other than 'dynamic'"):
+    task = Task(
+        lambda: llama(rope_parameters=dynamic),
+        texts([60, *others, *others], classes=None),
+        expected=4,
+        physical=16,
+        steps=6,
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)'model.rotary_emb.*changed in a forward or backward pass.*rope_type other than 'dynamic'",
+    ):
         moves(loop, task, 0)
 
 
@@ -88,8 +106,12 @@ def test_attention_that_is_switched_for_good(loop):
         num_labels=3,
         initializer_range=0.5,
     )
-    task = Task(lambda: BigBirdForSequenceClassification(config), texts([12] + 7 * [64]), expected=3, physical=1, steps=6)
-    with pytest.raises(ValueError, match=r"(?s)attention_type.*changed in a forward or backward pass.*attention_type='original_full'"):
+    task = Task(
+        lambda: BigBirdForSequenceClassification(config), texts([12] + 7 * [64]), expected=3, physical=1, steps=6
+    )
+    with pytest.raises(
+        ValueError, match=r"(?s)attention_type.*changed in a forward or backward pass.*attention_type='original_full'"
+    ):
         moves(loop, task, 0)
 
 
@@ -98,7 +120,11 @@ def test_attention_that_is_switched_for_good(loop):
 
 def windows(batch):
     """What a tokenizer does with return_overflowing_tokens and stride: several rows of one long text."""
-    rows = [(ids[i : i + 6], label) for ids, label in zip(batch["input_ids"], batch["labels"], strict=True) for i in range(0, len(ids), 6)]
+    rows = [
+        (ids[i : i + 6], label)
+        for ids, label in zip(batch["input_ids"], batch["labels"], strict=True)
+        for i in range(0, len(ids), 6)
+    ]
     return {"input_ids": [ids for ids, _ in rows], "labels": [label for _, label in rows]}
 
 
@@ -120,12 +146,16 @@ def test_more_rows_from_the_data_set_than_were_asked_for(loop, made_by):
     else:
         rows = Multiplying(rows)
     task = Task(bert, rows, bound=0.01)
-    with pytest.raises(ValueError, match=r"(?s)returned \d+ rows for 7 indices.*windows.*before training.*max_examples_per_person"):
+    with pytest.raises(
+        ValueError, match=r"(?s)returned \d+ rows for 7 indices.*windows.*before training.*max_examples_per_person"
+    ):
         moves(loop, task, 0)
 
 
 def bert(dropout=0.0, **changes):
-    config = BertConfig(**SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3, **changes)
+    config = BertConfig(
+        **SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3, **changes
+    )
     return BertForSequenceClassification(config)
 
 
@@ -138,14 +168,19 @@ def mixed_up(rows):
 def normalised(rows):
     """By the batch's own mean and deviation."""
     x = torch.stack([row["x"] for row in rows])
-    return {"x": (x - x.mean(0)) / (x.std(0, correction=0) + 1e-3), "labels": torch.stack([row["labels"] for row in rows])}
+    return {
+        "x": (x - x.mean(0)) / (x.std(0, correction=0) + 1e-3),
+        "labels": torch.stack([row["labels"] for row in rows]),
+    }
 
 
 @both_loops
 @pytest.mark.parametrize("collate", [mixed_up, normalised])
 def test_collators_that_mix_examples(loop, collate):
     """A row made of two people's data."""
-    with pytest.raises(ValueError, match=r"(?s)the collator mixes examples: 'x'.*MixUp.*augment each example by itself"):
+    with pytest.raises(
+        ValueError, match=r"(?s)the collator mixes examples: 'x'.*MixUp.*augment each example by itself"
+    ):
         moves(loop, Task(Scores, points(8), collate, mean_cross_entropy, bound=0.01), 0)
 
 
@@ -161,7 +196,9 @@ def test_flattening_collator(loop):
 def test_position_ids_that_restart(loop):
     """As many rows as examples, but two texts in each, told apart by positions only."""
     rows = [{**row, "position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2])} for row in texts([7] * 4, classes=None)]
-    with pytest.raises(ValueError, match=r"(?s)position_ids of a row start again at 0.*Packing joins several examples"):
+    with pytest.raises(
+        ValueError, match=r"(?s)position_ids of a row start again at 0.*Packing joins several examples"
+    ):
         moves(loop, Task(llama, rows), 0)
 
 
@@ -208,12 +245,25 @@ class SeedsItself(Scores):
 @pytest.mark.parametrize("source", ["numpy", "python", "own"])
 @pytest.mark.parametrize("model", [Scores, SeedsItself])
 def test_augmentation_follows_no_seed_that_is_known(loop, source, model):
-    """Neither one set by a callback or in the loop, nor a model's, nor a data set's own: two runs augment otherwise."""
+    """Neither one set by a callback or in the loop, nor a model's, nor a data set's own: two runs augment
+    otherwise."""
     seen = []
     for _ in range(2):
         rows = Augmented(source)
         seed_all()
-        train(loop, Task(model, rows, None, mean_cross_entropy, steps=3, seed=None, callbacks=[Seeding()], before_forward=seed_all))
+        train(
+            loop,
+            Task(
+                model,
+                rows,
+                None,
+                mean_cross_entropy,
+                steps=3,
+                seed=None,
+                callbacks=[Seeding()],
+                before_forward=seed_all,
+            ),
+        )
         seen.append(rows.seen)
     assert len(seen[0]) >= 18 and not set(seen[0]) & set(seen[1])
     assert len(set(seen[0])) > len(seen[0]) * 0.7  # what is collated twice, to look at it, is drawn once
@@ -238,7 +288,16 @@ def test_dropout_follows_no_seed_that_is_known(loop):
     for _ in range(2):
         SEEN.clear()
         seed_all()
-        task = Task(Masks, points(6), None, mean_cross_entropy, physical=6, seed=None, callbacks=[Seeding()], before_forward=seed_all)
+        task = Task(
+            Masks,
+            points(6),
+            None,
+            mean_cross_entropy,
+            physical=6,
+            seed=None,
+            callbacks=[Seeding()],
+            before_forward=seed_all,
+        )
         train(loop, task)
         runs.append(SEEN[-1])
     torch.manual_seed(0)
@@ -272,7 +331,15 @@ def test_seeds_that_workers_are_given_do_not_matter():
     seen = []
     for _ in range(2):
         SEEN.clear()
-        task = Task(Listening, Told(points(3)), None, mean_cross_entropy, seed=None, workers=1, worker_init_fn=seed_numpy_of_worker)
+        task = Task(
+            Listening,
+            Told(points(3)),
+            None,
+            mean_cross_entropy,
+            seed=None,
+            workers=1,
+            worker_init_fn=seed_numpy_of_worker,
+        )
         train("engine", task)
         seen.append(SEEN[-1])
     np.random.seed(42)
@@ -283,7 +350,10 @@ def test_seeds_that_workers_are_given_do_not_matter():
 def tokenizer():
     words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2, **{str(i): i for i in range(3, 50)}}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]"
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")),
+        pad_token="[PAD]",
+        mask_token="[MASK]",
+        unk_token="[UNK]",
     )
 
 
@@ -291,9 +361,13 @@ def tokenizer():
 def test_collators_with_a_seed_of_their_own(loop):
     """Masks that move with the examples of a batch, from numbers that everybody knows."""
     collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3, seed=42)
-    rows = [{"input_ids": r["input_ids"].tolist(), "attention_mask": r["attention_mask"].tolist()} for r in texts([20] * 8)]
+    rows = [
+        {"input_ids": r["input_ids"].tolist(), "attention_mask": r["attention_mask"].tolist()} for r in texts([20] * 8)
+    ]
     task = Task(lambda: BertForMaskedLM(BertConfig(**SIZES)), rows, collator, bound=0.01)
-    with pytest.raises(ValueError, match=r"(?s)DataCollatorForLanguageModeling.*seed=42.*Leave the seed out \(seed=None\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)DataCollatorForLanguageModeling.*seed=42.*Leave the seed out \(seed=None\)"
+    ):
         moves(loop, task, 0)
 
 
@@ -320,7 +394,11 @@ class Recomputed(nn.Module):
 
     def forward(self, x):
         x = torch.tanh(self.first(x))
-        return self.head(checkpoint(lambda x: self.random(self.block(self.random(x))), x, use_reentrant=False, preserve_rng_state=False))
+        return self.head(
+            checkpoint(
+                lambda x: self.random(self.block(self.random(x))), x, use_reentrant=False, preserve_rng_state=False
+            )
+        )
 
 
 def alone(mode, model, **options):
@@ -341,8 +419,16 @@ def test_what_two_backward_passes_recompute_is_the_same(loop, mode, source):
 @pytest.mark.parametrize(
     ("mode", "way_out"),
     [
-        ("ghost", r"(?s)recomputed other activations in the second backward pass.*clipping_mode='book_keeping'.*torch's global generator"),
-        ("fast_gradient", r"(?s)recomputed other activations in the second backward pass.*clipping_mode='book_keeping'.*global generator"),
+        (
+            "ghost",
+            r"(?s)recomputed other activations in the second backward pass.*clipping_mode='book_keeping'.*torch's "
+            r"global generator",
+        ),
+        (
+            "fast_gradient",
+            r"(?s)recomputed other activations in the second backward pass.*clipping_mode='book_keeping'.*global "
+            r"generator",
+        ),
         ("book_keeping", r"(?s)draws random numbers from a generator of its own: take torch's global one"),
     ],
 )
@@ -367,7 +453,15 @@ def test_gradient_checkpointing_that_does_not_restore_random_numbers():
 
 
 def gpt2():
-    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": 50,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
@@ -384,7 +478,9 @@ class PaddedByDraw(list):
 def test_rows_that_the_data_set_pads_to_the_length_of_others(loop, expected):
     """The collator sees no ragged row, but the longest example of a draw decides where the others begin."""
     task = Task(gpt2, PaddedByDraw(texts([40, *range(5, 14)], classes=None)), bound=0.01, expected=expected, steps=4)
-    with pytest.raises(ValueError, match=r"(?s)padded on the left to the length of a longer one.*padding_side.*padding='max_length'"):
+    with pytest.raises(
+        ValueError, match=r"(?s)padded on the left to the length of a longer one.*padding_side.*padding='max_length'"
+    ):
         moves(loop, task, 0)
 
 
@@ -392,7 +488,9 @@ def test_rows_that_the_data_set_pads_to_the_length_of_others(loop, expected):
 def test_texts_padded_on_the_left_by_the_collator(loop):
     """As generating models' tokenizers do."""
     task = Task(gpt2, texts([40, *range(5, 14)], classes=None), lambda rows: padded(rows, "left"), bound=0.01)
-    with pytest.raises(ValueError, match=r"(?s)padded on the left to the length of a longer one.*padding_side.*padding='max_length'"):
+    with pytest.raises(
+        ValueError, match=r"(?s)padded on the left to the length of a longer one.*padding_side.*padding='max_length'"
+    ):
         moves(loop, task, 0)
 
 
@@ -413,7 +511,10 @@ def wav2vec2(norm):
 
 def sounds(lengths):
     generator = torch.Generator().manual_seed(0)
-    return [{"input_values": torch.randn(n, generator=generator) + 1, "labels": torch.tensor(i % 3)} for i, n in enumerate(lengths)]
+    return [
+        {"input_values": torch.randn(n, generator=generator) + 1, "labels": torch.tensor(i % 3)}
+        for i, n in enumerate(lengths)
+    ]
 
 
 def collate_sounds(rows):
@@ -428,8 +529,17 @@ def collate_sounds(rows):
 @both_loops
 def test_sounds_whose_padding_is_normalised_with_them(loop):
     """wav2vec2's group norm takes mean and deviation over the padding too."""
-    task = Task(lambda: wav2vec2("group"), sounds([400, *range(60, 140, 10)]), collate_sounds, first_output, bound=0.01, physical=16)
-    with pytest.raises(ValueError, match=r"(?s)padded on the right to the length of a longer one.*padding='max_length'"):
+    task = Task(
+        lambda: wav2vec2("group"),
+        sounds([400, *range(60, 140, 10)]),
+        collate_sounds,
+        first_output,
+        bound=0.01,
+        physical=16,
+    )
+    with pytest.raises(
+        ValueError, match=r"(?s)padded on the right to the length of a longer one.*padding='max_length'"
+    ):
         moves(loop, task, 0)
 
 
@@ -442,7 +552,11 @@ class CharLSTM(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.lstm, self.head = nn.Embedding(50, 12), nn.LSTM(12, 16, batch_first=True), nn.Linear(16, 3)
+        self.embedding, self.lstm, self.head = (
+            nn.Embedding(50, 12),
+            nn.LSTM(12, 16, batch_first=True),
+            nn.Linear(16, 3),
+        )
 
     def forward(self, input_ids, attention_mask=None):
         return self.head(self.lstm(self.embedding(input_ids))[0][:, -1])
@@ -460,18 +574,23 @@ class Averaging(nn.Module):
 
 
 def as_tuples(rows):
-    return pad_sequence([row["input_ids"] for row in rows], batch_first=True), torch.stack([row["labels"] for row in rows])
+    return pad_sequence([row["input_ids"] for row in rows], batch_first=True), torch.stack(
+        [row["labels"] for row in rows]
+    )
 
 
 @pytest.mark.parametrize("model", [CharLSTM, Averaging])
 @pytest.mark.parametrize(
-    ("loop", "collate"), [("engine", as_tuples), ("engine", None), ("trainer", None)], ids=["tuples", "dicts", "trainer"]
+    ("loop", "collate"),
+    [("engine", as_tuples), ("engine", None), ("trainer", None)],
+    ids=["tuples", "dicts", "trainer"],
 )
 def test_models_that_read_the_padding(loop, collate, model):
     """On the right, from tuples and from dicts with a mask that the model ignores."""
     task = Task(model, texts([40, *range(4, 14)]), collate, mean_cross_entropy, bound=0.01)
     with pytest.raises(
-        ValueError, match=r"(?s)padded on the right to the length of a longer one.*padding='max_length'.*pack_padded_sequence"
+        ValueError,
+        match=r"(?s)padded on the right to the length of a longer one.*padding='max_length'.*pack_padded_sequence",
     ):
         moves(loop, task, 0)
 
@@ -512,7 +631,8 @@ def test_a_norm_that_clamps_large_input(loop, mode):
 
 
 class Sorting(nn.Module):
-    """Sorts its rows by length to pack them, and does not put the states back as they were: ``h[order]`` for ``h[order.argsort()]``."""
+    """Sorts its rows by length to pack them, and does not put the states back as they were: ``h[order]`` for
+    ``h[order.argsort()]``."""
 
     def __init__(self):
         super().__init__()
@@ -541,14 +661,16 @@ def test_a_model_that_sorts_its_rows(loop, monkeypatch):
     rows = texts([12] * 6 + [1 + 5 * i % 12 for i in range(12)])
     task = Task(Sorting, rows, with_lengths, mean_cross_entropy, expected=9, physical=12, steps=2)
     with pytest.raises(
-        ValueError, match=r"(?s)moved by .* when only another example of its batch changed: the model or its loss mixes examples"
+        ValueError,
+        match=r"(?s)moved by .* when only another example of its batch changed: the model or its loss mixes examples",
     ):
         moves(loop, task, 11)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_rows_padded_before_training_to_the_length_of_the_longest(loop):
-    """As datasets.map(tokenize, batched=True) with padding=True does; a length that several rows fill may be one that was chosen."""
+    """As datasets.map(tokenize, batched=True) with padding=True does; a length that several rows fill may be one that
+    was chosen."""
     batch = padded(texts([40, *range(5, 14)], classes=None), "left")
     rows = [{name: column[i] for name, column in batch.items()} for i in range(len(batch["input_ids"]))]
     with pytest.raises(ValueError, match=r"padded on the left to the length of a longer one"):

@@ -1,4 +1,5 @@
-"""The order of calls, who may take part in a step, and what is said of it: no way past clipping, noise or the count."""
+"""The order of calls, who may take part in a step, and what is said of it: no way past clipping, noise or the
+count."""
 
 import copy
 import io
@@ -31,7 +32,15 @@ both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 def task(**changes):
     return Task(
-        **{"model": Scores, "rows": points(12), "loss": mean_cross_entropy, "bound": 0.01, "expected": 6, "physical": 12, **changes}
+        **{
+            "model": Scores,
+            "rows": points(12),
+            "loss": mean_cross_entropy,
+            "bound": 0.01,
+            "expected": 6,
+            "physical": 12,
+            **changes,
+        }
     )
 
 
@@ -69,7 +78,10 @@ def test_gradients_edited_between_backward_and_step(change, physical):
     """Past autograd's count of changes too: noise is added to what was clipped, or to nothing."""
     chosen, engine, model, optimizer, loader = private_loop(expected=12, physical=physical)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"(?s)gradient sum of an unfinished draw was overwritten.*zero_grad.*before optimizer.step\(\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)gradient sum of an unfinished draw was overwritten.*zero_grad.*before optimizer.step\(\)",
+    ):
         for batch in loader:
             backward(chosen, engine, model, batch)
             for p in model.parameters():
@@ -121,10 +133,13 @@ def leave_the_last_of_a_pass(loader, step):
 
 
 @pytest.mark.parametrize(
-    "leave", [leave_by_break_when_seen, leave_by_next, leave_by_continue, leave_the_last_of_a_pass], ids=lambda f: f.__name__
+    "leave",
+    [leave_by_break_when_seen, leave_by_next, leave_by_continue, leave_the_last_of_a_pass],
+    ids=lambda f: f.__name__,
 )
 def test_draws_that_are_left_out(leave):
-    """Which draws are stepped must not depend on their content, however they are left; the draw that was shown is counted."""
+    """Which draws are stepped must not depend on their content, however they are left; the draw that was shown is
+    counted."""
     chosen, engine, model, optimizer, loader = private_loop(sigma=1.0, seed=None)
 
     def step(batch):
@@ -132,7 +147,8 @@ def test_draws_that_are_left_out(leave):
         optimizer.step()
 
     with pytest.raises(
-        ValueError, match=r"(?s)before loss.backward\(\) ran on the one before.*before break.*must not depend on data.*drop_draw\(\)"
+        ValueError,
+        match=r"(?s)before loss.backward\(\) ran on the one before.*before break.*must not depend on data.*drop_draw\(\)",
     ):
         leave(loader, step)
 
@@ -155,7 +171,9 @@ def test_detach_between_backward_and_step():
     chosen, engine, model, optimizer, loader = private_loop(sigma=1.0, seed=None)
     before = copy.deepcopy(model.state_dict())
     backward(chosen, engine, model, next(iter(loader)))
-    with pytest.raises(ValueError, match=r"(?s)the draw is not finished.*were dropped.*Call detach\(\) after optimizer.step\(\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)the draw is not finished.*were dropped.*Call detach\(\) after optimizer.step\(\)"
+    ):
         engine.detach()
     optimizer.step()
     assert all(p.grad is None for p in model.parameters())
@@ -168,19 +186,25 @@ def test_backward_of_a_loss_with_a_clipper_attached():
     model = seeded(Scores)
     clipper = PerExampleClipper(model, 0.01)
     x, y = torch.randn(16, 6), torch.zeros(16, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"(?s)would leave gradients that are not clipped.*clipper.backward\(losses\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)would leave gradients that are not clipped.*clipper.backward\(losses\)"
+    ):
         F.cross_entropy(model(x), y, reduction="sum").backward()
     assert all(p.grad is None for p in model.parameters())
     clipper.backward(F.cross_entropy(model(x), y, reduction="none"))
     assert sum(p.grad.square().sum() for p in model.parameters()).sqrt() <= 0.16 * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("options", [{"criterion": nn.CrossEntropyLoss(), "loss_reduction": "mean"}, {"loss_reduction": "none"}])
+@pytest.mark.parametrize(
+    "options", [{"criterion": nn.CrossEntropyLoss(), "loss_reduction": "mean"}, {"loss_reduction": "none"}]
+)
 def test_backward_of_another_loss_than_the_private_one(options):
     """The old criterion is still at hand where make_private returned a new one."""
     _, model, _, *_, loader = engine_for(task(), **options)
     batch = next(iter(loader))
-    with pytest.raises(ValueError, match=r"(?s)loss.backward\(\) was called.*not clipped.*the criterion that make_private returned"):
+    with pytest.raises(
+        ValueError, match=r"(?s)loss.backward\(\) was called.*not clipped.*the criterion that make_private returned"
+    ):
         F.cross_entropy(model(batch["x"]), batch["labels"]).backward()
     assert all(p.grad is None for p in model.parameters())
 
@@ -278,7 +302,11 @@ class QuestionAnsweringTrainer(Trainer):
 )
 def test_private_arguments_in_a_trainer_that_is_not(tmp_path, cls, arguments):
     """It would train without privacy, and print the target ε among its arguments."""
-    way_out = "Make a DPTrainer instead" if cls is Trainer else rf"class Private{cls.__name__}\(DPTrainerMixin, {cls.__name__}\)"
+    way_out = (
+        "Make a DPTrainer instead"
+        if cls is Trainer
+        else rf"class Private{cls.__name__}\(DPTrainerMixin, {cls.__name__}\)"
+    )
     with pytest.raises(ValueError, match=rf"(?s){cls.__name__} is no DPTrainer.*without privacy.*{way_out}"):
         cls(model=seeded(bert), args=dp_arguments(tmp_path, arguments), train_dataset=texts([8] * 12)).train()
 
@@ -342,12 +370,20 @@ class OwnLoop(DPTrainer):
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (InHouseFirst, r"(?s)InHouse overrides training_step.*callback.*Put DPTrainer first: class InHouseFirst\(DPTrainer, InHouse\)"),
+        (
+            InHouseFirst,
+            r"(?s)InHouse overrides training_step.*callback.*Put DPTrainer first: class InHouseFirst\(DPTrainer, "
+            r"InHouse\)",
+        ),
         (
             MixinFirst,
-            r"(?s)Mixin overrides training_step.*DPTrainer needs its own.*use a callback.*Put Middle first: class MixinFirst\(Middle, Mixin\)",
+            r"(?s)Mixin overrides training_step.*DPTrainer needs its own.*use a callback.*Put Middle first: class "
+            r"MixinFirst\(Middle, Mixin\)",
         ),
-        (OwnStepBelow, r"(?s)OwnStep overrides training_step.*Delete OwnStep.training_step, or derive from a class without it\.$"),
+        (
+            OwnStepBelow,
+            r"(?s)OwnStep overrides training_step.*Delete OwnStep.training_step, or derive from a class without it\.$",
+        ),
         (OwnStep, r"(?s)OwnStep overrides training_step.*use a callback"),
         (OwnLoop, r"(?s)OwnLoop overrides _run_epoch.*Use callbacks. Delete OwnLoop._run_epoch"),
     ],
@@ -362,7 +398,10 @@ def test_subclasses_that_take_over_the_step(tmp_path, cls, message):
 def test_dp_trainer_first_in_the_order_of_bases(tmp_path, cls):
     """Then a base's own step is never called, and the training is private."""
     trainer = cls(
-        model=seeded(bert), args=dp_arguments(tmp_path), train_dataset=texts([8] * 12), data_collator=lambda r: padded(r, "right")
+        model=seeded(bert),
+        args=dp_arguments(tmp_path),
+        train_dataset=texts([8] * 12),
+        data_collator=lambda r: padded(r, "right"),
     )
     trainer.train()
     assert trainer.privacy_spent().steps == trainer.state.global_step == 2 and 0 < trainer.privacy_spent().epsilon <= 5
@@ -408,7 +447,10 @@ class ScalesReleased(TrainerCallback):
 @pytest.mark.parametrize("callback", [OwnOptimizer, ScalesReleased])
 def test_optimizers_of_callbacks(callback):
     """No optimizer steps with gradients of the private parameters that were not released."""
-    with pytest.raises(ValueError, match=r"(?s)SGD would step with a gradient of '.*' that has no noise yet, or was changed.*private step"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)SGD would step with a gradient of '.*' that has no noise yet, or was changed.*private step",
+    ):
         train("trainer", Task(bert, texts([8] * 12), steps=2, callbacks=[callback()]))
 
 
@@ -417,7 +459,8 @@ def test_a_second_optimizer_in_a_loop():
     chosen, engine, model, _, loader = private_loop()
     backward(chosen, engine, model, next(iter(loader)))
     with pytest.raises(
-        ValueError, match=r"(?s)Adam would step with a gradient of '.*' that has no noise yet.*optimizer that make_private was given"
+        ValueError,
+        match=r"(?s)Adam would step with a gradient of '.*' that has no noise yet.*optimizer that make_private was given",
     ):
         torch.optim.Adam(model.parameters()).step()
 
@@ -425,7 +468,16 @@ def test_a_second_optimizer_in_a_loop():
 class RefModelSecond(Trainer):
     """A trainer whose second parameter is something else, as TRL's for preferences."""
 
-    def __init__(self, model=None, ref_model=None, args=None, data_collator=None, train_dataset=None, eval_dataset=None, **kwargs):
+    def __init__(
+        self,
+        model=None,
+        ref_model=None,
+        args=None,
+        data_collator=None,
+        train_dataset=None,
+        eval_dataset=None,
+        **kwargs,
+    ):
         assert ref_model is None
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, **kwargs)
 
@@ -436,7 +488,9 @@ class DPRefModelSecond(DPTrainer, RefModelSecond):
 
 def test_bases_with_another_order_of_parameters(tmp_path):
     """DPTrainer hands everything over by keyword."""
-    trainer = DPRefModelSecond(seeded(bert), dp_arguments(tmp_path), lambda rows: padded(rows, "right"), texts([8] * 12))
+    trainer = DPRefModelSecond(
+        seeded(bert), dp_arguments(tmp_path), lambda rows: padded(rows, "right"), texts([8] * 12)
+    )
     trainer.train()
     assert trainer.privacy_spent().steps == 2
 
@@ -458,10 +512,14 @@ def test_packing_asked_for_in_the_arguments(tmp_path, name):
 # ---- what is said ----
 
 
-@pytest.mark.parametrize(("changes", "reason"), [({"dp_seed": 1}, "dp_seed=1"), ({"noise_multiplier": 0.0}, "noise_multiplier=0")])
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"dp_seed": 1}, "dp_seed=1"), ({"noise_multiplier": 0.0}, "noise_multiplier=0")]
+)
 def test_a_run_that_is_not_private_says_so_everywhere(tmp_path, changes, reason):
     """In what was spent, in the ledger and as a number: ε is infinite."""
-    trainer = DPTrainer(seeded(bert), dp_arguments(tmp_path, **changes), lambda rows: padded(rows, "right"), texts([8] * 12))
+    trainer = DPTrainer(
+        seeded(bert), dp_arguments(tmp_path, **changes), lambda rows: padded(rows, "right"), texts([8] * 12)
+    )
     trainer.train()
     spent = trainer.privacy_spent()
     assert not spent.private and spent.epsilon == math.inf and any(reason in why for why in spent.not_private_because)
@@ -477,7 +535,12 @@ def test_metrics_of_training_have_epsilon(tmp_path, log_train_loss):
     trainer = DPTrainer(seeded(bert), args, lambda rows: padded(rows, "right"), texts([8] * 12))
     trainer.save_metrics("train", trainer.train().metrics)
     written = json.loads((tmp_path / "train_results.json").read_text())
-    assert 0 < written["epsilon"] <= 5 and written["delta"] == 1e-4 and written["noise_multiplier"] > 0 and written["epoch"] > 0
+    assert (
+        0 < written["epsilon"] <= 5
+        and written["delta"] == 1e-4
+        and written["noise_multiplier"] > 0
+        and written["epoch"] > 0
+    )
     assert ("train_loss" in written) == log_train_loss
 
 
@@ -495,7 +558,9 @@ def test_a_finished_run_resumed(tmp_path, caplog):
     assert again.privacy_spent().steps == again.state.global_step == 2 and 0 < metrics["epsilon"] <= 5
     with pytest.raises(ValueError, match=r"(?s)budget is spent.*Nothing was trained.*output_dir"):
         trainer(max_steps=4).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match=r"epsilon for all rows of one person \(max_examples_per_person=2\) is .* after 2 steps"):
+    with pytest.raises(
+        ValueError, match=r"epsilon for all rows of one person \(max_examples_per_person=2\) is .* after 2 steps"
+    ):
         trainer(max_steps=4, max_examples_per_person=2).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match=r"(?s)budget is spent.*Nothing was trained.*output_dir"):
         again.train()
@@ -518,6 +583,9 @@ def test_check_model_on_what_collators_return(collator):
         rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows_as_lists(lambda row: 1)]
         model, batch = llama(), DataCollatorForLanguageModeling(tok, mlm=False)(rows)
     else:
-        model, batch = bert(), DataCollatorForTokenClassification(tok)(rows_as_lists(lambda row: [1] * len(row["input_ids"])))
+        model, batch = (
+            bert(),
+            DataCollatorForTokenClassification(tok)(rows_as_lists(lambda row: [1] * len(row["input_ids"]))),
+        )
         batch.pop("labels")
     assert check_model(model.train(), batch).norm_error < 1e-4

@@ -27,7 +27,9 @@ def test_every_index_is_an_independent_coin():
     assert stats.chi2.sf(((taken.sum(0) - steps * q) ** 2 / (steps * q * (1 - q))).sum(), n) > p
     sizes = taken.sum(1)
     assert abs(sizes.mean() - n * q) < 4 * np.sqrt(n * q * (1 - q) / steps)
-    assert stats.chi2.sf((steps - 1) * sizes.var(ddof=1) / (n * q * (1 - q)), steps - 1) > p  # as many surprises as coins have
+    assert (
+        stats.chi2.sf((steps - 1) * sizes.var(ddof=1) / (n * q * (1 - q)), steps - 1) > p
+    )  # as many surprises as coins have
     assert stats.chi2.cdf((steps - 1) * sizes.var(ddof=1) / (n * q * (1 - q)), steps - 1) > p
     correlation = np.corrcoef(taken.T)[np.triu_indices(n, 1)] * np.sqrt(steps)
     assert stats.kstest(correlation, "norm").pvalue > p
@@ -121,7 +123,9 @@ def test_padding_that_no_mask_shows_is_refused(name, shape, fixed):
 
     def collate(rows):
         longest = 9 if fixed else max(len(row[name]) for row in rows)
-        return {name: np.stack([np.concatenate([row[name], np.zeros((longest - len(row[name]), *shape))]) for row in rows])}
+        return {
+            name: np.stack([np.concatenate([row[name], np.zeros((longest - len(row[name]), *shape))]) for row in rows])
+        }
 
     batches = LogicalBatches([{name: np.ones((1 + i % 4, *shape))} for i in range(20)], collate, 3)
     assert batches[Draw(0, [0, 4, 8])].batches[0].padding is None  # of one length
@@ -134,6 +138,8 @@ def test_padding_that_no_mask_shows_is_refused(name, shape, fixed):
 
 def test_examples_are_ordered_by_their_lengths_in_time():
     batches = LogicalBatches(
-        [{"input_features": np.ones((9 - i, 2))} for i in range(9)], lambda rows: [len(r["input_features"]) for r in rows], 2
+        [{"input_features": np.ones((9 - i, 2))} for i in range(9)],
+        lambda rows: [len(r["input_features"]) for r in rows],
+        2,
     )
     assert batches[Draw(0, range(9))].physical_batches == [[1, 2], [3, 4], [5, 6], [7, 8], [9]]

@@ -1,6 +1,7 @@
 """Several gloo processes give the noiseless trajectory of one, noise is added exactly once, and bytes are counted.
 
-The ranks run tests/distributed_worker.py, in two processes; PROCESSES=4 pytest tests/test_distributed.py takes four, MORE_CASES=1 runs more.
+The ranks run tests/distributed_worker.py, in two processes; PROCESSES=4 pytest tests/test_distributed.py takes four,
+MORE_CASES=1 runs more.
 """
 
 import os
@@ -42,7 +43,9 @@ def relative(a, b):
 
 def cases_of(*starts, function):
     return [
-        case for case, (f, options) in worker.CASES.items() if f is function and case.startswith(starts) and options is not worker.NOISY
+        case
+        for case, (f, options) in worker.CASES.items()
+        if f is function and case.startswith(starts) and options is not worker.NOISY
     ]
 
 
@@ -52,11 +55,14 @@ def cases_of(*starts, function):
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("case", [c for c in cases_of("ddp", "fsdp", "tp", function=worker.train) if "noise" not in c])
 def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
-    """Every step's gradient, all parameters together, from different counts, an empty rank and an empty draw; the ranks agree exactly."""
+    """Every step's gradient, all parameters together, from different counts, an empty rank and an empty draw; the
+    ranks agree exactly."""
     one = worker.train(tmp_path, **worker.unsharded(worker.CASES[case][1]))
     tp = worker.CASES[case][1].get("tp", 1)
     groups = ranks[case][::tp]
-    for step in zip(*(rank["drawn"] for rank in ranks[case]), strict=True):  # no two groups drop the same, or masks would tell who is drawn
+    for step in zip(
+        *(rank["drawn"] for rank in ranks[case]), strict=True
+    ):  # no two groups drop the same, or masks would tell who is drawn
         assert len({step[k : k + tp] for k in range(0, PROCESSES, tp)}) == PROCESSES // tp == len(set(step))
     assert one["counts"] == [2, 5, 2, 1, 0] == torch.tensor([rank["counts"] for rank in groups]).sum(0).tolist()
     for rank in ranks[case]:
@@ -72,7 +78,9 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
                 layouts |= {"(Shard(dim=1),)"} if PROCESSES == 2 else {"(Shard(dim=0), Shard(dim=1))"}
             assert layouts <= rank["placements"]
         elif case.startswith("fsdp"):
-            assert rank["sharded"] and rank["placements"] == {"(Replicate(), Shard(dim=0))" if "hsdp" in case else "(Shard(dim=0),)"}
+            assert rank["sharded"] and rank["placements"] == {
+                "(Replicate(), Shard(dim=0))" if "hsdp" in case else "(Shard(dim=0),)"
+            }
         else:
             assert rank["wrapped"] == "DistributedDataParallel" and rank["placements"] == {"None"}
 
@@ -80,7 +88,8 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("case", [case for case in cases_of("loop", function=worker.loop) if "noise" not in case])
 def test_loop_of_ranks_is_one_example_at_a_time(ranks, case):
-    """Every step's gradient, from the weights before it; the ranks share out what one process draws, and load what they saved."""
+    """Every step's gradient, from the weights before it; the ranks share out what one process draws, and load what
+    they saved."""
     options, seen = worker.CASES[case][1], ranks[case]
     name = options.get("model", "bert")
     data, model = worker.dataset(kind="bert" if name == "bert" else "lm"), build(name)
@@ -123,14 +132,17 @@ def oracle():
 
 @pytest.mark.parametrize("case", cases_of("hand", function=worker.clip))
 def test_fully_sharded_by_hand_is_exact(ranks, oracle, case):
-    """Norms and clipped sum; with replicas, offloading, bf16; and a row that is not finite on one rank, which all ranks must handle alike."""
+    """Norms and clipped sum; with replicas, offloading, bf16; and a row that is not finite on one rank, which all
+    ranks must handle alike."""
     options = worker.CASES[case][1]
     bad, tolerance = options.get("bad"), 2e-2 if "bf16" in case else 1e-5
     gradients = oracle(options.get("model", "llama"), options.get("lora", False))
     shrunk = 1 - 2.0**-6 if case == "hand-bf16-ghost" else 1.0  # what SECOND_PASS_SLACK takes
     norms, total = clipped_sum(gradients, 0.9, [shrunk * (i != bad) for i in range(len(gradients))])
     assert max(norms) > 0.9
-    for i, (got, expected) in enumerate(zip(torch.cat([rank["norms"] for rank in ranks[case]]).tolist(), norms, strict=True)):
+    for i, (got, expected) in enumerate(
+        zip(torch.cat([rank["norms"] for rank in ranks[case]]).tolist(), norms, strict=True)
+    ):
         assert abs(got - expected) <= tolerance * expected if i != bad else not got < float("inf")
     for rank in ranks[case]:
         assert distance(rank["sum"], total) <= tolerance * length(total)
@@ -139,7 +151,8 @@ def test_fully_sharded_by_hand_is_exact(ranks, oracle, case):
 
 @pytest.mark.parametrize("case", cases_of("tp", function=worker.parts))
 def test_tensor_parallel_is_exact(ranks, part_oracle, case):
-    """Norms and clipped sums of two batches: every process of a group has all norms, and its part of the sum where the parameter lies."""
+    """Norms and clipped sums of two batches: every process of a group has all norms, and its part of the sum where the
+    parameter lies."""
     options = worker.CASES[case][1]
     groups, _ = options.get("shape") or (PROCESSES // 2, 2)
     bad, model, lora = options.get("bad"), options.get("model", "llama"), options.get("lora", False)
@@ -153,7 +166,9 @@ def test_tensor_parallel_is_exact(ranks, part_oracle, case):
             assert abs(got - norms[i]) <= tolerance * norms[i] if i != bad else not got < float("inf")
         sums_all = options.get("fsdp") is not None or (options.get("load") and groups > 1)
         weight = 2.0 * (1 - 2.0**-6 if case == "tp-fsdp-bf16-ghost" else 1)  # what SECOND_PASS_SLACK takes
-        _, total = clipped_sum(gradients, 0.9, [weight * (i != bad and (sums_all or i in own)) for i in range(len(gradients))])
+        _, total = clipped_sum(
+            gradients, 0.9, [weight * (i != bad and (sums_all or i in own)) for i in range(len(gradients))]
+        )
         assert distance(rank["sum"], total) <= tolerance * length(total)
         assert rank["gradients lie as parameters"]
         assert rank["mode"] == options.get("mode", "ghost" if options.get("checkpointed") else "book_keeping")
@@ -214,7 +229,9 @@ def test_shards_get_independent_noise(ranks):
     """Between ranks, between steps, and over all of a parameter; no two ranks may share a stream."""
     case = ranks["fsdp-noise"]
     streams = [step for rank in case for step in rank["shards"]]
-    assert len(streams) == 2 * PROCESSES and sum(len(rank["shards"][0]) for rank in case) == len(case[0]["gradients"][0])
+    assert len(streams) == 2 * PROCESSES and sum(len(rank["shards"][0]) for rank in case) == len(
+        case[0]["gradients"][0]
+    )
     for i, a in enumerate(streams):
         assert float(a.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.02)
         for b in streams[:i]:
@@ -222,7 +239,8 @@ def test_shards_get_independent_noise(ranks):
 
 
 def test_tensor_parallel_training_gets_noise_once(ranks):
-    """Parts independent of each other; the whole, gathered and with what every process holds, the same on all and of one size."""
+    """Parts independent of each other; the whole, gathered and with what every process holds, the same on all and of
+    one size."""
     case = ranks["tp-train-noise"]
     streams = [step for rank in case for step in rank["shards"]]
     for step in range(2):
@@ -244,10 +262,12 @@ def test_replicas_of_a_shard_get_equal_noise_and_other_shards_other(ranks, mode)
 
 
 @pytest.mark.parametrize(
-    "case", ["tp-qwen3-book_keeping", "tp-bert-book_keeping", "tp-sequence-ghost", "tp-lora-book_keeping", "tp-fsdp-ghost"]
+    "case",
+    ["tp-qwen3-book_keeping", "tp-bert-book_keeping", "tp-sequence-ghost", "tp-lora-book_keeping", "tp-fsdp-ghost"],
 )
 def test_what_a_group_shares_gets_equal_noise_and_parts_get_their_own(ranks, case):
-    """No two parts may share a stream, within a process or between processes; what several processes hold must stay equal."""
+    """No two parts may share a stream, within a process or between processes; what several processes hold must stay
+    equal."""
     first, second = [rank for rank in ranks[case] if rank["group"] == 0]
     streams = {}
     for i, (name, lies) in enumerate(zip(first["names"], first["placements"], strict=True)):
@@ -294,12 +314,15 @@ def test_ddp_sends_no_more_than_without_privacy(ranks):
 
 @pytest.mark.parametrize("case", cases_of("fsdp", function=worker.traffic))
 def test_fsdp_sends_what_docs_scaling_says(ranks, case):
-    """Book-keeping no more than training without privacy, but for the byte of a barrier; ghost gathers every parameter once more for each physical batch."""
+    """Book-keeping no more than training without privacy, but for the byte of a barrier; ghost gathers every parameter
+    once more for each physical batch."""
     for rank in ranks[case]:
         keeping, ghost, plain = rank["book_keeping"], rank["ghost"], rank["not private"]
         assert total(keeping) <= total(plain) + 1
         twice, more = 2 * (PROCESSES - 1) / PROCESSES * rank["parameters"], ghost["gather"] - plain["gather"]
-        if case == "fsdp-bytes-lora":  # what needs no gradient and lies below all that does is not gathered for a backward pass
+        if (
+            case == "fsdp-bytes-lora"
+        ):  # what needs no gradient and lies below all that does is not gathered for a backward pass
             assert 0 < more < twice
         else:
             assert more == pytest.approx(twice, rel=0.01)
@@ -340,14 +363,22 @@ def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
         for case in ("by_hand", "in_a_loop"):
             assert "DistributedDataParallel" in rank[case] and "hand over the bare module" in rank[case]
         assert "hand over the criterion" in rank["followed"]
-        assert "decoder_layerdrop=0.1" in rank["layerdrop"] and "model.config.decoder_layerdrop to 0" in rank["layerdrop"]
+        assert (
+            "decoder_layerdrop=0.1" in rank["layerdrop"] and "model.config.decoder_layerdrop to 0" in rank["layerdrop"]
+        )
         assert "take ACCELERATE_USE_FSDP out of os.environ" in rank["left_in_the_environment"]
 
 
 def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
     for rank in ranks["tp-refusals"]:
-        assert "'model.layers.0.mlp.gate_proj' (Linear) runs in the parallel style PackedColwiseParallel" in rank["packed"]
-        assert "holds parameter 'model.layers.0.self_attn.q_norm.weight', but their gradients differ" in rank["partial_norm"]
+        assert (
+            "'model.layers.0.mlp.gate_proj' (Linear) runs in the parallel style PackedColwiseParallel"
+            in rank["packed"]
+        )
+        assert (
+            "holds parameter 'model.layers.0.self_attn.q_norm.weight', but their gradients differ"
+            in rank["partial_norm"]
+        )
         assert "mode 'per_sample'" in rank["per_sample"]
         assert "tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer" in rank["in_a_loop"]
         assert "were given different examples" in rank["other_examples"]

@@ -1,4 +1,5 @@
-"""docs/extending.md: every block runs, and what each example claims is so. docs/architecture.md: its lists are those of the code."""
+"""docs/extending.md: every block runs, and what each example claims is so. docs/architecture.md: its lists are those
+of the code."""
 
 import doctest
 import itertools
@@ -87,14 +88,20 @@ def test_the_map_has_the_layers_of_the_import_contracts(package):
     contracts = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     layers = contracts[package != "dp_transformers"]
     assert rows == [set(line.replace("dp_transformers.", "").split(" | ")) for line in re.findall(r'"(.*)",', layers)]
-    described = {name for first in re.findall(r"^\| (`[^|]*) \|", shown[1], re.M) for name in re.findall(r"`(\w+)`", first)}
+    described = {
+        name for first in re.findall(r"^\| (`[^|]*) \|", shown[1], re.M) for name in re.findall(r"`(\w+)`", first)
+    }
     assert described == set().union(*rows), "each room is described, and no other"
     folder = ROOT.joinpath(*package.split("."))
-    assert described == {path.stem for path in folder.iterdir() if path.stem[0] not in "_." and path.suffix in ("", ".py")}
+    assert described == {
+        path.stem for path in folder.iterdir() if path.stem[0] not in "_." and path.suffix in ("", ".py")
+    }
 
 
 @pytest.mark.parametrize(
-    ("table", "names"), [("terms", [t.__name__ for t in get_args(Term)]), ("modes", list(MODES))], ids=["terms", "modes"]
+    ("table", "names"),
+    [("terms", [t.__name__ for t in get_args(Term)]), ("modes", list(MODES))],
+    ids=["terms", "modes"],
 )
 def test_the_map_has_every_term_and_mode(table, names):
     (shown,) = re.findall(rf"<!-- table: {table} -->\n(.*?)\n\n", MAP, re.S)
@@ -137,10 +144,16 @@ def test_the_blocks_of_the_readme_run(tmp_path, monkeypatch):
     spent = names["trainer"].privacy_spent()
     assert 0 < spent.epsilon <= 8 and spent.verified
     model = nn.Linear(3, 2)
-    names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": DataLoader(data, batch_size=30)}
+    names |= {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": DataLoader(data, batch_size=30),
+    }
     exec(compile(loop, "README.md", "exec"), names)
     spent = names["engine"].privacy_spent(1e-6)
-    assert 7.9 < spent.epsilon <= 8 and spent.steps == 20, "the loop takes as many steps as the noise is calibrated for"
+    assert 7.9 < spent.epsilon <= 8 and spent.steps == 20, (
+        "the loop takes as many steps as the noise is calibrated for"
+    )
     names["engine"].detach()
     model.zero_grad()
     names["x"], names["y"] = data.tensors
@@ -213,13 +226,17 @@ def test_the_sampling_draws_as_its_event_says(page):
     n, q, largest, count = 30, 0.3, 11, 20_000
     sampling = page.TruncatedPoisson(n, n * q, largest)
     draws = list(itertools.islice(sampling.draws(np.random.default_rng(1), 0), count))
-    assert all(len(set(draw.tolist())) == len(draw) and (len(draw) == 0 or 0 <= draw.min() <= draw.max() < n) for draw in draws)
+    assert all(
+        len(set(draw.tolist())) == len(draw) and (len(draw) == 0 or 0 <= draw.min() <= draw.max() < n)
+        for draw in draws
+    )
     expected = stats.binom.pmf(np.arange(largest + 1), n, q)
     expected[largest] = stats.binom.sf(largest - 1, n, q)
     seen = np.bincount([len(draw) for draw in draws], minlength=largest + 1)
     assert (
         len(seen) == largest + 1
-        and stats.chisquare(seen[2:], count * expected[2:] * seen[2:].sum() / (count * expected[2:].sum())).pvalue > 1e-3
+        and stats.chisquare(seen[2:], count * expected[2:] * seen[2:].sum() / (count * expected[2:].sum())).pvalue
+        > 1e-3
     )
     rate = float(expected @ np.arange(largest + 1)) / n
     taken = np.zeros((count, n))
@@ -235,7 +252,9 @@ def test_the_sampling_costs_what_dp_accounting_says(page):
     accountant = dp.pld.PLDAccountant(dp.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(dp.dp_event.TruncatedSubsampledGaussianDpEvent(60, 0.2, 20, 1.0), 10)
     assert spent.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-9)
-    assert spent.epsilon > Mechanism(**page.parts).epsilon(1e-3), "whoever pushes others out of a draw is seen in what they do not add"
+    assert spent.epsilon > Mechanism(**page.parts).epsilon(1e-3), (
+        "whoever pushes others out of a draw is seen in what they do not add"
+    )
     with pytest.raises(ValueError, match="no bound"):
         spent.mechanism.epsilon(1e-3, accountant="rdp")
 
@@ -267,7 +286,13 @@ def test_the_noise_has_the_deviation_that_is_accounted_for(page):
 def test_each_part_trains_in_the_trainer(page, tmp_path, part):
     own = {"clipping": page.AutomaticClipping(0.5), "noise": page.FallingNoise(2.0, 5)}
     mechanism = Mechanism(**{**page.parts, "sampling": page.PoissonSampling(40, 8), "steps": 6, part: own[part]})
-    options = {"target_epsilon": None, "mechanism": mechanism, "accountant": "pld", "expected_batch_size": None, "max_steps": -1}
+    options = {
+        "target_epsilon": None,
+        "mechanism": mechanism,
+        "accountant": "pld",
+        "expected_batch_size": None,
+        "max_steps": -1,
+    }
     trainer = build(DPTrainer, tmp_path, self_check=True, logging_strategy="no", model=Classifier(), **options)
     before = [p.clone() for p in trainer.model.parameters()]
     trainer.train()

@@ -1,4 +1,5 @@
-"""What hostile hunts found beside the findings: retries after errors, seeds and generators out of sight, arguments set later."""
+"""What hostile hunts found beside the findings: retries after errors, seeds and generators out of sight, arguments set
+later."""
 
 import contextlib
 import itertools
@@ -55,7 +56,9 @@ def test_after_a_step_that_raised_the_next_is_noised_and_counted():
 @pytest.mark.parametrize("mode", ["ghost", "book_keeping"])
 def test_a_backward_pass_that_was_cut_off_adds_nothing_twice(mode, monkeypatch):
     model = torch.nn.Linear(3, 2)
-    engine, model, optimizer, criterion, loader = private_loop(model, rows_of_numbers(), torch.nn.CrossEntropyLoss(), physical=2, mode=mode)
+    engine, model, optimizer, criterion, loader = private_loop(
+        model, rows_of_numbers(), torch.nn.CrossEntropyLoss(), physical=2, mode=mode
+    )
     batches = iter(loader)
     x, y = next(batches)
     criterion(model(x), y).backward()
@@ -167,14 +170,19 @@ def test_a_forward_pass_without_a_graph_may_keep_nothing_of_a_private_batch():
     engine, model, optimizer, loader = private_loop(Remembers(), rows_of_numbers())
     batches = iter(loader)
     x, y = next(batches)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"'mean' of the model changed.*do that after optimizer.step"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"'mean' of the model changed.*do that after optimizer.step"),
+    ):
         model(x)
     model.remembers = False
     torch.nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     model.remembers = True
     with torch.no_grad():
-        model(torch.ones(4, 3))  # between steps the model is the user's, and validation data are not what epsilon is for
+        model(
+            torch.ones(4, 3)
+        )  # between steps the model is the user's, and validation data are not what epsilon is for
     assert engine.steps == 1 and model.mean.abs().sum() > 0
 
 
@@ -193,7 +201,8 @@ def test_validation_with_a_graph_between_steps():
 
 
 def test_seeds_that_a_loop_sets():
-    """They do not matter, but for one that is set for a batch which is then augmented: that augmentation would be known."""
+    """They do not matter, but for one that is set for a batch which is then augmented: that augmentation would be
+    known."""
     drawn, data = [], TensorDataset(torch.randn(16, 20), torch.randint(0, 2, (16,)))
     for _ in range(2):
         model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(20, 2))
@@ -216,7 +225,9 @@ def test_seeds_that_a_loop_sets():
     drawn.append(torch.rand(4))
     assert not torch.equal(*drawn), "dropout is seeded anew"
     torch.manual_seed(3)
-    with pytest.raises(ValueError, match=r"seed was set in the training loop, after it took a batch.*Remove that call"):
+    with pytest.raises(
+        ValueError, match=r"seed was set in the training loop, after it took a batch.*Remove that call"
+    ):
         model(x + torch.randn_like(x))
 
 
@@ -260,7 +271,9 @@ class GivesOwnOutput(torch.nn.Module):
 
 def sampled_loss(outputs, labels):
     negatives = torch.randint(0, 2, (len(labels), 3))
-    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none") + 0 * outputs.logits.gather(1, negatives).sum(1)
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none") + 0 * outputs.logits.gather(
+        1, negatives
+    ).sum(1)
 
 
 def test_losses_of_objects_and_losses_that_draw(tmp_path):

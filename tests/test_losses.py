@@ -1,4 +1,5 @@
-"""Per-example losses: equal to the model's own on each row alone, independent of the other rows, and cheap in memory."""
+"""Per-example losses: equal to the model's own on each row alone, independent of the other rows, and cheap in
+memory."""
 
 import pytest
 import torch
@@ -7,7 +8,14 @@ import transformers
 from models import batch_for, build, losses_function
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, BertConfig, BertForQuestionAnswering, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.models.auto import modeling_auto
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
@@ -22,7 +30,13 @@ from dp_transformers.losses import (
     token_loss,
 )
 
-SIZES = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 GPT = {"vocab_size": 100, "n_embd": 16, "n_layer": 1, "n_head": 2, **IDS}
 DECODER = {**SIZES, **IDS, "num_key_value_heads": 1, "head_dim": 8}
@@ -96,7 +110,9 @@ HEADS = [
 def head(task: str, name: str, config: dict) -> nn.Module:
     torch.manual_seed(0)
     labels = {} if task in ("QuestionAnswering", "MultipleChoice") else {"num_labels": 3}
-    auto = getattr(transformers, "AutoModelForQuestionAnswering" if task == "QuestionAnswering" else f"AutoModelFor{task}")
+    auto = getattr(
+        transformers, "AutoModelForQuestionAnswering" if task == "QuestionAnswering" else f"AutoModelFor{task}"
+    )
     return auto.from_config(AutoConfig.for_model(name, **config, **labels)).eval()
 
 
@@ -109,7 +125,10 @@ def rows_for(task: str, size: int = 3, length: int = 7) -> dict[str, torch.Tenso
     ids[..., -1] = 2  # BART looks for the end
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if task == "QuestionAnswering":
-        return batch | {"start_positions": torch.tensor([0, length - 1, 2]), "end_positions": torch.tensor([-100, length - 1, 4])}
+        return batch | {
+            "start_positions": torch.tensor([0, length - 1, 2]),
+            "end_positions": torch.tensor([-100, length - 1, 4]),
+        }
     if task in ("SequenceClassification", "MultipleChoice"):
         return batch | {"labels": torch.randint(0, 3, (size,))}
     targets = torch.randint(0, 3 if task == "TokenClassification" else 100, shape)
@@ -149,7 +168,10 @@ def test_every_kind_of_head_equals_its_own_loss_on_every_row_alone(task, name, c
 
 @pytest.mark.parametrize(("task", "name", "config"), [("Seq2SeqLM", "t5", T5), ("QuestionAnswering", "bert", SIZES)])
 def test_heads_inside_a_peft_model(task, name, config):
-    kind, target = {"Seq2SeqLM": ("SEQ_2_SEQ_LM", ["q", "wi"]), "QuestionAnswering": ("QUESTION_ANS", ["query", "value"])}[task]
+    kind, target = {
+        "Seq2SeqLM": ("SEQ_2_SEQ_LM", ["q", "wi"]),
+        "QuestionAnswering": ("QUESTION_ANS", ["query", "value"]),
+    }[task]
     model = get_peft_model(head(task, name, config), LoraConfig(task_type=kind, r=2, target_modules=target)).eval()
     check_rows_alone(model, rows_for(task))
 
@@ -172,7 +194,9 @@ def test_kinds_of_sequence_classification(problem_type, num_labels, labels):
     losses = find_per_example_loss(model)(model(ids), labels)
     assert losses.shape == (4,)
     for i in range(4):
-        torch.testing.assert_close(losses[i], model(ids[i : i + 1], labels=labels[i : i + 1]).loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            losses[i], model(ids[i : i + 1], labels=labels[i : i + 1]).loss, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_deberta_does_not_take_float_labels_for_several_labels():
@@ -192,7 +216,9 @@ def test_positions_outside_the_input_are_not_counted():
         F.cross_entropy(logits[i], torch.tensor(t))
         for logits, i, t in [(start, 0, 1), (end, 0, 2), (end, 1, 3), (start, 3, 0), (end, 3, 4)]
     ]
-    torch.testing.assert_close(losses, torch.stack([(one[0] + one[1]) / 2, one[2] / 2, torch.tensor(0.0), (one[3] + one[4]) / 2]))
+    torch.testing.assert_close(
+        losses, torch.stack([(one[0] + one[1]) / 2, one[2] / 2, torch.tensor(0.0), (one[3] + one[4]) / 2])
+    )
     losses.sum().backward()
     assert (start.grad[1:3] == 0).all() and (end.grad[2] == 0).all()
 
@@ -200,7 +226,11 @@ def test_positions_outside_the_input_are_not_counted():
 def test_decoder_inputs_are_for_sequence_to_sequence_only():
     labels = torch.tensor([[5, 6, 2, -100]])
     assert decoder_inputs(head("Seq2SeqLM", "bart", BART), labels)["decoder_input_ids"].tolist() == [[2, 5, 6, 2]]
-    for task, name, config in [("SequenceClassification", "bart", BART), ("CausalLM", "llama", DECODER), ("MaskedLM", "bert", SIZES)]:
+    for task, name, config in [
+        ("SequenceClassification", "bart", BART),
+        ("CausalLM", "llama", DECODER),
+        ("MaskedLM", "bert", SIZES),
+    ]:
         assert decoder_inputs(head(task, name, config), labels) == {}
     assert decoder_inputs(bare("T5Gemma2ForSequenceClassification"), labels) == {}
     assert decoder_inputs(nn.Linear(2, 2), labels) == {}
@@ -232,14 +262,20 @@ def ragged(size: int, length: int, vocabulary: int) -> torch.Tensor:
 def test_losses_and_gradients_are_those_of_plain_cross_entropy(shape, dtype, label_smoothing):
     logits = (torch.randn(shape) * 3).to(dtype).requires_grad_()
     labels, weight = ragged(*shape), torch.rand(shape[0])
-    losses, expected = token_loss(logits, labels, label_smoothing=label_smoothing), reference(logits, labels, label_smoothing)
+    losses, expected = (
+        token_loss(logits, labels, label_smoothing=label_smoothing),
+        reference(logits, labels, label_smoothing),
+    )
     assert losses.dtype == expected.dtype
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     (grad,) = torch.autograd.grad((losses * weight).sum(), logits)
     (expected_grad,) = torch.autograd.grad((expected * weight).sum(), logits)
     assert grad.dtype == dtype
     torch.testing.assert_close(
-        grad, expected_grad, rtol=1e-6 if dtype == torch.float64 else None, atol=None if dtype != torch.float64 else 1e-8
+        grad,
+        expected_grad,
+        rtol=1e-6 if dtype == torch.float64 else None,
+        atol=None if dtype != torch.float64 else 1e-8,
     )
     assert losses[-1] == 0 and (grad[-1] == 0).all()
 
@@ -429,7 +465,10 @@ def test_heads_with_another_loss_are_refused(name):
 
 def test_the_list_of_other_conventions_names_heads_that_exist():
     named = {
-        n for m in losses_module._MAPPINGS.values() for v in getattr(modeling_auto, m).values() for n in ((v,) if isinstance(v, str) else v)
+        n
+        for m in losses_module._MAPPINGS.values()
+        for v in getattr(modeling_auto, m).values()
+        for n in ((v,) if isinstance(v, str) else v)
     }
     assert named >= losses_module._OTHER_CONVENTIONS
 

@@ -16,7 +16,13 @@ import pytest
 import torch
 from mechanisms import Automatic, Capped, EverybodyInTurn, GrowingBatches, Halving, OverTwoSteps
 
-from dp_transformers.accounting import PrivacyAccountant, calibrate_noise_multiplier, compute_epsilon, event_epsilon, group_epsilon
+from dp_transformers.accounting import (
+    PrivacyAccountant,
+    calibrate_noise_multiplier,
+    compute_epsilon,
+    event_epsilon,
+    group_epsilon,
+)
 from dp_transformers.clipping.functions import ClippingFunction, FlatClipping
 from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
 from dp_transformers.noise import IndependentNoise
@@ -28,7 +34,12 @@ DELTA = 1e-5
 
 
 def mechanism(**changes):
-    parts = {"sampling": PoissonSampling(1000, 50), "clipping": FlatClipping(0.5), "noise": IndependentNoise(1.0), "steps": 30}
+    parts = {
+        "sampling": PoissonSampling(1000, 50),
+        "clipping": FlatClipping(0.5),
+        "noise": IndependentNoise(1.0),
+        "steps": 30,
+    }
     return Mechanism(**{**parts, **changes})
 
 
@@ -57,7 +68,9 @@ def test_what_json_says_must_be_all_there_and_known():
     for part in data:
         with pytest.raises(ValueError, match=part):
             Mechanism.from_dict({name: value for name, value in data.items() if name != part})
-    with pytest.raises(ValueError, match=r"no Sampling of kind 'flat' is defined; there are \['capped', .*Import the module"):
+    with pytest.raises(
+        ValueError, match=r"no Sampling of kind 'flat' is defined; there are \['capped', .*Import the module"
+    ):
         Mechanism.from_dict({**data, "sampling": data["clipping"]})
     with pytest.raises(ValueError, match="Noise of kind 'independent'.*colour"):
         Mechanism.from_dict({**data, "noise": {**data["noise"], "colour": "pink"}})
@@ -72,7 +85,9 @@ def test_epsilon_is_that_of_the_functions_of_accounting():
     assert plain.epsilon(DELTA, accountant="rdp") == compute_epsilon(1.0, 0.05, 30, DELTA, "rdp")
     assert plain.epsilon(DELTA, rows=3) == group_epsilon([(1.0, 0.05, 30)], 3, DELTA)
     assert plain.epsilon(DELTA, executed=[]) == 0.0
-    assert plain.epsilon(DELTA, executed=[plain.planned(0, 10), Counter(), plain.planned(10, 20)]) == plain.epsilon(DELTA)
+    assert plain.epsilon(DELTA, executed=[plain.planned(0, 10), Counter(), plain.planned(10, 20)]) == plain.epsilon(
+        DELTA
+    )
     assert mechanism(noise=IndependentNoise(0.0)).epsilon(DELTA) == math.inf
 
 
@@ -80,7 +95,9 @@ def test_calibrated_and_affordable_steps():
     found = mechanism().calibrated(target_epsilon=2.0, target_delta=DELTA)
     assert found.noise.noise_multiplier == calibrate_noise_multiplier(2.0, DELTA, 0.05, 30)
     assert found.affordable_steps(target_epsilon=2.0, delta=DELTA, limit=30) == 30
-    steps = mechanism().affordable_steps(target_epsilon=2.0, delta=DELTA, limit=10**4, executed=[mechanism().planned(0, 7)])
+    steps = mechanism().affordable_steps(
+        target_epsilon=2.0, delta=DELTA, limit=10**4, executed=[mechanism().planned(0, 7)]
+    )
     assert compute_epsilon(1.0, 0.05, steps + 7, DELTA) <= 2.0 < compute_epsilon(1.0, 0.05, steps + 8, DELTA)
     group = mechanism(unit=PrivacyUnit(3)).calibrated(target_epsilon=2.0, target_delta=DELTA)
     assert group.noise.noise_multiplier == calibrate_noise_multiplier(2.0, DELTA, 0.05, 30, rows=3)
@@ -96,7 +113,9 @@ def test_releases_are_paid_for():
     joint = (1 + 1 / 9) ** -0.5
     assert with_loss.epsilon(DELTA) == compute_epsilon(joint, 0.05, 30, DELTA) > mechanism().epsilon(DELTA)
     found = with_loss.calibrated(target_epsilon=1.5, target_delta=DELTA)
-    assert 1.498 < found.epsilon(DELTA) <= 1.5 and found.noise.noise_multiplier > calibrate_noise_multiplier(1.5, DELTA, 0.05, 30)
+    assert 1.498 < found.epsilon(DELTA) <= 1.5 and found.noise.noise_multiplier > calibrate_noise_multiplier(
+        1.5, DELTA, 0.05, 30
+    )
 
 
 def test_schedules_are_composed_step_by_step():
@@ -129,7 +148,11 @@ def test_other_events_are_accounted_for_by_dp_accounting():
 def test_phases_are_found_in_nested_events():
     step = dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(1.0))
     nested = dp.ComposedDpEvent(
-        [dp.SelfComposedDpEvent(dp.ComposedDpEvent([step, step]), 5), dp.NoOpDpEvent(), dp.SelfComposedDpEvent(step, 20)]
+        [
+            dp.SelfComposedDpEvent(dp.ComposedDpEvent([step, step]), 5),
+            dp.NoOpDpEvent(),
+            dp.SelfComposedDpEvent(step, 20),
+        ]
     )
     assert event_epsilon(nested, DELTA) == compute_epsilon(1.0, 0.05, 30, DELTA)
     with pytest.raises(ValueError, match="groups of 2 rows"):
@@ -165,10 +188,17 @@ class Shrinking(ClippingFunction):
     [
         (
             {"noise": OverTwoSteps(1.0)},
-            "'over two steps' is correlated over 2 steps.*'poisson' an example may take part again after 1: .*independent noise",
+            "'over two steps' is correlated over 2 steps.*'poisson' an example may take part again after 1: "
+            ".*independent noise",
         ),
-        ({"sampling": EverybodyInTurn(1000, 50), "noise": OverTwoSteps(1.0), "clipping": Shrinking(1.0)}, "needs one clipping bound"),
-        ({"sampling": Shuffled(1000, 50)}, "'pld' has no bound on epsilon for .*UnsupportedDpEvent.*'rdp' has no bound"),
+        (
+            {"sampling": EverybodyInTurn(1000, 50), "noise": OverTwoSteps(1.0), "clipping": Shrinking(1.0)},
+            "needs one clipping bound",
+        ),
+        (
+            {"sampling": Shuffled(1000, 50)},
+            "'pld' has no bound on epsilon for .*UnsupportedDpEvent.*'rdp' has no bound",
+        ),
         ({"sampling": Capped(1000, 50, 80), "unit": PrivacyUnit(2)}, "groups of 2 rows"),
         ({"sampling": "poisson"}, "sampling must be a Sampling"),
         ({"noise": 1.0}, "noise must be a Noise"),
@@ -229,11 +259,16 @@ def test_mechanisms_load_no_torch():
         "from dp_transformers.mechanism import Mechanism\n"
         "from dp_transformers.noise import IndependentNoise\n"
         "from dp_transformers.sampling import PoissonSampling\n"
-        "m = Mechanism(sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(1.0), steps=30)\n"
-        "m = Mechanism.from_dict(json.loads(json.dumps(m.to_dict())))\n"
+        "m = Mechanism(sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(1.0), "
+        "steps=30)\nm = Mechanism.from_dict(json.loads(json.dumps(m.to_dict())))\n"
         "print(m.epsilon(1e-5), m.calibrated(target_epsilon=2.0, target_delta=1e-5).noise.noise_multiplier)\n"
         "print([name for name in ('torch', 'transformers', 'accelerate') if name in sys.modules])\n"
     )
-    numbers, loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    numbers, loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert loaded == "[]"
-    assert numbers.split() == [repr(compute_epsilon(1.0, 0.05, 30, DELTA)), repr(calibrate_noise_multiplier(2.0, DELTA, 0.05, 30))]
+    assert numbers.split() == [
+        repr(compute_epsilon(1.0, 0.05, 30, DELTA)),
+        repr(calibrate_noise_multiplier(2.0, DELTA, 0.05, 30)),
+    ]

@@ -28,7 +28,12 @@ LOOPS = ("trainer", "engine")
 
 
 def mechanism(**changes):
-    parts = {"sampling": PoissonSampling(N, EXPECTED), "clipping": FlatClipping(BOUND), "noise": IndependentNoise(1.3), "steps": STEPS}
+    parts = {
+        "sampling": PoissonSampling(N, EXPECTED),
+        "clipping": FlatClipping(BOUND),
+        "noise": IndependentNoise(1.3),
+        "steps": STEPS,
+    }
     return Mechanism(**{**parts, **changes})
 
 
@@ -49,7 +54,13 @@ class Gradients(TrainerCallback):
 
 
 def by_trainer(folder, mechanism, *callbacks, **changes):
-    options = {"target_epsilon": None, "mechanism": mechanism, "accountant": "pld", "save_total_limit": None, "expected_batch_size": None}
+    options = {
+        "target_epsilon": None,
+        "mechanism": mechanism,
+        "accountant": "pld",
+        "save_total_limit": None,
+        "expected_batch_size": None,
+    }
     return build(DPTrainer, folder, callbacks, **{**options, "max_steps": -1, **changes})
 
 
@@ -58,7 +69,9 @@ def by_engine(mechanism, batch_size=EXPECTED, folder=None, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(torch.tensor(row["x"]), row["labels"]) for row in rows()]
     loader = DataLoader(data, batch_size=batch_size)
-    made = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, mechanism=mechanism, self_check=False, **options)
+    made = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, mechanism=mechanism, self_check=False, **options
+    )
     return engine, *made
 
 
@@ -102,7 +115,12 @@ def test_a_mechanism_is_what_the_flags_say(tmp_path, loop):
     assert spent.epsilon == given.epsilon(DELTA) == compute_epsilon(1.3, EXPECTED / N, STEPS, DELTA)
     report = spent.to_dict()
     assert Mechanism.from_dict(json.loads(json.dumps(report))["mechanism"]) == given
-    assert (report["noise_multiplier"], report["max_grad_norm"], report["expected_batch_size"], report["num_examples"]) == (
+    assert (
+        report["noise_multiplier"],
+        report["max_grad_norm"],
+        report["expected_batch_size"],
+        report["num_examples"],
+    ) == (
         1.3,
         BOUND,
         EXPECTED,
@@ -110,7 +128,9 @@ def test_a_mechanism_is_what_the_flags_say(tmp_path, loop):
     )
     begin, *steps = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()]
     assert begin["version"] == 2 and Mechanism.from_dict(begin["mechanism"]) == given
-    assert [StepParameters(*(line[name] for name in StepParameters._fields)) for line in steps] == [given.at(0)] * STEPS
+    assert [StepParameters(*(line[name] for name in StepParameters._fields)) for line in steps] == [
+        given.at(0)
+    ] * STEPS
 
 
 def test_a_mechanism_and_flags_at_once_or_neither():
@@ -124,7 +144,9 @@ def test_a_mechanism_and_flags_at_once_or_neither():
 
 @pytest.mark.parametrize("sampling", [PoissonSampling(N + 1, EXPECTED), PoissonSampling(N, EXPECTED + 1)], ids=str)
 def test_a_mechanism_for_other_data_is_refused(tmp_path, sampling):
-    with pytest.raises(ValueError, match=rf"mechanism is for {sampling.num_examples} examples and an expected batch size of"):
+    with pytest.raises(
+        ValueError, match=rf"mechanism is for {sampling.num_examples} examples and an expected batch size of"
+    ):
         by_engine(mechanism(sampling=sampling))
     if sampling.num_examples != N:
         with pytest.raises(ValueError, match=f"mechanism is for num_examples={N + 1}, but train_dataset has {N}"):
@@ -201,9 +223,9 @@ def test_a_clipping_function_that_does_not_keep_to_its_sensitivity_is_refused():
 def test_noise_of_the_users_own_is_what_is_added(tmp_path, loop, monkeypatch):
     monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(EMPTY, number=next(sampler._number)))
     _, gradients = train(loop, tmp_path, mechanism(noise=Shifting(1.3)))
-    assert len(gradients) == STEPS and all(torch.equal(g, torch.full_like(g, 1.3 * BOUND / EXPECTED)) for g in gradients), (
-        "all draws are empty"
-    )
+    assert len(gradients) == STEPS and all(
+        torch.equal(g, torch.full_like(g, 1.3 * BOUND / EXPECTED)) for g in gradients
+    ), "all draws are empty"
 
 
 EMPTY = next(iter(DrawSampler(PoissonSampling(N, EXPECTED), 1, 0)))[0]
@@ -269,7 +291,9 @@ def test_each_step_uses_its_own_noise_and_divisor(tmp_path, loop, monkeypatch):
     monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(EMPTY, number=next(sampler._number)))
     moving = mechanism(sampling=SCHEDULED.sampling, noise=ShiftingByStep(4.0, 5))
     spent, gradients = train(loop, tmp_path, moving)
-    assert [float(g[0]) for g in gradients] == pytest.approx([s.noise_std / s.expected_batch_size for s in map(SCHEDULED.at, range(STEPS))])
+    assert [float(g[0]) for g in gradients] == pytest.approx(
+        [s.noise_std / s.expected_batch_size for s in map(SCHEDULED.at, range(STEPS))]
+    )
     assert spent.epsilon == epsilon_of(range(STEPS))
 
 
@@ -282,10 +306,13 @@ class ShiftingByStep(Halving):
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("at", [3, 6])
 def test_a_schedule_goes_on_where_the_checkpoint_was(tmp_path, at, skip, monkeypatch):
-    """Both the draws and the noise, also within an epoch (of 5 steps), whose first draws Trainer skips or not; ε counts what each step used."""
+    """Both the draws and the noise, also within an epoch (of 5 steps), whose first draws Trainer skips or not; ε
+    counts what each step used."""
     by_trainer(tmp_path, SCHEDULED, Stop(8)).train()
     drawn, draws = [], Growing.draws
-    monkeypatch.setattr(Growing, "draws", lambda self, generator, first: (drawn.append(first), draws(self, generator, first))[1])
+    monkeypatch.setattr(
+        Growing, "draws", lambda self, generator, first: (drawn.append(first), draws(self, generator, first))[1]
+    )
     trainer = by_trainer(tmp_path, SCHEDULED, ignore_data_skip=skip)
     trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
     assert drawn == [at if skip else at - at % 5]
@@ -302,7 +329,9 @@ def test_steps_of_which_the_ledger_does_not_say_what_they_used_are_the_costliest
     path.write_text("".join(lines[:3]) + lines[3][:20] + "\n" + "".join(lines[4:]))  # the third step's line is torn
     trainer = by_trainer(tmp_path, SCHEDULED, Stop(6))
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert trainer.privacy_spent().epsilon == epsilon_of([0, 1, 6, 3, 4, 5, 6, 3, 4, 5]), "of the first seven, the last two cost most"
+    assert trainer.privacy_spent().epsilon == epsilon_of([0, 1, 6, 3, 4, 5, 6, 3, 4, 5]), (
+        "of the first seven, the last two cost most"
+    )
 
 
 @pytest.mark.parametrize("with_ledger", [True, False])
@@ -344,7 +373,11 @@ def test_another_mechanism_is_refused_and_another_number_of_steps_is_not(tmp_pat
     trainer = by_trainer(tmp_path, replace(given, steps=8, unit=PrivacyUnit(2)))
     trainer.train(resume_from_checkpoint=True)
     spent = trainer.privacy_spent()
-    assert spent.steps == 8 and spent.mechanism.steps == 8 and spent.epsilon == compute_epsilon(1.3, EXPECTED / N, 8, DELTA)
+    assert (
+        spent.steps == 8
+        and spent.mechanism.steps == 8
+        and spent.epsilon == compute_epsilon(1.3, EXPECTED / N, 8, DELTA)
+    )
     assert spent.epsilon_per_person == given.epsilon(DELTA, executed=[given.planned(0, 8)], rows=2) > spent.epsilon
 
 
@@ -382,6 +415,8 @@ def test_correlated_noise_stops_where_a_draw_is_left_out():
     next(batches)
     engine.drop_draw()
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"draws 2 to 2 were left out.*'pairs of steps' is correlated over 2 steps.*independent noise"):
+    with pytest.raises(
+        ValueError, match=r"draws 2 to 2 were left out.*'pairs of steps' is correlated over 2 steps.*independent noise"
+    ):
         step()
     assert all(map(torch.equal, before, model.parameters()))

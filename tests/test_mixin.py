@@ -1,4 +1,5 @@
-"""DPTrainerMixin: any subclass of Trainer trains as DPTrainer does, keeps its evaluation, and is refused where it would not be private."""
+"""DPTrainerMixin: any subclass of Trainer trains as DPTrainer does, keeps its evaluation, and is refused where it
+would not be private."""
 
 import logging
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ def arguments(folder, cls=DPTrainingArguments, **changes):
 
 def make(cls, folder, arguments_class=DPTrainingArguments, *, rows=ROWS, **options):
     args = arguments(folder, arguments_class)
-    return cls(model=seeded(bert), args=args, data_collator=collate, train_dataset=rows, eval_dataset=ROWS[:4], **options)
+    return cls(
+        model=seeded(bert), args=args, data_collator=collate, train_dataset=rows, eval_dataset=ROWS[:4], **options
+    )
 
 
 def cross_entropy(outputs, labels):
@@ -105,8 +108,17 @@ def test_any_trainer_takes_the_steps_of_dp_trainer(tmp_path, cls):
     for each in (DPTrainer, cls):
         noted, folder = Noted(task), tmp_path / each.__name__
         args = trainer_for(task, str(folder)).args.to_dict()
-        kept = ("max_grad_norm", "noise_multiplier", "dp_seed", "max_steps", "per_device_train_batch_size", "expected_batch_size")
-        args = arguments(folder, arguments_class if each is cls else DPTrainingArguments, **{name: args[name] for name in kept})
+        kept = (
+            "max_grad_norm",
+            "noise_multiplier",
+            "dp_seed",
+            "max_steps",
+            "per_device_train_batch_size",
+            "expected_batch_size",
+        )
+        args = arguments(
+            folder, arguments_class if each is cls else DPTrainingArguments, **{name: args[name] for name in kept}
+        )
         trainer = each(model=seeded(bert), args=args, data_collator=collate, train_dataset=ROWS, callbacks=[noted])
         trainer.train()
         sums[each] = noted.sums
@@ -171,7 +183,8 @@ class DPWeightedTrainer(DPTrainer, Weighted):
 def test_a_loss_of_the_class_must_be_said_for_each_example(tmp_path, cls):
     """Otherwise the model would be trained on the loss of its head without a word."""
     with pytest.raises(
-        ValueError, match=r"(?s)Weighted has a compute_loss of its own.*Pass per_example_loss_func=f.*find_per_example_loss"
+        ValueError,
+        match=r"(?s)Weighted has a compute_loss of its own.*Pass per_example_loss_func=f.*find_per_example_loss",
     ):
         make(cls, tmp_path)
 
@@ -258,7 +271,9 @@ def test_classes_that_take_over_the_step(tmp_path, cls, message):
 def test_a_step_set_on_the_trainer_itself(tmp_path):
     trainer = make(DPInHouse, tmp_path)
     trainer.training_step = lambda *args: torch.zeros(())
-    with pytest.raises(ValueError, match=r"'training_step' was set on this DPInHouse, but DPTrainerMixin needs its own"):
+    with pytest.raises(
+        ValueError, match=r"'training_step' was set on this DPInHouse, but DPTrainerMixin needs its own"
+    ):
         trainer.train()
 
 
@@ -272,10 +287,16 @@ class OnlyMixin(DPTrainerMixin):
 @pytest.mark.parametrize(
     ("bases", "message"),
     [
-        ((Trainer, DPTrainerMixin), r"Trainer comes before DPTrainerMixin .*without privacy.*class Wrong\(DPTrainerMixin, Trainer\)"),
+        (
+            (Trainer, DPTrainerMixin),
+            r"Trainer comes before DPTrainerMixin .*without privacy.*class Wrong\(DPTrainerMixin, Trainer\)",
+        ),
         ((Seq2SeqTrainer, DPTrainerMixin), r"class Wrong\(DPTrainerMixin, Seq2SeqTrainer\)"),
         ((InHouse, OnlyMixin), r"InHouse comes before OnlyMixin .*class Wrong\(OnlyMixin, InHouse\)"),
-        ((Logging, InHouse, DPTrainerMixin), r"InHouse comes before DPTrainerMixin .*class Wrong\(DPTrainerMixin, Logging, InHouse\)"),
+        (
+            (Logging, InHouse, DPTrainerMixin),
+            r"InHouse comes before DPTrainerMixin .*class Wrong\(DPTrainerMixin, Logging, InHouse\)",
+        ),
     ],
 )
 def test_trainer_before_the_mixin(bases, message):
@@ -284,7 +305,9 @@ def test_trainer_before_the_mixin(bases, message):
         type("Wrong", bases, {})
 
 
-@pytest.mark.parametrize("bases", [(DPTrainerMixin, Trainer), (Seq2SeqTrainer, DPTrainer), (OnlyMixin, InHouse), (Logging, DPPlain)])
+@pytest.mark.parametrize(
+    "bases", [(DPTrainerMixin, Trainer), (Seq2SeqTrainer, DPTrainer), (OnlyMixin, InHouse), (Logging, DPPlain)]
+)
 def test_orders_that_are_private(tmp_path, bases):
     arguments_class = Seq2SeqArguments if Seq2SeqTrainer in bases else DPTrainingArguments
     trainer = make(type("Right", bases, {}), tmp_path, arguments_class)

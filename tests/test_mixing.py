@@ -79,7 +79,9 @@ def test_rows_of_several_rows_are_told_from_augmented_rows(kind, size):
         if change is in_place and rows.dtype == torch.uint8:
             continue
         loaded = LoadedRows({"pixels": rows, "labels": torch.zeros(size)}, size)
-        with pytest.raises(ValueError, match=r"training loop mixes examples.*MixUp.*Remove the mixing.*augment each example by itself"):
+        with pytest.raises(
+            ValueError, match=r"training loop mixes examples.*MixUp.*Remove the mixing.*augment each example by itself"
+        ):
             loaded.refuse_mixed(((), {"x": change(rows if change is in_place else rows.float())}), "training loop")
     for change in OWN:
         rows = KINDS[kind](size)
@@ -215,15 +217,18 @@ REFUSED = {
     "tokens of the row before": (neighbours_tokens, texts, "mixes examples"),
     "cut to the shortest": (cut_to_the_shortest, texts, r"mixes examples|other examples decide"),
     "stretched to the longest": (stretched_to_the_longest, texts, "other examples decide how it is cut, resized or padded"),
-    "images padded in two dimensions": (padded_images, images, "other examples decide how it is cut, resized or padded"),
+    "images padded in two "
+    "dimensions": (padded_images, images, "other examples decide how it is cut, resized or padded"),
     "hard examples twice": (hard_examples_twice, examples_of_numbers, "mixes examples|depends on how many examples"),
     "numpy seed": (with_numbers(lambda shape: (np.random.seed(42), torch.from_numpy(np.random.rand(*shape)))[1]), examples_of_numbers,
                    "depends on how many examples come before"),
     "seed of random": (with_numbers(lambda shape: (random.seed(42), torch.tensor([[random.random()] for _ in range(shape[0])]))[1]),
                        examples_of_numbers, "depends on how many examples come before"),
-    "generator made in the call": (with_numbers(lambda shape: torch.from_numpy(np.random.default_rng(0).random(shape))), examples_of_numbers,
+    "generator made in the "
+    "call": (with_numbers(lambda shape: torch.from_numpy(np.random.default_rng(0).random(shape))), examples_of_numbers,
                                    "depends on how many examples come before"),
-    "torch generator made in the call": (with_numbers(lambda shape: torch.rand(shape, generator=torch.Generator().manual_seed(3))),
+    "torch generator made in the "
+    "call": (with_numbers(lambda shape: torch.rand(shape, generator=torch.Generator().manual_seed(3))),
                                          examples_of_numbers, "depends on how many examples come before"),
     "entropy of its own": (with_numbers(lambda shape: torch.from_numpy(np.random.default_rng().random(shape))), examples_of_numbers,
                            "gives another batch when it is called again"),
@@ -273,7 +278,9 @@ def test_collators_whose_rows_are_their_own(case):
     for number in range(3):
         draw = LogicalBatches(examples(), collate, 8)[Draw(number, range(24), True)]
         assert sum(draw.sizes) == 24
-        assert number or any(batch.padding is not None and batch.padding.by_others for batch in draw.batches) == (examples is texts)
+        assert number or any(batch.padding is not None and batch.padding.by_others for batch in draw.batches) == (
+            examples is texts
+        )
 
 
 def test_mixing_that_begins_late_is_seen_in_numbers():

@@ -33,7 +33,8 @@ def test_distribution(secure):
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_tails_and_pairs(secure):
-    """As many numbers far out as there should be; nothing left in common by the two that come from the same random bits."""
+    """As many numbers far out as there should be; nothing left in common by the two that come from the same random
+    bits."""
     x = noise([(4_000_000,)], 1.0, secure=secure)[0]
     for bound in (3.5, 4.0, 4.5):
         expected = 2 * stats.norm.sf(bound) * len(x)
@@ -149,11 +150,16 @@ def test_equal_entropy_gives_equal_noise_and_no_other_does(secure):
 
 @pytest.mark.parametrize("seeded", [lambda device: seeded_global_generators([1], device), forked_generators])
 def test_every_device_gets_its_random_numbers_back(seeded, monkeypatch):
-    """torch.manual_seed seeds all: of a model that lies on two, dropout on the other would go on from a seed that is known."""
+    """torch.manual_seed seeds all: of a model that lies on two, dropout on the other would go on from a seed that is
+    known."""
     forked = []
     with torch.random.fork_rng(devices=[]):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.random, "fork_rng", lambda devices, device_type: forked.append((device_type, *devices)) or nullcontext())
+        monkeypatch.setattr(
+            torch.random,
+            "fork_rng",
+            lambda devices, device_type: forked.append((device_type, *devices)) or nullcontext(),
+        )
         with seeded(torch.device("cuda:1")):
             pass
     assert forked == [("cuda", 0, 1)]
@@ -176,7 +182,9 @@ def test_masks_are_no_function_of_32_bits(seeded):
                 SecretSeeds(entropy[k]).reseed()
             elif seeded == "worker":
                 seed_worker(0)
-            with nullcontext() if seeded != "training" else seeded_global_generators([entropy[k]], torch.device("cpu")):
+            with (
+                nullcontext() if seeded != "training" else seeded_global_generators([entropy[k]], torch.device("cpu"))
+            ):
                 states.append(torch.get_rng_state())
                 drawn.append((torch.rand(4).tolist(), random.random(), np.random.rand()))
                 seed = torch.initial_seed()
@@ -184,7 +192,11 @@ def test_masks_are_no_function_of_32_bits(seeded):
                 assert torch.rand(4).tolist() != drawn[-1][0]
     assert all(a != b for a, b in zip(*drawn, strict=True))
     words = torch.stack([state.view(torch.int64)[_TWISTER] for state in states])
-    assert (words[0] != words[1]).sum() > 600 and words.max() < 2**32 and words.double().mean() == pytest.approx(2**31, rel=0.1)
+    assert (
+        (words[0] != words[1]).sum() > 600
+        and words.max() < 2**32
+        and words.double().mean() == pytest.approx(2**31, rel=0.1)
+    )
 
 
 def test_the_generator_runs_as_well_from_such_a_state():

@@ -1,4 +1,5 @@
-"""ε and σ are to the last digit what they were when tests/privacy_pins.json was written, and what version 1 left on disk is resumed."""
+"""ε and σ are to the last digit what they were when tests/privacy_pins.json was written, and what version 1 left on
+disk is resumed."""
 
 import json
 
@@ -28,7 +29,9 @@ def same(seen: str, pinned: str) -> bool:
 
 
 def test_there_are_fifty():
-    settings = [{name: value for name, value in pin.items() if name not in ("epsilon", "sigma")} for pin in PINNED["settings"]]
+    settings = [
+        {name: value for name, value in pin.items() if name not in ("epsilon", "sigma")} for pin in PINNED["settings"]
+    ]
     assert settings == privacy_pins.settings() and len(settings) == 50
     assert len({(pin["epsilon"], pin["sigma"]) for pin in PINNED["settings"]}) > 45
 
@@ -39,7 +42,9 @@ def test_epsilon_and_sigma_are_the_pinned_ones(pin):
     assert same(seen["epsilon"], pin["epsilon"]) and same(seen["sigma"], pin["sigma"])
 
 
-@pytest.mark.parametrize("pin", [pin for pin in PINNED["settings"] if pin["steps"]], ids=lambda pin: f"{pin['steps']}-{pin['rows']}")
+@pytest.mark.parametrize(
+    "pin", [pin for pin in PINNED["settings"] if pin["steps"]], ids=lambda pin: f"{pin['steps']}-{pin['rows']}"
+)
 def test_those_of_a_mechanism_are_too(pin):
     # of so many examples that q is the same number
     q, (numerator, denominator) = pin["sample_rate"], pin["sample_rate"].as_integer_ratio()
@@ -52,7 +57,9 @@ def test_those_of_a_mechanism_are_too(pin):
     )
     assert mechanism.sampling.sample_rate == q
     epsilon = mechanism.epsilon(pin["delta"], accountant=pin["accountant"], rows=pin["rows"])
-    found = mechanism.calibrated(target_epsilon=pin["target_epsilon"], target_delta=pin["delta"], accountant=pin["accountant"])
+    found = mechanism.calibrated(
+        target_epsilon=pin["target_epsilon"], target_delta=pin["delta"], accountant=pin["accountant"]
+    )
     assert same(repr(epsilon), pin["epsilon"]) and same(repr(found.noise.noise_multiplier), pin["sigma"])
 
 
@@ -68,7 +75,8 @@ def stop_at(step):
 
 
 def test_a_trainer_resumes_version_1(tmp_path):
-    """From the checkpoint of step 3, of a run that took 6 steps; weights are of a run of now, which version 1 saved alike."""
+    """From the checkpoint of step 3, of a run that took 6 steps; weights are of a run of now, which version 1 saved
+    alike."""
     seen, options = VERSION_1["trainer"], {"save_total_limit": 2, "accountant": "pld"}
     build(DPTrainer, tmp_path, [stop_at(6)], **options).train()
     folder = tmp_path / "checkpoint-3"
@@ -84,7 +92,10 @@ def test_a_trainer_resumes_version_1(tmp_path):
     sigma = seen["state"]["noise_multiplier"]
     used = {"sample_rate": 0.2, "expected_batch_size": 8, "noise_multiplier": sigma, "max_grad_norm": 1.0}
     assert lines[-1] == {"run": seen["state"]["run_id"], "step": 11, **used}
-    assert lines[7]["version"] == 2 and lines[7]["mechanism"]["noise"] == {"kind": "independent", "noise_multiplier": sigma}
+    assert lines[7]["version"] == 2 and lines[7]["mechanism"]["noise"] == {
+        "kind": "independent",
+        "noise_multiplier": sigma,
+    }
 
 
 @pytest.mark.parametrize("with_ledger", [True, False])
@@ -92,7 +103,10 @@ def test_a_loop_resumes_version_1(tmp_path, with_ledger):
     seen, data = VERSION_1["engine"], [(torch.tensor(row["x"]), row["labels"]) for row in rows()]
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.save({"module": model.state_dict(), "optimizer": optimizer.state_dict(), "privacy": seen["privacy"]}, tmp_path / "c.pt")
+    torch.save(
+        {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "privacy": seen["privacy"]},
+        tmp_path / "c.pt",
+    )
     (tmp_path / LEDGER_NAME).write_text(seen["ledger"])
     engine = PrivacyEngine(ledger_dir=tmp_path if with_ledger else None)
     model, optimizer, loader = engine.make_private(

@@ -46,7 +46,9 @@ class Net(nn.Module):
 
 def make_data():
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randint(0, 9, (N, LENGTH), generator=generator), torch.randint(0, CLASSES, (N,), generator=generator))
+    return TensorDataset(
+        torch.randint(0, 9, (N, LENGTH), generator=generator), torch.randint(0, CLASSES, (N,), generator=generator)
+    )
 
 
 def make(model=None, *, seed=1, batch_size=10, optimizer=None, engine=None, collate_fn=None, **options):
@@ -85,7 +87,9 @@ def sgd(parameters):
 
 
 def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05, eps=1e-3)  # a smaller one would make steps of the rounding errors of zeros
+    return torch.optim.Adam(
+        parameters, lr=0.05, eps=1e-3
+    )  # a smaller one would make steps of the rounding errors of zeros
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adam], ids=["sgd", "adam"])
@@ -122,7 +126,9 @@ def test_losses_handed_over_per_example(mode, how):
     model = Net()
     oracle, start = OneAtATime(model, sgd, 0.3, 10), copy.deepcopy(model)
     handed = {"criterion": nn.CrossEntropyLoss()} if how == "criterion" else {"loss_reduction": "none"}
-    engine, model, optimizer, *criterion, loader = make(model, optimizer=sgd(model.parameters()), clipping_mode=mode, **handed)
+    engine, model, optimizer, *criterion, loader = make(
+        model, optimizer=sgd(model.parameters()), clipping_mode=mode, **handed
+    )
     for x, y in loader:
         optimizer.zero_grad()
         if how == "criterion":
@@ -133,7 +139,9 @@ def test_losses_handed_over_per_example(mode, how):
             engine.clipper.backward(F.cross_entropy(model(x), y, reduction="none"))
         optimizer.step()
         oracle.step(x, y)
-    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(trainable(oracle.model), trainable(start))
+    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(
+        trainable(oracle.model), trainable(start)
+    )
 
 
 class Classic(nn.Module):
@@ -152,7 +160,10 @@ class Classic(nn.Module):
         self.embed, self.conv = nn.Embedding(9, WIDTH), nn.Conv1d(WIDTH, WIDTH + 1, 3, padding="same")
         self.group, self.scale = nn.GroupNorm(2, WIDTH + 1), self.Scale()
         self.lstm = nn.LSTM(WIDTH + 1, WIDTH + 1, batch_first=True, bidirectional=True)
-        self.attention, self.head = nn.MultiheadAttention(2 * WIDTH + 2, 2, batch_first=True), nn.Linear(2 * WIDTH + 2, CLASSES)
+        self.attention, self.head = (
+            nn.MultiheadAttention(2 * WIDTH + 2, 2, batch_first=True),
+            nn.Linear(2 * WIDTH + 2, CLASSES),
+        )
 
     def forward(self, ids):
         x = self.scale(self.group(self.conv(self.embed(ids).mT)).mT)
@@ -170,7 +181,9 @@ def test_every_kind_of_rule(mode):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         oracle.step(x, y)
-    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(trainable(oracle.model), trainable(start))
+    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(
+        trainable(oracle.model), trainable(start)
+    )
 
 
 def test_batch_in_the_second_dimension():
@@ -182,14 +195,18 @@ def test_batch_in_the_second_dimension():
     def positions_first(examples):
         return torch.stack([x for x, _ in examples], 1), torch.stack([y for _, y in examples])
 
-    _, model, optimizer, loader = make(model, optimizer=sgd(model.parameters()), batch_first=False, collate_fn=positions_first)
+    _, model, optimizer, loader = make(
+        model, optimizer=sgd(model.parameters()), batch_first=False, collate_fn=positions_first
+    )
     for x, y in loader:
         assert x.shape == (LENGTH, len(y))
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         oracle.step(x.T, y)
-    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(trainable(oracle.model), trainable(start))
+    assert distance(trainable(model), trainable(oracle.model)) <= 1e-5 * distance(
+        trainable(oracle.model), trainable(start)
+    )
 
 
 def losses_of(model):
@@ -293,10 +310,17 @@ def test_no_pass_to_calibrate_noise_for(epochs):
     """Nothing would be spent in no step, so there is no noise that a target could be calibrated to."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    options = {"module": model, "optimizer": optimizer, "data_loader": DataLoader(make_data(), 10), "target_epsilon": 3.0}
+    options = {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": DataLoader(make_data(), 10),
+        "target_epsilon": 3.0,
+    }
     options |= {"target_delta": 1e-4, "max_grad_norm": 1.0}
     engine = PrivacyEngine()
-    with pytest.raises(ValueError, match=rf"(?s)epochs={epochs} leaves no step.*above 0.*make_private\(noise_multiplier=...\)"):
+    with pytest.raises(
+        ValueError, match=rf"(?s)epochs={epochs} leaves no step.*above 0.*make_private\(noise_multiplier=...\)"
+    ):
         engine.make_private_with_epsilon(**options, epochs=epochs)
     assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
     engine.make_private_with_epsilon(**options, epochs=0.1)
@@ -305,7 +329,8 @@ def test_no_pass_to_calibrate_noise_for(epochs):
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize(
-    ("delta", "message"), [(1 / N, "not smaller than 1/N"), (0.5, "not smaller than 1/N"), (0.0, "above 0"), (-1.0, "above 0")]
+    ("delta", "message"),
+    [(1 / N, "not smaller than 1/N"), (0.5, "not smaller than 1/N"), (0.0, "above 0"), (-1.0, "above 0")],
 )
 def test_a_delta_that_says_nothing_of_a_row(delta, message):
     """As DPTrainer refuses it: at 1/N, publishing one example outright counts as private."""
@@ -359,7 +384,9 @@ def test_step_without_backward():
 
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_backward_twice_on_a_batch(mode):
-    _, model, _, *criterion, loader = make(clipping_mode=mode, **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}))
+    _, model, _, *criterion, loader = make(
+        clipping_mode=mode, **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {})
+    )
     criterion = criterion[0] if criterion else F.cross_entropy
     x, y = next(iter(loader))
     criterion(model(x), y).backward()
@@ -371,7 +398,8 @@ def test_a_loss_of_the_private_criterion_goes_backward_once_and_as_it_is():
     _, model, _, criterion, loader = make(criterion=nn.CrossEntropyLoss())
     x, y = next(iter(loader))
     with pytest.raises(
-        ValueError, match=r"scaled or combined.*without GradScaler.*engine.clipper.backward\(losses\).*loss_reduction='none'"
+        ValueError,
+        match=r"scaled or combined.*without GradScaler.*engine.clipper.backward\(losses\).*loss_reduction='none'",
     ):
         (criterion(model(x), y) / 2).backward()
     loss = criterion(model(x), y)
@@ -465,7 +493,9 @@ def test_gradients_changed_before_the_step(change):
 
 def test_a_penalty_on_the_weights_is_refused():
     _, model, _, _, x, y = one_batch()
-    with pytest.raises(ValueError, match=r"'head.weight' got a gradient that did not come through its module.*weight_decay"):
+    with pytest.raises(
+        ValueError, match=r"'head.weight' got a gradient that did not come through its module.*weight_decay"
+    ):
         (F.cross_entropy(model(x), y) + model.head.weight.square().sum()).backward()
     assert all(p.grad is None for p in model.parameters())
 
@@ -552,7 +582,9 @@ def test_other_refusals():
         with pytest.raises(ValueError, match="bare module"):
             engine.make_private(**{**common, "module": wrapped}, data_loader=DataLoader(make_data(), batch_size=4))
     with pytest.raises(ValueError, match=r"model.train\(\)"):
-        engine.make_private(**{**common, "module": copy.deepcopy(model).eval()}, data_loader=DataLoader(make_data(), batch_size=4))
+        engine.make_private(
+            **{**common, "module": copy.deepcopy(model).eval()}, data_loader=DataLoader(make_data(), batch_size=4)
+        )
     engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
     with pytest.raises(ValueError, match="already used"):
         engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
@@ -567,7 +599,8 @@ def random_numbers():
 @pytest.mark.parametrize("dp_seed", [None, 1])
 @pytest.mark.filterwarnings("ignore:dp_seed")
 def test_masks_of_dropout_follow_no_seed_that_is_known(dp_seed):
-    """They move with the examples, so who knows them could tell more than ε allows. With a fixed seed, for tests, they are left alone."""
+    """They move with the examples, so who knows them could tell more than ε allows. With a fixed seed, for tests, they
+    are left alone."""
     drawn = []
     for _ in range(2):
         torch.manual_seed(3), random.seed(3), np.random.seed(3)
@@ -589,7 +622,11 @@ def test_augmentation_in_workers_follows_no_generator_that_is_known():
         model, data = nn.Linear(3, 2), Augmented(torch.zeros(20, 3), torch.zeros(20, dtype=torch.long))
         loader = DataLoader(data, batch_size=20, num_workers=1, generator=torch.Generator().manual_seed(42))
         _, _, loader = PrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters()), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
         )
         drawn.append(next(iter(loader))[0])
     assert not torch.equal(*drawn)
@@ -643,7 +680,9 @@ def test_check_loss_knows_a_plain_mean():
     with pytest.raises(ValueError, match="row"):
         engine.check_loss(F.cross_entropy, outputs, targets)
     with pytest.raises(ValueError, match="row"):
-        engine.check_loss(lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])), outputs[:3], targets[:3])
+        engine.check_loss(
+            lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])), outputs[:3], targets[:3]
+        )
 
 
 def test_copies_and_pickles_of_a_private_model_carry_nothing(tmp_path):
@@ -702,7 +741,11 @@ def test_gradients_asked_for_otherwise():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
     data = TensorDataset(torch.randn(N, 3), torch.randint(0, 2, (N,)))
     _, _, loader = PrivacyEngine().make_private(
-        module=model, optimizer=sgd(model.parameters()), data_loader=DataLoader(data, 10), noise_multiplier=1.0, max_grad_norm=1.0
+        module=model,
+        optimizer=sgd(model.parameters()),
+        data_loader=DataLoader(data, 10),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
     )
     x, y = next(iter(loader))
     x.requires_grad_()
@@ -732,7 +775,9 @@ def test_optimizer_whose_step_calls_that_of_its_base():
     for kind in (torch.optim.SGD, Own):
         torch.manual_seed(3)
         model = Net()
-        engine, model, optimizer, loader = make(model, optimizer=kind(model.parameters(), lr=0.5), max_physical_batch_size=4)
+        engine, model, optimizer, loader = make(
+            model, optimizer=kind(model.parameters(), lr=0.5), max_physical_batch_size=4
+        )
         train(model, optimizer, loader)
         assert engine.steps == 4
         trained.append(list(model.parameters()))
@@ -759,7 +804,12 @@ def test_criterion_with_the_batch_second(mode):
     model = PerPosition()
     reference = copy.deepcopy(model)
     engine, model, _, criterion, loader = make(
-        model, batch_first=False, collate_fn=positions_first, criterion=nn.MSELoss(), clipping_mode=mode, batch_size=LENGTH
+        model,
+        batch_first=False,
+        collate_fn=positions_first,
+        criterion=nn.MSELoss(),
+        clipping_mode=mode,
+        batch_size=LENGTH,
     )
     for batch in (batch for _ in range(20) for batch in loader):
         x, y = batch
@@ -767,7 +817,9 @@ def test_criterion_with_the_batch_second(mode):
             break
         engine.drop_draw()
     criterion(model(x), y).backward()
-    gradients = per_example_gradients(reference, lambda b: (reference(b["x"]) - b["y"]).square().mean(1), {"x": x.T, "y": y.T})
+    gradients = per_example_gradients(
+        reference, lambda b: (reference(b["x"]) - b["y"]).square().mean(1), {"x": x.T, "y": y.T}
+    )
     total = clipped_sum(gradients, 0.3)[1]
     assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
 
@@ -786,7 +838,9 @@ class Penalised(nn.Module):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("how", ["backward", "clipper"])
 def test_first_step_of_a_model_that_answers_itself(how, dropout, monkeypatch):
-    monkeypatch.setattr(SecretSeeds, "reseed", lambda seeds, purpose=None: randomness._seed_globally(randomness._expanded([5])))
+    monkeypatch.setattr(
+        SecretSeeds, "reseed", lambda seeds, purpose=None: randomness._seed_globally(randomness._expanded([5]))
+    )
     torch.manual_seed(3)
     model = Penalised()
     model.second.bias.requires_grad_(False)
@@ -811,7 +865,9 @@ def test_first_step_of_a_model_that_answers_itself(how, dropout, monkeypatch):
 def test_checkpointed_last_block():
     class Last(Net):
         def forward(self, ids):
-            return checkpoint(lambda x: self.head(self.norm(self.mix(x))), self.embed(ids), use_reentrant=False).mean(1)
+            return checkpoint(lambda x: self.head(self.norm(self.mix(x))), self.embed(ids), use_reentrant=False).mean(
+                1
+            )
 
     model = Last()
     reference = copy.deepcopy(model)
@@ -884,7 +940,9 @@ def test_autocast():
 @pytest.mark.parametrize("physical", [None, 3])
 def test_bf16_parameters(physical):
     model = Net().bfloat16()
-    _, model, optimizer, loader = make(model, optimizer=adam(model.parameters()), noise_multiplier=1.0, max_physical_batch_size=physical)
+    _, model, optimizer, loader = make(
+        model, optimizer=adam(model.parameters()), noise_multiplier=1.0, max_physical_batch_size=physical
+    )
     for x, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(x).float(), y).backward()
@@ -963,7 +1021,12 @@ def test_lightning_module():
     module = Module()
     start = copy.deepcopy(module.net)
     trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(module)
     assert module.engine.steps == 8
@@ -991,7 +1054,9 @@ def train(model, optimizer, batches):
 @pytest.mark.parametrize("with_ledger", [False, True])
 def test_resume_counts_what_was_spent(tmp_path, with_ledger):
     def start():
-        return make(optimizer=None, noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path if with_ledger else None))
+        return make(
+            optimizer=None, noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path if with_ledger else None)
+        )
 
     engine, model, optimizer, loader = start()
     train(model, optimizer, loader)
@@ -1004,7 +1069,9 @@ def test_resume_counts_what_was_spent(tmp_path, with_ledger):
     assert engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer) == {"epoch": 1}
     assert distance(list(model.parameters()), at_save) > 0
     executed = 8 if with_ledger else 4
-    assert engine.get_epsilon(1e-3) == compute_epsilon(noise_multiplier=1.0, sample_rate=0.25, steps=executed, delta=1e-3)
+    assert engine.get_epsilon(1e-3) == compute_epsilon(
+        noise_multiplier=1.0, sample_rate=0.25, steps=executed, delta=1e-3
+    )
     train(model, optimizer, loader)
     assert engine.steps == executed + 4
     assert not (tmp_path / "c.pt.tmp").exists()
@@ -1012,7 +1079,8 @@ def test_resume_counts_what_was_spent(tmp_path, with_ledger):
 
 @pytest.mark.parametrize("with_ledger", [False, True])
 def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
-    """To a file of its own; a file of another engine adds what that spent, however often its run was counted before."""
+    """To a file of its own; a file of another engine adds what that spent, however often its run was counted
+    before."""
 
     def start():
         return make(noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path if with_ledger else None))

@@ -44,7 +44,9 @@ WORDS = ["good", "great", "fine", "bad", "awful", "poor", "the", "film", "plot",
 
 def command(*flags, recipe, launcher=(), **environment):
     """Run a recipe as its users do. It takes seconds to import everything, so most tests take ``call``."""
-    here = {name: value for name, value in os.environ.items() if name != "CI"}  # where it is set, transformers shows its messages twice
+    here = {
+        name: value for name, value in os.environ.items() if name != "CI"
+    }  # where it is set, transformers shows its messages twice
     env = {**here, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
     words = [sys.executable, *launcher, str(ROOT / "recipes" / f"{recipe}.py"), *map(str, flags)]
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
@@ -138,7 +140,10 @@ def test_a_tampered_archive_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("recipe", "own_flags"),
-    [(text_classification, ["--label_column", "--head_only"]), (causal_lm, ["--prompt_column", "--max_new_tokens", "--lora_layers"])],
+    [
+        (text_classification, ["--label_column", "--head_only"]),
+        (causal_lm, ["--prompt_column", "--max_new_tokens", "--lora_layers"]),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_help_helps(recipe, own_flags, call, capsys):
@@ -162,7 +167,13 @@ def llama_tokenizer():
 
 def tiny_llama():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 3 + len(WORDS)}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 3 + len(WORDS),
+    }
     return LlamaForCausalLM(LlamaConfig(bos_token_id=0, eos_token_id=1, tie_word_embeddings=True, **sizes))
 
 
@@ -172,7 +183,10 @@ def language(tmp_path_factory):
     tiny_llama().save_pretrained(folder / "model")
     llama_tokenizer().save_pretrained(folder / "model")
     draw = random.Random(0)
-    rows = [{"film": f"the {draw.choice(['film', 'plot'])} was", "verdict": " ".join(draw.choices(WORDS[:6], k=3))} for _ in range(150)]
+    rows = [
+        {"film": f"the {draw.choice(['film', 'plot'])} was", "verdict": " ".join(draw.choices(WORDS[:6], k=3))}
+        for _ in range(150)
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "lines.txt").write_text("\n\n".join(f"{row['film']} {row['verdict']}" for row in rows) + "\n")
     return folder
@@ -197,7 +211,17 @@ def test_causal_lm_on_a_text_file(language, tmp_path, call, capsys, caplog, flag
     stdout = capsys.readouterr().out
     assert ("NOT PRIVATE" in stdout) == ("--noise_multiplier" in flags)
     assert ("NOTHING IS PRIVATE" in caplog.text) == ("--noise_multiplier" in flags)
-    for word in ("epsilon", "delta", "sigma", "(q)", "perplexity before", "perplexity after", "30 held-out", "sample after", str(tmp_path)):
+    for word in (
+        "epsilon",
+        "delta",
+        "sigma",
+        "(q)",
+        "perplexity before",
+        "perplexity after",
+        "30 held-out",
+        "sample after",
+        str(tmp_path),
+    ):
         assert word in stdout
 
 
@@ -210,7 +234,16 @@ def test_causal_lm_learns_completions_and_resumes(language, tmp_path, call):
     assert (first["steps"], resumed["steps"]) == (2, 4)
     assert resumed["epsilon"] > first["epsilon"]
     assert resumed["perplexity_before"] == first["perplexity_before"]
-    wrong = call(causal_lm, *flags, "--max_steps", 4, "--resume_from_checkpoint", tmp_path / "checkpoint-2", "--max_grad_norm", 2)
+    wrong = call(
+        causal_lm,
+        *flags,
+        "--max_steps",
+        4,
+        "--resume_from_checkpoint",
+        tmp_path / "checkpoint-2",
+        "--max_grad_norm",
+        2,
+    )
     assert "max_grad_norm" in wrong
 
 
@@ -248,26 +281,48 @@ def test_two_machines_of_multi_node_yaml(task, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    sizes = ["--num_processes", "2", "--parallelism_config_dp_replicate_size", "1", "--parallelism_config_dp_shard_size", "2"]
+    sizes = [
+        "--num_processes",
+        "2",
+        "--parallelism_config_dp_replicate_size",
+        "1",
+        "--parallelism_config_dp_shard_size",
+        "2",
+    ]
     where = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--num_cpu_threads_per_process", "1"]
 
     def machine(rank):
         config = str(ROOT / "recipes" / "accelerate" / "multi_node.yaml")
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--machine_rank", str(rank), *where, *sizes]
+        launcher = [
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            config,
+            "--machine_rank",
+            str(rank),
+            *where,
+            *sizes,
+        ]
         flags = [*classifier_flags(task, tmp_path / "shared"), "--full", "--clipping_mode", "book_keeping"]
-        return command(*flags, recipe="text_classification", launcher=launcher, HF_DATASETS_CACHE=str(tmp_path / f"cache{rank}"))
+        return command(
+            *flags, recipe="text_classification", launcher=launcher, HF_DATASETS_CACHE=str(tmp_path / f"cache{rank}")
+        )
 
     with ThreadPoolExecutor(2) as machines:
         first, second = machines.map(machine, range(2))
     assert first.returncode == second.returncode == 0, first.stderr[-2000:] + second.stderr[-2000:]
-    check_classifier(json.loads((tmp_path / "shared" / "privacy_report.json").read_text()), first.stdout, tmp_path / "shared")
+    check_classifier(
+        json.loads((tmp_path / "shared" / "privacy_report.json").read_text()), first.stdout, tmp_path / "shared"
+    )
     assert "epsilon" not in second.stdout
     assert (tmp_path / "shared" / "privacy_ledger.jsonl").read_text().count('"step"') == 3
 
 
 def test_only_text_and_end_are_trained():
     tokenizer = llama_tokenizer()
-    the, film, was, good, end = (tokenizer.convert_tokens_to_ids(word) for word in ("the", "film", "was", "good", "</s>"))
+    the, film, was, good, end = (
+        tokenizer.convert_tokens_to_ids(word) for word in ("the", "film", "was", "good", "</s>")
+    )
     row = causal_lm.encode(tokenizer, "was good", "the film", max_length=64)
     assert row["input_ids"] == [0, the, film, was, good, end]
     assert row["labels"] == [-100, -100, -100, was, good, end]
@@ -295,11 +350,21 @@ def test_perplexity_is_over_all_tokens_and_blind_to_padding():
     ("name", "content", "flags", "message"),
     [
         ("rows.jsonl", '{"body": "good film"}', [], "no column 'text', only ['body']"),
-        ("rows.jsonl", '{"text": "good film"}', ["--prompt_column", "question"], "set --text_column and --prompt_column"),
+        (
+            "rows.jsonl",
+            '{"text": "good film"}',
+            ["--prompt_column", "question"],
+            "set --text_column and --prompt_column",
+        ),
         ("rows.jsonl", '{"text": 3}', [], "column 'text' of the data ('train') holds no text"),
         ("rows.jsonl", '{"text": "good"}\n{"text": " "}', [], "has an empty text"),
         ("rows.jsonl", "{not json", [], "as json"),
-        ("rows.jsonl", '{"q": "the film was", "text": "good"}', ["--prompt_column", "q", "--max_length", "4"], "raise --max_length=4"),
+        (
+            "rows.jsonl",
+            '{"q": "the film was", "text": "good"}',
+            ["--prompt_column", "q", "--max_length", "4"],
+            "raise --max_length=4",
+        ),
         ("rows.parquet", "", [], ".csv, .json, .jsonl, .txt"),
         ("lines.txt", "\n\n", [], "the data ('train') has no rows"),
         (None, "", [], "there is no file"),
@@ -322,7 +387,9 @@ def test_causal_lm_refuses_in_one_line(language, tmp_path, call, name, content, 
     [
         (tiny_llama, ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"] + [f"self_attn.{x}_proj" for x in "koqv"]),
         (
-            lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=9, bos_token_id=0, eos_token_id=0)),
+            lambda: GPT2LMHeadModel(
+                GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=9, bos_token_id=0, eos_token_id=0)
+            ),
             ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"],
         ),
     ],
@@ -339,7 +406,8 @@ def test_adapters_in_the_last_layers_only(model, inside):
 
 
 def write_gguf(gguf, path, model, vocabulary):
-    """A Llama model as llama.cpp lays it out: renamed tensors, and query and key rows interleaved for its rotary embedding."""
+    """A Llama model as llama.cpp lays it out: renamed tensors, and query and key rows interleaved for its rotary
+    embedding."""
     config, writer = model.config, gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -368,7 +436,9 @@ def write_gguf(gguf, path, model, vocabulary):
         values = tensor.numpy()
         if "q_proj" in name or "k_proj" in name:
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            values = np.ascontiguousarray(values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2)).reshape(values.shape)
+            values = np.ascontiguousarray(values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2)).reshape(
+                values.shape
+            )
         for ours, theirs in names.items():
             name = name.replace(ours, theirs)
         writer.add_tensor(name, values)
@@ -402,7 +472,9 @@ def test_the_gguf_archive_becomes_a_plain_model(tmp_path, monkeypatch):
 def test_without_gguf_the_way_out_is_named(tmp_path, monkeypatch):
     (tmp_path / "tiny.whl").write_bytes(b"")
     monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
-    monkeypatch.setattr(assets, "SMOLLM2", assets.Asset("tiny", "0", "tiny.whl", hashlib.sha256(b"").hexdigest(), "none"))
+    monkeypatch.setattr(
+        assets, "SMOLLM2", assets.Asset("tiny", "0", "tiny.whl", hashlib.sha256(b"").hexdigest(), "none")
+    )
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(assets.AssetError, match="pip install"):
         assets.smollm2_folder()
@@ -421,14 +493,17 @@ def archive(path, files):
 
 @pytest.fixture
 def tiny_assets(tmp_path, monkeypatch):
-    """Archives laid out as the real ones: names that end in the vowel of their country, digits with a bright row each."""
+    """Archives laid out as the real ones: names that end in the vowel of their country, digits with a bright row
+    each."""
     monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
     draw = random.Random(0)
     names = {}
     for vowel, locale in zip("aeiouaeiouaeiou", assets.SURNAME_LOCALES, strict=True):
         own = ["".join(draw.choices("bcdfghklmnprst", k=5)).title() + vowel for _ in range(16)]
         source = f"class Provider:\n    last_names_female = ('Shared', {', '.join(map(repr, own[:8]))})\n"
-        source += f"    last_names: tuple = OrderedDict((({own[8]!r}, 0.5),)) + {own[9:]!r}\n    first_names = ('Emma',)\n"
+        source += (
+            f"    last_names: tuple = OrderedDict((({own[8]!r}, 0.5),)) + {own[9:]!r}\n    first_names = ('Emma',)\n"
+        )
         names[f"faker/providers/person/{locale}/__init__.py"] = source
     monkeypatch.setattr(assets, "SURNAMES", archive(tmp_path / "names.whl", names))
     rows = []
@@ -464,7 +539,9 @@ def test_a_plain_loop_and_its_twin(recipe, tiny_assets, call, capsys):
     assert twin["accuracy_before"] == private["accuracy_before"]  # the same start and split
     assert twin["epsilon"] == float("inf")
     assert "NOT PRIVATE" in capsys.readouterr().out
-    assert twin["test_accuracy"] > {name_classification: 0.12, image_classification: 0.8}[recipe]  # guessing: 0.07 and 0.1
+    assert (
+        twin["test_accuracy"] > {name_classification: 0.12, image_classification: 0.8}[recipe]
+    )  # guessing: 0.07 and 0.1
     assert call(recipe, "--help") == "0"
     assert "--no_privacy" in capsys.readouterr().out
 

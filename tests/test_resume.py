@@ -1,11 +1,13 @@
-"""Killed with SIGKILL anywhere and resumed: the ledger covers all noise ever drawn, no noise comes twice, no half-written checkpoint is loaded.
+"""Killed with SIGKILL anywhere and resumed: the ledger covers all noise ever drawn, no noise comes twice, no
+half-written checkpoint is loaded.
 
-`python -m pytest tests/test_resume.py` kills some fifty times; `KILLS=200 python -m pytest -s tests/test_resume.py` at that many random places,
-of one process and as many of two.
+`python -m pytest tests/test_resume.py` kills some fifty times; `KILLS=200 python -m pytest -s tests/test_resume.py` at
+that many random places, of one process and as many of two.
 
-A life is one output_dir: training that is killed and resumed, killed and resumed, until it is left to end. Each attempt is a fork of one
-process that has paid for the imports (this file as a script), or one for each rank. Each rank keeps a journal, flushed line by line, of what
-really happened: the hash of each noise vector, of what went into each checkpoint and of what came out, each epsilon reported.
+A life is one output_dir: training that is killed and resumed, killed and resumed, until it is left to end. Each
+attempt is a fork of one process that has paid for the imports (this file as a script), or one for each rank. Each rank
+keeps a journal, flushed line by line, of what really happened: the hash of each noise vector, of what went into each
+checkpoint and of what came out, each epsilon reported.
 """
 
 import contextlib
@@ -42,7 +44,14 @@ from dp_transformers.step import PrivateStep
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
 DONE, SPENT, BEREFT = 0, 3, 4  # exit codes; the last of a rank whose peer was killed
-PEER_IS_GONE = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout")  # what gloo says
+PEER_IS_GONE = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "timed out",
+    "timeout",
+)  # what gloo says
 RANKS, PATIENCE = 2, 60  # seconds until a rank that waits for a killed one is taken for hanging
 
 
@@ -144,15 +153,27 @@ class Attempt:
         self.around(Ledger, "_append", cut=("in a ledger line", half_a_line))
         self.around(Ledger, "add_step", before="before the ledger line", after="between ledger line and noise")
         for owner, name in ((safetensors.torch, "save_file"), (torch, "save"), (TrainerState, "save_to_json")):
-            self.around(owner, name, before="between checkpoint files", cut=("in a checkpoint file", half_a_file), counts=path)
+            self.around(
+                owner, name, before="between checkpoint files", cut=("in a checkpoint file", half_a_file), counts=path
+            )
         self.around(PrivacyState, "save", before="before the privacy state")
         self.around(os, "replace", before="before the privacy state is in place", after="after the privacy state")
-        self.around(checkpoint.shutil, "rmtree", before="before a deletion", cut=("in a deletion", half_a_folder), after="after a deletion")
+        self.around(
+            checkpoint.shutil,
+            "rmtree",
+            before="before a deletion",
+            cut=("in a deletion", half_a_folder),
+            after="after a deletion",
+        )
         draw_noise = GaussianNoise._standard_normal
 
         def noted(noise, count, device):
             values = draw_noise(noise, count, device)
-            self.note(noise=hashlib.sha256(values.numpy().tobytes()).hexdigest(), run=self.trainer._run.state.run_id, draw=self.draw)
+            self.note(
+                noise=hashlib.sha256(values.numpy().tobytes()).hexdigest(),
+                run=self.trainer._run.state.run_id,
+                draw=self.draw,
+            )
             self.at("between noise and optimizer")
             return values
 
@@ -189,7 +210,9 @@ class Attempt:
 
         layout = {"fsdp": True, "fsdp_config": {"version": 2}} if self.sharded else {}
         self.trainer = build(Noted, self.folder, [Points()], **layout)
-        assert self.trainer.accelerator.num_processes == distributed.world_size() == int(os.environ.get("WORLD_SIZE", 1))
+        assert (
+            self.trainer.accelerator.num_processes == distributed.world_size() == int(os.environ.get("WORLD_SIZE", 1))
+        )
         try:
             self.trainer.train(resume_from_checkpoint=True)
         except PrivacyStateError as error:
@@ -206,7 +229,12 @@ class Attempt:
 
     def spent(self):
         spent = self.trainer.privacy_spent()
-        return {"run": self.trainer._run.state.run_id, "steps": spent.steps, "epsilon": spent.epsilon, "sigma": spent.noise_multiplier}
+        return {
+            "run": self.trainer._run.state.run_id,
+            "steps": spent.steps,
+            "epsilon": spent.epsilon,
+            "sigma": spent.noise_multiplier,
+        }
 
     def digest(self):
         """Of everything that a checkpoint must bring back to this rank: weights, optimizer, schedule."""
@@ -230,9 +258,13 @@ def one_rank(job, rank):
     try:
         sys.stdout = sys.stderr
         if job["ranks"] > 1:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]))
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"])
+            )
             store = f"file://{job['folder']}/rendezvous"
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job["ranks"], timeout=timedelta(seconds=PATIENCE / 2))
+            dist.init_process_group(
+                "gloo", init_method=store, rank=rank, world_size=job["ranks"], timeout=timedelta(seconds=PATIENCE / 2)
+            )
         mortal = rank in job["victims"]
         code = Attempt(job["folder"], rank, job["point"] if mortal else None, job["occurrence"], job["sharded"]).run()
     except RuntimeError as error:
@@ -244,10 +276,13 @@ def one_rank(job, rank):
 
 
 def serve():
-    """For each line, a job (see `attempt`): fork its ranks, kill victims after `delay` seconds, answer {"statuses", "seconds"}."""
+    """For each line, a job (see `attempt`): fork its ranks, kill victims after `delay` seconds, answer {"statuses",
+    "seconds"}."""
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(sys.stderr):
-        build(DPTrainer, json.loads(sys.stdin.readline())["folder"]).train()  # what the first training imports and caches
+        build(
+            DPTrainer, json.loads(sys.stdin.readline())["folder"]
+        ).train()  # what the first training imports and caches
     gc.freeze()
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
@@ -276,7 +311,12 @@ def _quick_garbage_collection():
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -284,13 +324,26 @@ def attempt(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     with open(log, "w") as errors:
         server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment(),
         )
 
     def ask(folder, point=None, occurrence=1, delay=None, ranks=1, victims=(0,), sharded=False):
-        """Train in `folder` on that many ranks, of which the victims are killed; what became of it, and how long it took."""
+        """Train in `folder` on that many ranks, of which the victims are killed; what became of it, and how long it
+        took."""
         Path(folder).mkdir(exist_ok=True)
-        job = {"point": point, "occurrence": occurrence, "delay": delay, "ranks": ranks, "victims": victims, "sharded": sharded}
+        job = {
+            "point": point,
+            "occurrence": occurrence,
+            "delay": delay,
+            "ranks": ranks,
+            "victims": victims,
+            "sharded": sharded,
+        }
         server.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
         server.stdin.flush()
         answer = server.stdout.readline()
@@ -299,7 +352,10 @@ def attempt(tmp_path_factory):
         ends = set(answer.pop("statuses", []))
         answer["killed"] = -signal.SIGKILL in ends
         assert len(ends) < 2 or answer["killed"], log.read_text()[-3000:]
-        assert ends <= ({DONE, SPENT} | ({-signal.SIGKILL, BEREFT} if answer["killed"] else set())), (ends, log.read_text()[-3000:])
+        assert ends <= ({DONE, SPENT} | ({-signal.SIGKILL, BEREFT} if answer["killed"] else set())), (
+            ends,
+            log.read_text()[-3000:],
+        )
         return answer
 
     ask(log.parent / "warm")
@@ -343,7 +399,9 @@ def check_rank(folder, journal):
         assert len(drawn) <= ledger.steps(run) <= STEPS
     if "done" in last or "refused" in last:
         assert last["steps"] == ledger.steps(last["run"])
-        assert last.get("done") == STEPS or epsilon(last["sigma"], last["steps"] + 1) > TARGET or last["steps"] == STEPS
+        assert (
+            last.get("done") == STEPS or epsilon(last["sigma"], last["steps"] + 1) > TARGET or last["steps"] == STEPS
+        )
     return seen
 
 
@@ -364,25 +422,68 @@ def live(attempt, folder, kills, **layout):
     return killed, check(folder)
 
 
-# There is a checkpoint of six files every third step, and the one before is then deleted, as is a half-written one before it is written
-# again; the ledger has a line for each start and one for each of at most sixteen steps; a step draws one vector of noise.
+# There is a checkpoint of six files every third step, and the one before is then deleted, as is a half-written one
+# before it is written again; the ledger has a line for each start and one for each of at most sixteen steps; a step
+# draws one vector of noise.
 NASTY_LIVES = [
-    [("between ledger line and noise", 4), ("ledger locked", 1), ("before begin", 1), ("after begin", 1), ("training begins", 1)],
-    [("in a checkpoint file", 2), ("between noise and optimizer", 4), ("in a ledger line", 2), ("between checkpoint files", 4)],
-    [("before the privacy state", 1), ("in a checkpoint file", 8), ("in a ledger line", 1), ("in a deletion", 1), ("in a deletion", 2)],
-    [("before the privacy state is in place", 2), ("after the privacy state", 1), ("in a checkpoint file", 6), ("before a deletion", 1)],
+    [
+        ("between ledger line and noise", 4),
+        ("ledger locked", 1),
+        ("before begin", 1),
+        ("after begin", 1),
+        ("training begins", 1),
+    ],
+    [
+        ("in a checkpoint file", 2),
+        ("between noise and optimizer", 4),
+        ("in a ledger line", 2),
+        ("between checkpoint files", 4),
+    ],
+    [
+        ("before the privacy state", 1),
+        ("in a checkpoint file", 8),
+        ("in a ledger line", 1),
+        ("in a deletion", 1),
+        ("in a deletion", 2),
+    ],
+    [
+        ("before the privacy state is in place", 2),
+        ("after the privacy state", 1),
+        ("in a checkpoint file", 6),
+        ("before a deletion", 1),
+    ],
     [("after the optimizer", 5), ("after a log line", 3), ("before the ledger line", 2), ("after a deletion", 2)],
-    [("in a checkpoint file", 1), ("in a checkpoint file", 9), ("in a checkpoint file", 4), ("in a checkpoint file", 5)],
+    [
+        ("in a checkpoint file", 1),
+        ("in a checkpoint file", 9),
+        ("in a checkpoint file", 4),
+        ("in a checkpoint file", 5),
+    ],
 ]
 POINTS = sorted({point for kills in NASTY_LIVES for point, _ in kills})
 
 
-# The same of two ranks; the last number is the rank that is killed. The sum over ranks comes after the noise: a rank that is
-# killed before its optimizer steps leaves the other with the noised gradient.
+# The same of two ranks; the last number is the rank that is killed. The sum over ranks comes after the noise: a rank
+# that is killed before its optimizer steps leaves the other with the noised gradient.
 NASTY_LIVES_OF_RANKS = [
-    [("between ledger line and noise", 4, 0), ("between noise and optimizer", 3, 0), ("after begin", 1, 0), ("after the optimizer", 2, 1)],
-    [("in a checkpoint file", 2, 0), ("in a checkpoint file", 2, 1), ("in a ledger line", 3, 0), ("before the privacy state", 1, 0)],
-    [("after a log line", 3, 0), ("after a log line", 2, 1), ("before the ledger line", 3, 0), ("after the privacy state", 1, 0)],
+    [
+        ("between ledger line and noise", 4, 0),
+        ("between noise and optimizer", 3, 0),
+        ("after begin", 1, 0),
+        ("after the optimizer", 2, 1),
+    ],
+    [
+        ("in a checkpoint file", 2, 0),
+        ("in a checkpoint file", 2, 1),
+        ("in a ledger line", 3, 0),
+        ("before the privacy state", 1, 0),
+    ],
+    [
+        ("after a log line", 3, 0),
+        ("after a log line", 2, 1),
+        ("before the ledger line", 3, 0),
+        ("after the privacy state", 1, 0),
+    ],
 ]
 
 
@@ -406,9 +507,14 @@ def test_killed_at_random(tmp_path, attempt, ranks, sharded):
     duration, chance = attempt(tmp_path / "whole", ranks=ranks, sharded=sharded)["seconds"], random.Random(4)
     kills, lives, noise = 0, 0, []
     while kills < int(os.environ.get("KILLS", "8")):
-        plan = [{"delay": chance.uniform(0, duration)}, {"point": chance.choice(POINTS), "occurrence": chance.randint(1, 12)}] * 2
+        plan = [
+            {"delay": chance.uniform(0, duration)},
+            {"point": chance.choice(POINTS), "occurrence": chance.randint(1, 12)},
+        ] * 2
         plan = [{**kill, "victims": chance.sample(range(ranks), chance.randint(1, ranks))} for kill in plan]
-        killed, seen = live(attempt, tmp_path / str(lives), chance.sample(plan, len(plan)), ranks=ranks, sharded=sharded)
+        killed, seen = live(
+            attempt, tmp_path / str(lives), chance.sample(plan, len(plan)), ranks=ranks, sharded=sharded
+        )
         kills, lives, noise = kills + killed, lives + 1, noise + seen
     assert len(set(noise)) == len(noise)
     print(f"{ranks} ranks: {kills} kills in {lives} lives, {len(noise)} noise vectors")
@@ -448,7 +554,8 @@ def test_another_mechanism_is_refused(trained, changes, message):
 
 @pytest.mark.parametrize("name", ["sampling", "noise_multiplier", "run_id"])
 def test_what_the_checkpoint_says_wins_or_is_refused(trained, name):
-    """Another sampling is refused, a sigma from the checkpoint is used from then on, and no step before counts by it; an unknown run has no ledger."""
+    """Another sampling is refused, a sigma from the checkpoint is used from then on, and no step before counts by it;
+    an unknown run has no ledger."""
     path = trained / "checkpoint-6" / STATE_NAME
     content = json.loads(path.read_text())
     if name == "sampling":
@@ -466,7 +573,9 @@ def test_what_the_checkpoint_says_wins_or_is_refused(trained, name):
             accountant.step(noise_multiplier=used, sample_rate=0.2, steps=steps)
         assert trainer.privacy_spent().epsilon == pytest.approx(accountant.epsilon(DELTA), rel=1e-9)
     else:
-        with pytest.raises(PrivacyStateError, match={"sampling": "no Sampling of kind 'shuffle'", "run_id": "holds 0 steps"}[name]):
+        with pytest.raises(
+            PrivacyStateError, match={"sampling": "no Sampling of kind 'shuffle'", "run_id": "holds 0 steps"}[name]
+        ):
             trainer.train(resume_from_checkpoint=True)
 
 
@@ -475,7 +584,9 @@ def test_accountant_and_physical_batch_size_may_change(trained):
     trainer = build(DPTrainer, trained, max_steps=8, accountant="pld", per_device_train_batch_size=3)
     trainer.train(resume_from_checkpoint=True)
     spent = trainer.privacy_spent()
-    exact = compute_epsilon(noise_multiplier=spent.noise_multiplier, sample_rate=0.2, steps=8, delta=DELTA, accountant="pld")
+    exact = compute_epsilon(
+        noise_multiplier=spent.noise_multiplier, sample_rate=0.2, steps=8, delta=DELTA, accountant="pld"
+    )
     assert (spent.steps, spent.accountant, spent.epsilon) == (8, "pld", pytest.approx(exact, rel=1e-9))
 
 
@@ -501,7 +612,9 @@ def test_rotation_keeps_the_limit_and_the_argument(tmp_path):
 
 def test_what_is_pushed_is_complete(tmp_path, monkeypatch):
     pushed = []
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(PrivacyState.load(folder)[1]))
+    monkeypatch.setattr(
+        Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(PrivacyState.load(folder)[1])
+    )
     monkeypatch.setattr(Trainer, "_finish_current_push", lambda self: None)
     trainer = build(DPTrainer, tmp_path, max_steps=6)
     trainer.args.push_to_hub = True
@@ -568,7 +681,16 @@ def ranks(folder):
 def test_on_another_number_of_ranks_with_one_writer(tmp_path):
     free = {"target_epsilon": None, "noise_multiplier": 1.0}
     build(DPTrainer, tmp_path, **free, max_steps=3).train()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        __file__,
+        str(tmp_path),
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
@@ -596,7 +718,9 @@ def test_a_step_that_cannot_be_recorded_is_not_taken(tmp_path, monkeypatch, faul
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 self.weights = weights()
-                monkeypatch.setattr(*{"fsync": (os, "fsync"), "write": (trainer._run.ledger._file, "write")}[fault], full)
+                monkeypatch.setattr(
+                    *{"fsync": (os, "fsync"), "write": (trainer._run.ledger._file, "write")}[fault], full
+                )
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -663,7 +787,9 @@ def by_engine(folder, data, steps, batch_size, workers=0, mode="auto", model=Non
 @pytest.mark.parametrize("how", ["killed", 1, 0])
 @pytest.mark.parametrize("train", [by_trainer, by_engine])
 def test_a_dead_worker_is_an_error_and_no_hang(tmp_path, monkeypatch, train, how):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # how often a quiet worker is looked after
+    monkeypatch.setattr(
+        torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5
+    )  # how often a quiet worker is looked after
 
     def hangs(*args):
         raise AssertionError("training hangs")
@@ -682,7 +808,8 @@ def test_a_dead_worker_is_an_error_and_no_hang(tmp_path, monkeypatch, train, how
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 @pytest.mark.parametrize("train", [by_trainer, by_engine])
 def test_memory_does_not_grow_with_steps(tmp_path, train, mode):
-    """Tensors that Python knows, blocks that Python holds, and all that the process holds, from step 100 to step 300."""
+    """Tensors that Python knows, blocks that Python holds, and all that the process holds, from step 100 to step
+    300."""
     seen, width = [], 2000
 
     def watch(step):
@@ -691,7 +818,9 @@ def test_memory_does_not_grow_with_steps(tmp_path, train, mode):
             tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
             seen.append((tensors, sys.getallocatedblocks(), psutil.Process().memory_info().rss))
 
-    train(tmp_path, rows(), 300, batch_size=40, mode=mode, model=Classifier(width), after_step=watch)  # q = 1: every draw is as large
+    train(
+        tmp_path, rows(), 300, batch_size=40, mode=mode, model=Classifier(width), after_step=watch
+    )  # q = 1: every draw is as large
     tensors, blocks, resident = zip(*seen, strict=True)
     assert len(set(tensors)) == 1
     assert blocks[2] - blocks[1] < 3 * 100, "blocks of memory that Python holds more after 100 steps"

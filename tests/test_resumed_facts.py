@@ -1,4 +1,5 @@
-"""What was said of a run's steps is said of it after a resume too, in both loops: whether it was verified, and how many rows a person may have."""
+"""What was said of a run's steps is said of it after a resume too, in both loops: whether it was verified, and how
+many rows a person may have."""
 
 import itertools
 import json
@@ -36,7 +37,12 @@ def by_trainer(folder, steps, resume, *, max_examples_per_person=1, self_check=T
 def by_engine(folder, steps, resume, *, ledger_dir=None, target_epsilon=None, sigma=1.0, **options):
     model, engine = Classifier(), PrivacyEngine(ledger_dir=ledger_dir)
     data = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2)
-    common = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data_loader": DataLoader(data, 4), **options}
+    common = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data_loader": DataLoader(data, 4),
+        **options,
+    }
     _, optimizer, loader = engine.make_private(**common, noise_multiplier=sigma, max_grad_norm=1.0)
     if resume:
         engine.load_checkpoint(folder / "c.pt", module=model, optimizer=optimizer)
@@ -80,7 +86,9 @@ def test_a_resumed_run_says_no_less_of_a_person(tmp_path, loop, caplog):
         reported.append(train(loop, tmp_path, steps, resume=True, max_examples_per_person=rows))
         largest = max(3, 5 if steps > 6 else 0, rows)
         assert reported[-1].max_examples_per_person == largest
-        assert (f"max_examples_per_person is {rows} now, but this run was begun with {largest}" in caplog.text) == (rows < largest)
+        assert (f"max_examples_per_person is {rows} now, but this run was begun with {largest}" in caplog.text) == (
+            rows < largest
+        )
     for before, after in itertools.pairwise(reported):
         assert before.epsilon < after.epsilon and before.epsilon_per_person < after.epsilon_per_person < math.inf
         assert after.epsilon_per_person > 2 * after.epsilon
@@ -103,7 +111,9 @@ def test_the_budget_is_that_of_all_rows_of_a_person(tmp_path):
     """A target that was met for three rows together is not spent on one row after a resume."""
     spent = by_trainer(tmp_path, 4, False, target_epsilon=6.0, max_examples_per_person=3)
     assert spent.epsilon < 2.5 < 5.5 < spent.epsilon_per_person <= 6
-    with pytest.raises(ValueError, match=r"(?s)all rows of one person \(max_examples_per_person=3\) is .* one more would exceed"):
+    with pytest.raises(
+        ValueError, match=r"(?s)all rows of one person \(max_examples_per_person=3\) is .* one more would exceed"
+    ):
         by_trainer(tmp_path, 8, True, target_epsilon=6.0)
 
 

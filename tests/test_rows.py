@@ -35,14 +35,18 @@ class Filtered(list):
 @pytest.mark.parametrize(("kind", "count"), [(Windows, 6), (Filtered, 1)])
 def test_other_rows_than_one_for_each_index(kind, count):
     with pytest.raises(
-        ValueError, match=rf"returned {count} rows for 2 indices.*one row.*windows.*leaves some out.*max_examples_per_person"
+        ValueError,
+        match=rf"returned {count} rows for 2 indices.*one row.*windows.*leaves some out.*max_examples_per_person",
     ):
         batches(kind([{"x": torch.ones(2)}] * 4), list)[Draw(3, [0, 1])]
 
 
 PACKED = {
     "seq_lengths": {"input_ids": torch.ones(2, 6, dtype=torch.long), "seq_lengths": [[3, 3], [6]]},
-    "positions": {"input_ids": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]])},
+    "positions": {
+        "input_ids": torch.ones(2, 6, dtype=torch.long),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]),
+    },
     "flattened": {"input_ids": torch.ones(1, 12, dtype=torch.long)},
 }
 
@@ -158,7 +162,10 @@ class Noisy:
 
 @pytest.mark.parametrize("kind", ["numpy", "legacy", "python", "torch"])
 def test_generators_of_a_data_set_follow_the_secret(kind):
-    drawn = [LogicalBatches(Noisy(kind), stack, 8, SecretSeeds(secret))[Draw(5, [0, 1])].batches[0].rows[0] for secret in (1, 2, 1)]
+    drawn = [
+        LogicalBatches(Noisy(kind), stack, 8, SecretSeeds(secret))[Draw(5, [0, 1])].batches[0].rows[0]
+        for secret in (1, 2, 1)
+    ]
     assert not torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
 
 

@@ -18,7 +18,10 @@ from dp_transformers.sampling import PoissonSampling
 
 def run_of(ledger=None, run_id="a", dp_seed=None, rows=1, verified=True, noise_multiplier=1.0, target_epsilon=None):
     mechanism = Mechanism(
-        sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(noise_multiplier), unit=PrivacyUnit(rows)
+        sampling=PoissonSampling(1000, 50),
+        clipping=FlatClipping(1.0),
+        noise=IndependentNoise(noise_multiplier),
+        unit=PrivacyUnit(rows),
     )
     state = PrivacyState(run_id, mechanism, delta=1e-5, target_epsilon=target_epsilon)
     return PrivateRun(state, ledger=ledger, dp_seed=dp_seed, verified=verified)
@@ -43,7 +46,9 @@ def test_what_was_spent():
     assert json.loads(json.dumps(spent.to_dict(), allow_nan=False))["private"] is True
 
 
-@pytest.mark.parametrize(("options", "reason"), [({"dp_seed": 3}, "dp_seed=3"), ({"noise_multiplier": 0.0}, "noise_multiplier=0")])
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"dp_seed": 3}, "dp_seed=3"), ({"noise_multiplier": 0.0}, "noise_multiplier=0")]
+)
 def test_what_is_not_private_says_so_everywhere(tmp_path, options, reason):
     ledger = Ledger(tmp_path)
     ledger.open()
@@ -53,7 +58,12 @@ def test_what_is_not_private_says_so_everywhere(tmp_path, options, reason):
     spend(run)
     ledger.close()
     spent = run.spent()
-    assert spent.epsilon == math.inf and not spent.private and not spent.verified and reason in spent.not_private_because[0]
+    assert (
+        spent.epsilon == math.inf
+        and not spent.private
+        and not spent.verified
+        and reason in spent.not_private_because[0]
+    )
     written = json.loads(json.dumps(spent.to_dict(), allow_nan=False))
     assert written["epsilon"] is None and written["private"] is False
     line = json.loads((tmp_path / LEDGER_NAME).read_text().splitlines()[0])
@@ -75,7 +85,11 @@ def test_a_run_stays_what_it_was_when_it_is_resumed_without_its_seed(tmp_path):
     second.take_over(first.state, first.executed)
     second.begin()
     ledger.close()
-    assert not second.spent().private and second.spent().epsilon == math.inf and "dp_seed=3" in second.spent().not_private_because[0]
+    assert (
+        not second.spent().private
+        and second.spent().epsilon == math.inf
+        and "dp_seed=3" in second.spent().not_private_because[0]
+    )
     other = run_of(Ledger(tmp_path), run_id="b")
     other.take_over(other.state, [])
     assert other.spent().private
@@ -89,7 +103,8 @@ def test_steps_that_the_ledger_lacks(tmp_path):
     spend(run)
     ledger.close()
     with pytest.raises(
-        PrivacyStateError, match="holds 1 steps of this run, which has executed 4 at least.*a backup.*DPTrainer or PrivacyEngine"
+        PrivacyStateError,
+        match="holds 1 steps of this run, which has executed 4 at least.*a backup.*DPTrainer or PrivacyEngine",
     ):
         run_of(Ledger(tmp_path)).take_over(run.state, [run.mechanism.planned(0, 4)])
 
@@ -101,7 +116,8 @@ def test_budget():
     assert compute_epsilon(1.0, 0.05, steps, 1e-5) <= 3.0 < compute_epsilon(1.0, 0.05, steps + 1, 1e-5) and steps > 9
     spend(run, steps)
     with pytest.raises(
-        RuntimeError, match=r"budget is spent: epsilon is (2\.9\d+|3) after \d+ steps.*new run with a target_epsilon of its own"
+        RuntimeError,
+        match=r"budget is spent: epsilon is (2\.9\d+|3) after \d+ steps.*new run with a target_epsilon of its own",
     ):
         spend(run)
     assert run.steps == steps
@@ -141,7 +157,11 @@ def test_sigma_for_all_rows_of_a_person():
 def test_plan_in_words():
     run = run_of(target_epsilon=8.0, rows=30)
     text = describe(run, 100, 10_000, "book_keeping")
-    assert "one row of train_dataset (N = 1000)" in text and "30 at most" in text and "10,000 trainable parameters" in text
+    assert (
+        "one row of train_dataset (N = 1000)" in text
+        and "30 at most" in text
+        and "10,000 trainable parameters" in text
+    )
     assert "noise 2 beside a signal of at most 1" in text, "σ·C·√d/B = 1 · 1 · 100 / 50"
     assert hopeless(run, 100, 10_000) is None
     warning = hopeless(run_of(noise_multiplier=239.0), 100, 10_000)

@@ -1,4 +1,5 @@
-"""DPTrainer end to end on tiny models: the step, the count, the ledger, resume, refusals, and everything Trainer can do."""
+"""DPTrainer end to end on tiny models: the step, the count, the ledger, resume, refusals, and everything Trainer can
+do."""
 
 import itertools
 import json
@@ -48,8 +49,12 @@ def dataset(n=N, seed=0, kind="bert"):
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(n):
-        ids = torch.randint(1, 1000, (int(torch.randint(4, 14, (1,), generator=generator)),), generator=generator).tolist()
-        rows.append({"input_ids": ids, "labels": ids if kind == "lm" else int(torch.randint(0, 3, (1,), generator=generator))})
+        ids = torch.randint(
+            1, 1000, (int(torch.randint(4, 14, (1,), generator=generator)),), generator=generator
+        ).tolist()
+        rows.append(
+            {"input_ids": ids, "labels": ids if kind == "lm" else int(torch.randint(0, 3, (1,), generator=generator))}
+        )
     return Dataset.from_list(rows)
 
 
@@ -75,7 +80,14 @@ def arguments(folder, **changes):
 
 
 def trainer_for(folder, model=None, data=None, callbacks=(), eval_data=None, **changes):
-    return DPTrainer(model or build("bert"), arguments(folder, **changes), collate, data or dataset(), eval_data, callbacks=list(callbacks))
+    return DPTrainer(
+        model or build("bert"),
+        arguments(folder, **changes),
+        collate,
+        data or dataset(),
+        eval_data,
+        callbacks=list(callbacks),
+    )
 
 
 class Grads(TrainerCallback):
@@ -94,7 +106,13 @@ def draws(monkeypatch):
     seen, physical_batches = [], PrivateStep.physical_batches
 
     def noted(step, draw):
-        seen.append([row for b in draw.physical_batches for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)])
+        seen.append(
+            [
+                row
+                for b in draw.physical_batches
+                for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)
+            ]
+        )
         return physical_batches(step, draw)
 
     monkeypatch.setattr(PrivateStep, "physical_batches", noted)
@@ -111,7 +129,9 @@ def test_noiseless_run_is_one_example_at_a_time_for_every_physical_size(tmp_path
     finals = {}
     for size in (1, 3, 16):
         model = build(name, lora=lora)
-        args = arguments(tmp_path, noise_multiplier=0.0, max_grad_norm=0.3, dp_seed=5, per_device_train_batch_size=size)
+        args = arguments(
+            tmp_path, noise_multiplier=0.0, max_grad_norm=0.3, dp_seed=5, per_device_train_batch_size=size
+        )
         draws.clear()
         DPTrainer(model, args, collate, data).train()
         finals[size] = (model, list(draws))
@@ -139,7 +159,9 @@ def test_noise_has_the_promised_size_and_every_parameter_gets_it(tmp_path):
     grads = Grads()
     model = build("bert")
     args = arguments(tmp_path, noise_multiplier=2.0, max_grad_norm=0.5, learning_rate=0.0)
-    trainer = DPTrainer(model, args, collate, dataset(), callbacks=[grads], per_example_loss_func=lambda out, y: out.logits.sum(1) * 0)
+    trainer = DPTrainer(
+        model, args, collate, dataset(), callbacks=[grads], per_example_loss_func=lambda out, y: out.logits.sum(1) * 0
+    )
     trainer.train()
     std = 2.0 * 0.5 / 12
     for step in grads.steps:
@@ -155,14 +177,17 @@ def test_the_seed_does_not_reproduce_the_noise(tmp_path):
     runs = []
     for k in range(2):
         grads = Grads()
-        trainer_for(tmp_path / str(k), callbacks=[grads], seed=42, expected_batch_size=N).train()  # q = 1: the same draw
+        trainer_for(
+            tmp_path / str(k), callbacks=[grads], seed=42, expected_batch_size=N
+        ).train()  # q = 1: the same draw
         runs.append(grads.steps)
     for a, b in zip(*runs, strict=True):
         assert all(not torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_neither_the_seed_nor_a_checkpoint_reproduces_dropout(tmp_path):
-    """Who knows the masks knows sums that differ by more than C when one example is taken out: it moves the masks of others."""
+    """Who knows the masks knows sums that differ by more than C when one example is taken out: it moves the masks of
+    others."""
     q1 = {"noise_multiplier": 0.0, "seed": 42, "expected_batch_size": N, "save_strategy": "steps", "save_steps": 1}
     runs, files, after = [], [], []
     for k in range(2):
@@ -210,8 +235,17 @@ def test_empty_draws_are_noised_and_counted(tmp_path, draws):
 
 def test_a_poisoned_example_leaves_training_alone(tmp_path):
     model = build("bert")
-    poison = lambda out, y: torch.where(y == 2, torch.nan, 1.0) * nn.functional.cross_entropy(out.logits, y, reduction="none")  # noqa: E731
-    DPTrainer(model, arguments(tmp_path, noise_multiplier=0.0, self_check=False), collate, dataset(), per_example_loss_func=poison).train()
+
+    def poison(out, y):
+        return torch.where(y == 2, torch.nan, 1.0) * nn.functional.cross_entropy(out.logits, y, reduction="none")
+
+    DPTrainer(
+        model,
+        arguments(tmp_path, noise_multiplier=0.0, self_check=False),
+        collate,
+        dataset(),
+        per_example_loss_func=poison,
+    ).train()
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert distance(trainable(model), trainable(build("bert"))) > 0
 
@@ -277,7 +311,8 @@ def test_every_log_line_has_epsilon_and_none_the_loss(tmp_path):
 
 
 def test_resume_counts_every_executed_step_and_refreshes_the_secrets(tmp_path):
-    """Killed after step 6, resumed from step 4: steps 5 and 6 were released, and count; their draws and noise do not come back."""
+    """Killed after step 6, resumed from step 4: steps 5 and 6 were released, and count; their draws and noise do not
+    come back."""
 
     class Kill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -367,7 +402,13 @@ def test_resume_without_privacy_state_or_ledger_is_refused(trained):
 
 
 def test_a_derived_batch_size_is_taken_from_the_checkpoint(tmp_path):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "noise_multiplier": 1.0, "expected_batch_size": None}
+    options = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "noise_multiplier": 1.0,
+        "expected_batch_size": None,
+    }
     trainer_for(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=3, **options).train()
     resumed = trainer_for(tmp_path, per_device_train_batch_size=2, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -400,7 +441,13 @@ def test_bad_input_is_refused_at_construction(tmp_path):
     with pytest.raises(ValueError, match="per_example_loss_func"):
         DPTrainer(build("bert"), arguments(tmp_path), collate, dataset(), compute_loss_func=lambda *a, **k: None)
     with pytest.raises(ValueError, match="BertForPreTraining"):
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}
+        sizes = {
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "intermediate_size": 8,
+            "vocab_size": 9,
+        }
         trainer_for(tmp_path, model=BertForPreTraining(BertConfig(**sizes)))
     with pytest.raises(ValueError, match="BatchNorm1d"):
         model = build("bert")
@@ -420,7 +467,9 @@ def test_faults_seen_before_the_first_step_leave_the_model_untouched(tmp_path):
         with pytest.raises(ValueError, match=message):
             trainer.train()
         assert trainer.privacy_spent().steps == 0
-    unlabelled = DPTrainer(model, arguments(tmp_path), lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}, dataset())
+    unlabelled = DPTrainer(
+        model, arguments(tmp_path), lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}, dataset()
+    )
     with pytest.raises(ValueError, match=r"no \['labels'\].*label_names"):
         unlabelled.train()
     assert distance(trainable(model), start) == 0
@@ -461,7 +510,9 @@ def test_peft_models_train_save_and_resume(tmp_path, name):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "noise_multiplier": 0.5}
     trainer_for(tmp_path, model=model, data=data, **options).train()
     assert all(not torch.equal(a, b) for a, b in zip(trainable(model), start, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip([p for p in model.parameters() if not p.requires_grad], frozen, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip([p for p in model.parameters() if not p.requires_grad], frozen, strict=True)
+    )
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
     resumed = trainer_for(tmp_path, model=build(name, lora=True), data=data, **{**options, "max_steps": 3})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -533,9 +584,14 @@ def padded(rows, side="right", longest=None):
         padding = [value] * (longest - len(ids))
         return ids + padding if side == "right" else padding + ids
 
-    batch = {"input_ids": [pad(r["input_ids"], 0) for r in rows], "attention_mask": [pad([1] * len(r["input_ids"]), 0) for r in rows]}
+    batch = {
+        "input_ids": [pad(r["input_ids"], 0) for r in rows],
+        "attention_mask": [pad([1] * len(r["input_ids"]), 0) for r in rows],
+    }
     for name in rows[0].keys() - {"input_ids"}:
-        batch[name] = [pad(r[name], -100) if isinstance(r[name], list) and isinstance(r[name][0], int) else r[name] for r in rows]
+        batch[name] = [
+            pad(r[name], -100) if isinstance(r[name], list) and isinstance(r[name][0], int) else r[name] for r in rows
+        ]
     return {name: torch.tensor(x) for name, x in batch.items()}
 
 
@@ -547,7 +603,12 @@ PADDED = {  # model, side, fixed length, whether others' lengths then decide an 
     "GPT-2 on the left": (lambda: build("gpt2"), "left", None, True),  # positions are counted from the padding on
     "Llama on the left": (lambda: build("llama"), "left", None, True),  # the last padding predicts the first token
     "Llama on the left, LoRA": (lambda: build("llama", lora=True), "left", None, True),
-    "XLNet": (lambda: XLNetForSequenceClassification(XLNetConfig(**TINY)), "right", None, True),  # looks at the last position
+    "XLNet": (
+        lambda: XLNetForSequenceClassification(XLNetConfig(**TINY)),
+        "right",
+        None,
+        True,
+    ),  # looks at the last position
     "XLNet on the left": (lambda: XLNetForSequenceClassification(XLNetConfig(**TINY)), "left", None, False),
     "GPT-2 classifier": (lambda: GPT2ForSequenceClassification(GPT2Config(**TINY)), "right", None, False),
     "question answering": (
@@ -559,8 +620,18 @@ PADDED = {  # model, side, fixed length, whether others' lengths then decide an 
     "token classification": (lambda: BertForTokenClassification(BertConfig(**TINY)), "right", None, False),
     "multiple choice": (lambda: BertForMultipleChoice(BertConfig(**TINY)), "right", None, False),
     "multiple choice on the left": (lambda: BertForMultipleChoice(BertConfig(**TINY)), "left", None, True),
-    "as many classes as positions": (lambda: BertForSequenceClassification(BertConfig(**TINY | {"num_labels": 13})), "right", None, False),
-    "question answering, one length": (lambda: BertForQuestionAnswering(BertConfig(**TINY | {"num_labels": 2})), "right", 16, False),
+    "as many classes as positions": (
+        lambda: BertForSequenceClassification(BertConfig(**TINY | {"num_labels": 13})),
+        "right",
+        None,
+        False,
+    ),
+    "question answering, one length": (
+        lambda: BertForQuestionAnswering(BertConfig(**TINY | {"num_labels": 2})),
+        "right",
+        16,
+        False,
+    ),
 }
 TINY = {"vocab_size": 1000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "pad_token_id": 0,
         "n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64, "n_embd": 32, "num_labels": 3}  # fmt: skip
@@ -573,20 +644,25 @@ def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, c
     model = make().train()
     data = dataset(kind="lm" if model.__class__.__name__.endswith(("LMHeadModel", "CausalLM")) else "bert")
     if "question" in case:
-        data = data.rename_column("labels", "start_positions").map(lambda row: {"end_positions": row["start_positions"] + 1})
+        data = data.rename_column("labels", "start_positions").map(
+            lambda row: {"end_positions": row["start_positions"] + 1}
+        )
     if hasattr(model, "peft_config"):
         data = dataset(kind="lm")
     if "token classification" in case:
         data = data.map(lambda row: {"labels": [i % 3 for i in row["input_ids"]]}, remove_columns="labels")
     if "multiple choice" in case:
         data = data.map(
-            lambda row: {"input_ids": [row["input_ids"], row["input_ids"][:2], row["input_ids"][1:]]}, remove_columns="input_ids"
+            lambda row: {"input_ids": [row["input_ids"], row["input_ids"][:2], row["input_ids"][1:]]},
+            remove_columns="input_ids",
         )
     if "classes" in case:
         texts = [list(range(1, 13 + i % 2)) for i in range(N)]
         data = [{"input_ids": ids, "labels": [float(i == len(ids)) for i in range(13)]} for ids in texts]
     size = 64 if "classes" in case else 5
-    args = arguments(tmp_path, expected_batch_size=30, clipping_mode=mode, max_steps=1, per_device_train_batch_size=size)
+    args = arguments(
+        tmp_path, expected_batch_size=30, clipping_mode=mode, max_steps=1, per_device_train_batch_size=size
+    )
     trainer = DPTrainer(model, args, lambda rows: padded(rows, side, longest), data)
     before = [p.detach().clone() for p in trainable(model)]
     if not is_refused:
@@ -601,7 +677,8 @@ def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, c
 @pytest.mark.parametrize("made", [False, True])  # by the collator, or from the labels
 @pytest.mark.parametrize("side", ["right", "left", "masked start"])
 def test_targets_padded_on_the_left_are_refused(tmp_path, side, made):
-    """Nothing masks what a decoder is given in their place, so the longest target of the batch decides how much of it there is."""
+    """Nothing masks what a decoder is given in their place, so the longest target of the batch decides how much of it
+    there is."""
     sizes = {"vocab_size": 1000, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
     data = [{"input_ids": [5, i, 7], "labels": list(range(5, 8 + i % 4))} for i in range(N)]
@@ -641,7 +718,8 @@ def test_gradients_left_by_a_callback_do_not_reach_the_sum(tmp_path):
 
 
 def test_a_seed_set_during_training_does_not_matter(tmp_path):
-    """By a callback, as every Trainer that is made does: the masks of dropout, and of a collator, would be known from there on."""
+    """By a callback, as every Trainer that is made does: the masks of dropout, and of a collator, would be known from
+    there on."""
 
     class Seeds(TrainerCallback):
         def __init__(self):
@@ -654,7 +732,10 @@ def test_a_seed_set_during_training_does_not_matter(tmp_path):
         """A dropout that notes what it drew, from each generator."""
 
         def forward(self, x):
-            if torch.initial_seed() not in (0, 42):  # as in checks on made-up input, which draw from seeds of their own
+            if torch.initial_seed() not in (
+                0,
+                42,
+            ):  # as in checks on made-up input, which draw from seeds of their own
                 drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
             return x
 
@@ -674,17 +755,24 @@ def test_a_seed_set_during_training_does_not_matter(tmp_path):
         DPTrainer(model, args, collate_and_draw, dataset(), callbacks=[Seeds()]).train()
         runs.append((drawn[-3:], collated))
     for first, second in zip(*runs, strict=True):
-        assert len(set(first)) >= 3 and len(set(second)) >= 3 and not {*itertools.chain(*first)} & {*itertools.chain(*second)}
+        assert (
+            len(set(first)) >= 3
+            and len(set(second)) >= 3
+            and not {*itertools.chain(*first)} & {*itertools.chain(*second)}
+        )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_parameters_outside_of_the_model_are_refused(tmp_path, reentrant):
-    """Where checkpointing is reentrant, the loss filled their gradients, unclipped, and the optimizer stepped with them."""
+    """Where checkpointing is reentrant, the loss filled their gradients, unclipped, and the optimizer stepped with
+    them."""
     model, scale = build("bert"), nn.Parameter(torch.ones(3))
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     loss = lambda outputs, labels: (outputs.logits * scale).gather(1, labels[:, None]).squeeze(1)  # noqa: E731
-    trainer = DPTrainer(model, arguments(tmp_path), collate, dataset(), per_example_loss_func=loss, optimizers=(optimizer, None))
+    trainer = DPTrainer(
+        model, arguments(tmp_path), collate, dataset(), per_example_loss_func=loss, optimizers=(optimizer, None)
+    )
     with pytest.raises(ValueError, match="1 parameters that are not the model's"):
         trainer.train()
     assert trainer.privacy_spent().steps == 0 and torch.equal(scale, torch.ones(3))
@@ -706,12 +794,16 @@ def test_a_callback_cannot_train_beyond_the_budget(tmp_path, monkeypatch):
 def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
     args = arguments(tmp_path)
     args.set_training(gradient_accumulation_steps=4, batch_size=5, learning_rate=0.1)
-    with pytest.raises(ValueError, match=r"gradient accumulation is switched on.*accelerate's.*set gradient_accumulation_steps to 1"):
+    with pytest.raises(
+        ValueError, match=r"gradient accumulation is switched on.*accelerate's.*set gradient_accumulation_steps to 1"
+    ):
         DPTrainer(build("bert"), args, collate, dataset())
 
     args = arguments(tmp_path)
     args._n_gpu = 2
-    with pytest.raises(ValueError, match=r"2 devices in one process.*one process per device \(accelerate launch or torchrun\)"):
+    with pytest.raises(
+        ValueError, match=r"2 devices in one process.*one process per device \(accelerate launch or torchrun\)"
+    ):
         DPTrainer(build("bert"), args, collate, dataset())
 
     class LaunchedWithContextParallelism(DPTrainer):
@@ -719,7 +811,9 @@ def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
             super().create_accelerator_and_postprocess()
             self.accelerator.state.parallelism_config = ParallelismConfig(cp_size=2)
 
-    with pytest.raises(ValueError, match="context or sequence parallelism is switched on.*use tensor parallelism or FSDP2"):
+    with pytest.raises(
+        ValueError, match="context or sequence parallelism is switched on.*use tensor parallelism or FSDP2"
+    ):
         LaunchedWithContextParallelism(build("bert"), arguments(tmp_path), collate, dataset())
 
     class LaunchedWithDeepSpeed(DPTrainer):
@@ -741,7 +835,8 @@ def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
 
 
 def test_heads_without_a_loss_of_their_own_evaluate_too(tmp_path):
-    """A model that never returns a loss, with more labels than token types, trained and evaluated with per_example_loss_func."""
+    """A model that never returns a loss, with more labels than token types, trained and evaluated with
+    per_example_loss_func."""
 
     class Logits(nn.Module):
         def __init__(self):

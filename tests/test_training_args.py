@@ -16,7 +16,9 @@ from dp_transformers.sampling import PoissonSampling
 
 
 def make(tmp_path, **changes):
-    return DPTrainingArguments(**{"output_dir": str(tmp_path), "target_epsilon": 8.0, "target_delta": 1e-5, "use_cpu": True, **changes})
+    return DPTrainingArguments(
+        **{"output_dir": str(tmp_path), "target_epsilon": 8.0, "target_delta": 1e-5, "use_cpu": True, **changes}
+    )
 
 
 def test_expected_batch_size_is_folded_once(tmp_path):
@@ -44,7 +46,8 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"max_grad_norm": 0.0}, "clipping bound"),
         (
             {"max_grad_norm": float("inf")},
-            "clipping bound on one example's gradient norm and must be a positive finite number, got inf; 1.0 is common",
+            "clipping bound on one example's gradient norm and must be a positive finite number, got inf; 1.0 is "
+            "common",
         ),
         ({"max_grad_norm": None}, "max_grad_norm must be a number, got None"),
         ({"expected_batch_size": 0}, "at least 1"),
@@ -53,7 +56,10 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"sampling": "shuffle"}, "Leave it at 'poisson'"),
         ({"secure_rng": True, "dp_seed": 1}, "contradict"),
         ({"fp16": True}, "use bf16=True"),
-        ({"dataloader_drop_last": True}, "no last batch to drop, and dropping examples would change the sample rate; leave it False"),
+        (
+            {"dataloader_drop_last": True},
+            "no last batch to drop, and dropping examples would change the sample rate; leave it False",
+        ),
         ({"train_sampling_strategy": "group_by_length"}, "Poisson sampling"),
         ({"auto_find_batch_size": True}, "restarts training"),
         ({"include_num_input_tokens_seen": True}, "not covered by epsilon; leave it 'no'"),
@@ -64,7 +70,10 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["a"]}, "during backward"),
         ({"optim": "lomo"}, "during backward"),
         ({"debug": "underflow_overflow"}, "one example could stop the training; leave it out"),
-        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            "use_reentrant",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -83,19 +92,44 @@ def test_deepspeed_is_refused_where_it_is_installed(tmp_path):
 def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):
     parser = HfArgumentParser(DPTrainingArguments)
     (args,) = parser.parse_args_into_dataclasses(
-        ["--output_dir", str(tmp_path), "--noise_multiplier", "1.1", "--target_delta", "1e-6", "--use_cpu", "--no_self_check"]
+        [
+            "--output_dir",
+            str(tmp_path),
+            "--noise_multiplier",
+            "1.1",
+            "--target_delta",
+            "1e-6",
+            "--use_cpu",
+            "--no_self_check",
+        ]
     )
     assert (args.noise_multiplier, args.target_delta, args.self_check) == (1.1, 1e-6, False)
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--help"])
     text = capsys.readouterr().out
-    for name in ("target_epsilon", "target_delta", "noise_multiplier", "expected_batch_size", "clipping_mode", "log_train_loss"):
+    for name in (
+        "target_epsilon",
+        "target_delta",
+        "noise_multiplier",
+        "expected_batch_size",
+        "clipping_mode",
+        "log_train_loss",
+    ):
         assert name in text
-    assert all(f.metadata.get("help") for f in dataclasses.fields(DPTrainingArguments) if f.name in DPTrainingArguments.__annotations__)
+    assert all(
+        f.metadata.get("help")
+        for f in dataclasses.fields(DPTrainingArguments)
+        if f.name in DPTrainingArguments.__annotations__
+    )
 
 
 def mechanism(**changes):
-    parts = {"sampling": PoissonSampling(100, 12), "clipping": FlatClipping(0.7), "noise": IndependentNoise(1.3), "steps": 40}
+    parts = {
+        "sampling": PoissonSampling(100, 12),
+        "clipping": FlatClipping(0.7),
+        "noise": IndependentNoise(1.3),
+        "steps": 40,
+    }
     return Mechanism(**{**parts, **changes})
 
 
@@ -114,7 +148,12 @@ def test_flags_build_a_mechanism(tmp_path):
 def test_a_mechanism_in_the_place_of_flags(tmp_path, form):
     text = json.dumps(mechanism().to_dict())
     (tmp_path / "mechanism.json").write_text(text)
-    given = {"value": mechanism(), "dictionary": mechanism().to_dict(), "text": text, "path": str(tmp_path / "mechanism.json")}[form]
+    given = {
+        "value": mechanism(),
+        "dictionary": mechanism().to_dict(),
+        "text": text,
+        "path": str(tmp_path / "mechanism.json"),
+    }[form]
     args = make(tmp_path, target_epsilon=None, mechanism=given)
     assert args.mechanism == args.mechanism_for(100, 7) == mechanism()
     assert (args.expected_batch_size, args.max_grad_norm, args.max_steps, args.noise_multiplier) == (12, 0.7, 40, None)
@@ -127,7 +166,15 @@ def test_a_mechanism_in_the_place_of_flags(tmp_path, form):
 
 def test_a_mechanism_by_the_command_line(tmp_path):
     (tmp_path / "mechanism.json").write_text(json.dumps(mechanism().to_dict()))
-    words = ["--output_dir", str(tmp_path), "--mechanism", str(tmp_path / "mechanism.json"), "--target_delta", "1e-6", "--use_cpu"]
+    words = [
+        "--output_dir",
+        str(tmp_path),
+        "--mechanism",
+        str(tmp_path / "mechanism.json"),
+        "--target_delta",
+        "1e-6",
+        "--use_cpu",
+    ]
     (args,) = HfArgumentParser(DPTrainingArguments).parse_args_into_dataclasses(words)
     assert args.mechanism == mechanism()
 

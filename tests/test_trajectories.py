@@ -1,8 +1,10 @@
-"""Training without noise takes the steps that it took when tests/trajectories.json was written, and both loops take the same.
+"""Training without noise takes the steps that it took when tests/trajectories.json was written, and both loops take
+the same.
 
-On the processor and with the versions that the file names, all trainable parameters must be the same bit for bit after each step. Elsewhere
-kernels round otherwise, so bits are not compared there: how far the parameters moved in the end must be the same, in eight projections, to
-1e-4 of the largest. tests/trajectories.py makes the runs, and says how to write the file anew.
+On the processor and with the versions that the file names, all trainable parameters must be the same bit for bit after
+each step. Elsewhere kernels round otherwise, so bits are not compared there: how far the parameters moved in the end
+must be the same, in eight projections, to 1e-4 of the largest. tests/trajectories.py makes the runs, and says how to
+write the file anew.
 """
 
 import itertools
@@ -38,7 +40,9 @@ def check(name, seen):
 
 
 def test_every_cell_has_a_pin():
-    assert list(PINNED["trajectories"]) == [name_of(cell) for cell in CELLS] + [name_of(cell, RANKS) for cell in CELLS_OF_RANKS]
+    assert list(PINNED["trajectories"]) == [name_of(cell) for cell in CELLS] + [
+        name_of(cell, RANKS) for cell in CELLS_OF_RANKS
+    ]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
@@ -64,10 +68,12 @@ def test_some_examples_are_clipped_and_some_are_not(task):
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("mode", MODES)
 def test_both_loops_take_the_same_steps(mode, task):
-    """Bit for bit, but where the loop divides the losses by a batch size of 3 in their mean and the clipper multiplies by it again.
+    """Bit for bit, but where the loop divides the losses by a batch size of 3 in their mean and the clipper multiplies
+    by it again.
 
-    So in ghost and fast_gradient, which are handed the losses of the examples, for all models; in book_keeping and per_sample for
-    physical batches of 2 (and 1), and for those of 3 by the sum of the losses. By their mean those agree to 1e-6.
+    So in ghost and fast_gradient, which are handed the losses of the examples, for all models; in book_keeping and
+    per_sample for physical batches of 2 (and 1), and for those of 3 by the sum of the losses. By their mean those
+    agree to 1e-6.
     """
     by_trainer, by_engine = run("DPTrainer", mode, task).points, run("PrivacyEngine", mode, task).points
     if mode in FOLLOW and TASKS[task].physical == 3:

@@ -102,7 +102,9 @@ PROBLEMS = {  # module -> what is said of it, what is done about it
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own, on importing its quantization
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning"
+)  # torch's own, on importing its quantization
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_problem_is_named_and_repaired_where_it_can_be(name, caplog):
     make, said, fix = PROBLEMS[name]
@@ -124,7 +126,11 @@ def test_every_problem_is_named_and_repaired_where_it_can_be(name, caplog):
 def test_what_is_no_problem():
     frozen = nn.Embedding(5, 3, sparse=True, scale_grad_by_freq=True).requires_grad_(False)
     model = nn.Sequential(
-        nn.InstanceNorm2d(3, affine=True), FrozenBatchNorm2d(), frozen, nn.GroupNorm(2, 4), nn.Linear(3, 2).bfloat16().requires_grad_(False)
+        nn.InstanceNorm2d(3, affine=True),
+        FrozenBatchNorm2d(),
+        frozen,
+        nn.GroupNorm(2, 4),
+        nn.Linear(3, 2).bfloat16().requires_grad_(False),
     )
     assert ModuleValidator.validate(model) == []
 
@@ -147,13 +153,17 @@ def test_problems_of_parameters():
         "hook",
         "whole batch",
     ]
-    assert [re.search(words, str(problem)) is not None for words, problem in zip(said, found, strict=True)] == [True] * 5
+    assert [re.search(words, str(problem)) is not None for words, problem in zip(said, found, strict=True)] == [
+        True
+    ] * 5
     assert [problem.path for problem in found] == ["0", "", "0", "", "1"]
 
 
 def test_strict_names_all_at_once():
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Embedding(5, 3, max_norm=1.0)).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"3 problems:\n'0' is a BatchNorm1d[^\n]*\n'1' is a Embedding[^\n]*\nthe model has no") as error:
+    with pytest.raises(
+        ValueError, match=r"3 problems:\n'0' is a BatchNorm1d[^\n]*\n'1' is a Embedding[^\n]*\nthe model has no"
+    ) as error:
         ModuleValidator.validate(model, strict=True)
     assert "ModuleValidator.fix" in str(error.value)
 
@@ -185,7 +195,9 @@ def test_fix_of_the_model_itself():
 
 
 def test_a_fixed_model_can_be_trained():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.InstanceNorm2d(8, affine=True, track_running_stats=True))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+    )
     x = torch.randn(4, 3, 6, 6)
     assert not check_per_sample_gradients_are_correct(x, model, modes=["ghost"])
     fixed = ModuleValidator.fix(model)

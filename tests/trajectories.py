@@ -1,8 +1,10 @@
-"""Noiseless trajectories of tiny models, in both loops and all clipping modes, and the pins that tests/test_trajectories.py compares them with.
+"""Noiseless trajectories of tiny models, in both loops and all clipping modes, and the pins that
+tests/test_trajectories.py compares them with.
 
-`PYTHONPATH=. python tests/trajectories.py --write` writes the pins, tests/trajectories.json, from the code as it is: do that only for a
-change that is meant to change trajectories, and say so where you commit them. A pin holds the hash of all trainable parameters after each step,
-for the machine and the versions it was written with, and projections of how far they moved in the end, for any other.
+`PYTHONPATH=. python tests/trajectories.py --write` writes the pins, tests/trajectories.json, from the code as it is:
+do that only for a change that is meant to change trajectories, and say so where you commit them. A pin holds the hash
+of all trainable parameters after each step, for the machine and the versions it was written with, and projections of
+how far they moved in the end, for any other.
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ def cross_entropies(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained. At ``bound`` some examples are clipped and some are not, and it is no power of two, by which all products are exact.
+    """What is trained. At ``bound`` some examples are clipped and some are not, and it is no power of two, by which
+    all products are exact.
 
     ``loss`` is None where the library knows the head's.
     """
@@ -138,7 +141,8 @@ MODES = ("book_keeping", "ghost", "fast_gradient", "per_sample")
 
 @dataclass
 class Trajectory:
-    """All trainable parameters, flat, before the first step and after each; with the norms of all examples where the loop saw them."""
+    """All trainable parameters, flat, before the first step and after each; with the norms of all examples where the
+    loop saw them."""
 
     model: nn.Module
     points: list[torch.Tensor] = field(default_factory=list)
@@ -183,7 +187,8 @@ def by_trainer(task: Task, mode: str) -> Trajectory:
 
 
 def by_engine(task: Task, mode: str, reduction: str = "mean") -> Trajectory:
-    """The trajectory of a plain loop with PrivacyEngine: by ``loss.backward()`` in modes that follow that, else by losses of examples."""
+    """The trajectory of a plain loop with PrivacyEngine: by ``loss.backward()`` in modes that follow that, else by
+    losses of examples."""
     model, follows = task.model(), mode in FOLLOW
     trajectory, engine = Trajectory(model), PrivacyEngine(dp_seed=SEED)
     _, optimizer, loader = engine.make_private(
@@ -227,7 +232,8 @@ def name_of(cell: tuple[str, str, str], ranks: int = 1) -> str:
 
 
 def pin(trajectory: Trajectory) -> dict[str, list]:
-    """The hash of the parameters after each step, as little-endian float32, and eight projections of how far they moved in the end."""
+    """The hash of the parameters after each step, as little-endian float32, and eight projections of how far they
+    moved in the end."""
     hashes = [hashlib.sha256(point.numpy().astype("<f4").tobytes()).hexdigest() for point in trajectory.points[1:]]
     moved = trajectory.moved.numpy()
     signs = np.random.Generator(np.random.PCG64(0)).integers(0, 2, (8, len(moved))) * 2.0 - 1.0
@@ -235,7 +241,8 @@ def pin(trajectory: Trajectory) -> dict[str, list]:
 
 
 def fingerprint() -> dict[str, str]:
-    """What decides how sums are rounded: the processor, the kernels chosen for it, and the versions of what computes."""
+    """What decides how sums are rounded: the processor, the kernels chosen for it, and the versions of what
+    computes."""
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "peft", "torch", "transformers")}
     return {"processor": processor(), "capability": torch.backends.cpu.get_cpu_capability(), **versions}
 
@@ -251,7 +258,8 @@ def processor() -> str:
 
 
 def pins_of_ranks() -> dict[str, dict]:
-    """Pins of the cells of several gloo processes, in one launch, after a check that all processes end with the same."""
+    """Pins of the cells of several gloo processes, in one launch, after a check that all processes end with the
+    same."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -284,7 +292,8 @@ def as_rank(folder: str) -> None:
 
 
 def write() -> None:
-    """Write the pins of the library beside these tests; another one that is installed would be pinned without a word."""
+    """Write the pins of the library beside these tests; another one that is installed would be pinned without a
+    word."""
     if Path(dp_transformers.__file__).parent.parent != ROOT:
         raise RuntimeError(f"this would pin {dp_transformers.__file__}: set PYTHONPATH={ROOT}")
     pins = {name_of(cell): pin(run(*cell)) for cell in CELLS} | pins_of_ranks()
@@ -295,7 +304,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--write", action="store_true", help="write the pins")
-    choice.add_argument("--rank", metavar="FOLDER", help="be one process of several, started by torchrun, and write its pins there")
+    choice.add_argument(
+        "--rank", metavar="FOLDER", help="be one process of several, started by torchrun, and write its pins there"
+    )
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="dp_seed")
     torch.set_num_threads(1)

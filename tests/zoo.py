@@ -12,11 +12,24 @@ from torch import nn
 from dp_transformers.losses import decoder_inputs, find_per_example_loss
 
 VOCABULARY, LABELS = 120, 4
-TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = TEXT | SPECIAL | {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-IMAGE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "num_labels": LABELS}
+IMAGE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_labels": LABELS,
+}
 EXPERTS = {"num_experts_per_tok": 2}
 DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 
@@ -27,7 +40,15 @@ ZOO: dict[str, tuple[type, type, dict]] = {
     "DistilBERT": (
         hf.DistilBertForMaskedLM,
         hf.DistilBertConfig,
-        {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "dropout": 0.0, "attention_dropout": 0.0},
+        {
+            "vocab_size": VOCABULARY,
+            "dim": 32,
+            "n_layers": 2,
+            "n_heads": 2,
+            "hidden_dim": 48,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
     ),
     "ALBERT": (hf.AlbertForMaskedLM, hf.AlbertConfig, TEXT | NO_DROPOUT | {"embedding_size": 16}),
     "DeBERTa-v2": (
@@ -38,7 +59,10 @@ ZOO: dict[str, tuple[type, type, dict]] = {
     "DeBERTa-v2 + conv, own keys": (
         hf.DebertaV2ForMaskedLM,
         hf.DebertaV2Config,
-        TEXT | NO_DROPOUT | DEBERTA | {"max_relative_positions": 16, "conv_kernel_size": 3, "conv_act": "gelu", "share_att_key": False},
+        TEXT
+        | NO_DROPOUT
+        | DEBERTA
+        | {"max_relative_positions": 16, "conv_kernel_size": 3, "conv_act": "gelu", "share_att_key": False},
     ),
     "ModernBERT": (
         hf.ModernBertForMaskedLM,
@@ -49,7 +73,15 @@ ZOO: dict[str, tuple[type, type, dict]] = {
     "GPT-2": (
         hf.GPT2LMHeadModel,
         hf.GPT2Config,
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": 64,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+        }
         | {"attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
     ),
     "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, TEXT | SPECIAL),
@@ -62,9 +94,21 @@ ZOO: dict[str, tuple[type, type, dict]] = {
     "Bloom": (
         hf.BloomForCausalLM,
         hf.BloomConfig,
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0} | SPECIAL,
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+        | SPECIAL,
     ),
-    "Falcon": (hf.FalconForCausalLM, hf.FalconConfig, {k: v for k, v in TEXT.items() if k != "intermediate_size"} | SPECIAL),
+    "Falcon": (
+        hf.FalconForCausalLM,
+        hf.FalconConfig,
+        {k: v for k, v in TEXT.items() if k != "intermediate_size"} | SPECIAL,
+    ),
     "Llama": (hf.LlamaForCausalLM, hf.LlamaConfig, DECODER),
     "Mistral": (hf.MistralForCausalLM, hf.MistralConfig, DECODER | {"sliding_window": 4}),
     "Qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, DECODER),
@@ -86,18 +130,42 @@ ZOO: dict[str, tuple[type, type, dict]] = {
         hf.Qwen3MoeConfig,
         DECODER | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
     ),
-    "GPT-OSS": (hf.GptOssForCausalLM, hf.GptOssConfig, DECODER | EXPERTS | {"num_local_experts": 4, "sliding_window": 4}),
+    "GPT-OSS": (
+        hf.GptOssForCausalLM,
+        hf.GptOssConfig,
+        DECODER | EXPERTS | {"num_local_experts": 4, "sliding_window": 4},
+    ),
     "T5": (
         hf.T5ForConditionalGeneration,
         hf.T5Config,
-        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "d_kv": 16,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 2,
+            "dropout_rate": 0.0,
+        }
         | {"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
     ),
     "BART": (
         hf.BartForConditionalGeneration,
         hf.BartConfig,
-        {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
-        | {"decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0}
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+        }
+        | {
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 64,
+            "dropout": 0.0,
+        }
         | {"scale_embedding": True},
     ),
     "ViT": (hf.ViTForImageClassification, hf.ViTConfig, IMAGE | NO_DROPOUT | {"intermediate_size": 48}),
@@ -106,10 +174,19 @@ ZOO: dict[str, tuple[type, type, dict]] = {
     "Mamba": (
         hf.MambaForCausalLM,
         hf.MambaConfig,
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "use_mambapy": False} | SPECIAL,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "use_mambapy": False}
+        | SPECIAL,
     ),
 }
-ALWAYS_UNTIED = ("GPT-NeoX", "ViT", "DINOv2", "SigLIP + attention head", "Mamba", "DeBERTa-v2 + conv, own keys", "Mixtral + eager experts")
+ALWAYS_UNTIED = (
+    "GPT-NeoX",
+    "ViT",
+    "DINOv2",
+    "SigLIP + attention head",
+    "Mamba",
+    "DeBERTa-v2 + conv, own keys",
+    "Mixtral + eager experts",
+)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA_TARGETS = {  # where peft refuses all-linear, or warns about it
     **dict.fromkeys(("Mixtral", "Mixtral + eager experts", "Qwen3-MoE", "GPT-OSS"), ATTENTION),
@@ -130,7 +207,9 @@ def build(name: str, *, tied: bool = False, lora: bool = False, seed: int = 0) -
         model.set_experts_implementation(experts)
     if lora:
         targets = LORA_TARGETS.get(name, "all-linear")
-        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=name == "GPT-2"))
+        model = get_peft_model(
+            model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=name == "GPT-2")
+        )
     with torch.no_grad():  # weights far from zero, so that no gradient vanishes by its start value
         for p in model.parameters():
             p.copy_(0.2 * torch.randn_like(p)) if p.dim() > 1 else p.add_(0.1 * torch.randn_like(p))
@@ -153,7 +232,9 @@ def batch_for(name: str, *, size: int = 5, length: int = 9, seed: int = 0) -> di
         return ids * mask, mask
 
     ids, mask = text(length)
-    labels = (ids if _is_causal(model_class) else torch.randint(5, VOCABULARY, ids.shape, generator=generator)).masked_fill(mask == 0, -100)
+    labels = (
+        ids if _is_causal(model_class) else torch.randint(5, VOCABULARY, ids.shape, generator=generator)
+    ).masked_fill(mask == 0, -100)
     if config_class in (hf.T5Config, hf.BartConfig):
         targets, target_mask = text(length - 2)
         labels = targets.masked_fill(target_mask == 0, -100)
@@ -166,7 +247,8 @@ def _is_causal(model_class: type) -> bool:
 
 
 def losses_function(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
-    """f(batch) -> (B,), the loss that DPTrainer would use; a random function of the output where the model has no head."""
+    """f(batch) -> (B,), the loss that DPTrainer would use; a random function of the output where the model has no
+    head."""
     if not isinstance(getattr(model, "base_model", model), nn.Module) or "labels" not in _forward_names(model):
         return _random_function(model)
     loss = find_per_example_loss(model)
@@ -180,7 +262,11 @@ def losses_function(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], tor
 
 def _forward_names(model: nn.Module) -> tuple[str, ...]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return base.forward.__wrapped__.__code__.co_varnames if hasattr(base.forward, "__wrapped__") else base.forward.__code__.co_varnames
+    return (
+        base.forward.__wrapped__.__code__.co_varnames
+        if hasattr(base.forward, "__wrapped__")
+        else base.forward.__code__.co_varnames
+    )
 
 
 def _random_function(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:

@@ -13,7 +13,13 @@ _WHERE = {
     "register_grad_sampler": "rules",
     "register_norm_sampler": "rules",
 }
-__all__ = ["PerExampleClipper", "check_model", "check_per_sample_gradients_are_correct", "register_grad_sampler", "register_norm_sampler"]
+__all__ = [
+    "PerExampleClipper",
+    "check_model",
+    "check_per_sample_gradients_are_correct",
+    "register_grad_sampler",
+    "register_norm_sampler",
+]
 
 
 def __getattr__(name: str) -> Any:

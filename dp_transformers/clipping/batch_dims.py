@@ -1,4 +1,5 @@
-"""A :class:`BatchDim` says where a tensor that enters or leaves a module has its examples; it is learned from shapes for two batch sizes."""
+"""A :class:`BatchDim` says where a tensor that enters or leaves a module has its examples; it is learned from shapes
+for two batch sizes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class BatchDim:
-    """Dimension ``dim`` has one entry for each example, or a single one for all. In a ``flat`` tensor the first dimension holds all
-    positions of all examples, example by example. Neither: the tensor is the same for all examples."""
+    """Dimension ``dim`` has one entry for each example, or a single one for all. In a ``flat`` tensor the first
+    dimension holds all positions of all examples, example by example. Neither: the tensor is the same for all
+    examples."""
 
     dim: int | None = None
     flat: bool = False
@@ -48,7 +50,8 @@ def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:
-    """Returns how many positions an example of this input may have: lengths of its dimensions, and of leading ones together."""
+    """Returns how many positions an example of this input may have: lengths of its dimensions, and of leading ones
+    together."""
     found = set()
     for x in _tensors(args, kwargs):
         if x.dim() > 1 and len(x) == batch:
@@ -56,8 +59,11 @@ def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:
     return found - {1}
 
 
-def learn_batch_dim(shape: Sequence[int], other: Sequence[int], batch: int, other_batch: int, positions: set[int]) -> BatchDim:
-    """Returns where a tensor has its examples that has ``shape`` in a run on ``batch`` examples, and ``other`` in one on ``other_batch``."""
+def learn_batch_dim(
+    shape: Sequence[int], other: Sequence[int], batch: int, other_batch: int, positions: set[int]
+) -> BatchDim:
+    """Returns where a tensor has its examples that has ``shape`` in a run on ``batch`` examples, and ``other`` in one
+    on ``other_batch``."""
     if len(shape) != len(other) or not shape:
         return SHARED
     pairs = list(zip(shape, other, strict=True))
@@ -66,7 +72,8 @@ def learn_batch_dim(shape: Sequence[int], other: Sequence[int], batch: int, othe
     size, other_size = pairs[0]
     if (size, other_size) in ((1, 1), (batch, 1), (1, other_batch)):
         return BATCH_FIRST
-    # All positions of every example and nothing else: a number that merely divides by the batch could be tokens sorted by expert.
+    # All positions of every example and nothing else: a number that merely divides by the batch could be tokens sorted
+    # by expert.
     if size * other_batch == other_size * batch and size % batch == 0 and size // batch in positions:
         return FLAT
     return SHARED
@@ -77,5 +84,8 @@ def batch_size_of(model: nn.Module, args: tuple, kwargs: dict, batch_first: bool
     main = kwargs.get(getattr(model, "main_input_name", ""))
     tensors = [main] if isinstance(main, torch.Tensor) else [x for x in _tensors(args, kwargs) if x.dim()]
     if not tensors:
-        raise ValueError("the model was called without a tensor, so the batch size is unknown: pass inputs with the batch in dimension 0.")
+        raise ValueError(
+            "the model was called without a tensor, so the batch size is unknown: pass inputs with the batch in "
+            "dimension 0."
+        )
     return tensors[0].shape[0 if batch_first or tensors[0].dim() == 1 else 1]

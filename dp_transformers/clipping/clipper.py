@@ -1,10 +1,11 @@
 """PerExampleClipper: per-example losses in, the sum of clipped per-example gradients in ``p.grad`` out.
 
-How it works. A forward hook (:mod:`.hooks`) passes the output of every module that owns trainable parameters through an identity, the tap
-(:mod:`.tap`). When backward reaches a tap it holds the gradient g of the module's output; with the module's input a
-(:mod:`.recorded_call`), its rule (:mod:`.rules`) gives the terms of the parameters' per-example gradients (:mod:`.terms`). The mode
-(:mod:`.modes`) measures their norms (:mod:`.norms`), and forms the clipped sums (:mod:`.gradient_sums`). The engine (:mod:`.engine`) leads
-from one to the next; here are the bound, and the checks that it is tried out with (:mod:`.checks`).
+How it works. A forward hook (:mod:`.hooks`) passes the output of every module that owns trainable parameters through
+an identity, the tap (:mod:`.tap`). When backward reaches a tap it holds the gradient g of the module's output; with
+the module's input a (:mod:`.recorded_call`), its rule (:mod:`.rules`) gives the terms of the parameters' per-example
+gradients (:mod:`.terms`). The mode (:mod:`.modes`) measures their norms (:mod:`.norms`), and forms the clipped sums
+(:mod:`.gradient_sums`). The engine (:mod:`.engine`) leads from one to the next; here are the bound, and the checks
+that it is tried out with (:mod:`.checks`).
 """
 
 from __future__ import annotations
@@ -32,21 +33,25 @@ logger = logging.getLogger(__name__)
 
 
 class PerExampleClipper:
-    """Clips every example's gradient to an L2 norm of at most ``max_grad_norm`` over all trainable parameters together, and sums.
+    """Clips every example's gradient to an L2 norm of at most ``max_grad_norm`` over all trainable parameters
+    together, and sums.
 
-    Attached on construction; ``detach()`` or leaving a ``with`` block removes every trace of it from the model, ``attach()`` puts it back.
+    Attached on construction; ``detach()`` or leaving a ``with`` block removes every trace of it from the model,
+    ``attach()`` puts it back.
 
     Args:
-        model: The module whose ``forward`` is called for the losses; its inputs have the batch in their first dimension. It is
-            hooked, not wrapped: type, state dict, ``generate`` and pickling stay as they are.
-        max_grad_norm: The clipping bound C, or a function of the norm (:mod:`.functions`), whose sensitivity it then is. Noise must be scaled
-            by this same number: read it here.
-        mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see :mod:`dp_transformers.clipping.modes`.
-        self_check: Before the first training forward pass, check on synthetic input of the same shapes that every trainable
-            parameter is covered and that norms and sums equal one-example-at-a-time gradients, see
-            :mod:`dp_transformers.clipping.checks.self_check`. The losses themselves are yours and come later: compute them from the model's
-            outputs alone. One that uses a parameter directly (weight decay, say) is refused.
-        batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the second.
+        model: The module whose ``forward`` is called for the losses; its inputs have the batch in their first
+            dimension. It is hooked, not wrapped: type, state dict, ``generate`` and pickling stay as they are.
+        max_grad_norm: The clipping bound C, or a function of the norm (:mod:`.functions`), whose sensitivity it then
+            is. Noise must be scaled by this same number: read it here.
+        mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see
+            :mod:`dp_transformers.clipping.modes`.
+        self_check: Before the first training forward pass, check on synthetic input of the same shapes that every
+            trainable parameter is covered and that norms and sums equal one-example-at-a-time gradients, see
+            :mod:`dp_transformers.clipping.checks.self_check`. The losses themselves are yours and come later: compute
+            them from the model's outputs alone. One that uses a parameter directly (weight decay, say) is refused.
+        batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the
+            second.
 
     Raises:
         ValueError: nothing to train, unknown mode, or a bound that is not a number, or too small.
@@ -74,11 +79,15 @@ class PerExampleClipper:
         batch_first: bool = True,
     ):
         if not (batch_first or self_check):
-            raise ValueError("batch_first=False needs the self-check, which learns where every module has its examples.")
+            raise ValueError(
+                "batch_first=False needs the self-check, which learns where every module has its examples."
+            )
         self.clipping = checked_clipping(max_grad_norm)
         self.self_check = self_check
         self.checked = False
-        self._engine = ClippingEngine(model, choose_mode(mode, model), batch_first=batch_first, before_forward=self._before_forward)
+        self._engine = ClippingEngine(
+            model, choose_mode(mode, model), batch_first=batch_first, before_forward=self._before_forward
+        )
         self.attach()
         logger.info("clipping mode %s (asked for: %s), C = %g", self.mode.name, mode, self.max_grad_norm)
 
@@ -144,11 +153,14 @@ class PerExampleClipper:
     def follow(self, follower: Follower, loss_reduction: str | None) -> None:
         """Ask ``follower`` before every clipped sum for the examples' weights, and tell it afterwards.
 
-        With a ``loss_reduction`` ("mean" or "sum") the clipped sum is formed by an ordinary ``loss.backward()``, where ``loss`` is that
-        reduction of the examples' losses over the batch. Only modes that keep what the sum is formed from can do that.
+        With a ``loss_reduction`` ("mean" or "sum") the clipped sum is formed by an ordinary ``loss.backward()``, where
+        ``loss`` is that reduction of the examples' losses over the batch. Only modes that keep what the sum is formed
+        from can do that.
         """
         engine = self._engine
-        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction, self.clipping).begin
+        engine.on_user_backward = (
+            None if loss_reduction is None else UserBackward(engine, loss_reduction, self.clipping).begin
+        )
         engine.follower = follower
         engine.install_hooks()
 
@@ -159,14 +171,20 @@ class PerExampleClipper:
     # ---- checks ----
 
     def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
-        """Check on synthetic input shaped like ``args`` and ``kwargs`` that clipping is exact; see :func:`.checks.self_check.self_check`."""
+        """Check on synthetic input shaped like ``args`` and ``kwargs`` that clipping is exact; see
+        :func:`.checks.self_check.self_check`."""
         self.checked = False
         report = self_check(self._engine, args, kwargs, loss_function)
         self.checked = True
         return report
 
     def check_padding(
-        self, args: tuple, kwargs: dict, own_bt: torch.Tensor, loss_function: LossFunction | None = None, row: int | None = None
+        self,
+        args: tuple,
+        kwargs: dict,
+        own_bt: torch.Tensor,
+        loss_function: LossFunction | None = None,
+        row: int | None = None,
     ) -> float:
         """Check that padding leaves gradients alone; see :func:`.checks.padding.check_padding`."""
         if not self.checked:
@@ -176,14 +194,17 @@ class PerExampleClipper:
     def recheck_if_changed(self) -> None:
         """Let the self-check run again if the model may compute otherwise than the one that was checked."""
         if self._engine.state.runs_otherwise() and self.self_check and self.checked:
-            logger.warning("a class, method, hook or switch of the model was changed since it was checked; it is checked again.")
+            logger.warning(
+                "a class, method, hook or switch of the model was changed since it was checked; it is checked again."
+            )
             self.checked = False
 
     def require_same_parameters(self) -> None:
         """Raise ValueError if other parameters are trainable than when the clipper was attached."""
         if not self._engine.is_attached:
             raise ValueError(
-                "the clipper was taken off the model (detach()), so nothing bounds gradients: attach() it before the next batch."
+                "the clipper was taken off the model (detach()), so nothing bounds gradients: attach() it before the "
+                "next batch."
             )
         self._engine.trainable.require_same()
 
@@ -193,7 +214,9 @@ class PerExampleClipper:
             self.require_same_parameters()
             self.recheck_if_changed()
         elif not self._engine.trainable.are_the_same():  # something was frozen or unfrozen since
-            logger.warning("the set of trainable parameters changed since the clipper was attached; it is attached anew.")
+            logger.warning(
+                "the set of trainable parameters changed since the clipper was attached; it is attached anew."
+            )
             self.detach()
             self.attach()
         if not self.checked and batch_size_of(self.model, args, kwargs, self.batch_first) > 0:
@@ -204,7 +227,8 @@ class PerExampleClipper:
     # ---- backward ----
 
     def backward(self, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Add ``sum_i weights[i] · min(1, C / ‖g_i‖) · g_i`` to the ``grad`` of every trainable parameter, g_i = ∇ losses[i].
+        """Add ``sum_i weights[i] · min(1, C / ‖g_i‖) · g_i`` to the ``grad`` of every trainable parameter, g_i = ∇
+        losses[i].
 
         An example whose gradient is not finite contributes zero and leaves the others untouched.
 
@@ -216,7 +240,7 @@ class PerExampleClipper:
             (B,) float32: the gradient norms ‖g_i‖ before clipping and weighting.
 
         Raises:
-            ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before ``attach``, or a parameter
-                that reaches the losses past the modules that own it.
+            ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before
+                ``attach``, or a parameter that reaches the losses past the modules that own it.
         """
         return self._engine.backward(losses, clipping=self.clipping, weights=weights)

@@ -15,8 +15,9 @@ SMALLEST_BOUND = 1e-12
 class Coefficients(NamedTuple):
     """(B,) each: gradient norms, what gradients are multiplied with, which of them are not finite (None: all are).
 
-    Gradients may be there divided by ``scale``, as under a loss that is averaged over the batch. ``norms_b`` are those of the gradients
-    themselves, and ``of_sum_b`` is for what is there. ``reduce``: whether sums of sharded parameters are reduced now, or wait.
+    Gradients may be there divided by ``scale``, as under a loss that is averaged over the batch. ``norms_b`` are those
+    of the gradients themselves, and ``of_sum_b`` is for what is there. ``reduce``: whether sums of sharded parameters
+    are reduced now, or wait.
     """
 
     norms_b: torch.Tensor
@@ -34,7 +35,8 @@ def coefficients(
     scale: float = 1.0,
     reduce: bool = True,
 ) -> Coefficients:
-    """The weight of every example times what ``clipping`` says (None: 1, no clipping), 0 where the norm is not finite."""
+    """The weight of every example times what ``clipping`` says (None: 1, no clipping), 0 where the norm is not
+    finite."""
     norms_b = norm_sq_b.sqrt() if scale == 1 else norm_sq_b.sqrt() * scale
     coef_b = torch.ones_like(norms_b) if clipping is None else clipping.coefficients(norms_b)
     coef_b = coef_b if weights_b is None else coef_b * weights_b
@@ -50,17 +52,20 @@ def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:
     bound = clipping.sensitivity if isinstance(clipping, ClippingFunction) else clipping
     if not (isinstance(bound, (int, float)) and SMALLEST_BOUND <= bound < float("inf")):
         raise ValueError(
-            f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's gradient (squares of smaller "
-            f"norms vanish in float32); got {bound!r}."
+            f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's "
+            f"gradient (squares of smaller norms vanish in float32); got {bound!r}."
         )
     if not isinstance(clipping, ClippingFunction):
         return FlatClipping(float(bound))
     norms_b = torch.cat((torch.zeros(1), torch.logspace(-12, 12, 4801)))
     coef_b = clipping.coefficients(norms_b)
-    if coef_b.shape != norms_b.shape or not bool(((coef_b >= 0) & (coef_b * norms_b <= bound * (1 + 1e-5)) & coef_b.isfinite()).all()):
+    if coef_b.shape != norms_b.shape or not bool(
+        ((coef_b >= 0) & (coef_b * norms_b <= bound * (1 + 1e-5)) & coef_b.isfinite()).all()
+    ):
         raise ValueError(
-            f"{clipping} says that its sensitivity is {bound:g}, but coefficient · norm is more for some norm between 0 and 1e12, or no finite number of "
-            "at least 0 for each norm. Let coefficients(norms_b) give one such number for each norm, at 0 too."
+            f"{clipping} says that its sensitivity is {bound:g}, but coefficient · norm is more for some norm between "
+            "0 and 1e12, or no finite number of at least 0 for each norm. Let coefficients(norms_b) give one such "
+            "number for each norm, at 0 too."
         )
     return clipping
 
@@ -71,7 +76,12 @@ def checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch
         return None
     weights = torch.as_tensor(weights, dtype=torch.float32, device=losses.device)
     if weights.shape != losses.shape:
-        raise ValueError(f"weights have shape {tuple(weights.shape)}, losses {tuple(losses.shape)}: give one weight for each example.")
+        raise ValueError(
+            f"weights have shape {tuple(weights.shape)}, losses {tuple(losses.shape)}: give one weight for each "
+            "example."
+        )
     if not bool(((weights >= 0) & (weights <= 1)).all()):
-        raise ValueError("weights must lie in [0, 1]: a larger one would let an example contribute more than max_grad_norm.")
+        raise ValueError(
+            "weights must lie in [0, 1]: a larger one would let an example contribute more than max_grad_norm."
+        )
     return weights

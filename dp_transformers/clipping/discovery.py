@@ -1,4 +1,5 @@
-"""Finds out which modules own which parameters, and where their tensors have examples, by running the model on two sizes of batch."""
+"""Finds out which modules own which parameters, and where their tensors have examples, by running the model on two
+sizes of batch."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]
         for owner in owners:
             handles.append(owner.module.register_forward_pre_hook(lambda m, a, owner=owner: hide(owner)))
             # the hooks of one module run in the order opposite to that of hiding
-            handles.append(owner.module.register_forward_hook(lambda m, a, o, owner=owner: show(owner), always_call=True, prepend=True))
+            handles.append(
+                owner.module.register_forward_hook(
+                    lambda m, a, o, owner=owner: show(owner), always_call=True, prepend=True
+                )
+            )
         yield
     finally:
         while open_:
@@ -50,7 +55,8 @@ def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]
 def unowned_parameters(
     owners: Sequence[Owner], parameters: Sequence[nn.Parameter], losses: Callable[[], torch.Tensor], shards: Shards
 ) -> list[nn.Parameter]:
-    """The parameters that still get a gradient when every owner sees detached copies: they are used outside all calls of their owners.
+    """The parameters that still get a gradient when every owner sees detached copies: they are used outside all calls
+    of their owners.
 
     Raises:
         ValueError: the losses depend on no trainable parameter at all.
@@ -64,10 +70,16 @@ def unowned_parameters(
 
 
 def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:
-    return [x.shape for x in tree_leaves(structure) if isinstance(x, torch.Tensor) and (x.is_floating_point() or not floating)]
+    return [
+        x.shape
+        for x in tree_leaves(structure)
+        if isinstance(x, torch.Tensor) and (x.is_floating_point() or not floating)
+    ]
 
 
-def _observe(owners: Sequence[Owner], run: Callable[[], Any]) -> dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]]:
+def _observe(
+    owners: Sequence[Owner], run: Callable[[], Any]
+) -> dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]]:
     seen: dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]] = {owner: [] for owner in owners}
     with ExitStack() as stack:
         for owner in owners:
@@ -81,7 +93,8 @@ def _observe(owners: Sequence[Owner], run: Callable[[], Any]) -> dict[Owner, lis
 
 
 def _learn_batch_dims(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]], positions: set[int]) -> list[Owner]:
-    """Set the batch dimensions of every owner from two runs; the owners whose outputs cannot be told apart by example."""
+    """Set the batch dimensions of every owner from two runs; the owners whose outputs cannot be told apart by
+    example."""
     (batch, first), (other_batch, second) = runs
     lost = []
     for owner in owners:
@@ -102,7 +115,8 @@ def _learn_batch_dims(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]],
             ]
             if owner.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
                 if any(
-                    batch_dim.dim is None or x[batch_dim.dim] != batch for x, batch_dim in zip(outs, batch_dims[len(ins) :], strict=True)
+                    batch_dim.dim is None or x[batch_dim.dim] != batch
+                    for x, batch_dim in zip(outs, batch_dims[len(ins) :], strict=True)
                 ):
                     lost.append(owner)
                     break
@@ -116,7 +130,8 @@ def _learn_batch_dims(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]],
 
 
 def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], batch: int) -> list[Owner]:
-    """The owners whose output for the whole batch, once every example has its copy, is not read by each example from its own.
+    """The owners whose output for the whole batch, once every example has its copy, is not read by each example from
+    its own.
 
     A table of relative positions is one: flattened, then indexed, it is the first example's copy that everybody reads.
     """
@@ -134,12 +149,19 @@ def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], 
             if owner.returned_unbatched_output:
                 hook = partial(lambda owner, module, args, output: tree_map(partial(copied, owner), output), owner)
                 stack.callback(owner.module.register_forward_hook(hook).remove)
-        loss = losses_of(batch)[1]  # neither of the first example nor of the last, whose copies are the ones read by mistake
+        # neither of the first example nor of the last, whose copies are the ones read by mistake
+        loss = losses_of(batch)[1]
         if not copies or not loss.requires_grad:
             return []
         gradients = torch.autograd.grad(loss, [copy for _, copy in copies], allow_unused=True)
     own = torch.arange(batch) == 1
-    return list({owner: None for (owner, _), g in zip(copies, gradients, strict=True) if g is not None and bool(to_local(g)[~own].any())})
+    return list(
+        {
+            owner: None
+            for (owner, _), g in zip(copies, gradients, strict=True)
+            if g is not None and bool(to_local(g)[~own].any())
+        }
+    )
 
 
 def discover_owners(
@@ -152,7 +174,8 @@ def discover_owners(
     positions: set[int],
     shards: Shards,
 ) -> None:
-    """Assign parameters to parents, in place, until every use is seen by a module whose outputs have a batch, and learn the batch dimensions.
+    """Assign parameters to parents, in place, until every use is seen by a module whose outputs have a batch, and
+    learn the batch dimensions.
 
     Args:
         losses_of: ``f(size) -> (size,)`` losses of a batch of that many examples, without taps.

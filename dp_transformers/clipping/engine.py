@@ -1,4 +1,5 @@
-"""One forward pass → per-example norms → coefficients → clipped sums. The engine knows no checks: it is what they try out."""
+"""One forward pass → per-example norms → coefficients → clipped sums. The engine knows no checks: it is what they try
+out."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ class Follower(Protocol):
         """The model is called with these, by somebody who will go backward. May raise, or check the clipper."""
 
     def current_batch(self) -> object | None:
-        """Returns what stands for the batch that is worked on, None between batches. Forward passes on several batches are not clipped as one."""
+        """Returns what stands for the batch that is worked on, None between batches. Forward passes on several batches
+        are not clipped as one."""
 
     def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
-        """The weights of a batch that goes backward (None: ones), and whether sums of sharded parameters are reduced now or with a later
-        batch. ``grad`` must hold what the clipped sum is to be added to. May raise."""
+        """The weights of a batch that goes backward (None: ones), and whether sums of sharded parameters are reduced
+        now or with a later batch. ``grad`` must hold what the clipped sum is to be added to. May raise."""
 
     def after_sum(self) -> None:
         """The clipped sum has been added to ``grad``."""
@@ -50,13 +52,15 @@ class ClippingEngine:
         model: It is hooked, not wrapped.
         mode: How norms are measured and sums formed.
         batch_first: False where inputs and outputs of two and more dimensions have the batch in the second.
-        before_forward: ``f(args, kwargs)``, before every forward pass that is recorded; may raise, check the model or attach it anew.
+        before_forward: ``f(args, kwargs)``, before every forward pass that is recorded; may raise, check the model or
+            attach it anew.
 
     Attributes:
         trainable, owners, state, sums: What :meth:`attach` found out.
         forward: The forward pass that a backward pass would use.
         follower: Weighs the examples of every sum, and is told of it.
-        on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where :meth:`backward` goes back.
+        on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
+            :meth:`backward` goes back.
     """
 
     trainable: TrainableParameters
@@ -89,7 +93,8 @@ class ClippingEngine:
         return self._hooks.are_installed
 
     def attach(self) -> bool:
-        """Hook the model. Whether it is another one than was attached before, of which everything had to be found out."""
+        """Hook the model. Whether it is another one than was attached before, of which everything had to be found
+        out."""
         refuse_attached(self.model)
         is_known = bool(self.owners) and self.trainable.are_of_the_same_model()
         if not is_known:
@@ -105,7 +110,8 @@ class ClippingEngine:
         """Hook the model anew, after owners changed.
 
         Raises:
-            ValueError: a module owns parameters that are split over ranks in a way that its rule, or the fallback, cannot deal with.
+            ValueError: a module owns parameters that are split over ranks in a way that its rule, or the fallback,
+                cannot deal with.
         """
         shards, parallel = self.trainable.shards, self.trainable.parallel
         for owner in self.owners:
@@ -133,7 +139,8 @@ class ClippingEngine:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Inside, the engine may be tried out: nobody is asked or told, and gradients, training mode and forward pass are put back at the end."""
+        """Inside, the engine may be tried out: nobody is asked or told, and gradients, training mode and forward pass
+        are put back at the end."""
         trainable = self.trainable
         trainable.shards.reshard()
         grads = [(p.grad, p.grad_dtype) for p in trainable.parameters]
@@ -193,7 +200,8 @@ class ClippingEngine:
 
     @contextlib.contextmanager
     def _during_forward_without_graph(self) -> Iterator[None]:
-        """Such a pass over a private batch may leave something in the model, which would tell later batches of it as a pass with a graph would."""
+        """Such a pass over a private batch may leave something in the model, which would tell later batches of it as a
+        pass with a graph would."""
         follower = None if self._on_trial else self.follower
         watches = follower is not None and follower.current_batch() is not None and not self.state.is_watching
         if watches:
@@ -205,15 +213,17 @@ class ClippingEngine:
     def _new_forward(self, batch_size: int, batch: object) -> ForwardPass:
         probe = torch.zeros(batch_size, device=self.trainable.device, dtype=torch.float32, requires_grad=True)
         suspended, on_backward = self._hooks.suspended, self.on_user_backward
-        return ForwardPass(batch_size, probe, self.trainable, suspended=suspended, batch=batch, on_backward=on_backward)
+        return ForwardPass(
+            batch_size, probe, self.trainable, suspended=suspended, batch=batch, on_backward=on_backward
+        )
 
     def _record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
         forward = cast(ForwardPass, self.forward)  # calls are passed on only after _begin_forward
         if forward.backward is not None:  # activation checkpointing recomputes a call that was counted
             if forward.followed and forward.reentrant:
                 raise ValueError(
-                    f"'{owner.path}' runs under reentrant activation checkpointing, which loss.backward() cannot be followed through: use "
-                    "use_reentrant=False."
+                    f"'{owner.path}' runs under reentrant activation checkpointing, which loss.backward() cannot be "
+                    "followed through: use use_reentrant=False."
                 )
             forward.recomputes = True
         else:
@@ -243,19 +253,22 @@ class ClippingEngine:
             )
         if not self.is_attached or self.forward is None:
             raise ValueError(
-                "no forward pass to go back over: call attach() first, then the model, then backward(losses), once each. Losses of one batch are "
-                "added up before backward(), not after."
+                "no forward pass to go back over: call attach() first, then the model, then backward(losses), once "
+                "each. Losses of one batch are added up before backward(), not after."
             )
         if not losses.requires_grad:
             raise ValueError("losses have no graph: the forward pass ran under no_grad(), or they were detached.")
         if len(losses) != self.forward.batch_size:
             raise ValueError(
-                f"{len(losses)} losses for a batch of {self.forward.batch_size} examples: give one loss for each example. Losses of positions, (B, T), are "
-                "averaged or summed within each example first; do not flatten them to (B·T,)."
+                f"{len(losses)} losses for a batch of {self.forward.batch_size} examples: give one loss for each "
+                "example. Losses of positions, (B, T), are averaged or summed within each example first; do not "
+                "flatten them to (B·T,)."
             )
         return self.forward
 
-    def backward(self, losses: torch.Tensor, *, clipping: ClippingFunction | None, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def backward(
+        self, losses: torch.Tensor, *, clipping: ClippingFunction | None, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that."""
         forward = self._require_forward(losses)
         weights_b = checked_weights(weights, losses)
@@ -283,7 +296,9 @@ class ClippingEngine:
 
     def begin_sum(self, forward: ForwardPass, weights_b: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
         """The examples' weights, None where all are one, and whether sums are reduced now."""
-        given, reduce = (None, True) if self.follower is None or self._on_trial else self.follower.before_sum(forward.batch_size)
+        given, reduce = (
+            (None, True) if self.follower is None or self._on_trial else self.follower.before_sum(forward.batch_size)
+        )
         if given is None or weights_b is None:
             return weights_b if given is None else given.to(forward.probe), reduce
         return weights_b * given.to(weights_b), reduce
@@ -316,9 +331,10 @@ class ClippingEngine:
         parameter.grad = None
         if self.on_user_backward is None:
             raise ValueError(
-                "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients that are not clipped. Call "
-                "clipper.backward(losses) with losses of shape (B,) (reduction='none'), or use the criterion that make_private returned; for a "
-                "loss that is not the private one (a generator's, an adversarial input's) call clipper.detach() before and clipper.attach() "
-                "after it, or use a deepcopy of the model."
+                "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients "
+                "that are not clipped. Call clipper.backward(losses) with losses of shape (B,) (reduction='none'), or "
+                "use the criterion that make_private returned; for a loss that is not the private one (a generator's, "
+                "an adversarial input's) call clipper.detach() before and clipper.attach() after it, or use a "
+                "deepcopy of the model."
             )
         self._refuse_escape(parameter)

@@ -23,6 +23,6 @@ class SelfCheckError(ValueError):
 
 def how_to_fix(path: str, module: nn.Module) -> str:
     return (
-        f"Ways out: freeze the parameters of '{path}' (requires_grad_(False)), train adapters such as LoRA instead, or register "
-        f"a rule with dp_transformers.register_grad_sampler({type(module).__name__})."
+        f"Ways out: freeze the parameters of '{path}' (requires_grad_(False)), train adapters such as LoRA instead, "
+        f"or register a rule with dp_transformers.register_grad_sampler({type(module).__name__})."
     )

@@ -1,14 +1,16 @@
-"""Any other module that owns trainable parameters: re-run it on what it was given, and ask for one gradient per example.
+"""Any other module that owns trainable parameters: re-run it on what it was given, and ask for one gradient per
+example.
 
 Slow, and right for whatever treats its examples independently. There are three ways:
 
 * **vmap**: the vector-Jacobian product of one example, vectorised over the batch.
-* **one by one**: the same in a loop, for what vmap cannot run (data-dependent control flow, in-place writes, sorted tokens).
-* **masked**, for modules that use random numbers (dropout): re-run on the whole batch with the random numbers it had, and differentiated
-  once for each example with the others' output gradients set to zero.
+* **one by one**: the same in a loop, for what vmap cannot run (data-dependent control flow, in-place writes, sorted
+  tokens).
+* **masked**, for modules that use random numbers (dropout): re-run on the whole batch with the random numbers it had,
+  and differentiated once for each example with the others' output gradients set to zero.
 
-The re-computed output is compared with the recorded one, so that a module with hidden state, or (in the first two) one that mixes its
-examples, is refused instead of trained wrongly.
+The re-computed output is compared with the recorded one, so that a module with hidden state, or (in the first two) one
+that mixes its examples, is refused instead of trained wrongly.
 """
 
 from __future__ import annotations
@@ -55,8 +57,9 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
             _say_once(type(module), reasons[0] if reasons else "it uses random numbers")
         return {p: Dense(gradients[name].detach()) for p, name in parameters.items()}
     raise UnsupportedModuleError(
-        f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at a time failed "
-        f"({'; then '.join(reasons)}). If it fills a cache, call the model with use_cache=False. {how_to_fix(path, module)}",
+        f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at "
+        f"a time failed ({'; then '.join(reasons)}). If it fills a cache, call the model with use_cache=False. "
+        f"{how_to_fix(path, module)}",
         module,
     )
 
@@ -64,14 +67,19 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
 def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
     """The arguments of the call for one example, whose ``inputs`` have no batch dimension."""
     kinds = zip(inputs, call.input_has_examples(), call.input_batch_dims, strict=True)
-    return call.rebuilt([x.unsqueeze(batch_dim.dim or 0) if batched and not batch_dim.flat else x for x, batched, batch_dim in kinds])
+    return call.rebuilt(
+        [x.unsqueeze(batch_dim.dim or 0) if batched and not batch_dim.flat else x for x, batched, batch_dim in kinds]
+    )
 
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Afterwards, ``module`` and what it contains hold what they held: no tensor of the re-run, which functorch would not let live on."""
+    """Afterwards, ``module`` and what it contains hold what they held: no tensor of the re-run, which functorch would
+    not let live on."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (held, dict(held)) for owner in module.modules() for held in (vars(owner), owner._parameters, owner._buffers, owner._modules)
+        (held, dict(held))
+        for owner in module.modules()
+        for held in (vars(owner), owner._parameters, owner._buffers, owner._modules)
     ]
     try:
         yield
@@ -84,8 +92,9 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 class _NoNewData(TorchFunctionMode):
     """Inside, an assignment of ``data`` raises.
 
-    ``Module.to``, ``float`` and their like assign to parameters, even where nothing changes. For what stands in a parameter's place while
-    functorch runs, torch does not refuse that: it leaves a tensor behind whose memory is gone, and the process crashes.
+    ``Module.to``, ``float`` and their like assign to parameters, even where nothing changes. For what stands in a
+    parameter's place while functorch runs, torch does not refuse that: it leaves a tensor behind whose memory is gone,
+    and the process crashes.
     """
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -94,7 +103,9 @@ class _NoNewData(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _vmapped(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.Parameter, str]) -> dict[str, torch.Tensor]:
+def _vmapped(
+    call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.Parameter, str]
+) -> dict[str, torch.Tensor]:
     module, backprops = call.module, call.backprops_by_example()
     values = {name: p.detach() for p, name in parameters.items()}
 
@@ -117,7 +128,9 @@ def _vmapped(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn
     return gradients
 
 
-def _one_by_one(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.Parameter, str]) -> dict[str, torch.Tensor]:
+def _one_by_one(
+    call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.Parameter, str]
+) -> dict[str, torch.Tensor]:
     module, batch, batched = call.module, call.batch_size, call.input_has_examples()
     outputs, backprops = call.outputs_by_example(), call.backprops_by_example()
     values = {name: p.detach().requires_grad_() for p, name in parameters.items()}
@@ -188,7 +201,9 @@ def _differentiate(
             gradients[name][i] = g
 
 
-def _masked(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.Parameter, str]) -> dict[str, torch.Tensor]:
+def _masked(
+    call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.Parameter, str]
+) -> dict[str, torch.Tensor]:
     module, batch, backprops = call.module, call.batch_size, call.backprops_by_example()
     values = {name: p.detach().requires_grad_() for p, name in parameters.items()}
     kinds = zip(inputs, call.input_has_examples(), call.input_batch_dims, strict=True)
@@ -198,7 +213,9 @@ def _masked(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.
         with substituted(module, _pairs(parameters, values)):
             recomputed = differentiable_leaves(module(*args, **kwargs))
         shaped = []
-        for before, after, batch_dim in zip(call.outputs_by_example(), recomputed, call.output_batch_dims, strict=True):
+        for before, after, batch_dim in zip(
+            call.outputs_by_example(), recomputed, call.output_batch_dims, strict=True
+        ):
             after = batch_dim.batch_first(after, len(before))
             shaped.append(after.expand(before.shape) if len(after) == 1 else after.reshape(before.shape))
             _require_same(before, shaped[-1], call)
@@ -213,13 +230,16 @@ def _masked(call: RecordedCall, inputs: list[torch.Tensor], parameters: dict[nn.
 
 
 def _require_same(before: torch.Tensor, after: torch.Tensor, call: RecordedCall) -> None:
-    """The recomputed output is the recorded one, up to rounding relative to its size, over the entries that are finite."""
+    """The recomputed output is the recorded one, up to rounding relative to its size, over the entries that are
+    finite."""
     tolerance = 3e-2 if call.is_half else 1e-4
     same = before.shape == after.shape
     if same:
         a, b = before.float(), after.float()
         finite = torch.isfinite(a)
-        same = torch.equal(finite, torch.isfinite(b)) and bool((a[finite] - b[finite]).norm() <= tolerance * a[finite].norm())
+        same = torch.equal(finite, torch.isfinite(b)) and bool(
+            (a[finite] - b[finite]).norm() <= tolerance * a[finite].norm()
+        )
     if not same:
         raise RuntimeError("it does not give the output it gave: it has hidden state, or mixes examples")
 
@@ -242,7 +262,8 @@ def _say_once(cls: type, reason: str) -> None:
     if cls not in _SAID:
         _SAID.add(cls)
         logger.warning(
-            "%s cannot be re-run by vmap (%s) and is differentiated once for each example of a physical batch: exact, and slow.",
+            "%s cannot be re-run by vmap (%s) and is differentiated once for each example of a physical batch: exact, "
+            "and slow.",
             cls.__name__,
             reason,
         )

@@ -1,4 +1,5 @@
-"""Clipping functions as values: how much of an example's gradient enters the sum, and what one example can add to it. Free of torch.
+"""Clipping functions as values: how much of an example's gradient enters the sum, and what one example can add to it.
+Free of torch.
 
 A function of your own is a frozen dataclass derived from :class:`ClippingFunction`.
 """
@@ -28,13 +29,15 @@ class ClippingFunction(Value):
         return self
 
     def coefficients(self, norms_b: Tensor) -> Tensor:
-        """(B,) the coefficients of gradients with the norms ``norms_b``; coefficient · norm is ``sensitivity`` at most."""
+        """(B,) the coefficients of gradients with the norms ``norms_b``; coefficient · norm is ``sensitivity`` at
+        most."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class FlatClipping(ClippingFunction):
-    """min(1, C / norm), with one bound C on the norm over all trainable parameters (Abadi et al. 2016, arXiv 1607.00133).
+    """min(1, C / norm), with one bound C on the norm over all trainable parameters (Abadi et al. 2016, arXiv
+    1607.00133).
 
     Example::
 
@@ -50,11 +53,13 @@ class FlatClipping(ClippingFunction):
     def __post_init__(self) -> None:
         if not (isinstance(self.max_grad_norm, (int, float)) and 0 < self.max_grad_norm < float("inf")):
             raise ValueError(
-                f"max_grad_norm is the bound on the norm of an example's gradient and must be positive, got {self.max_grad_norm!r}."
+                "max_grad_norm is the bound on the norm of an example's gradient and must be positive, got "
+                f"{self.max_grad_norm!r}."
             )
 
     @property
-    def sensitivity(self) -> float:  # pyrefly: ignore[bad-override]  (of a frozen class, where nobody assigns to either)
+    # pyrefly: ignore[bad-override]  (of a frozen class, where nobody assigns to either)
+    def sensitivity(self) -> float:
         return self.max_grad_norm
 
     def coefficients(self, norms_b: Tensor) -> Tensor:

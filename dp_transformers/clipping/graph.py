@@ -1,11 +1,12 @@
 """A search, before every clipped sum, for parameters that reach the losses past the taps in the autograd graph.
 
-The checks of :mod:`.checks` see the model as it is called first. A way through its forward that is taken only later may use a weight
-where no rule sees it, or take an activation out of a module before its tap; nothing would measure that gradient. The graph shows it:
-walked from the losses to the inputs, it may reach a trainable parameter only inside a call of its owner.
+The checks of :mod:`.checks` see the model as it is called first. A way through its forward that is taken only later
+may use a weight where no rule sees it, or take an activation out of a module before its tap; nothing would measure
+that gradient. The graph shows it: walked from the losses to the inputs, it may reach a trainable parameter only inside
+a call of its owner.
 
-Autograd numbers its nodes in the order in which they are made. What a tap leads to and is not older than the call of its module was
-computed inside that call. The walk takes a few microseconds for each module.
+Autograd numbers its nodes in the order in which they are made. What a tap leads to and is not older than the call of
+its module was computed inside that call. The walk takes a few microseconds for each module.
 
 Reentrant activation checkpointing builds its graph only in backward, and so hides it from this walk.
 """
@@ -25,14 +26,17 @@ _LEAF = torch._C._functions.AccumulateGrad  # pyrefly: ignore[missing-attribute]
 _CAST = "ToCopyBackward0"
 
 
-def parameter_outside_calls(losses: torch.Tensor, tap: type, parameter_of: Mapping[torch.Tensor, nn.Parameter]) -> nn.Parameter | None:
+def parameter_outside_calls(
+    losses: torch.Tensor, tap: type, parameter_of: Mapping[torch.Tensor, nn.Parameter]
+) -> nn.Parameter | None:
     """A trainable parameter with a way to ``losses`` that no tap sees, or None.
 
     Args:
         tap: The type of the taps' nodes, whose ``call`` is the :class:`RecordedCall`.
         parameter_of: For each tensor that modules hold for a trainable parameter, that parameter.
     """
-    todo: list[tuple[Node, tuple[RecordedCall, ...]]] = [(cast(Node, losses.grad_fn), ())]  # and inside which calls it was computed
+    # and inside which calls it was computed
+    todo: list[tuple[Node, tuple[RecordedCall, ...]]] = [(cast(Node, losses.grad_fn), ())]
     seen = set()
     while todo:
         entry = node, inside = todo.pop()

@@ -1,4 +1,5 @@
-"""The hooks of one model: they tell when it is called, and pass on every call of a module that owns parameters. They know no gradients."""
+"""The hooks of one model: they tell when it is called, and pass on every call of a module that owns parameters. They
+know no gradients."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ class HookedModel:
 
     Args:
         on_forward: ``f(args, kwargs)``, before the model runs with a graph. Whether calls shall be passed on.
-        on_call: ``f(owner, args, kwargs, output, first_node)``, after each of them: the output to go on with, None for the same.
+        on_call: ``f(owner, args, kwargs, output, first_node)``, after each of them: the output to go on with, None for
+            the same.
         on_gradient: ``f(parameter)``, when autograd has filled a gradient by itself.
         without_graph: A context in which the model runs without a graph.
 
     Attributes:
-        in_backward: Set while calls are passed on that run inside backward, where activation checkpointing recomputes them.
+        in_backward: Set while calls are passed on that run inside backward, where activation checkpointing recomputes
+            them.
     """
 
     _is_copy = False
@@ -51,7 +54,8 @@ class HookedModel:
         self._hidden: set[nn.Parameter] = set()  # ask for no gradient while the module that uses them runs
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes with them."""
+        """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes
+        with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
         return inert | {"_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
 
@@ -59,7 +63,9 @@ class HookedModel:
     def are_installed(self) -> bool:
         return bool(self._handles)
 
-    def install(self, owners: Iterable[Owner], parameters: Iterable[nn.Parameter], *, gathers: bool, hides: bool) -> None:
+    def install(
+        self, owners: Iterable[Owner], parameters: Iterable[nn.Parameter], *, gathers: bool, hides: bool
+    ) -> None:
         """Hook the model anew.
 
         Args:
@@ -73,8 +79,11 @@ class HookedModel:
             handles.append(owner.module.register_forward_pre_hook(partial(self._before_call, owner), prepend=True))
             if owner.rule.tapped_inside:
                 continue
-            # before the user's hooks, so that what they do to the output happens after the tap and is differentiated by autograd
-            handles.append(owner.module.register_forward_hook(partial(self._after_call, owner), with_kwargs=True, prepend=True))
+            # before the user's hooks, so that what they do to the output happens after the tap and is differentiated
+            # by autograd
+            handles.append(
+                owner.module.register_forward_hook(partial(self._after_call, owner), with_kwargs=True, prepend=True)
+            )
             if owner.may_be_rerun:
                 handles.append(owner.module.register_forward_pre_hook(partial(self._keep_random_state, owner)))
         handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
@@ -130,7 +139,8 @@ class HookedModel:
         if not self._on_forward(args, kwargs):
             return
         self._in_forward = True
-        if self._handles is not handles:  # hooks that the model itself was given now come too late for the call that is going on
+        # hooks that the model itself was given now come too late for the call that is going on
+        if self._handles is not handles:
             for owner in [owner for owner in self._owners if owner.module is module]:
                 self._before_call(owner, module, args)
                 if owner.may_be_rerun:
@@ -166,8 +176,9 @@ class HookedModel:
             return self._on_call(owner, args, kwargs, output, first_node)
         if torch.is_grad_enabled():
             raise ValueError(
-                f"'{owner.path}' was called outside the forward of the model that is being clipped, so a gradient through it would not "
-                "be clipped. Call the model itself, or use torch.no_grad(), or detach() the clipper first."
+                f"'{owner.path}' was called outside the forward of the model that is being clipped, so a gradient "
+                "through it would not be clipped. Call the model itself, or use torch.no_grad(), or detach() the "
+                "clipper first."
             )
         return None
 
@@ -200,13 +211,14 @@ class HookedModel:
 
 
 def refuse_attached(model: nn.Module) -> None:
-    """Raise ValueError if a clipper, that of an engine or a trainer included, is attached to ``model`` or a part of it."""
+    """Raise ValueError if a clipper, that of an engine or a trainer included, is attached to ``model`` or a part of
+    it."""
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
             hooked = getattr(hook, "__self__", None)
             if isinstance(hooked, HookedModel) and not hooked._is_copy:
                 where = f"'{path}' of the model" if path else "this model"
                 raise ValueError(
-                    f"another PerExampleClipper is attached to {where}, of an earlier make_private or made by hand: call detach() of that engine "
-                    "or clipper first, or go on with it."
+                    f"another PerExampleClipper is attached to {where}, of an earlier make_private or made by hand: "
+                    "call detach() of that engine or clipper first, or go on with it."
                 )

@@ -1,11 +1,12 @@
 """Layer rules: how a module's inputs and output gradient give the terms of its parameters' per-example gradients.
 
-A rule is a function ``rule(module, activations, backprops) -> {parameter: term}`` for the trainable parameters that the module
-owns directly. ``activations`` are the tensors the module was called with, ``backprops`` is the gradient of the summed losses with
-respect to its output, ``(B, ...)``. A plain tensor ``(B, *p.shape)`` stands for :class:`~dp_transformers.clipping.terms.Dense`.
+A rule is a function ``rule(module, activations, backprops) -> {parameter: term}`` for the trainable parameters that
+the module owns directly. ``activations`` are the tensors the module was called with, ``backprops`` is the gradient of
+the summed losses with respect to its output, ``(B, ...)``. A plain tensor ``(B, *p.shape)`` stands for
+:class:`~dp_transformers.clipping.terms.Dense`.
 
-Rules are found by *what runs*, the ``forward`` of the module's class, never by name: a subclass that overrides ``forward`` needs its own
-rule, a subclass that does not (or a class swapped in by FSDP2) has the one of its parent.
+Rules are found by *what runs*, the ``forward`` of the module's class, never by name: a subclass that overrides
+``forward`` needs its own rule, a subclass that does not (or a class swapped in by FSDP2) has the one of its parent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ NormSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mappin
 
 
 class HasWeight(Protocol):
-    """A module with a weight: torch's own types call some of its modules' parameters tensors, and of others say nothing."""
+    """A module with a weight: torch's own types call some of its modules' parameters tensors, and of others say
+    nothing."""
 
     weight: nn.Parameter
 
@@ -36,7 +38,8 @@ class HasWeightAndBias(HasWeight, Protocol):
     bias: nn.Parameter | None
 
 
-# What a tap is to whoever calls it, a forward hook: (module, inputs, {}, outputs) -> the outputs to go on with, None for the same.
+# What a tap is to whoever calls it, a forward hook: (module, inputs, {}, outputs) -> the outputs to go on with, None
+# for the same.
 Tap = Callable[[nn.Module, tuple, dict, Any], Any]
 ForwardContext = Callable[[nn.Module, Tap | None], AbstractContextManager]
 
@@ -48,14 +51,17 @@ class LayerRule:
     Attributes:
         terms: ``f(module, activations, backprops) -> {parameter: term}``; None where only norms are known.
         norms: ``f(module, activations, backprops) -> {parameter: (B,)}``, see :func:`register_norm_sampler`.
-        takes_call: ``terms`` is ``f(call: RecordedCall)`` instead (:mod:`.recorded_call`), for modules with several inputs or outputs, or with the batch elsewhere
-            than first; it provides the terms of all parameters below the module too.
-        forward_context: ``f(module, tap)``, a context that the module's forward runs in, for modules whose forward reads the weights of
-            its parts. It calls the modules below as usual, and the tap (None where none of the module's own parameters is trained) on
-            inputs and outputs, batch first, between which the weights are used.
-        tapped_inside: ``terms`` gets what that tap was called with, instead of the module's own inputs and output gradient.
+        takes_call: ``terms`` is ``f(call: RecordedCall)`` instead (:mod:`.recorded_call`), for modules with several
+            inputs or outputs, or with the batch elsewhere than first; it provides the terms of all parameters below
+            the module too.
+        forward_context: ``f(module, tap)``, a context that the module's forward runs in, for modules whose forward
+            reads the weights of its parts. It calls the modules below as usual, and the tap (None where none of the
+            module's own parameters is trained) on inputs and outputs, batch first, between which the weights are used.
+        tapped_inside: ``terms`` gets what that tap was called with, instead of the module's own inputs and output
+            gradient.
         channels_second: The second dimension is special, so examples may not come as flattened rows.
-        backward_reads_output: Whether the module's own backward may need its output. False allows the model to overwrite that in place.
+        backward_reads_output: Whether the module's own backward may need its output. False allows the model to
+            overwrite that in place.
     """
 
     terms: Callable[..., Terms] | None = None
@@ -74,7 +80,8 @@ _RECOGNISED: list[tuple[Callable[[nn.Module], bool], LayerRule]] = []
 def layer_rule(
     *module_classes: type[nn.Module], recognise: Callable[[nn.Module], bool] | None = None, **options: Any
 ) -> Callable[[Callable[..., Terms]], Callable[..., Terms]]:
-    """Register the decorated function as ``terms`` of these classes, or of the modules without a rule that ``recognise`` says yes to.
+    """Register the decorated function as ``terms`` of these classes, or of the modules without a rule that
+    ``recognise`` says yes to.
 
     ``options`` are the other attributes of :class:`LayerRule`.
     """
@@ -93,9 +100,10 @@ def layer_rule(
 def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[GradSampler], GradSampler]:
     """Give your own layer a rule, found by the class's ``forward``. The last registration wins.
 
-    The decorated function is called as ``f(layer, activations, backprops)`` with ``activations`` the list of tensors the layer
-    was called with (batch first), ``backprops`` the gradient of the summed losses with respect to its output, and returns
-    ``{parameter: tensor of shape (B, *parameter.shape)}`` for every trainable parameter that ``layer`` owns directly.
+    The decorated function is called as ``f(layer, activations, backprops)`` with ``activations`` the list of tensors
+    the layer was called with (batch first), ``backprops`` the gradient of the summed losses with respect to its
+    output, and returns ``{parameter: tensor of shape (B, *parameter.shape)}`` for every trainable parameter that
+    ``layer`` owns directly.
 
     Example::
 
@@ -127,12 +135,14 @@ def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[GradSam
 def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSampler], NormSampler]:
     """Give your own layer a way to its gradients' norms that needs no gradients. The last registration wins.
 
-    The decorated function is called as one for :func:`register_grad_sampler`, and returns ``{parameter: tensor of shape (B,)}``, the L2
-    norm (not its square) of every example's gradient, for every trainable parameter that ``layer`` owns directly.
+    The decorated function is called as one for :func:`register_grad_sampler`, and returns ``{parameter: tensor of
+    shape (B,)}``, the L2 norm (not its square) of every example's gradient, for every trainable parameter that
+    ``layer`` owns directly.
 
-    Mode "ghost" measures with it. Where gradients themselves are needed they come from the layer's grad sampler, or without one from
-    re-running the layer: in the modes that keep or instantiate them, for parameters used more than once in a forward pass (the norm
-    of a sum does not follow from norms), and for a batch with a gradient that is not finite.
+    Mode "ghost" measures with it. Where gradients themselves are needed they come from the layer's grad sampler, or
+    without one from re-running the layer: in the modes that keep or instantiate them, for parameters used more than
+    once in a forward pass (the norm of a sum does not follow from norms), and for a batch with a gradient that is not
+    finite.
 
     Example::
 
@@ -173,6 +183,7 @@ def rule_for(module: nn.Module) -> LayerRule:
 
 
 def forward_context_for(module: nn.Module) -> ForwardContext | None:
-    """Returns the context that this module's forward must run in; none of the recognised rules has one, so this costs nothing."""
+    """Returns the context that this module's forward must run in; none of the recognised rules has one, so this costs
+    nothing."""
     forward = class_forward(module)
     return None if forward is None else _RULES.get(forward, LayerRule()).forward_context

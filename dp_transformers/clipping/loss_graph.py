@@ -26,7 +26,9 @@ class LossGraph:
         """Reach all taps, by a backward pass that computes no weight gradient."""
         forward, trainable = self.forward, self.forward.trainable
         if forward.reentrant and (trainable.shards or trainable.parallel):
-            raise ValueError("reentrant activation checkpointing does not go with split parameters here: use use_reentrant=False.")
+            raise ValueError(
+                "reentrant activation checkpointing does not go with split parameters here: use use_reentrant=False."
+            )
         if forward.reentrant:
             reached = self._gradient_of_probe(retain_graph=retain_graph)
         else:
@@ -35,12 +37,13 @@ class LossGraph:
             reached = torch.autograd.grad(self.losses, probes, ones, retain_graph=retain_graph, allow_unused=True)[0]
         if reached is None:
             raise ValueError(
-                "the losses do not come from a forward pass through the attached model: it ran before attach(), under no_grad(), "
-                "or through a submodule instead of the model given to PerExampleClipper."
+                "the losses do not come from a forward pass through the attached model: it ran before attach(), under "
+                "no_grad(), or through a submodule instead of the model given to PerExampleClipper."
             )
 
     def _gradient_of_probe(self, *, retain_graph: bool) -> torch.Tensor | None:
-        """Returns what autograd.grad would, where reentrant checkpointing allows only a backward that fills every ``grad``."""
+        """Returns what autograd.grad would, where reentrant checkpointing allows only a backward that fills every
+        ``grad``."""
         parameters, probe = self.forward.trainable.parameters, self.forward.probe
         before = [p.grad for p in parameters]
         try:

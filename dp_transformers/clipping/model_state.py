@@ -1,9 +1,10 @@
 """The state that a forward pass may leave behind in a model, outside of what is trained.
 
-A buffer, a frozen weight or an attribute that one batch changes carries its examples to the next one, past clipping and noise: dynamic
-rotary embeddings keep the longest length seen, a model may switch its attention for good. :class:`ModelState` compares the model before
-and after every batch. What held numbers, tensors or nothing is put back, so that no later batch sees it; a table of positions that grew is
-kept, since its leading part, and so every other gradient, is the same; buffers, weights, words and switches are refused.
+A buffer, a frozen weight or an attribute that one batch changes carries its examples to the next one, past clipping
+and noise: dynamic rotary embeddings keep the longest length seen, a model may switch its attention for good.
+:class:`ModelState` compares the model before and after every batch. What held numbers, tensors or nothing is put back,
+so that no later batch sees it; a table of positions that grew is kept, since its leading part, and so every other
+gradient, is the same; buffers, weights, words and switches are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class ModelState:
     """The buffers, frozen parameters and plain attributes of a model.
 
     Args:
-        model: Its modules' attributes are watched, those of objects they hold (configurations) and the content of lists, dicts and sets.
+        model: Its modules' attributes are watched, those of objects they hold (configurations) and the content of
+            lists, dicts and sets.
         watch_parameters: False where frozen parameters change in the forward pass by themselves (FSDP2 gathers them).
     """
 
@@ -61,7 +63,8 @@ class ModelState:
         self._noted = True
 
     def runs_otherwise(self) -> bool:
-        """Returns True if the model may compute otherwise than when this was asked last: a class, method, hook, word or switch is another one."""
+        """Returns True if the model may compute otherwise than when this was asked last: a class, method, hook, word
+        or switch is another one."""
         if self.paused or self._noted or (self._switches is not None and self._is_same_by_identity()):
             return False
         before, self._switches = self._switches, _switches(self.model)
@@ -72,7 +75,9 @@ class ModelState:
         if self.paused:
             return
         self._noted = False
-        rewritten = [p for p, version in zip(self._trained, self._trained_versions, strict=True) if p._version != version]
+        rewritten = [
+            p for p, version in zip(self._trained, self._trained_versions, strict=True) if p._version != version
+        ]
         if not rewritten and self._is_as_recorded():
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -81,14 +86,16 @@ class ModelState:
         if changed:
             others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
             raise ValueError(
-                f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the optimizer: it would carry private data to "
-                "later batches without clipping and noise. Set a rope_type other than 'dynamic' or attention_type='original_full', or switch off the "
-                "running statistics, counters or caches that forward writes. If your own loop writes it, do that after optimizer.step()."
+                f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the "
+                "optimizer: it would carry private data to later batches without clipping and noise. Set a rope_type "
+                "other than 'dynamic' or attention_type='original_full', or switch off the running statistics, "
+                "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step()."
             )
 
     @contextmanager
     def during_check(self) -> Iterator[None]:
-        """A check runs the model on made-up input of the shapes of a private batch, so what it leaves behind tells of those.
+        """A check runs the model on made-up input of the shapes of a private batch, so what it leaves behind tells of
+        those.
 
         Checks put the content of buffers back themselves.
         """
@@ -115,10 +122,16 @@ class ModelState:
         self._structure = list(map(_structure, self._modules))
         self._tensors = list({id(t): t for t in self._frozen()}.values())
         self._versions = [t._version for t in self._tensors]
-        named = [(place.name_of(key), value) for place, before in zip(self._places, self._before, strict=True) if isinstance(before, dict) and not place.holds_buffers
-                 for key, value in before.items()]  # fmt: skip
+        named = [
+            (place.name_of(key), value)
+            for place, before in zip(self._places, self._before, strict=True)
+            if isinstance(before, dict) and not place.holds_buffers
+            for key, value in before.items()
+        ]
         watched = [*self.model.named_buffers(), *named]
-        self._plain = [(name, t) for name, t in watched if type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta]
+        self._plain = [
+            (name, t) for name, t in watched if type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta
+        ]
         self._small_arrays = [(name, a) for name, a in named if isinstance(a, np.ndarray) and a.size <= _SMALL]
         self._note_contents()
         self._trained = [p for p in self.model.parameters() if p.requires_grad] if self._watch_parameters else []
@@ -146,7 +159,8 @@ class ModelState:
         )
 
     def _rewritten_buffers(self) -> list[str]:
-        """Tensors whose content is another one, although they are the same; ``.data`` and batch normalisation write without a trace."""
+        """Tensors whose content is another one, although they are the same; ``.data`` and batch normalisation write
+        without a trace."""
         changed = [name for name, array, content in self._arrays if not np.array_equal(array, content)]
         same = [((now := _content(t)) == content).logical_or_(now != now).all() for _, t, content in self._contents]
         if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):
@@ -159,12 +173,16 @@ class ModelState:
         changed, grown = self._written_in_place(), set()
         for place, before in zip(self._places, self._before, strict=True):
             if _ids([place.holder]) != _ids([before]):
-                changed += _settle_dict(place, before, grown) if isinstance(before, dict) else _settle_list(place, before)
+                changed += (
+                    _settle_dict(place, before, grown) if isinstance(before, dict) else _settle_list(place, before)
+                )
         return list(dict.fromkeys(changed))
 
     def _written_in_place(self) -> list[str]:
         written = {id(t) for t, version in zip(self._tensors, self._versions, strict=True) if t._version != version}
-        names = [(name, t) for named in (self.model.named_buffers(), self.model.named_parameters()) for name, t in named]
+        names = [
+            (name, t) for named in (self.model.named_buffers(), self.model.named_parameters()) for name, t in named
+        ]
         for place, before in zip(self._places, self._before, strict=True):
             if isinstance(before, dict):
                 names += [(place.name_of(key), value) for key, value in before.items()]
@@ -205,16 +223,22 @@ def _attributes(path: str, holder: Any, seen: set[int], depth: int) -> Iterator[
     for key, value in list(items)[:_WIDTH] if depth else ():
         inside = value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value) if _has_attributes(value) else None
         if inside is not None and key not in _INTERNAL:
-            costs = 1 if inside is value else 2  # objects that hold objects lead anywhere, to a trainer's own counters at last
+            # objects that hold objects lead anywhere, to a trainer's own counters at last
+            costs = 1 if inside is value else 2
             if depth >= costs:
                 yield from _attributes(f"{path}.{key}".lstrip("."), inside, seen, depth - costs)
 
 
 def _has_attributes(value: Any) -> bool:
     """Returns True for an object like a configuration, whose attributes a forward pass might set."""
-    if isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)):
+    if isinstance(
+        value,
+        (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial),
+    ):
         return False
-    return type(value).__module__.partition(".")[0] not in ("builtins", "torch") and isinstance(getattr(value, "__dict__", None), dict)
+    return type(value).__module__.partition(".")[0] not in ("builtins", "torch") and isinstance(
+        getattr(value, "__dict__", None), dict
+    )
 
 
 def _content(t: torch.Tensor) -> torch.Tensor:
@@ -229,11 +253,14 @@ def _structure(module: nn.Module) -> tuple[type, int]:
 
 
 def _switches(model: nn.Module) -> list[Any]:
-    """Returns for every module its class, hooks that are not a clipper's, and the methods, words and switches among its attributes."""
+    """Returns for every module its class, hooks that are not a clipper's, and the methods, words and switches among
+    its attributes."""
     found: list[Any] = []
     for module in model.modules():
         hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
-        words = [(k, v) for k, v in vars(module).items() if k not in _INTERNAL and isinstance(v, (bool, str, *_FUNCTIONS))]
+        words = [
+            (k, v) for k, v in vars(module).items() if k not in _INTERNAL and isinstance(v, (bool, str, *_FUNCTIONS))
+        ]
         found += [type(module), module.training, hooks, words]
     return found
 
@@ -288,7 +315,10 @@ def _say_once(name: str, value: Any) -> None:
     if name not in _SAID:
         _SAID.add(name)
         logger.warning(
-            "'%s' of the model changes with every batch; it is put back to %r each time, so that no batch tells of others.", name, value
+            "'%s' of the model changes with every batch; it is put back to %r each time, so that no batch tells of "
+            "others.",
+            name,
+            value,
         )
 
 
@@ -298,7 +328,11 @@ def _settle_list(place: _Place, before: list) -> list[str]:
         return []
     if len(now) == len(before) and all(a is b or _is_equal(a, b) for a, b in zip(before, now, strict=True)):
         return []
-    if not isinstance(holder, set) and _ids([now[: len(before)]]) != _ids([before]) and any(isinstance(x, _SCALARS) for x in before):
+    if (
+        not isinstance(holder, set)
+        and _ids([now[: len(before)]]) != _ids([before])
+        and any(isinstance(x, _SCALARS) for x in before)
+    ):
         return [place.path]
     holder.clear()
     holder.update(before) if isinstance(holder, set) else holder.extend(before)
@@ -315,7 +349,9 @@ def _is_equal(old: Any, new: Any) -> bool:
 
 def _has_grown(old: Any, new: Any) -> bool:
     """Returns True if a table became longer in one dimension, and its leading part is what it was."""
-    if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or torch._C._functorch.is_functorch_wrapped_tensor(new):
+    if not (
+        isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+    ) or torch._C._functorch.is_functorch_wrapped_tensor(new):
         return False
     if old.dim() != new.dim() or old.dtype != new.dtype:
         return False

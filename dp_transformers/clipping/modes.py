@@ -12,9 +12,10 @@ per_sample     instantiated                           the instances       from t
 Sources: book-keeping, Bu et al. 2023 (arXiv 2210.00038); ghost norms, Li et al. 2022 (arXiv 2110.05679); fast gradient
 clipping, Lee and Kifer 2021 (arXiv 2009.03106); per-sample gradients, Abadi et al. 2016 (arXiv 1607.00133).
 
-A mode is told of a backward pass before it begins (:meth:`Mode.begin`), and returns what sees it: every tap that is reached gives its terms to
-:meth:`BackwardPass.add`, and at the end :meth:`BackwardPass.finish` is asked for the norms, when the clipped sums must have been added. A
-mode that clips and sums inside each layer's backward does so where :meth:`MeasuringPass.close` is called, with what ``begin`` was given.
+A mode is told of a backward pass before it begins (:meth:`Mode.begin`), and returns what sees it: every tap that is
+reached gives its terms to :meth:`BackwardPass.add`, and at the end :meth:`BackwardPass.finish` is asked for the norms,
+when the clipped sums must have been added. A mode that clips and sums inside each layer's backward does so where
+:meth:`MeasuringPass.close` is called, with what ``begin`` was given.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Mode(Protocol):
 
 
 class MeasuringPass:
-    """Measures each parameter's norm as soon as all its uses were reached; subclasses say what else becomes of the terms then."""
+    """Measures each parameter's norm as soon as all its uses were reached; subclasses say what else becomes of the
+    terms then."""
 
     keeps = False
 
@@ -85,8 +87,9 @@ class MeasuringPass:
         """At the last use that the forward pass has seen, the norm of all together is measured."""
         if parameter in self.kept:
             raise RuntimeError(
-                "the forward pass was run again inside backward by something else than torch's activation checkpointing, so a parameter was used more "
-                "often than was counted. Use torch.utils.checkpoint (gradient_checkpointing=True, use_reentrant=False), or switch re-running off."
+                "the forward pass was run again inside backward by something else than torch's activation "
+                "checkpointing, so a parameter was used more often than was counted. Use torch.utils.checkpoint "
+                "(gradient_checkpointing=True, use_reentrant=False), or switch re-running off."
             )
         seen = self._open[parameter]
         seen.append(term.instantiate() if self.keeps and isinstance(term, Dense) else term)
@@ -118,10 +121,19 @@ class KeptTerms(MeasuringPass):
 
     keeps = True
 
-    def __init__(self, forward: ForwardPass, clip: Clip, sums: GradientSums, *, instantiate: bool = False, hand_out: bool = False):
+    def __init__(
+        self,
+        forward: ForwardPass,
+        clip: Clip,
+        sums: GradientSums,
+        *,
+        instantiate: bool = False,
+        hand_out: bool = False,
+    ):
         super().__init__(forward, instantiate=instantiate)
         self._clip, self._sums, self._hand_out = clip, sums, hand_out
-        self._small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)  # (B, n), kept to be laid side by side
+        # (B, n), kept to be laid side by side
+        self._small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)
         self._together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
@@ -152,7 +164,8 @@ class KeptTerms(MeasuringPass):
             for p, terms in self.kept.items():
                 gradients = terms[0].instantiate().grad.view(len(clipped.norms_b), *p.shape)
                 gradients = gradients if clipped.scale == 1 else gradients * clipped.scale
-                p.grad_sample = gradients  # pyrefly: ignore[missing-attribute]  (Opacus's name for it, of which torch's types know nothing)
+                # pyrefly: ignore[missing-attribute]  (Opacus's name for it, of which torch's types know nothing)
+                p.grad_sample = gradients
         self.add_sums(clipped)
         return clipped.norms_b
 
@@ -176,7 +189,9 @@ class KeptTerms(MeasuringPass):
         return sums
 
 
-def _weighted_sum(term: Term, clipped: Coefficients, device: torch.device, cache: LastResultCache | None = None) -> torch.Tensor:
+def _weighted_sum(
+    term: Term, clipped: Coefficients, device: torch.device, cache: LastResultCache | None = None
+) -> torch.Tensor:
     term = term if clipped.invalid_b is None else term.zero_examples(clipped.invalid_b.to(device))
     return term.weighted_sum(clipped.of_sum_b.to(device), cache)
 
@@ -192,8 +207,8 @@ class OnePass:
     def refuse(self, trainable: TrainableParameters) -> None:
         if self.instantiate and trainable.parallel:
             raise ValueError(
-                f"clipping mode '{self.name}' hands out whole gradients, which no process of a tensor-parallel model has. Use clipping_mode='auto' or "
-                "'book_keeping'."
+                f"clipping mode '{self.name}' hands out whole gradients, which no process of a tensor-parallel model "
+                "has. Use clipping_mode='auto' or 'book_keeping'."
             )
 
     def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
@@ -212,7 +227,8 @@ class TwoPass:
         """There is nothing to refuse."""
 
     def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
-        return _FirstOfTwo(self, forward, clip, sums, cast(LossGraph, graph))  # the user does not run it, for it is not one pass
+        # the user does not run it, for it is not one pass
+        return _FirstOfTwo(self, forward, clip, sums, cast(LossGraph, graph))
 
 
 class _Recomputed:
@@ -230,11 +246,14 @@ class _Recomputed:
             self.sizes[call] = [torch.linalg.vector_norm(x.float(), 1) for x in saved if x.is_floating_point()]
 
     def is_same_as(self, other: _Recomputed) -> bool:
-        calls = [call for call in self.sizes if call in other.sizes]  # those before the first that was recomputed are in one of them only
+        # those before the first that was recomputed are in one of them only
+        calls = [call for call in self.sizes if call in other.sizes]
         if not calls:
             return True
         device = self._forward.probe.device
-        a, b = (torch.stack([x.to(device) for call in calls for x in sizes[call]]) for sizes in (self.sizes, other.sizes))
+        a, b = (
+            torch.stack([x.to(device) for call in calls for x in sizes[call]]) for sizes in (self.sizes, other.sizes)
+        )
         return bool(((a == b) | (a - b).abs().le(1e-5 * a) | ~torch.isfinite(a)).all())
 
 
@@ -246,7 +265,8 @@ class _FirstOfTwo(MeasuringPass):
         self._name, self._clip, self._sums, self._graph = mode.name, clip, sums, graph
         self._recomputed = _Recomputed(forward)
         self._numbers = global_state(graph.device)
-        self._rounding = norms.BF16 if any(dtype in HALF for dtype in graph.dtypes) else norms.FP32  # of the second pass
+        # of the second pass
+        self._rounding = norms.BF16 if any(dtype in HALF for dtype in graph.dtypes) else norms.FP32
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
         self._recomputed.note(owner, saved)
@@ -270,22 +290,25 @@ class _FirstOfTwo(MeasuringPass):
         else:
             second = _SecondOfTwo(self.forward)
             self.forward.go_back(second)
-            set_global_state(self._graph.device, self._numbers)  # checkpointed blocks draw again what they drew when they were measured
+            # checkpointed blocks draw again what they drew when they were measured
+            set_global_state(self._graph.device, self._numbers)
             slack = second_pass_slack(self._graph.device, self._graph.dtypes, convolves=trainable.convolves)
             self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack))
             same = self._recomputed.is_same_as(second.recomputed)
             if trainable.shards.any_rank(not same, self.forward.probe.device):
                 trainable.drop_gradients()
                 raise ValueError(
-                    f"activation checkpointing recomputed other activations in the second backward pass of clipping mode '{self._name}' than in the "
-                    "first, so the gradient that is summed is not the one whose norm was measured: a checkpointed module draws random numbers from a "
-                    "generator of its own. Use clipping_mode='book_keeping', which goes back once, or torch's global generator."
+                    "activation checkpointing recomputed other activations in the second backward pass of clipping "
+                    f"mode '{self._name}' than in the first, so the gradient that is summed is not the one whose norm "
+                    "was measured: a checkpointed module draws random numbers from a generator of its own. Use "
+                    "clipping_mode='book_keeping', which goes back once, or torch's global generator."
                 )
         return clipped.norms_b
 
 
 class _SecondOfTwo:
-    """Autograd itself forms the sums; two passes must see the same activations, or one gradient is measured and another one summed."""
+    """Autograd itself forms the sums; two passes must see the same activations, or one gradient is measured and
+    another one summed."""
 
     def __init__(self, forward: ForwardPass):
         self.recomputed = _Recomputed(forward)
@@ -304,27 +327,30 @@ MODES: dict[str, Mode] = {
     )
 }
 
-# In the two-pass modes the gradient that is summed is not the one that was measured: the second pass rounds c·loss anew.
-# The coefficient is shrunk by this much so that the sum still respects C.
+# In the two-pass modes the gradient that is summed is not the one that was measured: the second pass rounds c·loss
+# anew. The coefficient is shrunk by this much so that the sum still respects C.
 SECOND_PASS_SLACK = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
 REDUCED_FP32_SLACK = 2.0**-7  # where fp32 products are allowed to run as TF32 or bf16
 
 
 def second_pass_slack(device: torch.device, dtypes: Iterable[torch.dtype], *, convolves: bool) -> float:
-    """Returns by how much the coefficients of the second pass are shrunk, where these dtypes were seen in the first."""
+    """Returns by how much the coefficients of the second pass are shrunk, where these dtypes were seen in the
+    first."""
     matmul, conv = (setting.fp32_precision for setting in product_settings(device))
     used = {matmul, conv} if convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
     return max(0.0 if used <= FULL_PRECISION else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in dtypes))
 
 
 def choose_mode(name: str, model: nn.Module) -> Mode:
-    """The mode for ``name``; "auto" is book-keeping, and ghost where activations are checkpointed (records would undo that).
+    """The mode for ``name``; "auto" is book-keeping, and ghost where activations are checkpointed (records would undo
+    that).
 
     Decided from the model's configuration alone, so every rank decides alike.
     """
     if name == "auto":
         checkpointed = any(
-            getattr(m, "gradient_checkpointing", False) is True or hasattr(m, "_checkpoint_wrapped_module") for m in model.modules()
+            getattr(m, "gradient_checkpointing", False) is True or hasattr(m, "_checkpoint_wrapped_module")
+            for m in model.modules()
         )
         name = "ghost" if checkpointed else "book_keeping"
     if name not in MODES:

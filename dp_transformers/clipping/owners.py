@@ -1,15 +1,17 @@
 """Owners say which module's calls provide each parameter's per-example gradient.
 
-An *owner* is a module together with trainable parameters whose gradients come from its calls. At first every module owns the parameters that
-it holds directly. That is not enough where
+An *owner* is a module together with trainable parameters whose gradients come from its calls. At first every module
+owns the parameters that it holds directly. That is not enough where
 
 * the module's forward is bypassed (a weight read by a functional call, a ``ParameterDict``, a parametrisation), or
 * its output has no batch (a table of relative positions, tokens of all examples sorted by expert), or
-* giving each example its copy of a batch-less output does not fit what the model does with it, or it reads another example's copy.
+* giving each example its copy of a batch-less output does not fit what the model does with it, or it reads another
+  example's copy.
 
-:func:`.discovery.discover_owners` finds that out by running the model on two batches of different size, and assigns such parameters to the
-*parent* module, and its parent, until every use of every parameter is inside a call whose outputs have a batch. An owner that covers its
-children goes through the fallback (:mod:`.fallback`): exact, slower, and said so once.
+:func:`.discovery.discover_owners` finds that out by running the model on two batches of different size, and assigns
+such parameters to the *parent* module, and its parent, until every use of every parameter is inside a call whose
+outputs have a batch. An owner that covers its children goes through the fallback (:mod:`.fallback`): exact, slower,
+and said so once.
 """
 
 from __future__ import annotations
@@ -28,30 +30,38 @@ from .layer_rule import LayerRule, rule_for
 
 logger = logging.getLogger(__name__)
 _WRAPPERS = {
-    "DataParallel": "its replicas cannot be clipped together: hand over the bare module, and start one process for each device",
-    "DistributedDataParallel": "it averages gradients over processes that are not clipped yet: hand over the bare module; DPTrainer and "
-    "PrivacyEngine add up over processes on their own, and after PerExampleClipper dp_transformers.distributed.sum_over_ranks does",
+    "DataParallel": "its replicas cannot be clipped together: hand over the bare module, and start one process for "
+    "each device",
+    "DistributedDataParallel": "it averages gradients over processes that are not clipped yet: hand over the bare "
+    "module; DPTrainer and "
+    "PrivacyEngine add up over processes on their own, and after PerExampleClipper "
+    "dp_transformers.distributed.sum_over_ranks does",
     "FullyShardedDataParallel": "its flat parameters hide which gradient is whose: use fully_shard (FSDP2)",
-    "DeepSpeedEngine": "it averages and clips gradients on its own: hand over the bare module, after fully_shard (FSDP2) if it is too large",
+    "DeepSpeedEngine": "it averages and clips gradients on its own: hand over the bare module, after fully_shard "
+    "(FSDP2) if it is too large",
 }
 
 
 def unsupported_wrapper_reason(module: nn.Module) -> str | None:
-    """Why gradients cannot be clipped inside this one, which runs a model in several processes or devices, and the way out."""
+    """Why gradients cannot be clipped inside this one, which runs a model in several processes or devices, and the way
+    out."""
     return next((_WRAPPERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
 
 
 class Owner:
     """A module and the trainable parameters it owns, by their names relative to it."""
 
-    def __init__(self, paths: Sequence[str], module: nn.Module, names: dict[nn.Parameter, str], *, covers_children: bool = False):
+    def __init__(
+        self, paths: Sequence[str], module: nn.Module, names: dict[nn.Parameter, str], *, covers_children: bool = False
+    ):
         self.paths, self.module, self.names, self.covers_children = list(paths), module, names, covers_children
         found = rule_for(module)
         if covers_children:
             found = replace(found, norms=None) if found.takes_call else LayerRule()
         self.rule = found
         self.is_rerun = found.terms is None  # no rule gives its gradients, so the fallback does
-        self.may_be_rerun = self.is_rerun or found.takes_call  # or parts of it: its outputs and random numbers are kept
+        # or parts of it: its outputs and random numbers are kept
+        self.may_be_rerun = self.is_rerun or found.takes_call
         self.batch_dims: dict[tuple[int, int], list[BatchDim]] = {}
         self.returned_unbatched_output = False
         self.first_nodes: list[int] = []  # autograd's sequence number at the start of each call in progress
@@ -69,12 +79,14 @@ class Owner:
         return f"'{self.path}' ({type(self.module).__name__})"
 
     def batch_dims_of(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[BatchDim]:
-        """Returns what :func:`.discovery.discover_owners` saw for a call of this kind, inputs first; what it did not see is taken to have a batch."""
+        """Returns what :func:`.discovery.discover_owners` saw for a call of this kind, inputs first; what it did not
+        see is taken to have a batch."""
         return self.batch_dims.get((len(inputs), len(outputs))) or [BATCH_FIRST] * (len(inputs) + len(outputs))
 
 
 def assign_owners(model: nn.Module) -> list[Owner]:
-    """Every module owns the parameters it holds; one without a rule only those that no module with a rule holds too."""
+    """Every module owns the parameters it holds; one without a rule only those that no module with a rule holds
+    too."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -110,7 +122,8 @@ def warn_about_fallback(owners: Iterable[Owner]) -> None:
     for cls, its_owners in slow.items():
         names = sorted({name for owner in its_owners for name in owner.names.values()})
         logger.warning(
-            "%d %s (first: '%s') re-run one example at a time for the gradients of %s, which no rule covers: exact, slower.",
+            "%d %s (first: '%s') re-run one example at a time for the gradients of %s, which no rule covers: exact, "
+            "slower.",
             len(its_owners),
             cls.__name__,
             its_owners[0].path,
@@ -143,8 +156,8 @@ def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parame
             if p is parameter
         )
         raise UnownedParameterError(
-            f"parameter '{name}' of {type(holder).__name__} is used where no module sees it whose output has a batch, so its per-example "
-            f"gradient cannot be bounded. {how_to_fix(name.rpartition('.')[0], holder)}"
+            f"parameter '{name}' of {type(holder).__name__} is used where no module sees it whose output has a batch, "
+            f"so its per-example gradient cannot be bounded. {how_to_fix(name.rpartition('.')[0], holder)}"
         )
     outermost = {path for path in above if not any(_is_inside(path, other) for other in above if other != path)}
     for owner in owners:
@@ -153,9 +166,13 @@ def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parame
     for module in {model.get_submodule(path): None for path in outermost}:
         owner = next((c for c in owners if c.module is module and c.covers_children), None)
         if owner is None:
-            owner = Owner([path for path in outermost if model.get_submodule(path) is module], module, {}, covers_children=True)
+            owner = Owner(
+                [path for path in outermost if model.get_submodule(path) is module], module, {}, covers_children=True
+            )
             owners.append(owner)
-        owner.names[parameter] = next(name for name, p in module.named_parameters(remove_duplicate=False) if p is parameter)
+        owner.names[parameter] = next(
+            name for name, p in module.named_parameters(remove_duplicate=False) if p is parameter
+        )
     owners[:] = [owner for owner in owners if owner.names]
 
 
@@ -175,12 +192,14 @@ def reassign_to_parents(model: nn.Module, owners: list[Owner], module: nn.Module
 
 
 def refuse_escape(owners: Iterable[Owner], parameter: nn.Parameter, name: str) -> NoReturn:
-    """Raise UnsupportedModuleError: a gradient reached ``parameter``, called ``name``, past the calls of its owners."""
+    """Raise UnsupportedModuleError: a gradient reached ``parameter``, called ``name``, past the calls of its
+    owners."""
     innermost = max((owner for owner in owners if parameter in owner.names), key=lambda owner: len(owner.path))
-    raise UnsupportedModuleError(  # the self-check then lets a parent own the parameter, where there is one that sees it
-        f"parameter '{name}' got a gradient that did not come through its module's call, so it cannot be clipped. Either the loss uses the "
-        "parameter directly (a weight penalty: use the optimizer's weight_decay), or forward ran outside the model that is clipped, or forward "
-        "read the weight or an inner activation without calling the module. Call the module for it, or freeze the parameter "
-        "(requires_grad_(False)).",
+    # the self-check then lets a parent own the parameter, where there is one that sees it
+    raise UnsupportedModuleError(
+        f"parameter '{name}' got a gradient that did not come through its module's call, so it cannot be clipped. "
+        "Either the loss uses the parameter directly (a weight penalty: use the optimizer's weight_decay), or forward "
+        "ran outside the model that is clipped, or forward read the weight or an inner activation without calling the "
+        "module. Call the module for it, or freeze the parameter (requires_grad_(False)).",
         innermost.module,
     )

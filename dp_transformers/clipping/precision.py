@@ -18,7 +18,11 @@ TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
 def product_settings(device: torch.device) -> tuple[Any, Any]:
     """Returns the objects in which torch keeps the precision of fp32 matrix products, and of convolutions."""
     backends: Any = torch.backends  # of which torch's types know neither mkldnn's settings nor those of convolutions
-    return (backends.cuda.matmul, backends.cudnn.conv) if device.type == "cuda" else (backends.mkldnn.matmul, backends.mkldnn.conv)
+    return (
+        (backends.cuda.matmul, backends.cudnn.conv)
+        if device.type == "cuda"
+        else (backends.mkldnn.matmul, backends.mkldnn.conv)
+    )
 
 
 def exact_arithmetic(device: torch.device) -> AbstractContextManager:
@@ -68,7 +72,8 @@ def factor(x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
 def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Tensor:
     """The product of two matrices or batches of them, each a :func:`factor`, in float32.
 
-    Hardware for bf16 is several times as fast and as exact: no product of two such numbers is rounded, and sums are in float32.
+    Hardware for bf16 is several times as fast and as exact: no product of two such numbers is rounded, and sums are in
+    float32.
     """
     multiply = torch.mm if left.dim() == 2 else torch.bmm
     if not bf16:
@@ -98,7 +103,8 @@ def _multiplies_bf16(x: torch.Tensor) -> bool:
 
 
 def sum_dtype(p: nn.Parameter) -> torch.dtype:
-    """Returns the dtype in which gradients of ``p`` are added up and noised: float32 at least, whatever ``p`` is kept in."""
+    """Returns the dtype in which gradients of ``p`` are added up and noised: float32 at least, whatever ``p`` is kept
+    in."""
     return torch.float32 if p.dtype in HALF else p.dtype
 
 

@@ -1,4 +1,5 @@
-"""The records that a forward pass leaves for the backward passes over it: one of the pass, and one of each call of a module that owns parameters."""
+"""The records that a forward pass leaves for the backward passes over it: one of the pass, and one of each call of a
+module that owns parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class CallObserver(Protocol):
     """An observer is told of every call that a backward pass reaches."""
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
-        """A call of ``owner`` was reached, of which ``saved`` was kept. Returns the pass that takes its terms; None where nobody wants them."""
+        """A call of ``owner`` was reached, of which ``saved`` was kept. Returns the pass that takes its terms; None
+        where nobody wants them."""
 
 
 class BackwardPass(CallObserver, Protocol):
@@ -51,7 +53,8 @@ class ForwardPass:
         trainable: The parameters.
         suspended: Inside, the model runs without taps.
         batch: A token of the physical batch; passes with different tokens are never clipped together.
-        on_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where the clipper goes back itself.
+        on_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where the clipper goes
+            back itself.
     """
 
     def __init__(
@@ -97,11 +100,12 @@ class ForwardPass:
 class RecordedCall:
     """One call of a module in one forward pass, every tensor as the module was given it.
 
-    In backward, between :meth:`reach` and :meth:`release`, it has ``inputs`` and ``outputs``, the tensors it was given and the
-    floating-point ones that it returned, all detached, in order; ``backprops``, the gradients of the summed losses with respect to the
-    outputs; and ``input_gradients`` with a key for each tensor among the inputs that needs a gradient: a rule that can have them cheaply
-    sets them all, and the backward of the module itself does not run where norms are measured. ``random_state`` is that of torch's
-    generators at the start of the call where the call used them, else None.
+    In backward, between :meth:`reach` and :meth:`release`, it has ``inputs`` and ``outputs``, the tensors it was given
+    and the floating-point ones that it returned, all detached, in order; ``backprops``, the gradients of the summed
+    losses with respect to the outputs; and ``input_gradients`` with a key for each tensor among the inputs that needs
+    a gradient: a rule that can have them cheaply sets them all, and the backward of the module itself does not run
+    where norms are measured. ``random_state`` is that of torch's generators at the start of the call where the call
+    used them, else None.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -132,11 +136,18 @@ class RecordedCall:
         batch_dims = owner.batch_dims_of(self.inputs, self.outputs)
         self.input_batch_dims, self.output_batch_dims = batch_dims[: len(self.inputs)], batch_dims[len(self.inputs) :]
         if not owner.rule.takes_call:
-            self.outputs = [self._with_batch(x, batch_dim) for x, batch_dim in zip(self.outputs, self.output_batch_dims, strict=True)]
+            self.outputs = [
+                self._with_batch(x, batch_dim)
+                for x, batch_dim in zip(self.outputs, self.output_batch_dims, strict=True)
+            ]
         self.random_state = None
         if owner.may_be_rerun:
             device = self.outputs[0].device
-            self.autocast = (device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
+            self.autocast = (
+                device.type,
+                torch.get_autocast_dtype(device.type),
+                torch.is_autocast_enabled(device.type),
+            )
             if not same_state(owner.random_state, random_state(device)):
                 self.random_state = owner.random_state
 
@@ -146,15 +157,16 @@ class RecordedCall:
         return self.owner.path
 
     def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
-        """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes per example."""
+        """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes
+        per example."""
         batch = self.batch_size
         if batch_dim.holds_examples(x, batch) and (not batch_dim.flat or self._holds_all_positions(x)):
             return x
         if x.dim() and len(x) == 1 and batch_dim == BATCH_FIRST:
             return x.expand(batch, *x.shape[1:])
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
-            f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch ({batch}) nor 1, so "
-            "gradients per example cannot be told apart. " + how_to_fix(self.path, self.module),
+            f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch "
+            f"({batch}) nor 1, so gradients per example cannot be told apart. " + how_to_fix(self.path, self.module),
             self.module,
         )
 
@@ -171,7 +183,12 @@ class RecordedCall:
         input_gradients: dict[torch.Tensor, torch.Tensor | None],
     ) -> None:
         number = len(self.input_batch_dims)
-        self.inputs, self.outputs, self.backprops, self.input_gradients = saved[:number], saved[number:], backprops, input_gradients
+        self.inputs, self.outputs, self.backprops, self.input_gradients = (
+            saved[:number],
+            saved[number:],
+            backprops,
+            input_gradients,
+        )
 
     def release(self) -> None:
         """Let go of the tensors."""
@@ -189,7 +206,9 @@ class RecordedCall:
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
         """The arguments of the call with these tensors in the place of its own."""
         given = iter(tensors)
-        leaves = [next(given) if is_tensor else x for x, is_tensor in zip(self._constants, self._is_tensor, strict=True)]
+        leaves = [
+            next(given) if is_tensor else x for x, is_tensor in zip(self._constants, self._is_tensor, strict=True)
+        ]
         return (tuple(leaves), {}) if self._input_spec is None else tree_unflatten(leaves, self._input_spec)
 
     def rebuilt_output(self, leaves: list[Any]) -> Any:
@@ -197,17 +216,29 @@ class RecordedCall:
 
     def inputs_by_example(self) -> list[torch.Tensor]:
         """(B, ...), flat ones (B, positions, ...); as they are where they are the same for all examples."""
-        return [batch_dim.batch_first(x, self.batch_size) for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)]
+        return [
+            batch_dim.batch_first(x, self.batch_size)
+            for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)
+        ]
 
     def outputs_by_example(self) -> list[torch.Tensor]:
-        return [batch_dim.batch_first(x, self.batch_size) for x, batch_dim in zip(self.outputs, self.output_batch_dims, strict=True)]
+        return [
+            batch_dim.batch_first(x, self.batch_size)
+            for x, batch_dim in zip(self.outputs, self.output_batch_dims, strict=True)
+        ]
 
     def backprops_by_example(self) -> list[torch.Tensor]:
-        return [batch_dim.batch_first(g, self.batch_size) for g, batch_dim in zip(self.backprops, self.output_batch_dims, strict=True)]
+        return [
+            batch_dim.batch_first(g, self.batch_size)
+            for g, batch_dim in zip(self.backprops, self.output_batch_dims, strict=True)
+        ]
 
     def input_has_examples(self) -> list[bool]:
         """Returns for each input whether it has something of its own for each example."""
-        return [batch_dim.holds_examples(x, self.batch_size) for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)]
+        return [
+            batch_dim.holds_examples(x, self.batch_size)
+            for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)
+        ]
 
     @property
     def is_half(self) -> bool:
@@ -224,7 +255,8 @@ def differentiable_leaves(output: Any) -> list[torch.Tensor]:
 
 
 def _flatten(structure: Any) -> tuple[list[Any], Any]:
-    """Leaves and spec of an output, or of (args, kwargs); None is the spec of the usual cases, a tensor and one positional tensor."""
+    """Leaves and spec of an output, or of (args, kwargs); None is the spec of the usual cases, a tensor and one
+    positional tensor."""
     if isinstance(structure, torch.Tensor):
         return [structure], None
     if isinstance(structure, tuple) and len(structure) == 2 and structure[1] == {}:

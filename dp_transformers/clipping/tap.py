@@ -1,7 +1,8 @@
 """The tap: an identity behind every module that owns parameters, whose backward turns the module's call into terms.
 
-All taps lead to the *probe*, a zero vector of shape (B,), so ``torch.autograd.grad(losses.sum(), probe)`` reaches all of them, and native
-layers are never asked for a weight gradient. Nothing is wrapped or re-classed, native kernels stay, no activation is saved twice.
+All taps lead to the *probe*, a zero vector of shape (B,), so ``torch.autograd.grad(losses.sum(), probe)`` reaches all
+of them, and native layers are never asked for a weight gradient. Nothing is wrapped or re-classed, native kernels
+stay, no activation is saved twice.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from .precision import HALF, exact_arithmetic
 from .recorded_call import BackwardPass, RecordedCall, is_differentiable
 from .terms import Dense, NormOnly, Term
 
-_NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}  # nodes of autograd that save what they are given, at most
+# nodes of autograd that save what they are given, at most
+_NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}
 
 
 class Tap(torch.autograd.Function):
-    """Identity on a module's outputs; its backward gives ``call`` their gradients. A gradient of the probe says that one was reached."""
+    """Identity on a module's outputs; its backward gives ``call`` their gradients. A gradient of the probe says that
+    one was reached."""
 
     @staticmethod
-    def forward(ctx, call: RecordedCall, in_place: bool, probe: torch.Tensor, num_outputs: int, *tensors: torch.Tensor):
+    def forward(
+        ctx, call: RecordedCall, in_place: bool, probe: torch.Tensor, num_outputs: int, *tensors: torch.Tensor
+    ):
         outputs, saved = tensors[:num_outputs], tensors[num_outputs:]
         ctx.call = call
         ctx.save_for_backward(*saved)
         if in_place:
-            outputs = tuple(x.data for x in outputs)  # same memory, but not a view to autograd, which refuses in-place writes to those
+            # same memory, but not a view to autograd, which refuses in-place writes to those
+            outputs = tuple(x.data for x in outputs)
         elif call.owner.is_rerun:
             outputs = tuple(x.clone() for x in outputs)  # the module may need its output, and so does the fallback
         return outputs if num_outputs > 1 else outputs[0]
@@ -40,8 +46,9 @@ class Tap(torch.autograd.Function):
     def backward(ctx, *grads: torch.Tensor):
         if torch.is_grad_enabled():
             raise ValueError(
-                "backward with create_graph=True (a gradient penalty, second derivatives) uses weights in a way that no rule sees, so per-example "
-                "gradients would not be clipped: compute losses without gradients inside them."
+                "backward with create_graph=True (a gradient penalty, second derivatives) uses weights in a way that "
+                "no rule sees, so per-example gradients would not be clipped: compute losses without gradients inside "
+                "them."
             )
         call, forward = ctx.call, ctx.call.forward
         forward.begin_backward()  # before activation checkpointing recomputes what was saved
@@ -49,8 +56,9 @@ class Tap(torch.autograd.Function):
         saved, needed = [x.detach() for x in _recorded(ctx)], ctx.needs_input_grad[4 + len(grads) :]
         if not forward.is_current:
             raise ValueError(
-                f"the losses also depend on an earlier forward pass (of {forward.batch_size} examples), or backward ran over it before, so "
-                "their gradients would not be clipped together. Compute losses from forward passes of one batch size, and call backward once."
+                f"the losses also depend on an earlier forward pass (of {forward.batch_size} examples), or backward "
+                "ran over it before, so their gradients would not be clipped together. Compute losses from forward "
+                "passes of one batch size, and call backward once."
             )
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
         reached = None
@@ -89,8 +97,13 @@ def tapped(call: RecordedCall) -> Any:
 
 
 def _ends_in_arithmetic(call: RecordedCall) -> bool:
-    """Returns True if a module whose rule does not run it again ends in arithmetic that needs its only output no more than torch's layers do."""
-    return not call.owner.may_be_rerun and len(call.outputs) == 1 and type(call.outputs[0].grad_fn).__name__ in _NEEDS_NO_OUTPUT
+    """Returns True if a module whose rule does not run it again ends in arithmetic that needs its only output no more
+    than torch's layers do."""
+    return (
+        not call.owner.may_be_rerun
+        and len(call.outputs) == 1
+        and type(call.outputs[0].grad_fn).__name__ in _NEEDS_NO_OUTPUT
+    )
 
 
 def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
@@ -102,8 +115,9 @@ def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
             raise
         owner = ctx.call.owner
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
-            f"the model writes in place to a tensor that {owner} was given or returned, after it ran, so its per-example gradients cannot "
-            "be computed from that any more. Make it a copy there (x = x + y instead of x += y). " + how_to_fix(owner.path, owner.module),
+            f"the model writes in place to a tensor that {owner} was given or returned, after it ran, so its "
+            "per-example gradients cannot be computed from that any more. Make it a copy there (x = x + y instead of "
+            "x += y). " + how_to_fix(owner.path, owner.module),
             owner.module,
         ) from error
 
@@ -118,30 +132,45 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
         found = rule.terms(call)
     else:
         found = rule.terms(owner.module, *_by_example(call))
-    found = {trainable.shards.sharded(p): Dense(term) if isinstance(term, torch.Tensor) else term for p, term in found.items()}
+    found = {
+        trainable.shards.sharded(p): Dense(term) if isinstance(term, torch.Tensor) else term
+        for p, term in found.items()
+    }
     if missing := [name for p, name in owner.names.items() if p not in found]:
         raise ValueError(
-            f"the rule of {owner} gives no gradient for its trainable {missing}. Let the rule you registered (register_grad_sampler) return one for "
-            "every trainable parameter of the module, or freeze those (requires_grad_(False))."
+            f"the rule of {owner} gives no gradient for its trainable {missing}. Let the rule you registered "
+            "(register_grad_sampler) return one for every trainable parameter of the module, or freeze those "
+            "(requires_grad_(False))."
         )
     parallel = trainable.parallel
-    return {p: parallel.local_part(owner, p, found[p], call.sums_positions) if parallel else found[p] for p in owner.names}
+    return {
+        p: parallel.local_part(owner, p, found[p], call.sums_positions) if parallel else found[p] for p in owner.names
+    }
 
 
 def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | Sequence[torch.Tensor]]:
     """``activations`` and ``backprops`` of a rule."""
     owner, batch = call.owner, call.batch_size
     if owner.rule.channels_second and any(batch_dim.flat for batch_dim in call.output_batch_dims):
-        reason = f"{owner} was called on positions of examples as if they were examples, and its rule cannot tell them from channels. "
+        reason = (
+            f"{owner} was called on positions of examples as if they were examples, and its rule cannot tell them "
+            "from channels. "
+        )
         raise UnsupportedModuleError(reason + how_to_fix(owner.path, owner.module), owner.module)
     inputs = [batch_dim.batch_first(x, batch) for x, batch_dim in zip(call.inputs, call.input_batch_dims, strict=True)]
     inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
-    grads = [batch_dim.batch_first(g, batch) for g, batch_dim in zip(call.backprops, call.output_batch_dims, strict=True)]
+    grads = [
+        batch_dim.batch_first(g, batch) for g, batch_dim in zip(call.backprops, call.output_batch_dims, strict=True)
+    ]
     return inputs, grads[0] if len(grads) == 1 else grads
 
 
 def _rerun(call: RecordedCall) -> dict[nn.Parameter, Term]:
     device, dtype, enabled = call.autocast
     with call.forward.suspended(), torch.autocast(device, dtype=dtype, enabled=enabled):
-        names = {whole: name for p, name in call.parameters.items() for whole in call.forward.trainable.shards.all_unsharded(p)}
+        names = {
+            whole: name
+            for p, name in call.parameters.items()
+            for whole in call.forward.trainable.shards.all_unsharded(p)
+        }
         return per_example_gradients(call, names)

@@ -1,4 +1,5 @@
-"""The trainable parameters of a model: which they are, how they are split over ranks, in which precision they are used."""
+"""The trainable parameters of a model: which they are, how they are split over ranks, in which precision they are
+used."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ class TrainableParameters:
         self.parallel = TensorParallel(model, self.shards)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
-            raise ValueError("the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters.")
+            raise ValueError(
+                "the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters."
+            )
         self._refuse_dtypes()
         self.parameter_of: dict[torch.Tensor, nn.Parameter] = {
             whole: p for p in self.parameters for whole in self.shards.all_unsharded(p)
         }  # for what autograd sees
         half = [p.dtype for p in model.parameters() if p.dtype in HALF]
-        self.low_precision = half[0] if half else torch.float32  # a frozen body in bf16 rounds the gradients that pass through it
+        # a frozen body in bf16 rounds the gradients that pass through it
+        self.low_precision = half[0] if half else torch.float32
         self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
         self._ids, self._modules = _trainable_ids(model), list(model.modules())
 
@@ -38,8 +42,9 @@ class TrainableParameters:
         for name, p in self.model.named_parameters():
             if p.requires_grad and (p.dtype not in TRAINABLE or (p.dtype == torch.bfloat16 and split)):
                 raise ValueError(
-                    f"parameter '{name}' is {p.dtype}{', and sharded' if split else ''}: load the model with dtype=torch.float32 "
-                    "(frozen parameters may stay as they are) and use bf16 autocast, or MixedPrecisionPolicy under FSDP2, for speed."
+                    f"parameter '{name}' is {p.dtype}{', and sharded' if split else ''}: load the model with "
+                    "dtype=torch.float32 (frozen parameters may stay as they are) and use bf16 autocast, or "
+                    "MixedPrecisionPolicy under FSDP2, for speed."
                 )
 
     @property
@@ -59,8 +64,9 @@ class TrainableParameters:
         for p in self.parameters:
             if (p._backward_hooks or p._post_accumulate_grad_hooks) and self._has_foreign_hook(p):
                 raise ValueError(
-                    f"trainable parameter '{self.name_of(p)}' has a gradient hook, which could change or use gradients that are not private yet. "
-                    "Remove it: call remove() of the handle that register_hook returned."
+                    f"trainable parameter '{self.name_of(p)}' has a gradient hook, which could change or use "
+                    "gradients that are not private yet. Remove it: call remove() of the handle that register_hook "
+                    "returned."
                 )
 
     def _has_foreign_hook(self, p: nn.Parameter) -> bool:
@@ -91,13 +97,15 @@ class TrainableParameters:
             else "their order is another one"
         )
         raise ValueError(
-            f"the set of trainable parameters changed since make_private (or since train() began): {what}. Freeze, unfreeze, replace and add layers "
-            "and adapters before it, and build the optimizer from what is then trainable."
+            f"the set of trainable parameters changed since make_private (or since train() began): {what}. Freeze, "
+            "unfreeze, replace and add layers and adapters before it, and build the optimizer from what is then "
+            "trainable."
         )
 
 
 def _trainable_ids(model: nn.Module) -> list[int]:
-    """Returns the identities of the trainable parameters. Every step asks, so this does without the bookkeeping of names in ``model.parameters()``."""
+    """Returns the identities of the trainable parameters. Every step asks, so this does without the bookkeeping of
+    names in ``model.parameters()``."""
     found: list[int] = []
     seen: set[int] = set()
     todo: list[nn.Module | None] = [model]

@@ -1,7 +1,8 @@
 """Clipping inside a ``loss.backward()`` that the user calls.
 
-That call's backward pass fills the probe. The parameters ask for no gradient while their modules run (:class:`.hooks.HookedModel`), so
-autograd computes no unclipped weight gradient at all, and the clipped sum is in ``p.grad`` when ``backward`` returns.
+That call's backward pass fills the probe. The parameters ask for no gradient while their modules run
+(:class:`.hooks.HookedModel`), so autograd computes no unclipped weight gradient at all, and the clipped sum is in
+``p.grad`` when ``backward`` returns.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ class UserBackward:
     def __init__(self, engine: ClippingEngine, loss_reduction: str, clipping: ClippingFunction):
         if not engine.mode.one_pass:
             raise ValueError(
-                f"clipping mode '{engine.mode.name}' goes back over the losses a second time, so it needs them one for each example: hand over "
-                "the criterion, call backward(losses) of the clipper yourself, or use clipping_mode='book_keeping'."
+                f"clipping mode '{engine.mode.name}' goes back over the losses a second time, so it needs them one "
+                "for each example: hand over the criterion, call backward(losses) of the clipper yourself, or use "
+                "clipping_mode='book_keeping'."
             )
         if engine.trainable.shards:
             raise ValueError(
-                "the model is sharded (fully_shard), and there loss.backward() cannot be followed: hand over the criterion, or take "
+                "the model is sharded (fully_shard), and there loss.backward() cannot be followed: hand over the "
+                "criterion, or take "
                 'loss_reduction="none" and call backward(losses) of the clipper yourself.'
             )
         self._engine, self._loss_reduction, self._clipping = engine, loss_reduction, clipping
@@ -62,13 +65,14 @@ class UserBackward:
         try:
             if not forward.is_current:
                 raise ValueError(
-                    "the model was called again while loss.backward() was going on, so the first call's gradients cannot be clipped. Call the model "
-                    "only before backward or after it, not in a gradient hook."
+                    "the model was called again while loss.backward() was going on, so the first call's gradients "
+                    "cannot be clipped. Call the model only before backward or after it, not in a gradient hook."
                 )
             if forward.probe.grad is None:
                 raise ValueError(
-                    "the model's outputs were differentiated by something else than loss.backward() (torch.autograd.grad, or inputs=...), so "
-                    "no gradient was clipped. Do that on a deepcopy of the model, which has no clipper."
+                    "the model's outputs were differentiated by something else than loss.backward() "
+                    "(torch.autograd.grad, or inputs=...), so no gradient was clipped. Do that on a deepcopy of the "
+                    "model, which has no clipper."
                 )
             with without_autocast(device), torch.no_grad():
                 backward.finish()

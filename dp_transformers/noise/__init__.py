@@ -1,7 +1,8 @@
-"""The noise that a step adds, as a value: how much, and how the noise of one step depends on that of others. Free of torch.
+"""The noise that a step adds, as a value: how much, and how the noise of one step depends on that of others. Free of
+torch.
 
-Noise of your own is a frozen dataclass derived from :class:`Noise`: :meth:`Noise.independent_steps` says what it is worth, and
-:meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of :class:`IndependentNoise`.
+Noise of your own is a frozen dataclass derived from :class:`Noise`: :meth:`Noise.independent_steps` says what it is
+worth, and :meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of :class:`IndependentNoise`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class NoiseSource(Protocol):
     """What draws the noise of one process. It holds secrets and is neither copied nor pickled."""
 
     def add_(self, grads: Sequence[Tensor], std: float) -> None:
-        """Add the noise of the next step, whose independent part has this standard deviation, in place. Gradients are in float32."""
+        """Add the noise of the next step, whose independent part has this standard deviation, in place. Gradients are
+        in float32."""
 
 
 class Noise(Value):

@@ -1,7 +1,8 @@
 """The Gaussian mechanism: noise in fp32, from a generator that only the operating system seeds.
 
-``args.seed`` seeds initialisation and is written into every run's configuration; whoever knows it must not be able to re-draw the noise
-and subtract it. So noise never comes from torch's or numpy's global generators, and what does (dropout) is seeded anew for training.
+``args.seed`` seeds initialisation and is written into every run's configuration; whoever knows it must not be able to
+re-draw the noise and subtract it. So noise never comes from torch's or numpy's global generators, and what does
+(dropout) is seeded anew for training.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ _CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at 
 class GaussianNoise:
     """Independent N(0, std²) noise for tensors on any device.
 
-    On the CPU numbers come from numpy's PCG64 with 128 bits from the operating system (torch's CPU generator keeps 32 bits of its
-    seed, few enough to try them all); on other devices from torch's counter-based generator with a 64-bit key from the operating
-    system; with ``secure`` from the keystream of ChaCha20 (extra ``secure``), cryptographically unpredictable, on every device.
+    On the CPU numbers come from numpy's PCG64 with 128 bits from the operating system (torch's CPU generator keeps 32
+    bits of its seed, few enough to try them all); on other devices from torch's counter-based generator with a 64-bit
+    key from the operating system; with ``secure`` from the keystream of ChaCha20 (extra ``secure``), cryptographically
+    unpredictable, on every device.
 
     Args:
-        dp_seed: Fixed seed for tests. The noise can then be subtracted by whoever knows it: the run is not private, and says so.
+        dp_seed: Fixed seed for tests. The noise can then be subtracted by whoever knows it: the run is not private,
+            and says so.
         secure: Use the cryptographic generator.
         entropy: What seeds the generators instead of the operating system, for ranks that must add equal noise
             (:func:`dp_transformers.distributed.noise_entropy`); as secret as the noise.
@@ -49,29 +52,34 @@ class GaussianNoise:
 
     def __getstate__(self) -> None:
         raise TypeError(
-            "GaussianNoise is neither copied nor pickled: whoever has its state can subtract the noise, or would add it twice. Make a new one where it "
-            "is needed; to save a training, use save_checkpoint of PrivacyEngine or the checkpoints of DPTrainer."
+            "GaussianNoise is neither copied nor pickled: whoever has its state can subtract the noise, or would add "
+            "it twice. Make a new one where it is needed; to save a training, use save_checkpoint of PrivacyEngine or "
+            "the checkpoints of DPTrainer."
         )
 
     def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
-        """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws nothing."""
+        """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws
+        nothing."""
         if std == 0:
             return
         if os.getpid() != self._process:
             raise RuntimeError(
-                "this process was forked from the one that made the noise, and would draw the same numbers: call train() or make_private (or make "
-                "GaussianNoise) in the process that trains."
+                "this process was forked from the one that made the noise, and would draw the same numbers: call "
+                "train() or make_private (or make GaussianNoise) in the process that trains."
             )
         tensors = list(tensors)
         for tensor in tensors:
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise TypeError(
-                    f"noise is added in float32 before any cast to a lower precision, not to {tensor.dtype}: give float32 sums."
+                    f"noise is added in float32 before any cast to a lower precision, not to {tensor.dtype}: give "
+                    "float32 sums."
                 )
         for group in _groups(tensors):
             sizes = [tensor.numel() for tensor in group]
             numbers = self._standard_normal(sum(sizes), group[0].device).split(sizes)
-            torch._foreach_add_(group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std)
+            torch._foreach_add_(
+                group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std
+            )
             del numbers  # before the next are drawn
 
     def _standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
@@ -87,9 +95,14 @@ class GaussianNoise:
 def check_noise_source(*, dp_seed: int | None, secure: bool) -> None:
     """Warn of a fixed seed, and raise ImportError or ValueError where noise could not be drawn like this."""
     if secure and dp_seed is not None:
-        raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")
+        raise ValueError(
+            "secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them."
+        )
     if dp_seed is not None:
-        warnings.warn(f"dp_seed={dp_seed}: draws and noise can be reproduced, so this run is NOT private. For tests only.", stacklevel=3)
+        warnings.warn(
+            f"dp_seed={dp_seed}: draws and noise can be reproduced, so this run is NOT private. For tests only.",
+            stacklevel=3,
+        )
     if secure:
         _chacha20([0])
 
@@ -111,8 +124,8 @@ def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def standard_normal(bits: Bits, count: int) -> torch.Tensor:
     """(count,) float32: independent N(0, 1) numbers by the transform of Box and Muller (1958), on the CPU.
 
-    A pair of them, r·cos θ and r·sin θ, takes r = √(-2 log u) from 64 random bits, so tails reach to 9.4, and θ from 32 others.
-    In chunks that stay in the processor's cache.
+    A pair of them, r·cos θ and r·sin θ, takes r = √(-2 log u) from 64 random bits, so tails reach to 9.4, and θ from
+    32 others. In chunks that stay in the processor's cache.
     """
     numbers = torch.empty(count)
     for chunk in numbers.split(_CHUNK) if count else ():
@@ -127,14 +140,18 @@ def standard_normal(bits: Bits, count: int) -> torch.Tensor:
 
 def _pcg64(entropy: Sequence[int]) -> Bits:
     generator, limits = np.random.default_rng(entropy), np.iinfo(np.int64)
-    return lambda count: torch.from_numpy(generator.integers(limits.min, limits.max, count, dtype=np.int64, endpoint=True))
+    return lambda count: torch.from_numpy(
+        generator.integers(limits.min, limits.max, count, dtype=np.int64, endpoint=True)
+    )
 
 
 def _chacha20(entropy: Sequence[int]) -> Bits:
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError as error:
-        raise ImportError("secure_rng=True needs the 'cryptography' package: install it (pip install cryptography).") from error
+        raise ImportError(
+            "secure_rng=True needs the 'cryptography' package: install it (pip install cryptography)."
+        ) from error
     key = hashlib.sha256(repr(list(entropy)).encode()).digest()
     keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key is used for one stream only
     return lambda count: torch.frombuffer(bytearray(keystream.update(bytes(8 * count))), dtype=torch.int64)

@@ -17,10 +17,12 @@ from .generators import GaussianNoise, check_noise_source
 
 
 class ShardedNoise:
-    """:class:`~dp_transformers.noise.generators.GaussianNoise` for the gradients of ``clipper.parameters``, which may be DTensors.
+    """:class:`~dp_transformers.noise.generators.GaussianNoise` for the gradients of ``clipper.parameters``, which may
+    be DTensors.
 
-    Parameters with the same device mesh and placements share one random stream. Ranks that hold different shards of a parameter add
-    independent noise to them; ranks that hold replicas of a shard add the same noise. All ranks must construct it together.
+    Parameters with the same device mesh and placements share one random stream. Ranks that hold different shards of a
+    parameter add independent noise to them; ranks that hold replicas of a shard add the same noise. All ranks must
+    construct it together.
 
     Args:
         clipper: The clipper of the model on this rank.
@@ -28,7 +30,9 @@ class ShardedNoise:
         warn: Whether to warn that noise with a ``dp_seed`` is not private; False if the caller has warned already.
     """
 
-    def __init__(self, clipper: PerExampleClipper, *, dp_seed: int | None = None, secure: bool = False, warn: bool = True):
+    def __init__(
+        self, clipper: PerExampleClipper, *, dp_seed: int | None = None, secure: bool = False, warn: bool = True
+    ):
         if warn:
             check_noise_source(dp_seed=dp_seed, secure=secure)
         self._streams: dict[object, GaussianNoise] = {}
@@ -42,7 +46,8 @@ class ShardedNoise:
                 self._streams[key] = GaussianNoise(secure=secure, entropy=entropy)
 
     def add_(self, grads: Sequence[torch.Tensor], std: float) -> None:
-        """Add noise of standard deviation ``std`` to this rank's shards of the gradients, which come in the order of the parameters."""
+        """Add noise of standard deviation ``std`` to this rank's shards of the gradients, which come in the order of
+        the parameters."""
         for key, stream in self._streams.items():
             stream.add_([to_local(grad) for grad, its in zip(grads, self._placements, strict=True) if its == key], std)
 
@@ -52,15 +57,17 @@ def add_noise_and_divide(
 ) -> None:
     """``p.grad = (sum over ranks of p.grad + N(0, std²)) / divisor`` for every parameter; a missing gradient is zero.
 
-    Noise and sums are in float32; the result is cast to the parameter's dtype last. ``sharded``: gradients are DTensors, summed already.
-    The step must be accounted for before this is called. Per-example gradients (``p.grad_sample``) are gone afterwards.
+    Noise and sums are in float32; the result is cast to the parameter's dtype last. ``sharded``: gradients are
+    DTensors, summed already. The step must be accounted for before this is called. Per-example gradients
+    (``p.grad_sample``) are gone afterwards.
     """
     for p in parameters:
         if p.grad is None:
             set_gradient(p, torch.zeros_like(p, dtype=sum_dtype(p)))
     wholes = [cast(torch.Tensor, p.grad) for p in parameters]
     grads = [to_local(grad) for grad in wholes]
-    if sharded or distributed.rank() == 0:  # every rank noises its own shards; replicas are noised once, before they are summed
+    # every rank noises its own shards; replicas are noised once, before they are summed
+    if sharded or distributed.rank() == 0:
         noise.add_(grads, std=std)
     if not sharded:
         distributed.sum_over_ranks(grads)

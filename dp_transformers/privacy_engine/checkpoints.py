@@ -16,7 +16,11 @@ from .loop import PrivateLoop
 
 
 def save(
-    path: str | os.PathLike, loop: PrivateLoop, module: nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]
+    path: str | os.PathLike,
+    loop: PrivateLoop,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    others: Mapping[str, Any],
 ) -> None:
     """Write the file completely or not at all. All ranks that hold shards call this; rank 0 writes."""
     weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.shards))
@@ -33,28 +37,40 @@ def save(
 
 
 def load(
-    path: str | os.PathLike, loop: PrivateLoop, module: nn.Module, optimizer: torch.optim.Optimizer | None, map_location: Any
+    path: str | os.PathLike,
+    loop: PrivateLoop,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    map_location: Any,
 ) -> dict[str, Any]:
     """Go on from a file that :func:`save` wrote, and return the rest of its content."""
     content = torch.load(path, map_location=map_location, weights_only=True)
     if "privacy" not in content:
-        raise PrivacyStateError(f"'{path}' says nothing of what was spent: load a file that PrivacyEngine.save_checkpoint wrote.")
+        raise PrivacyStateError(
+            f"'{path}' says nothing of what was spent: load a file that PrivacyEngine.save_checkpoint wrote."
+        )
     moments = content.pop("optimizer", None)
     if optimizer is not None and moments is None:
         raise ValueError(
-            f"'{path}' was saved without the optimizer. Call load_checkpoint without optimizer= and let the optimizer start anew; next time save with "
-            "save_checkpoint(..., optimizer=optimizer)."
+            f"'{path}' was saved without the optimizer. Call load_checkpoint without optimizer= and let the optimizer "
+            "start anew; next time save with save_checkpoint(..., optimizer=optimizer)."
         )
     loop.restore(dict(content.pop("privacy")))
     _load_full_states(module, content.pop("module"), optimizer, moments, is_sharded=bool(loop.clipper.shards))
     return content
 
 
-def _full_states(module: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_sharded: bool) -> tuple[dict, dict | None]:
+def _full_states(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_sharded: bool
+) -> tuple[dict, dict | None]:
     """The states of model and optimizer, unsharded."""
     if not is_sharded:
         return module.state_dict(), None if optimizer is None else optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
 
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     moments = None if optimizer is None else get_optimizer_state_dict(module, optimizer, options=full)
@@ -62,14 +78,23 @@ def _full_states(module: nn.Module, optimizer: torch.optim.Optimizer | None, *, 
 
 
 def _load_full_states(
-    module: nn.Module, weights: dict, optimizer: torch.optim.Optimizer | None, moments: dict | None, *, is_sharded: bool
+    module: nn.Module,
+    weights: dict,
+    optimizer: torch.optim.Optimizer | None,
+    moments: dict | None,
+    *,
+    is_sharded: bool,
 ) -> None:
     if not is_sharded:
         module.load_state_dict(weights)
         if optimizer is not None:
             optimizer.load_state_dict(moments)
         return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
 
     full = StateDictOptions(full_state_dict=True)
     set_model_state_dict(module, weights, options=full)

@@ -15,14 +15,16 @@ REDUCTIONS = ("mean", "sum")
 
 
 class PrivateCriterion:
-    """The loss module handed to ``make_private``; ``backward`` on its result clips per example. Under no_grad an ordinary loss."""
+    """The loss module handed to ``make_private``; ``backward`` on its result clips per example. Under no_grad an
+    ordinary loss."""
 
     def __init__(self, criterion: nn.Module, clipper: PerExampleClipper, loss_reduction: str):
         reduction = getattr(criterion, "reduction", None)
         if reduction not in REDUCTIONS or reduction != loss_reduction:
             raise ValueError(
-                f"criterion {type(criterion).__name__} has reduction={reduction!r} and loss_reduction is {loss_reduction!r}: both must be 'mean', "
-                "or both 'sum'. Compute other losses per example and call engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
+                f"criterion {type(criterion).__name__} has reduction={reduction!r} and loss_reduction is "
+                f"{loss_reduction!r}: both must be 'mean', or both 'sum'. Compute other losses per example and call "
+                "engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
             )
         self.criterion, self.reduction, self._clipper = copy.copy(criterion), reduction, clipper
         self.criterion.reduction = "none"
@@ -35,14 +37,18 @@ class PrivateCriterion:
         loss = getattr(losses_b, self.reduction)(0)
         if not loss.requires_grad:
             return loss
-        return _ClippedBackward.apply(torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper)
+        return _ClippedBackward.apply(
+            torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
+        )
 
 
 class _ClippedBackward(torch.autograd.Function):
     """The value of a loss, whose backward is the clipper's on the losses of the examples."""
 
     @staticmethod
-    def forward(ctx, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper) -> torch.Tensor:
+    def forward(
+        ctx, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper
+    ) -> torch.Tensor:
         ctx.losses, ctx.clipper = losses, clipper  # in a list, so that autograd does not go on to them by itself
         return loss.clone()
 
@@ -50,22 +56,26 @@ class _ClippedBackward(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         if not ctx.losses:
             raise ValueError(
-                "backward was called twice on one loss of the private criterion, which would add every example's gradient twice. Call it once, and "
-                "compute a new loss from the next batch of the loader."
+                "backward was called twice on one loss of the private criterion, which would add every example's "
+                "gradient twice. Call it once, and compute a new loss from the next batch of the loader."
             )
         if float(grad) != 1:
             raise ValueError(
-                "the loss of a private criterion was scaled or combined with another before backward. Call backward on the loss itself, without "
-                "GradScaler and without dividing by accumulation steps. For other losses compute losses of shape (B,) and call "
-                "engine.clipper.backward(losses), with make_private(..., loss_reduction='none') and without criterion."
+                "the loss of a private criterion was scaled or combined with another before backward. Call backward "
+                "on the loss itself, without GradScaler and without dividing by accumulation steps. For other losses "
+                "compute losses of shape (B,) and call engine.clipper.backward(losses), with make_private(..., "
+                "loss_reduction='none') and without criterion."
             )
         with torch.enable_grad():
             ctx.clipper.backward(ctx.losses.pop())
         return None, None, None, None
 
 
-def check_reduction(loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any, reduction: str) -> None:
-    """Raise ValueError if the gradient of a row of ``outputs`` is not that of the row by itself, reduced by "mean" or "sum" over the rows."""
+def check_reduction(
+    loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any, reduction: str
+) -> None:
+    """Raise ValueError if the gradient of a row of ``outputs`` is not that of the row by itself, reduced by "mean" or
+    "sum" over the rows."""
     outputs = outputs.detach().requires_grad_()
     together = torch.autograd.grad(loss_function(outputs, targets), outputs)[0]
     share = 1 / len(outputs) if reduction == "mean" else 1.0
@@ -74,7 +84,8 @@ def check_reduction(loss_function: Callable[..., torch.Tensor], outputs: torch.T
         alone = torch.autograd.grad(loss_function(row, targets[i : i + 1]), row)[0]
         if not torch.allclose(together[i : i + 1], alone * share, rtol=1e-4, atol=1e-7):
             raise ValueError(
-                f"the loss is not the plain {reduction} of its rows' losses: the gradient of row {i} depends on the other rows, or is scaled. "
-                "Compute losses of shape (B,) with reduction='none' and call engine.clipper.backward(losses) instead of loss.backward(), "
-                "with make_private(..., loss_reduction='none')."
+                f"the loss is not the plain {reduction} of its rows' losses: the gradient of row {i} depends on the "
+                "other rows, or is scaled. Compute losses of shape (B,) with reduction='none' and call "
+                "engine.clipper.backward(losses) instead of loss.backward(), with make_private(..., "
+                "loss_reduction='none')."
             )

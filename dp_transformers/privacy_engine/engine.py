@@ -41,24 +41,26 @@ logger = logging.getLogger(__name__)
 class PrivacyEngine:
     """Makes a plain PyTorch loop (ε, δ)-differentially private in its training examples.
 
-    The loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. ``make_private`` gives back the same model and the
-    same optimizer, with hooks, and a loader of Poisson draws in the place of the old one.
+    The loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. ``make_private`` gives back
+    the same model and the same optimizer, with hooks, and a loader of Poisson draws in the place of the old one.
 
-    * After the ``loss.backward()`` that ends a draw, ``p.grad`` holds the sum of its clipped per-example gradients, and None after those before
-      it (in mode "per_sample", ``p.grad_sample`` of shape (B, *p.shape) those of the batch before clipping, until the step); ``optimizer.step()``
-      adds the noise, divides by the expected batch size and then steps; afterwards ``p.grad`` is what was stepped with.
-    * In several processes each has the model, and makes the same calls: the loader hands out every draw among them, and ``optimizer.step()``
-      adds up their sums. Models under ``fully_shard`` (FSDP2) need losses of shape (B,): a ``criterion``, or ``loss_reduction="none"`` and
-      ``engine.clipper.backward(losses)``.
+    * After the ``loss.backward()`` that ends a draw, ``p.grad`` holds the sum of its clipped per-example gradients,
+      and None after those before it (in mode "per_sample", ``p.grad_sample`` of shape (B, *p.shape) those of the batch
+      before clipping, until the step); ``optimizer.step()`` adds the noise, divides by the expected batch size and
+      then steps; afterwards ``p.grad`` is what was stepped with.
+    * In several processes each has the model, and makes the same calls: the loader hands out every draw among them,
+      and ``optimizer.step()`` adds up their sums. Models under ``fully_shard`` (FSDP2) need losses of shape (B,): a
+      ``criterion``, or ``loss_reduction="none"`` and ``engine.clipper.backward(losses)``.
     * Steps are counted when their noise is drawn. :meth:`get_epsilon` is the ε of those.
-    * Dropout and augmentation must be as unknown as the noise, so ``make_private`` seeds Python's, numpy's and torch's global generators
-      anew. Do not set their seeds after it, nor save their states.
+    * Dropout and augmentation must be as unknown as the noise, so ``make_private`` seeds Python's, numpy's and torch's
+      global generators anew. Do not set their seeds after it, nor save their states.
 
     Args:
         accountant: "pld" or "rdp", see :mod:`dp_transformers.accounting`.
         secure_rng: Noise from a cryptographic generator (extra ``secure``).
-        ledger_dir: Folder for an append-only record of every step, written before the step's noise exists, by one process at a time. With it, a training resumed
-            from a checkpoint also accounts for the steps taken after that checkpoint; without it they are forgotten.
+        ledger_dir: Folder for an append-only record of every step, written before the step's noise exists, by one
+            process at a time. With it, a training resumed from a checkpoint also accounts for the steps taken after
+            that checkpoint; without it they are forgotten.
         dp_seed: Fixed seed of draws and noise, for tests: the run is then not private, and says so.
 
     Example::
@@ -66,7 +68,8 @@ class PrivacyEngine:
         >>> import torch
         >>> from dp_transformers import PrivacyEngine
         >>> model, rows = torch.nn.Linear(3, 2), [(torch.randn(3), i % 2) for i in range(100)]
-        >>> optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(rows, batch_size=20)
+        >>> optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(rows,
+        batch_size=20)
         >>> engine = PrivacyEngine()
         >>> model, optimizer, loader = engine.make_private(
         ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
@@ -100,7 +103,8 @@ class PrivacyEngine:
 
     @property
     def clipper(self) -> PerExampleClipper:
-        """The clipper of the private model, for losses that are no plain mean or sum: ``engine.clipper.backward(losses)``, (B,) losses."""
+        """The clipper of the private model, for losses that are no plain mean or sum:
+        ``engine.clipper.backward(losses)``, (B,) losses."""
         return self._made_private().clipper
 
     def make_private(
@@ -124,31 +128,35 @@ class PrivacyEngine:
         """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by a loader of Poisson draws.
 
         Args:
-            module: The model whose ``forward`` your loop calls. It is hooked, not wrapped: use the object you have. In several processes
-                all start from rank 0's weights.
+            module: The model whose ``forward`` your loop calls. It is hooked, not wrapped: use the object you have. In
+                several processes all start from rank 0's weights.
             optimizer: Any torch optimizer (LBFGS excepted) of exactly the trainable parameters of ``module``.
-            data_loader: A DataLoader of a map-style data set. Its batch size becomes the expected batch size (of all processes together)
-                and batch size / N the sample rate; collate_fn, workers and pinning are kept.
+            data_loader: A DataLoader of a map-style data set. Its batch size becomes the expected batch size (of all
+                processes together) and batch size / N the sample rate; collate_fn, workers and pinning are kept.
             noise_multiplier: σ; the noise on the summed gradients has standard deviation σ · max_grad_norm.
             max_grad_norm: The bound C on each example's gradient norm.
-            mechanism: Sampling, clipping, noise and what else ε depends on, in the place of ``noise_multiplier``, ``max_grad_norm`` and
-                ``max_examples_per_person``, from which a mechanism is built otherwise. It must be for this data set and batch size.
-            criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per example, which the
-                clipping modes "ghost" and "fast_gradient" need.
-            loss_reduction: "mean" or "sum": how your loss is reduced over the *rows of the batch*, and that is all it may do with them. A mean
-                over what is left by ``ignore_index``, or weighted by class, lets one row change the weight of another: for those take
-                ``engine.clipper.backward(losses)`` with losses of shape (B,), and say "none" here. :meth:`check_loss` tells.
+            mechanism: Sampling, clipping, noise and what else ε depends on, in the place of ``noise_multiplier``,
+                ``max_grad_norm`` and ``max_examples_per_person``, from which a mechanism is built otherwise. It must
+                be for this data set and batch size.
+            criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per
+                example, which the clipping modes "ghost" and "fast_gradient" need.
+            loss_reduction: "mean" or "sum": how your loss is reduced over the *rows of the batch*, and that is all it
+                may do with them. A mean over what is left by ``ignore_index``, or weighted by class, lets one row
+                change the weight of another: for those take ``engine.clipper.backward(losses)`` with losses of shape
+                (B,), and say "none" here. :meth:`check_loss` tells.
             batch_first: False where the batch is the second dimension of the model's inputs (and outputs).
-            max_physical_batch_size: Draws of more examples come in several batches; ``optimizer.step()`` does nothing before the last.
-            clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or ``loss_reduction="none"`` also
-                "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
+            max_physical_batch_size: Draws of more examples come in several batches; ``optimizer.step()`` does nothing
+                before the last.
+            clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or
+                ``loss_reduction="none"`` also "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
             poisson_sampling: Only True: ε is that of Poisson sampling.
             self_check: Compare with one example at a time on synthetic input before the first step.
-            max_examples_per_person: How many rows of the data one person may have. ε protects one row; :meth:`privacy_spent` then also says what
-                protects all rows of one person.
+            max_examples_per_person: How many rows of the data one person may have. ε protects one row;
+                :meth:`privacy_spent` then also says what protects all rows of one person.
 
         Returns:
-            ``(module, optimizer, data_loader)``, or ``(module, optimizer, criterion, data_loader)`` if a criterion was given.
+            ``(module, optimizer, data_loader)``, or ``(module, optimizer, criterion, data_loader)`` if a criterion was
+            given.
 
         Raises:
             ValueError: whatever cannot be trained privately like this, with the way out.
@@ -157,7 +165,8 @@ class PrivacyEngine:
             raise ValueError("make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both.")
         if mechanism is not None and (noise_multiplier, max_grad_norm, max_examples_per_person) != (None, None, 1):
             raise ValueError(
-                "noise_multiplier, max_grad_norm or max_examples_per_person is given beside a mechanism, which says them: leave them out."
+                "noise_multiplier, max_grad_norm or max_examples_per_person is given beside a mechanism, which says "
+                "them: leave them out."
             )
         self._refuse_second_use()
         _refuse(module, optimizer, data_loader, loss_reduction, poisson_sampling)
@@ -168,9 +177,17 @@ class PrivacyEngine:
             unit=PrivacyUnit(max_examples_per_person),
         )
         return self._start(
-            mechanism, module, optimizer, data_loader, criterion=criterion, loss_reduction=loss_reduction, batch_first=batch_first,
-            max_physical_batch_size=max_physical_batch_size, clipping_mode=clipping_mode, self_check=self_check,
-        )  # fmt: skip
+            mechanism,
+            module,
+            optimizer,
+            data_loader,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            batch_first=batch_first,
+            max_physical_batch_size=max_physical_batch_size,
+            clipping_mode=clipping_mode,
+            self_check=self_check,
+        )
 
     def make_private_with_epsilon(
         self,
@@ -191,15 +208,17 @@ class PrivacyEngine:
         self_check: bool = True,
         max_examples_per_person: int = 1,
     ) -> tuple:
-        """:meth:`make_private` with the least noise such that ``epochs`` passes over the loader spend ``target_epsilon`` at ``target_delta``.
+        """:meth:`make_private` with the least noise such that ``epochs`` passes over the loader spend
+        ``target_epsilon`` at ``target_delta``.
 
-        A step that would exceed the target raises RuntimeError and leaves the model as it is. With ``max_examples_per_person`` the target is met
-        for all rows of one person together.
+        A step that would exceed the target raises RuntimeError and leaves the model as it is. With
+        ``max_examples_per_person`` the target is met for all rows of one person together.
         """
         if not 0 < epochs < math.inf:
             raise ValueError(
-                f"epochs={epochs} leaves no step that noise could be calibrated for. Give the number of passes over the loader that you will train, above "
-                "0; or, if you do not know it, make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
+                f"epochs={epochs} leaves no step that noise could be calibrated for. Give the number of passes over "
+                "the loader that you will train, above 0; or, if you do not know it, "
+                "make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
             )
         self._refuse_second_use()
         _refuse(module, optimizer, data_loader, loss_reduction, poisson_sampling, delta=target_delta)
@@ -212,14 +231,26 @@ class PrivacyEngine:
             unit=PrivacyUnit(max_examples_per_person),
         ).calibrated(target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant)
         return self._start(
-            mechanism, module, optimizer, data_loader, criterion=criterion, loss_reduction=loss_reduction, batch_first=batch_first,
-            max_physical_batch_size=max_physical_batch_size, clipping_mode=clipping_mode, self_check=self_check,
-            delta=target_delta, target_epsilon=target_epsilon,
-        )  # fmt: skip
+            mechanism,
+            module,
+            optimizer,
+            data_loader,
+            criterion=criterion,
+            loss_reduction=loss_reduction,
+            batch_first=batch_first,
+            max_physical_batch_size=max_physical_batch_size,
+            clipping_mode=clipping_mode,
+            self_check=self_check,
+            delta=target_delta,
+            target_epsilon=target_epsilon,
+        )
 
     def _refuse_second_use(self) -> None:
         if self._loop is not None:
-            raise ValueError("this engine is already used: take another PrivacyEngine for another training; what both spend adds up.")
+            raise ValueError(
+                "this engine is already used: take another PrivacyEngine for another training; what both spend adds "
+                "up."
+            )
 
     def _start(
         self,
@@ -242,16 +273,21 @@ class PrivacyEngine:
         secret = distributed.shared_secret(self._dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())
         draws = PoissonDraws(data_loader, mechanism.sampling, secret, seeds, max_physical_batch_size)
-        clipper = PerExampleClipper(module, mechanism.clipping.at(0), mode=clipping_mode, self_check=self_check, batch_first=batch_first)
+        clipper = PerExampleClipper(
+            module, mechanism.clipping.at(0), mode=clipping_mode, self_check=self_check, batch_first=batch_first
+        )
         with contextlib.ExitStack() as undo:  # where something is refused, nothing stays attached
             undo.callback(clipper.detach)
             if clipper.parallel:
                 raise ValueError(
-                    "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or PerExampleClipper with "
-                    "ShardedNoise in a loop that gives each group its examples (docs/scaling.md)."
+                    "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
+                    "PerExampleClipper with ShardedNoise in a loop that gives each group its examples "
+                    "(docs/scaling.md)."
                 )
             private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
-            state = PrivacyState(distributed.call_on_rank_zero(PrivacyState.new_run_id), mechanism, delta, target_epsilon)
+            state = PrivacyState(
+                distributed.call_on_rank_zero(PrivacyState.new_run_id), mechanism, delta, target_epsilon
+            )
             if self._ledger is not None:
                 undo.callback(self._ledger.close)
                 distributed.call_on_rank_zero(self._ledger.open)
@@ -268,10 +304,15 @@ class PrivacyEngine:
         logger.info(describe(run, mechanism.steps, size, clipper.mode.name))
         if warning := hopeless(run, mechanism.steps or loader.steps_per_epoch, size):
             logger.warning(warning)
-        return (module, optimizer, loader) if private_criterion is None else (module, optimizer, private_criterion, loader)
+        return (
+            (module, optimizer, loader)
+            if private_criterion is None
+            else (module, optimizer, private_criterion, loader)
+        )
 
     def get_epsilon(self, delta: float) -> float:
-        """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the run is not private.
+        """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the
+        run is not private.
 
         Raises:
             ValueError: ``delta`` is not between 0 and 1/N for N training examples.
@@ -282,10 +323,14 @@ class PrivacyEngine:
         return self._loop.run.epsilon(delta)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """What has been spent until now, at ``delta`` (default: ``target_delta``), with the mechanism and what it protects."""
+        """What has been spent until now, at ``delta`` (default: ``target_delta``), with the mechanism and what it
+        protects."""
         run = self._made_private().run
         if delta is None and run.state.delta is None:
-            raise ValueError("privacy_spent needs a delta: give the one that your guarantee is stated for (1e-6 is common, below 1/N).")
+            raise ValueError(
+                "privacy_spent needs a delta: give the one that your guarantee is stated for (1e-6 is common, below "
+                "1/N)."
+            )
         if delta is not None:
             self._loop.require_delta(delta)
         return run.spent(delta)
@@ -293,15 +338,16 @@ class PrivacyEngine:
     def drop_draw(self) -> None:
         """Give up the draw that the loop was stopped in, and count it as a step.
 
-        For interrupts and errors that have nothing to do with the examples. Whether a draw is stepped must not depend on them: counting does
-        not mend that.
+        For interrupts and errors that have nothing to do with the examples. Whether a draw is stepped must not depend
+        on them: counting does not mend that.
         """
         loop = self._made_private()
         if loop.step.drop():
             loop.run.spend_step(loop.step.number)
 
     def check_loss(self, loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any) -> None:
-        """Check on public or made-up ``outputs`` and ``targets`` that a loss is the mean (or sum) over rows it is taken for.
+        """Check on public or made-up ``outputs`` and ``targets`` that a loss is the mean (or sum) over rows it is
+        taken for.
 
         Raises:
             ValueError: the gradient of some row is not that of the row by itself.
@@ -318,17 +364,24 @@ class PrivacyEngine:
     ) -> None:
         """Write model, optimizer, what was spent and ``checkpoint_dict`` into one file, completely or not at all.
 
-        Of several processes the first writes; the others need to call it only where they hold shards, and should wait for it before they load.
+        Of several processes the first writes; the others need to call it only where they hold shards, and should wait
+        for it before they load.
         """
         save(path, self._made_private(), module, optimizer, checkpoint_dict or {})
 
     def load_checkpoint(
-        self, path: str | os.PathLike, *, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, map_location: Any = None
+        self,
+        path: str | os.PathLike,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        map_location: Any = None,
     ) -> dict[str, Any]:
-        """Go on from a checkpoint of the same mechanism; call it after ``make_private``. Returns the rest of the file's dictionary.
+        """Go on from a checkpoint of the same mechanism; call it after ``make_private``. Returns the rest of the
+        file's dictionary.
 
-        What the checkpoint's run spent is added to what this engine counts, but for steps that it counts already: its own, when it goes back
-        to a file that it saved, and with a ledger all that it knows of the run.
+        What the checkpoint's run spent is added to what this engine counts, but for steps that it counts already: its
+        own, when it goes back to a file that it saved, and with a ledger all that it knows of the run.
 
         Raises:
             PrivacyStateError: the file holds no privacy state, or one of another mechanism, or the ledger lacks steps.
@@ -336,17 +389,20 @@ class PrivacyEngine:
         return load(path, self._made_private(), module, optimizer, map_location)
 
     def detach(self) -> None:
-        """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger. ε stays counted.
+        """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger. ε
+        stays counted.
 
         Raises:
-            ValueError: a draw is unfinished. The engine is off nevertheless, and the clipped sums, which have no noise, are dropped.
+            ValueError: a draw is unfinished. The engine is off nevertheless, and the clipped sums, which have no
+                noise, are dropped.
         """
         if not self._made_private().detach():
             return
         if sys.exc_info()[1] is None:  # an error that is on its way says more
             raise ValueError(
-                "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not finished. Its clipped sums have no noise and were "
-                "dropped (p.grad is None), and epsilon counts the draw as a step. Call detach() after optimizer.step()."
+                "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not "
+                "finished. Its clipped sums have no noise and were dropped (p.grad is None), and epsilon counts the "
+                "draw as a step. Call detach() after optimizer.step()."
             )
 
     def _made_private(self) -> PrivateLoop:
@@ -367,7 +423,8 @@ def _refuse(
     """Raise ValueError for what no mechanism could train privately; nothing was changed yet."""
     if not poisson_sampling:
         raise ValueError(
-            "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too small. Leave it True."
+            "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too "
+            "small. Leave it True."
         )
     if loss_reduction not in (*REDUCTIONS, "none"):
         raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {loss_reduction!r}.")

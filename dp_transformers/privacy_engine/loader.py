@@ -15,9 +15,15 @@ from ..sampling import DrawSampler, PoissonSampling, Sampling
 from ..step import PrivateStep
 
 _REPEATED_OPTIONS = (  # not "generator": it seeds the workers, and may be known
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
     "pin_memory_device",
-)  # fmt: skip
+)
 
 
 class PoissonDraws:
@@ -34,19 +40,37 @@ class PoissonDraws:
         ValueError: ``sampling`` is for other data or another batch size.
     """
 
-    def __init__(self, loader: DataLoader, sampling: Sampling, secret: int, seeds: SecretSeeds, max_physical_batch_size: int | None):
+    def __init__(
+        self,
+        loader: DataLoader,
+        sampling: Sampling,
+        secret: int,
+        seeds: SecretSeeds,
+        max_physical_batch_size: int | None,
+    ):
         if max_physical_batch_size is not None and max_physical_batch_size < 1:
-            raise ValueError(f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}.")
+            raise ValueError(
+                f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}."
+            )
         if (sampling.num_examples, sampling.expected_batch_size) != (len(loader.dataset), loader.batch_size):
             raise ValueError(
-                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of {sampling.expected_batch_size:g}, but data_loader has "
-                f"{len(loader.dataset)} and batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data."
+                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
+                f"{sampling.expected_batch_size:g}, but data_loader has {len(loader.dataset)} and "
+                f"batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data."
             )
-        self.dataset, self.collate_fn, self.max_physical_batch_size = loader.dataset, loader.collate_fn, max_physical_batch_size
+        self.dataset, self.collate_fn, self.max_physical_batch_size = (
+            loader.dataset,
+            loader.collate_fn,
+            max_physical_batch_size,
+        )
         options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
         options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
-        self.sampler = DrawSampler(sampling, steps_per_epoch(sampling), secret, distributed.rank(), distributed.world_size())
-        self.logical_batches = LogicalBatches(self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds)
+        self.sampler = DrawSampler(
+            sampling, steps_per_epoch(sampling), secret, distributed.rank(), distributed.world_size()
+        )
+        self.logical_batches = LogicalBatches(
+            self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds
+        )
         self._loader = draws_dataloader(self.logical_batches, self.sampler, **options)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
@@ -56,8 +80,8 @@ class PoissonDraws:
 class PoissonLoader:
     """The batches of Poisson draws: what your DataLoader yielded, collated by its collate_fn, of random size.
 
-    A draw of more than ``max_physical_batch_size`` examples comes in several batches, an empty one as a single row of weight zero, so that
-    every draw is stepped.
+    A draw of more than ``max_physical_batch_size`` examples comes in several batches, an empty one as a single row of
+    weight zero, so that every draw is stepped.
 
     Attributes:
         sample_rate: q, the probability of each example to be in a draw.
@@ -68,7 +92,11 @@ class PoissonLoader:
     def __init__(self, draws: PoissonDraws, step: PrivateStep):
         self._draws, self._step = draws, step
         sampling = draws.sampler.sampling
-        self.dataset, self.collate_fn, self.max_physical_batch_size = draws.dataset, draws.collate_fn, draws.max_physical_batch_size
+        self.dataset, self.collate_fn, self.max_physical_batch_size = (
+            draws.dataset,
+            draws.collate_fn,
+            draws.max_physical_batch_size,
+        )
         self.batch_size = self.expected_batch_size = sampling.expected_batch_size
         self.sample_rate, self.steps_per_epoch = sampling.sample_rate, steps_per_epoch(sampling)
 
@@ -79,8 +107,8 @@ class PoissonLoader:
     def __len__(self) -> int:
         if self.max_physical_batch_size is not None:
             raise TypeError(
-                "how many physical batches a pass has is random with max_physical_batch_size; loader.steps_per_epoch is the number of "
-                "optimizer steps."
+                "how many physical batches a pass has is random with max_physical_batch_size; loader.steps_per_epoch "
+                "is the number of optimizer steps."
             )
         return self.steps_per_epoch
 
@@ -102,17 +130,22 @@ def steps_per_epoch(sampling: Sampling) -> int:
 
 def check_loader(loader: Any) -> None:
     if isinstance(loader, PoissonLoader):
-        raise ValueError("data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at first.")
+        raise ValueError(
+            "data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at "
+            "first."
+        )
     if not isinstance(loader, DataLoader):
         raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
     if loader.batch_size is None:
         raise ValueError(
-            "data_loader has no batch_size (batch_sampler= or batch_size=None), which is the expected size of a draw: give it one. (With accelerate call "
-            "make_private before accelerator.prepare.)"
+            "data_loader has no batch_size (batch_sampler= or batch_size=None), which is the expected size of a draw: "
+            "give it one. (With accelerate call make_private before accelerator.prepare.)"
         )
     sampler = getattr(loader, "sampler", None)
-    if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)):
+    if sampler is not None and not isinstance(
+        sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)
+    ):
         raise ValueError(
-            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same probability. Build the DataLoader "
-            "without sampler=."
+            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same "
+            "probability. Build the DataLoader without sampler=."
         )

@@ -23,24 +23,31 @@ from .loader import PoissonLoader
 class PrivateLoop:
     """A private training whose batches, backward passes and steps the user's own code asks for.
 
-    :class:`PrivateStep` knows which of them comes next. This class lets ``optimizer.step()`` release the draw, and keeps what belongs to the
-    training as a whole: its plan, its end, and what a checkpoint says of it.
+    :class:`PrivateStep` knows which of them comes next. This class lets ``optimizer.step()`` release the draw, and
+    keeps what belongs to the training as a whole: its plan, its end, and what a checkpoint says of it.
 
     Args:
         step: Of the model that is trained.
         optimizer: The one that releases when it steps.
         loader: Hands out the batches of the draws.
-        loss_reduction: How the user's loss is reduced over the rows of a batch; None where losses are handed over per example.
+        loss_reduction: How the user's loss is reduced over the rows of a batch; None where losses are handed over per
+            example.
     """
 
-    def __init__(self, step: PrivateStep, optimizer: torch.optim.Optimizer, loader: PoissonLoader, loss_reduction: str | None):
+    def __init__(
+        self, step: PrivateStep, optimizer: torch.optim.Optimizer, loader: PoissonLoader, loss_reduction: str | None
+    ):
         self.step, self.optimizer, self.loader, self.loss_reduction = step, optimizer, loader, loss_reduction
-        self._id, self._planned = self.run.state.run_id, self.run.mechanism.steps  # of this engine, whatever runs it goes on with
+        # of this engine, whatever runs it goes on with
+        self._id, self._planned = self.run.state.run_id, self.run.mechanism.steps
         self._stepped: Given | None = None  # the batch that the last step was for
         self._is_stepping = False  # the optimizer's step has begun and has not returned
         self._plan()
         self.run.begin()
-        self._handles = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     @property
     def clipper(self) -> PerExampleClipper:
@@ -82,7 +89,12 @@ class PrivateLoop:
         """What a checkpoint says of the training, for :meth:`restore`."""
         run = self.run
         executed = [[[*step, count] for step, count in segment.items()] for segment in run.executed]
-        progress = {"steps": run.steps, "executed": executed, "next_step": self.step.number + 1, "saved_by": self._writer}
+        progress = {
+            "steps": run.steps,
+            "executed": executed,
+            "next_step": self.step.number + 1,
+            "saved_by": self._writer,
+        }
         return {**run.state.to_dict(), **progress, **run.facts()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -93,11 +105,15 @@ class PrivateLoop:
         """
         if not self._handles:
             raise ValueError(
-                "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a new engine."
+                "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a "
+                "new engine."
             )
         state = PrivacyState.from_dict(saved)
         state.require(self.run.state)
-        executed = [Counter({StepParameters(*step): count for *step, count in segment}) for segment in saved.get("executed", ())]
+        executed = [
+            Counter({StepParameters(*step): count for *step, count in segment})
+            for segment in saved.get("executed", ())
+        ]
         executed = executed or [Counter({state.mechanism.at(0): int(saved["steps"])})]  # version 1
         state = replace(state, mechanism=self.run.mechanism)  # with the steps of now
         self.run.take_over(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
@@ -112,7 +128,8 @@ class PrivateLoop:
         if self._stepped is not None and self._stepped is self.step.given:
             self.step.refuse_unreleased(optimizer, also_own=True)
             if self._is_stepping:
-                return None  # the step of a base class, called by that of the optimizer's own; or again, after it raised
+                # the step of a base class, called by that of the optimizer's own; or again, after it raised
+                return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args begin with the optimizer
         if closure is not None:
             with torch.enable_grad():
@@ -128,14 +145,19 @@ class PrivateLoop:
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW).")
+        raise ValueError(
+            "LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW)."
+        )
     names = {p: name for name, p in module.named_parameters()}
     held = {p for group in optimizer.param_groups for p in group["params"]}
     validate_optimizer(optimizer, module)
     if missed := [name for p, name in names.items() if p.requires_grad and p not in held]:
         raise ValueError(
-            f"the optimizer misses {len(missed)} trainable parameters ({', '.join(missed[:3])}): they would take up the clipping bound without being "
-            "trained. Freeze them (requires_grad_(False)) or give them to the optimizer."
+            f"the optimizer misses {len(missed)} trainable parameters ({', '.join(missed[:3])}): they would take up "
+            "the clipping bound without being trained. Freeze them (requires_grad_(False)) or give them to the "
+            "optimizer."
         )
     if frozen := [names[p] for p in held if not p.requires_grad and p.grad is not None]:
-        raise ValueError(f"'{frozen[0]}' is frozen, but has a gradient that the optimizer would use: set its grad to None.")
+        raise ValueError(
+            f"'{frozen[0]}' is frozen, but has a gradient that the optimizer would use: set its grad to None."
+        )

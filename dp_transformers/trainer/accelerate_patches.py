@@ -27,21 +27,25 @@ def meshes_on_cpu(args: DPTrainingArguments, model: nn.Module | None) -> Iterato
         yield
     finally:
         forbid_meshes_on_cpu()
-        if asked is None:  # accelerate sets it for arguments that ask for FSDP; the next trainer of this process may have others
+        # accelerate sets it for arguments that ask for FSDP; the next trainer of this process may have others
+        if asked is None:
             os.environ.pop(FSDP_FLAG, None)
 
 
 def allow_meshes_on_cpu(args: DPTrainingArguments, model: nn.Module | None = None) -> None:
-    """Let accelerate shard on CPUs, where it would train with DDP without a warning, or refuse a tensor-parallel model."""
+    """Let accelerate shard on CPUs, where it would train with DDP without a warning, or refuse a tensor-parallel
+    model."""
     state = PartialState._shared_state
     is_split = (getattr(model, "tp_size", None) or 1) > 1
     asked = is_split or args.fsdp or os.environ.get(FSDP_FLAG, "false").lower() == "true"
     if asked and state.get("distributed_type") == DistributedType.MULTI_CPU:
-        state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate writes FSDP here when it has read its configuration
+        # accelerate writes FSDP here when it has read its configuration
+        state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def forbid_meshes_on_cpu() -> None:
-    """Undo :func:`allow_meshes_on_cpu` where accelerate has not written FSDP: it would take gloo for NCCL otherwise."""
+    """Undo :func:`allow_meshes_on_cpu` where accelerate has not written FSDP: it would take gloo for NCCL
+    otherwise."""
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         if state.get("distributed_type") == DistributedType.MULTI_GPU and state["device"].type == "cpu":
             state["distributed_type"] = DistributedType.MULTI_CPU
@@ -59,8 +63,8 @@ def refuse_settings(trainer: Trainer) -> None:
     for name, (is_on, why) in _refused(trainer).items():
         if is_on:
             raise ValueError(
-                f"{name} is switched on (by the arguments, accelerate's configuration or os.environ) and cannot be used with differential privacy: "
-                f"{why}."
+                f"{name} is switched on (by the arguments, accelerate's configuration or os.environ) and cannot be "
+                f"used with differential privacy: {why}."
             )
 
 
@@ -73,18 +77,21 @@ def _refused(trainer: Trainer) -> dict[str, tuple[Any, str]]:
         ),
         "gradient accumulation": (
             max(trainer.args.gradient_accumulation_steps, accelerator.gradient_accumulation_steps) > 1,
-            "set gradient_accumulation_steps to 1 in all of these, and expected_batch_size in the arguments, which is split into physical batches of "
-            "per_device_train_batch_size on its own",
+            "set gradient_accumulation_steps to 1 in all of these, and expected_batch_size in the arguments, which is "
+            "split into physical batches of per_device_train_batch_size on its own",
         ),
         "FSDP1": (
             trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.fsdp_version != 2,
-            "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_config={'version': 2} in the arguments, fsdp_version: 2 in "
-            "accelerate's configuration). If you did not ask for FSDP at all, something "
+            "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_config={'version': 2} in the "
+            "arguments, fsdp_version: 2 in accelerate's configuration). If you did not ask for FSDP at all, something "
             f"else in this process did: take {FSDP_FLAG} out of os.environ",
         ),
         "context or sequence parallelism": (
             trainer.get_cp_size() * trainer.get_sp_size() > 1,
             "the positions of an example would lie on several processes; use tensor parallelism or FSDP2",
         ),
-        "DeepSpeed": (trainer.is_deepspeed_enabled, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
+        "DeepSpeed": (
+            trainer.is_deepspeed_enabled,
+            "its engine averages and clips gradients on its own; use FSDP2, or DDP",
+        ),
     }

@@ -1,4 +1,5 @@
-"""DPTrainingArguments: TrainingArguments plus the privacy parameters, minus what would silently break the guarantee."""
+"""DPTrainingArguments: TrainingArguments plus the privacy parameters, minus what would silently break the
+guarantee."""
 
 from __future__ import annotations
 
@@ -23,80 +24,110 @@ from ..sampling import PoissonSampling
 
 @dataclass
 class DPTrainingArguments(TrainingArguments):
-    """Arguments of [`DPTrainer`]: everything [`~transformers.TrainingArguments`] has, and the privacy parameters below.
+    """Arguments of [`DPTrainer`]: everything [`~transformers.TrainingArguments`] has, and the privacy parameters
+    below.
 
-    `max_grad_norm` is the clipping bound C: every example's gradient is clipped to this L2 norm. `per_device_train_batch_size` is the
-    *physical* batch size, what fits the device; it has no influence on the result. `gradient_accumulation_steps` only helps to derive
-    `expected_batch_size` and is 1 afterwards.
+    `max_grad_norm` is the clipping bound C: every example's gradient is clipped to this L2 norm.
+    `per_device_train_batch_size` is the *physical* batch size, what fits the device; it has no influence on the
+    result. `gradient_accumulation_steps` only helps to derive `expected_batch_size` and is 1 afterwards.
 
     > Parameters that control the privacy
 
         target_epsilon (`float`, *optional*):
-            The privacy budget ε. The noise multiplier is calibrated so that the whole training stays within it, and training stops
-            before the step that would exceed it. Give this or `noise_multiplier`.
+            The privacy budget ε. The noise multiplier is calibrated so that the whole training stays within it, and
+            training stops before the step that would exceed it. Give this or `noise_multiplier`.
         target_delta (`float`):
             The δ of (ε, δ)-differential privacy; must be given and smaller than 1/N for N training examples.
         noise_multiplier (`float`, *optional*):
-            σ: the noise added to the sum of clipped gradients has standard deviation σ·`max_grad_norm`. 0 trains without privacy.
+            σ: the noise added to the sum of clipped gradients has standard deviation σ·`max_grad_norm`. 0 trains
+            without privacy.
         expected_batch_size (`int`, *optional*):
             The expected number of examples in a step, over all processes; every example is taken with probability
-            `expected_batch_size` / N. Defaults to `per_device_train_batch_size` × `gradient_accumulation_steps` × number of processes.
+            `expected_batch_size` / N. Defaults to `per_device_train_batch_size` × `gradient_accumulation_steps` ×
+            number of processes.
         max_examples_per_person (`int`, defaults to 1):
-            How many rows of the training data one person may have. ε protects one row; with k > 1 `target_epsilon` is met for all rows of one
-            person together (σ is calibrated for groups of k rows), and both numbers are reported.
+            How many rows of the training data one person may have. ε protects one row; with k > 1 `target_epsilon` is
+            met for all rows of one person together (σ is calibrated for groups of k rows), and both numbers are
+            reported.
         clipping_mode (`str`, defaults to `"auto"`):
-            `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or `"per_sample"`: same result, different time and memory.
+            `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or `"per_sample"`: same result, different time and
+            memory.
         accountant (`str`, defaults to `"pld"`):
             `"pld"` (tight) or `"rdp"`.
         sampling (`str`, defaults to `"poisson"`):
             How steps choose examples; `"poisson"` is the one that the accountants are for.
         mechanism ([`~dp_transformers.mechanism.Mechanism`], `dict` or `str`, *optional*):
-            Sampling, clipping, noise and what else ε depends on, in the place of `noise_multiplier`, `expected_batch_size`, `max_grad_norm`,
-            `max_examples_per_person` and `sampling`, from which a mechanism is built otherwise; also as the dictionary of its `to_dict()`, or as
-            the path of a JSON file with that. With `target_epsilon` training stops before the step that would exceed it.
+            Sampling, clipping, noise and what else ε depends on, in the place of `noise_multiplier`,
+            `expected_batch_size`, `max_grad_norm`, `max_examples_per_person` and `sampling`, from which a mechanism is
+            built otherwise; also as the dictionary of its `to_dict()`, or as the path of a JSON file with that. With
+            `target_epsilon` training stops before the step that would exceed it.
         secure_rng (`bool`, defaults to `False`):
             Draw the noise from a cryptographic generator (needs the extra `secure`).
         dp_seed (`int`, *optional*):
             Fixed seed of draws and noise, for tests only: the run is not private.
         self_check (`bool`, defaults to `True`):
-            Before the first step, check on synthetic data that clipping is exact for this model and that no parameter escapes it.
+            Before the first step, check on synthetic data that clipping is exact for this model and that no parameter
+            escapes it.
         log_train_loss (`bool`, defaults to `False`):
             Log the training loss. It is computed from private examples without noise and is not covered by ε.
 
     Example::
 
         >>> from dp_transformers import DPTrainingArguments
-        >>> args = DPTrainingArguments("outputs", target_epsilon=8.0, target_delta=1e-6, max_grad_norm=1.0, expected_batch_size=1024)
+        >>> args = DPTrainingArguments("outputs", target_epsilon=8.0, target_delta=1e-6, max_grad_norm=1.0,
+        expected_batch_size=1024)
         >>> args.expected_batch_size, args.gradient_accumulation_steps
         (1024, 1)
     """
 
-    target_epsilon: float | None = field(default=None, metadata={"help": "Privacy budget. Give this or noise_multiplier."})
-    target_delta: float | None = field(default=None, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."})
+    target_epsilon: float | None = field(
+        default=None, metadata={"help": "Privacy budget. Give this or noise_multiplier."}
+    )
+    target_delta: float | None = field(
+        default=None, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."}
+    )
     noise_multiplier: float | None = field(
-        default=None, metadata={"help": "Noise standard deviation in units of max_grad_norm; 0 trains without privacy."}
+        default=None,
+        metadata={"help": "Noise standard deviation in units of max_grad_norm; 0 trains without privacy."},
     )
     expected_batch_size: int | None = field(
         default=None,
-        metadata={"help": "Expected examples per step over all processes. Default: batch size x accumulation x processes."},
+        metadata={
+            "help": "Expected examples per step over all processes. Default: batch size x accumulation x processes."
+        },
     )
     max_examples_per_person: int = field(
-        default=1, metadata={"help": "Rows that one person may have; target_epsilon is then met for all of them together."}
+        default=1,
+        metadata={"help": "Rows that one person may have; target_epsilon is then met for all of them together."},
     )
     clipping_mode: str = field(
-        default="auto", metadata={"help": "auto, book_keeping, ghost, fast_gradient or per_sample: same result, other cost."}
+        default="auto",
+        metadata={"help": "auto, book_keeping, ghost, fast_gradient or per_sample: same result, other cost."},
     )
     accountant: str = field(default="pld", metadata={"help": "pld (tight) or rdp."})
     sampling: str = field(default="poisson", metadata={"help": "How steps choose examples: poisson."})
     mechanism: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "A mechanism, or the path of its JSON file, in the place of the flags that describe one."}
+        default=None,
+        metadata={"help": "A mechanism, or the path of its JSON file, in the place of the flags that describe one."},
     )
-    secure_rng: bool = field(default=False, metadata={"help": "Draw noise from a cryptographic generator (extra 'secure')."})
-    dp_seed: int | None = field(default=None, metadata={"help": "Fixed seed of draws and noise; for tests: NOT private."})
-    self_check: bool = field(default=True, metadata={"help": "Check exactness on synthetic data before the first step."})
-    log_train_loss: bool = field(default=False, metadata={"help": "Log the training loss, which is not covered by epsilon."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."})
-    logging_steps: float = field(default=10, metadata={"help": "Log every X steps; a fraction below 1 is a share of all."})
+    secure_rng: bool = field(
+        default=False, metadata={"help": "Draw noise from a cryptographic generator (extra 'secure')."}
+    )
+    dp_seed: int | None = field(
+        default=None, metadata={"help": "Fixed seed of draws and noise; for tests: NOT private."}
+    )
+    self_check: bool = field(
+        default=True, metadata={"help": "Check exactness on synthetic data before the first step."}
+    )
+    log_train_loss: bool = field(
+        default=False, metadata={"help": "Log the training loss, which is not covered by epsilon."}
+    )
+    max_grad_norm: float = field(
+        default=1.0, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
+    )
+    logging_steps: float = field(
+        default=10, metadata={"help": "Log every X steps; a fraction below 1 is a share of all."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,12 +136,15 @@ class DPTrainingArguments(TrainingArguments):
         self._refuse_what_breaks_privacy()
         self.expected_batch_size_is_derived = self.expected_batch_size is None
         if self.expected_batch_size is None:
-            self.expected_batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+            self.expected_batch_size = (
+                self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+            )
         self.gradient_accumulation_steps = 1
 
     @property
     def train_batch_size(self) -> int:
-        """The physical batch size. Every Trainer reads it when it is made; one that is no DPTrainer would train without privacy."""
+        """The physical batch size. Every Trainer reads it when it is made; one that is no DPTrainer would train
+        without privacy."""
         from transformers import Trainer
 
         reader = sys._getframe(1).f_locals.get("self")
@@ -119,22 +153,25 @@ class DPTrainingArguments(TrainingArguments):
             derived = f"Make it private: class Private{name}(DPTrainerMixin, {name})."
             way_out = "Make a DPTrainer instead." if type(reader) is Trainer else derived
             raise ValueError(
-                f"these are DPTrainingArguments (epsilon, noise, clipping), but {name} is no DPTrainer and would train without "
-                f"privacy. {way_out} For evaluation alone use TrainingArguments."
+                f"these are DPTrainingArguments (epsilon, noise, clipping), but {name} is no DPTrainer and would "
+                f"train without privacy. {way_out} For evaluation alone use TrainingArguments."
             )
         return super().train_batch_size
 
     def _take_mechanism(self) -> None:
         """Let the flags say what ``mechanism`` says, if it is given."""
         if isinstance(self.mechanism, str):
-            self.mechanism = json.loads(self.mechanism if self.mechanism.startswith("{") else Path(self.mechanism).read_text())
+            self.mechanism = json.loads(
+                self.mechanism if self.mechanism.startswith("{") else Path(self.mechanism).read_text()
+            )
         if isinstance(self.mechanism, Mapping):
             self.mechanism = Mechanism.from_dict(self.mechanism)
         if (mechanism := self.mechanism) is None:
             return
         if not isinstance(mechanism, Mechanism):
             raise ValueError(
-                f"mechanism must be a Mechanism, the dictionary of its to_dict() or the path of a JSON file, got {mechanism!r}."
+                "mechanism must be a Mechanism, the dictionary of its to_dict() or the path of a JSON file, got "
+                f"{mechanism!r}."
             )
         step = mechanism.at(0)
         said = {
@@ -148,12 +185,14 @@ class DPTrainingArguments(TrainingArguments):
         for name, value in said.items():
             if getattr(self, name) not in (type(self).__dataclass_fields__[name].default, value):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is given beside a mechanism, which says what it is: leave {name} out, or the mechanism."
+                    f"{name}={getattr(self, name)!r} is given beside a mechanism, which says what it is: leave {name} "
+                    "out, or the mechanism."
                 )
             setattr(self, name, value)
 
     def mechanism_for(self, num_examples: int, steps: int, saved: Mechanism | None = None) -> Mechanism:
-        """What these arguments say of ``steps`` steps on so many examples: ``mechanism``, or one that is built from the flags.
+        """What these arguments say of ``steps`` steps on so many examples: ``mechanism``, or one that is built from
+        the flags.
 
         Args:
             saved: The mechanism of a run that goes on; it says what the flags leave open.
@@ -164,8 +203,8 @@ class DPTrainingArguments(TrainingArguments):
         if self.mechanism is not None:
             if self.mechanism.sampling.num_examples != num_examples:
                 raise ValueError(
-                    f"the mechanism is for num_examples={self.mechanism.sampling.num_examples}, but train_dataset has {num_examples}: epsilon is computed for "
-                    "that number. Build it for the data set it is used on."
+                    f"the mechanism is for num_examples={self.mechanism.sampling.num_examples}, but train_dataset has "
+                    f"{num_examples}: epsilon is computed for that number. Build it for the data set it is used on."
                 )
             return self.mechanism
         expected, sigma = self.expected_batch_size, self.noise_multiplier
@@ -181,10 +220,15 @@ class DPTrainingArguments(TrainingArguments):
         )
         if sigma is not None:
             return mechanism
-        return mechanism.calibrated(target_epsilon=self.target_epsilon, target_delta=self.target_delta, accountant=self.accountant)
+        return mechanism.calibrated(
+            target_epsilon=self.target_epsilon, target_delta=self.target_delta, accountant=self.accountant
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "mechanism": self.mechanism.to_dict() if isinstance(self.mechanism, Mechanism) else self.mechanism}
+        return {
+            **super().to_dict(),
+            "mechanism": self.mechanism.to_dict() if isinstance(self.mechanism, Mechanism) else self.mechanism,
+        }
 
     def _check_privacy(self) -> None:
         for name in ("target_epsilon", "target_delta", "noise_multiplier", "max_grad_norm", "expected_batch_size"):
@@ -193,13 +237,15 @@ class DPTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
         if self.target_delta is None or not 0 < self.target_delta < 1:
             raise ValueError(
-                f"target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; got {self.target_delta}. "
-                "It is never chosen for you: it is the probability with which the guarantee may fail (1e-6 is common)."
+                "target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; got "
+                f"{self.target_delta}. It is never chosen for you: it is the probability with which the guarantee may "
+                "fail (1e-6 is common)."
             )
         if self.mechanism is None and (self.target_epsilon is None) == (self.noise_multiplier is None):
             given = "neither" if self.target_epsilon is None else "both"
             raise ValueError(
-                f"give either target_epsilon (the noise is calibrated to it) or noise_multiplier (epsilon follows); got {given}."
+                "give either target_epsilon (the noise is calibrated to it) or noise_multiplier (epsilon follows); "
+                f"got {given}."
             )
         if self.target_epsilon is not None and not 0 < self.target_epsilon < math.inf:
             raise ValueError(f"target_epsilon must be a positive finite number, got {self.target_epsilon}.")
@@ -207,39 +253,56 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(f"noise_multiplier must be a finite number, at least 0, got {self.noise_multiplier}.")
         if not 0 < self.max_grad_norm < math.inf:
             raise ValueError(
-                f"max_grad_norm is the clipping bound on one example's gradient norm and must be a positive finite number, got {self.max_grad_norm}; 1.0 "
-                "is common."
+                "max_grad_norm is the clipping bound on one example's gradient norm and must be a positive finite "
+                f"number, got {self.max_grad_norm}; 1.0 is common."
             )
         if self.expected_batch_size is not None and self.expected_batch_size < 1:
             raise ValueError(f"expected_batch_size must be at least 1, got {self.expected_batch_size}.")
         if self.per_device_train_batch_size < 1:
-            raise ValueError(f"per_device_train_batch_size must be at least 1, got {self.per_device_train_batch_size}.")
+            raise ValueError(
+                f"per_device_train_batch_size must be at least 1, got {self.per_device_train_batch_size}."
+            )
         if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
-            raise ValueError(f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}.")
+            raise ValueError(
+                f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}."
+            )
         if self.clipping_mode not in ("auto", *MODES):
-            raise ValueError(f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}.")
+            raise ValueError(
+                f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}."
+            )
         if self.accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant {self.accountant!r} is unknown; choose one of {list(ACCOUNTANTS)}.")
         if self.mechanism is None and self.sampling != PoissonSampling.kind:
-            raise ValueError(f"sampling {self.sampling!r} is not supported: epsilon is computed for 'poisson' only. Leave it at 'poisson'.")
+            raise ValueError(
+                f"sampling {self.sampling!r} is not supported: epsilon is computed for 'poisson' only. Leave it at "
+                "'poisson'."
+            )
         if self.secure_rng and self.dp_seed is not None:
-            raise ValueError("secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them.")
+            raise ValueError(
+                "secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them."
+            )
 
     def _refuse_what_breaks_privacy(self) -> None:
         optimizer = str(getattr(self.optim, "value", self.optim))
         checkpointing = self.activation_checkpointing_kwargs or {}
         refused = {
-            "fp16": (self.fp16, "loss scaling changes the norms that are clipped and skips steps that were accounted for; use bf16=True"),
-            "dataloader_drop_last": (self.dataloader_drop_last, "a Poisson draw has no last batch to drop, and dropping examples would change the sample rate; leave it False"),
+            "fp16": (self.fp16, "loss scaling changes the norms that are clipped and skips steps that were "
+                                "accounted for; use bf16=True"),
+            "dataloader_drop_last": (self.dataloader_drop_last, "a Poisson draw has no last batch to drop, and "
+                                                                "dropping examples would change the sample rate; "
+                                                                "leave it False"),
             "train_sampling_strategy": (
                 self.train_sampling_strategy != "random",
-                "steps draw by Poisson sampling, which is what epsilon is computed for; leave it at 'random' (draws are sorted by length anyway)",
+                "steps draw by Poisson sampling, which is what epsilon is computed for; leave it at 'random' (draws "
+                "are sorted by length anyway)",
             ),
             "auto_find_batch_size": (
                 self.auto_find_batch_size,
-                "it restarts training on weights that noisy steps have already changed; lower per_device_train_batch_size, it has no influence on the result",
+                "it restarts training on weights that noisy steps have already changed; lower "
+                "per_device_train_batch_size, it has no influence on the result",
             ),
-            "dataloader_in_order": (not self.dataloader_in_order, "draws must arrive in the order in which they were made; leave it True"),
+            "dataloader_in_order": (not self.dataloader_in_order, "draws must arrive in the order in which they "
+                                                                  "were made; leave it True"),
             "include_num_input_tokens_seen": (
                 self.include_num_input_tokens_seen != "no",
                 "the number of tokens drawn is a function of private data and not covered by epsilon; leave it 'no'",
@@ -247,14 +310,19 @@ class DPTrainingArguments(TrainingArguments):
             "deepspeed": (self.deepspeed, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
             "fsdp_config": (
                 self.fsdp and (self.fsdp_config.get("xla") or int(self.fsdp_config.get("version", 2)) != 2),
-                "only FSDP2 is supported, whose gradients can be told apart by parameter: fsdp=True, fsdp_config={'version': 2}",
+                "only FSDP2 is supported, whose gradients can be told apart by parameter: fsdp=True, "
+                "fsdp_config={'version': 2}",
             ),
-            "parallelism_config": (self.parallelism_config, "one example's gradient would lie on several processes; leave it out, and use FSDP2 or tensor parallelism (tp_size of DistributedConfig)"),
+            "parallelism_config": (self.parallelism_config, "one example's gradient would lie on several "
+                                                            "processes; leave it out, and use FSDP2 or tensor "
+                                                            "parallelism (tp_size of DistributedConfig)"),
             "torch_compile": (self.torch_compile, "compiled models are not supported yet; leave it False"),
-            "use_liger_kernel": (self.use_liger_kernel, "its fused loss averages over the batch, so there is no loss per example; leave it False"),
+            "use_liger_kernel": (self.use_liger_kernel, "its fused loss averages over the batch, so there is no "
+                                                        "loss per example; leave it False"),
             "debug": (
                 DebugOption.UNDERFLOW_OVERFLOW in self.debug,
-                "on the first inf or nan it prints the range of all activations, which are private, and one example could stop the training; leave it out",
+                "on the first inf or nan it prints the range of all activations, which are private, and one example "
+                "could stop the training; leave it out",
             ),
             "neftune_noise_alpha": (
                 self.neftune_noise_alpha,

@@ -30,8 +30,8 @@ class ExampleLosses:
         missing = [name for name in self._label_names if name not in inputs]
         if missing:
             raise ValueError(
-                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column, set label_names, or use a "
-                "collator that makes labels (DataCollatorForLanguageModeling)."
+                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column, "
+                "set label_names, or use a collator that makes labels (DataCollatorForLanguageModeling)."
             )
         labels = self._labels_of(inputs)
         for name in self._label_names:
@@ -40,8 +40,8 @@ class ExampleLosses:
         losses = self._loss(outputs, labels)
         if losses.dim() != 1:
             raise ValueError(
-                f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example (reduction='none'), averaged within the "
-                "example where it has several."
+                f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example "
+                "(reduction='none'), averaged within the example where it has several."
             )
         return losses, outputs
 
@@ -49,7 +49,9 @@ class ExampleLosses:
         labels = tuple(inputs[name] for name in self._label_names)
         return labels[0] if len(labels) == 1 else labels
 
-    def refuse_losses_over_the_batch(self, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any], seed: int) -> None:
+    def refuse_losses_over_the_batch(
+        self, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any], seed: int
+    ) -> None:
         """Raise ValueError if the losses of half of the rows change when these rows replace all others.
 
         Args:
@@ -70,6 +72,7 @@ class ExampleLosses:
                 each.append(self._loss(*rows)[:half].float())
         if not torch.allclose(*each, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ValueError(
-                "an example's loss is another one when other examples share its batch: the loss compares them (the hardest of a batch, ranks, batch "
-                "statistics). Let per_example_loss_func compute each loss from its own row of the outputs and labels alone."
+                "an example's loss is another one when other examples share its batch: the loss compares them (the "
+                "hardest of a batch, ranks, batch statistics). Let per_example_loss_func compute each loss from its "
+                "own row of the outputs and labels alone."
             )

@@ -1,4 +1,5 @@
-"""DPTrainerMixin: the differentially private step for any subclass of transformers' Trainer. Overrides, and no maths."""
+"""DPTrainerMixin: the differentially private step for any subclass of transformers' Trainer. Overrides, and no
+maths."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ from ..validation import validate_lengths, validate_model, validate_optimizer, v
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32, refuse_settings
 from .dp_config import DPTrainingArguments
 from .example_losses import ExampleLosses
-from .overrides import refuse_order_of_bases, refuse_overrides, refuse_unknown_loss, replaced_owner, warn_about_replaced
+from .overrides import (
+    refuse_order_of_bases,
+    refuse_overrides,
+    refuse_unknown_loss,
+    replaced_owner,
+    warn_about_replaced,
+)
 from .trainer_run import TrainerRun
 
 logger = logging.getLogger(__name__)
@@ -38,17 +45,20 @@ progress = transformers_logging.get_logger(f"transformers.{__name__}")  # shown 
 
 
 class DPTrainerMixin:
-    """Makes the training of a [`~transformers.Trainer`] subclass (ε, δ)-differentially private in the training examples.
+    """Makes the training of a [`~transformers.Trainer`] subclass (ε, δ)-differentially private in the training
+    examples.
 
-    It comes first in the order of bases: `class DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer)`. It replaces the training step and the
-    train dataloader of the class, and leaves evaluation, prediction and saving to it. A class with a `compute_loss` of its own keeps it for
-    evaluation; in training `per_example_loss_func` takes its place and must be given.
+    It comes first in the order of bases: `class DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer)`. It replaces the
+    training step and the train dataloader of the class, and leaves evaluation, prediction and saving to it. A class
+    with a `compute_loss` of its own keeps it for evaluation; in training `per_example_loss_func` takes its place and
+    must be given.
 
     Args:
-        model, args, data_collator, train_dataset, eval_dataset: As in Trainer; `args` must be [`DPTrainingArguments`] and
-            `train_dataset` must have a length.
-        per_example_loss_func (`Callable`, *optional*): `f(outputs, labels) -> (B,)` losses, each from its own example alone, for heads
-            whose per-example loss is not built in, or class weights: see :mod:`dp_transformers.losses` for those that are.
+        model, args, data_collator, train_dataset, eval_dataset: As in Trainer; `args` must be [`DPTrainingArguments`]
+            and `train_dataset` must have a length.
+        per_example_loss_func (`Callable`, *optional*): `f(outputs, labels) -> (B,)` losses, each from its own example
+            alone, for heads whose per-example loss is not built in, or class weights: see
+            :mod:`dp_transformers.losses` for those that are.
         kwargs: The other arguments of the class; `compute_loss_func` is refused, because it averages over the batch.
 
     Raises:
@@ -85,7 +95,9 @@ class DPTrainerMixin:
     ):
         refuse_overrides(self, DPTrainerMixin)
         _refuse_arguments(args, kwargs)
-        validate_training_data(train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size)
+        validate_training_data(
+            train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
+        )
         if per_example_loss_func is None:
             refuse_unknown_loss(type(self), DPTrainerMixin)
         warn_about_replaced(type(self), DPTrainerMixin)
@@ -93,12 +105,17 @@ class DPTrainerMixin:
         self._clipper: PerExampleClipper | None = None
         self._private_step: PrivateStep | None = None
         super().__init__(
-            model=model, args=args, data_collator=data_collator, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            **kwargs,
         )
         if self.get_tp_size() > 1 and args.expected_batch_size_is_derived:
             raise ValueError(
-                f"expected_batch_size was derived from {args.world_size} processes, but every {self.get_tp_size()} of them, a tensor-parallel group, "
-                "work on the same examples: set expected_batch_size in the arguments."
+                f"expected_batch_size was derived from {args.world_size} processes, but every {self.get_tp_size()} of "
+                "them, a tensor-parallel group, work on the same examples: set expected_batch_size in the arguments."
             )
         refuse_settings(self)
         if per_example_loss_func is not None and not self.label_names:
@@ -107,10 +124,14 @@ class DPTrainerMixin:
         _warn_about_evaluation(args, train_dataset, eval_dataset)
         loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)
         self._example_losses = ExampleLosses(loss, self.label_names)
-        self._evaluates_by_mean = per_example_loss_func is not None and not replaced_owner(type(self), DPTrainerMixin, "compute_loss")
+        self._evaluates_by_mean = per_example_loss_func is not None and not replaced_owner(
+            type(self), DPTrainerMixin, "compute_loss"
+        )
         if train_dataset is not None:
             # a base class may have made other rows of it
-            validate_training_data(self.train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size)
+            validate_training_data(
+                self.train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
+            )
             validate_lengths(self.model, self.train_dataset)
             self._training = TrainerRun(args, len(self.train_dataset), self._say)
 
@@ -131,37 +152,44 @@ class DPTrainerMixin:
         """
         if self._run is None:
             raise ValueError(
-                "this trainer has no train_dataset, so there is no private training to account for: make a DPTrainer with train_dataset."
+                "this trainer has no train_dataset, so there is no private training to account for: make a DPTrainer "
+                "with train_dataset."
             )
         return self._run.spent()
 
     # ---- training ----
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train, or go on from a checkpoint. See [`~transformers.Trainer.train`].
 
-        On resume the draws and the noise are fresh, and every step ever executed in this run counts towards ε, also those after the
-        checkpoint. `resume_from_checkpoint=True` takes the newest checkpoint that was written to its end.
+        On resume the draws and the noise are fresh, and every step ever executed in this run counts towards ε, also
+        those after the checkpoint. `resume_from_checkpoint=True` takes the newest checkpoint that was written to its
+        end.
 
         Raises:
-            PrivacyStateError: the checkpoint is not complete, its privacy state or the ledger is missing or disagrees with the arguments,
-                or another process trains in the same output_dir.
+            PrivacyStateError: the checkpoint is not complete, its privacy state or the ledger is missing or disagrees
+                with the arguments, or another process trains in the same output_dir.
             ValueError: the privacy budget is spent.
         """
         refuse_overrides(self, DPTrainerMixin)
         if trial is not None:
             raise ValueError(
-                "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they spend adds up. Run each trial "
-                "with train() of a DPTrainer of its own, and add up their epsilon."
+                "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they "
+                "spend adds up. Run each trial with train() of a DPTrainer of its own, and add up their epsilon."
             )
         if self.train_dataset is None:
-            raise ValueError("training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only.")
+            raise ValueError(
+                "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
+            )
         if resume_from_checkpoint and self.is_distributed_loading_by_transformers:
             raise ValueError(
-                "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer is not saved. Load the saved "
-                "model and start a new run; what both spend adds up."
+                "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer "
+                "is not saved. Load the saved model and start a new run; what both spend adds up."
             )
         with self._training.recorded(resume_from_checkpoint) as checkpoint:
             output = super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -184,12 +212,16 @@ class DPTrainerMixin:
         args = self.args
         validate_optimizer(self.optimizer, self.model)
         self._clipper = PerExampleClipper(
-            self.model, self._run.mechanism.clipping.at(0), mode=args.clipping_mode, self_check=self._training.self_check
+            self.model,
+            self._run.mechanism.clipping.at(0),
+            mode=args.clipping_mode,
+            self_check=self._training.self_check,
         )
         if self.is_fsdp_enabled and not self._clipper.shards:
             raise ValueError(
-                "FSDP was asked for, but accelerate did not shard the model. Set fsdp=True and fsdp_config={'version': 2}, and start one process per "
-                "device (accelerate launch or torchrun). If you want no FSDP, switch it off in the arguments and in accelerate's configuration."
+                "FSDP was asked for, but accelerate did not shard the model. Set fsdp=True and "
+                "fsdp_config={'version': 2}, and start one process per device (accelerate launch or torchrun). If you "
+                "want no FSDP, switch it off in the arguments and in accelerate's configuration."
             )
         _refuse_groups(self._clipper, self.get_tp_size())
         self._private_step = PrivateStep(
@@ -200,7 +232,9 @@ class DPTrainerMixin:
             self._logical_batches,
             announce=self._say,
             label_names=self.label_names,
-            reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", True),
+            reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get(
+                "sync_each_batch", True
+            ),
         )
         self._clipper.follow(self._private_step, None)
         steps, size = self._training.planned_steps, sum(p.numel() for p in self._clipper.parameters)
@@ -214,7 +248,8 @@ class DPTrainerMixin:
         return distributed.rank() // self.get_tp_size()
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Broadcast them from rank 0. Trainer would also average their gradients over ranks; the private step adds them up itself."""
+        """Broadcast them from rank 0. Trainer would also average their gradients over ranks; the private step adds
+        them up itself."""
         distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -222,7 +257,8 @@ class DPTrainerMixin:
         secret = distributed.shared_secret(self._run.dp_seed)
         self._seeds = SecretSeeds(secret, self._data_rank())
         try:
-            with seeded_global_generators([secret], self.args.device):  # args.seed is known, and would tell the masks of dropout
+            # args.seed is known, and would tell the masks of dropout
+            with seeded_global_generators([secret], self.args.device):
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
             if self._private_step is not None:
@@ -231,7 +267,8 @@ class DPTrainerMixin:
             self._clipper = self._private_step = None
 
     def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then holds the result."""
+        """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then
+        holds the result."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -245,17 +282,22 @@ class DPTrainerMixin:
                 self._example_losses.refuse_losses_over_the_batch(losses, outputs, rows, given.draw)
             self._clipper.backward(losses)
             if self.args.log_train_loss and given.batch.weight:
-                loss += losses.detach().nansum() / self._run.mechanism.at(self._private_step.number).expected_batch_size
+                loss += (
+                    losses.detach().nansum() / self._run.mechanism.at(self._private_step.number).expected_batch_size
+                )
         self._private_step.release()
         if self._run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
-            logger.warning("the next step would exceed target_epsilon=%g: training stops here.", self._run.state.target_epsilon)
+            logger.warning(
+                "the next step would exceed target_epsilon=%g: training stops here.", self._run.state.target_epsilon
+            )
             self.control.should_training_stop = self.control.should_save = True
         return loss
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Compute the loss of evaluation and prediction: by the class or the model, or else as the mean of `per_example_loss_func`."""
+        """Compute the loss of evaluation and prediction: by the class or the model, or else as the mean of
+        `per_example_loss_func`."""
         if not self._evaluates_by_mean:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         losses, outputs = self._example_losses(self.model, inputs)
@@ -311,11 +353,13 @@ class DPTrainerMixin:
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint. It is complete when every rank has written its part, and only then are older ones deleted."""
+        """Write a checkpoint. It is complete when every rank has written its part, and only then are older ones
+        deleted."""
         args, name = self.args, f"checkpoint-{self.state.global_step}"
         folder = os.path.join(args.output_dir, name)
         if args.should_save and os.path.exists(folder):
-            shutil.rmtree(folder)  # half-written before a kill, or left by an earlier run: nothing of it may mix with the new one
+            # half-written before a kill, or left by an earlier run: nothing of it may mix with the new one
+            shutil.rmtree(folder)
         self.accelerator.wait_for_everyone()
         limit, args.save_total_limit = args.save_total_limit, None
         try:
@@ -358,48 +402,56 @@ def _refuse_arguments(args: Any, others: Mapping[str, Any]) -> None:
         )
     if others.get("compute_loss_func") is not None:
         raise ValueError(
-            "compute_loss_func returns one loss for the whole batch, from which no example's gradient can be clipped. Pass instead "
-            "per_example_loss_func=f with f(outputs, labels) -> (B,)."
+            "compute_loss_func returns one loss for the whole batch, from which no example's gradient can be clipped. "
+            "Pass instead per_example_loss_func=f with f(outputs, labels) -> (B,)."
         )
     if packs := [name for name in ("packing", "padding_free") if getattr(args, name, False)]:
         raise ValueError(
-            f"{packs[0]}=True joins several examples in one row, so the norm of a row is not the norm of an example: set {packs[0]}=False."
+            f"{packs[0]}=True joins several examples in one row, so the norm of a row is not the norm of an example: "
+            f"set {packs[0]}=False."
         )
     if args.n_gpu > 1:
         raise ValueError(
-            f"{args.n_gpu} devices in one process would train with nn.DataParallel, whose replicas cannot be clipped together. Start one "
-            "process per device (accelerate launch or torchrun), or set CUDA_VISIBLE_DEVICES to one."
+            f"{args.n_gpu} devices in one process would train with nn.DataParallel, whose replicas cannot be clipped "
+            "together. Start one process per device (accelerate launch or torchrun), or set CUDA_VISIBLE_DEVICES to "
+            "one."
         )
 
 
 def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> None:
     if eval_dataset is not None and eval_dataset is train_dataset:
         logger.warning(
-            "eval_dataset is train_dataset: what evaluation prints is computed from private rows without noise; epsilon does not cover it."
+            "eval_dataset is train_dataset: what evaluation prints is computed from private rows without noise; "
+            "epsilon does not cover it."
         )
     if args.load_best_model_at_end:
-        logger.warning("load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples.")
+        logger.warning(
+            "load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples."
+        )
 
 
 def _refuse_groups(clipper: PerExampleClipper, size: int) -> None:
-    """Raise ValueError unless each tensor-parallel group is ``size`` consecutive ranks, as the sampler assumes, and all gradients are summed."""
+    """Raise ValueError unless each tensor-parallel group is ``size`` consecutive ranks, as the sampler assumes, and
+    all gradients are summed."""
     parallel, shards, world = clipper.parallel, clipper.shards, distributed.world_size()
     first = distributed.rank() // size * size
     own = list(range(first, first + size))
     if (parallel.mesh.mesh.flatten().tolist() if parallel else own[:1]) != own:
         raise ValueError(
-            f"the model says tp_size={size}, but its parameters are not split over the {size} processes {own} that this makes one group. Load it "
-            "with from_pretrained(..., distributed_config=DistributedConfig(tp_size=...)), and do not split it by hand."
+            f"the model says tp_size={size}, but its parameters are not split over the {size} processes {own} that "
+            "this makes one group. Load it with from_pretrained(..., "
+            "distributed_config=DistributedConfig(tp_size=...)), and do not split it by hand."
         )
     if (parallel or shards) and size * (shards.mesh.size() if shards else 1) != world:
         raise ValueError(
-            f"some of the {world} processes hold the same parameters, and nothing adds up their gradients: load the model with "
-            f"DistributedConfig(tp_size={size}, fsdp_size={world // size})."
+            f"some of the {world} processes hold the same parameters, and nothing adds up their gradients: load the "
+            f"model with DistributedConfig(tp_size={size}, fsdp_size={world // size})."
         )
 
 
 def _total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients together. Gradients with the same mesh and placements are reduced together, so that ranks send few numbers."""
+    """Return the norm of all gradients together. Gradients with the same mesh and placements are reduced together, so
+    that ranks send few numbers."""
     groups = defaultdict(list)
     for grad in grads:
         groups[(grad.device_mesh, grad.placements) if is_dtensor(grad) else None].append(grad)

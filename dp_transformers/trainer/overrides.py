@@ -11,18 +11,25 @@ logger = logging.getLogger(__name__)
 
 # DPTrainerMixin replaces these. A class that comes before it in the order of bases would undo that.
 _OF_MIXIN = {
-    "training_step": "it clips, adds noise and counts the step. To watch training, use a callback (on_pre_optimizer_step sees the noised gradients)",
-    "compute_loss": "it returns one loss for the whole batch and is not used in private training. Pass per_example_loss_func=f with "
+    "training_step": "it clips, adds noise and counts the step. To watch training, use a callback "
+    "(on_pre_optimizer_step sees the noised gradients)",
+    "compute_loss": "it returns one loss for the whole batch and is not used in private training. Pass "
+    "per_example_loss_func=f with "
     "f(outputs, labels) -> (B,)",
-    "get_train_dataloader": "it draws the batches by Poisson sampling, which epsilon is computed for. Pass train_dataset and data_collator",
-    "_clip_grad_norm": "the gradient that it sees has noise already, and examples are clipped before. Set max_grad_norm",
-    "_get_num_items_in_batch": "no example's loss may be divided by what the others contain. Pass per_example_loss_func for a loss of your own",
+    "get_train_dataloader": "it draws the batches by Poisson sampling, which epsilon is computed for. Pass "
+    "train_dataset and data_collator",
+    "_clip_grad_norm": "the gradient that it sees has noise already, and examples are clipped before. Set "
+    "max_grad_norm",
+    "_get_num_items_in_batch": "no example's loss may be divided by what the others contain. Pass "
+    "per_example_loss_func for a loss of your own",
     "_save_rng_state": "a checkpoint must not hold the random numbers of dropout",
     "_load_rng_state": "random numbers must be fresh on resume",
 }
-# DPTrainerMixin calls these, or Trainer calls them around it. No other class may replace them, whatever the order of bases.
+# DPTrainerMixin calls these, or Trainer calls them around it. No other class may replace them, whatever the order of
+# bases.
 _OF_THE_LOOP = {
-    "train": "it opens the ledger, and goes on from everything that was spent. Give another name to a method of your own that calls it",
+    "train": "it opens the ledger, and goes on from everything that was spent. Give another name to a method of "
+    "your own that calls it",
     "_inner_training_loop": "it is the loop whose every step is clipped, noised and counted. Use callbacks",
     "_prepare_for_training": "it attaches the clipper, and refuses optimizers that step without noise",
     "_run_epoch": "it runs one private step for each draw. Use callbacks",
@@ -43,45 +50,57 @@ def refuse_order_of_bases(cls: type, mixin: type) -> None:
     others = [base.__name__ for base in cls.__bases__ if not issubclass(base, mixin)]
     first = next(base.__name__ for base in cls.__bases__ if issubclass(base, Trainer))
     raise TypeError(
-        f"{first} comes before {private[0]} in the order of bases of {cls.__name__}, so its training without privacy would be used. Put "
-        f"{private[0]} first: class {cls.__name__}({', '.join([*private, *others])})."
+        f"{first} comes before {private[0]} in the order of bases of {cls.__name__}, so its training without privacy "
+        f"would be used. Put {private[0]} first: class {cls.__name__}({', '.join([*private, *others])})."
     )
 
 
 def refuse_overrides(trainer: Any, mixin: type) -> None:
-    """Raise ValueError if a class or an attribute of ``trainer`` replaces a method that the guarantee of ``mixin`` stands on."""
+    """Raise ValueError if a class or an attribute of ``trainer`` replaces a method that the guarantee of ``mixin``
+    stands on."""
     cls = type(trainer)
     order, whose = cls.__mro__, _private_class(cls).__name__
     if not isinstance(trainer, Trainer):
-        raise ValueError(f"{cls.__name__} is no Trainer. Give it one to make private: class {cls.__name__}({whose}, Trainer).")
+        raise ValueError(
+            f"{cls.__name__} is no Trainer. Give it one to make private: class {cls.__name__}({whose}, Trainer)."
+        )
     for name, why in {**_OF_MIXIN, **_OF_THE_LOOP}.items():
         if name in vars(trainer):
-            raise ValueError(f"'{name}' was set on this {cls.__name__}, but {whose} needs its own: {why}. Remove that assignment.")
+            raise ValueError(
+                f"'{name}' was set on this {cls.__name__}, but {whose} needs its own: {why}. Remove that assignment."
+            )
         checked = order[: order.index(mixin) + 1] if name in _OF_MIXIN else order
         owner = next((c for c in checked if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
-        patched = next((c for c in checked if name in vars(c) and not vars(c)[name].__module__.startswith(_TRUSTED)), None)
+        patched = next(
+            (c for c in checked if name in vars(c) and not vars(c)[name].__module__.startswith(_TRUSTED)), None
+        )
         if owner is None and patched is not None:
             patch = vars(patched)[name]
             raise ValueError(
-                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {whose} needs the original: {why}. "
-                "Undo that patch before the trainer is made."
+                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {whose} "
+                f"needs the original: {why}. Undo that patch before the trainer is made."
             )
         if owner is not None:
             if name in _OF_MIXIN and owner in cls.__bases__ and not issubclass(owner, mixin):
                 first = next(c.__name__ for c in cls.__bases__ if issubclass(c, mixin))
                 way_out = f"Put {first} first: class {cls.__name__}({first}, {owner.__name__})."
             else:
-                way_out = f"Delete {owner.__name__}.{name}" + ("." if owner is cls else ", or derive from a class without it.")
+                way_out = f"Delete {owner.__name__}.{name}" + (
+                    "." if owner is cls else ", or derive from a class without it."
+                )
             raise ValueError(f"{owner.__name__} overrides {name}, but {whose} needs its own: {why}. {way_out}")
 
 
 def refuse_unknown_loss(cls: type, mixin: type) -> None:
-    """Raise ValueError if a class behind ``mixin`` has a ``compute_loss`` of its own: it does not tell the loss of each example."""
+    """Raise ValueError if a class behind ``mixin`` has a ``compute_loss`` of its own: it does not tell the loss of
+    each example."""
     if owner := replaced_owner(cls, mixin, "compute_loss"):
         raise ValueError(
-            f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch, from which no example's gradient can be clipped. "
-            "Pass per_example_loss_func=f with f(outputs, labels) -> (B,), the same loss for each example. If that is the loss of the model's head, "
-            f"f = dp_transformers.losses.find_per_example_loss(model). Evaluation goes on to use {owner.__name__}.compute_loss."
+            f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch, from which "
+            "no example's gradient can be clipped. Pass per_example_loss_func=f with f(outputs, labels) -> (B,), the "
+            "same loss for each example. If that is the loss of the model's head, f = "
+            "dp_transformers.losses.find_per_example_loss(model). Evaluation goes on to use "
+            f"{owner.__name__}.compute_loss."
         )
 
 
@@ -89,11 +108,18 @@ def warn_about_replaced(cls: type, mixin: type) -> None:
     """Warn about methods that ``mixin`` replaces in the classes behind it, which are therefore not called."""
     for name in ("training_step", "get_train_dataloader"):
         if owner := replaced_owner(cls, mixin, name):
-            logger.warning("%s.%s is not called: %s replaces it. %s.", owner.__name__, name, _private_class(cls).__name__, _OF_MIXIN[name])
+            logger.warning(
+                "%s.%s is not called: %s replaces it. %s.",
+                owner.__name__,
+                name,
+                _private_class(cls).__name__,
+                _OF_MIXIN[name],
+            )
 
 
 def replaced_owner(cls: type, mixin: type, name: str) -> type | None:
-    """Return the class behind ``mixin`` in the order of bases, other than those of transformers, that defines this method."""
+    """Return the class behind ``mixin`` in the order of bases, other than those of transformers, that defines this
+    method."""
     behind = cls.__mro__[cls.__mro__.index(mixin) + 1 :]
     return next((c for c in behind if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
 

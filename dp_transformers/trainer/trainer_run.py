@@ -1,4 +1,5 @@
-"""The private run of a trainer: how many steps its arguments plan, what its budget allows, and how it goes on from a checkpoint."""
+"""The private run of a trainer: how many steps its arguments plan, what its budget allows, and how it goes on from a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class TrainerRun:
 
     Attributes:
         run: Counts the steps.
-        self_check: Whether this trainer checks that clipping is exact. A resumed run is verified only if all of its trainers did.
+        self_check: Whether this trainer checks that clipping is exact. A resumed run is verified only if all of its
+            trainers did.
         first_step: The step of the plan, from 0, with which the loader begins.
         has_ended: Whether the checkpoint is that of a run that took all of its steps.
     """
@@ -46,10 +48,13 @@ class TrainerRun:
         steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
             raise ValueError(
-                f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train. Set one of them above 0."
+                f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train. Set "
+                "one of them above 0."
             )
         mechanism = args.mechanism_for(num_examples, steps)
-        self.run = self._run_of(PrivacyState(PrivacyState.new_run_id(), mechanism, args.target_delta, args.target_epsilon))
+        self.run = self._run_of(
+            PrivacyState(PrivacyState.new_run_id(), mechanism, args.target_delta, args.target_epsilon)
+        )
 
     def _run_of(self, state: PrivacyState) -> PrivateRun:
         args = self._args
@@ -76,7 +81,8 @@ class TrainerRun:
 
     @contextmanager
     def recorded(self, checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Open the ledger and begin the run, or resume it from a checkpoint (True: the newest complete one), and yield the checkpoint's folder.
+        """Open the ledger and begin the run, or resume it from a checkpoint (True: the newest complete one), and yield
+        the checkpoint's folder.
 
         Raises:
             PrivacyStateError: the checkpoint is not complete, or does not go with the arguments or the ledger.
@@ -86,7 +92,9 @@ class TrainerRun:
         try:
             folder = self.restore(checkpoint) if checkpoint else None
             if folder is None:
-                self.run.take_over(distributed.call_on_rank_zero(lambda: self.run.state), self.run.executed, is_own=True)
+                self.run.take_over(
+                    distributed.call_on_rank_zero(lambda: self.run.state), self.run.executed, is_own=True
+                )
             self._set_budget(folder)
             self._begin()
             yield folder
@@ -105,13 +113,15 @@ class TrainerRun:
         state.require(wanted)
         if os.path.abspath(os.path.dirname(os.path.normpath(checkpoint))) != os.path.abspath(args.output_dir):
             raise PrivacyStateError(
-                f"checkpoint '{checkpoint}' does not lie in output_dir '{args.output_dir}'. The ledger of executed steps lies beside the checkpoints "
-                "and must go on: set output_dir to the folder that holds the checkpoint."
+                f"checkpoint '{checkpoint}' does not lie in output_dir '{args.output_dir}'. The ledger of executed "
+                "steps lies beside the checkpoints and must go on: set output_dir to the folder that holds the "
+                "checkpoint."
             )
         if distributed.call_on_rank_zero(lambda: state) != state:
             raise PrivacyStateError(
-                f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than the folder of that name on the machine of rank 0. "
-                "Copy rank 0's folder over it, or set output_dir to a folder that all machines share."
+                f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than the folder "
+                "of that name on the machine of rank 0. Copy rank 0's folder over it, or set output_dir to a folder "
+                "that all machines share."
             )
         state = replace(state, mechanism=mechanism)  # with the steps of now
         self.run = self._run_of(state)
@@ -121,9 +131,14 @@ class TrainerRun:
         return checkpoint
 
     def _set_budget(self, checkpoint: str | None) -> None:
-        """Set how many more steps the budget allows. It is an error if it allows none, unless the run has taken all of its steps."""
+        """Set how many more steps the budget allows. It is an error if it allows none, unless the run has taken all of
+        its steps."""
         run, state, planned = self.run, self.run.state, self.planned_steps
-        done = 0 if checkpoint is None else TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
+        done = (
+            0
+            if checkpoint is None
+            else TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
+        )
         self.has_ended = done >= planned  # Trainer would take one step more
         run.plan(planned, done)
         self.first_step = done if self._args.ignore_data_skip else done - done % self.steps_per_epoch
@@ -133,14 +148,16 @@ class TrainerRun:
             whole = PrivateRun(state, self._args.accountant)
             whole.take_over(state, [*run.executed, state.mechanism.planned(done, planned - done)])
             raise ValueError(
-                f"the privacy budget is spent: {run.spent_in_words()}, and one more would exceed target_epsilon={state.target_epsilon:g}. Nothing was "
-                f"trained. All {planned - done} steps that are planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go "
-                "on, load the model that was trained and start a new run in another output_dir (with a target_epsilon or noise_multiplier of its own); what "
-                "both spend adds up."
+                f"the privacy budget is spent: {run.spent_in_words()}, and one more would exceed "
+                f"target_epsilon={state.target_epsilon:g}. Nothing was trained. All {planned - done} steps that are "
+                f"planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go on, "
+                "load the model that was trained and start a new run in another output_dir (with a target_epsilon or "
+                "noise_multiplier of its own); what both spend adds up."
             )
 
     def sampler(self, rank: int, world_size: int) -> DrawSampler:
-        """Make the sampler of the draws that are left, on this rank of ``world_size`` data-parallel ranks. All ranks call this together."""
+        """Make the sampler of the draws that are left, on this rank of ``world_size`` data-parallel ranks. All ranks
+        call this together."""
         return DrawSampler(
             self.run.mechanism.sampling,
             self.steps_per_epoch,
@@ -155,17 +172,17 @@ class TrainerRun:
         """Raise RuntimeError if Trainer took more steps than the run counted."""
         if self.run.steps < steps:
             raise RuntimeError(
-                f"{steps} steps were taken, but only {self.run.steps} were clipped, noised and counted: a callback or other "
-                "code stepped the model or set state.global_step. This model has no valid epsilon: do not release it. Remove that code and "
-                "train again from the original model."
+                f"{steps} steps were taken, but only {self.run.steps} were clipped, noised and counted: a callback or "
+                "other code stepped the model or set state.global_step. This model has no valid epsilon: do not "
+                "release it. Remove that code and train again from the original model."
             )
 
     def _begin(self) -> None:
         if earlier := distributed.call_on_rank_zero(lambda: self._ledger.other_steps(self.run.state.run_id)):
             logger.warning(
-                "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. If this model starts "
-                "from theirs, or several models trained on the same data are released, what they spent adds up. If nothing of those runs was kept, they "
-                "cost nothing.",
+                "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. "
+                "If this model starts from theirs, or several models trained on the same data are released, what they "
+                "spent adds up. If nothing of those runs was kept, they cost nothing.",
                 self._ledger.path, earlier,
             )  # fmt: skip
         self.run.begin()

@@ -40,14 +40,26 @@ ADAPTERS = {
     "LoRA with trainable_token_indices": ("Llama", lora(trainable_token_indices=[5, 6, 7])),
     "LoRA with trainable_token_indices, tied": ("Llama tied", lora(trainable_token_indices=[5, 6, 7])),
     "LN tuning": ("Llama", lambda: peft.LNTuningConfig(task_type="CAUSAL_LM")),
-    "IA3": ("Llama", lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=LINEAR, feedforward_modules=["down_proj"])),
+    "IA3": (
+        "Llama",
+        lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=LINEAR, feedforward_modules=["down_proj"]),
+    ),
     "VeRA": ("Llama", lambda: peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], r=4)),
     "LoHa": ("Llama", lambda: peft.LoHaConfig(task_type="CAUSAL_LM", target_modules=LINEAR, r=4)),
     "LoKr": ("Llama", lambda: peft.LoKrConfig(task_type="CAUSAL_LM", target_modules=LINEAR, r=4)),
-    "OFT": ("Llama", lambda: peft.OFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], oft_block_size=8)),
-    "BOFT": ("Llama", lambda: peft.BOFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], boft_block_size=8)),
+    "OFT": (
+        "Llama",
+        lambda: peft.OFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], oft_block_size=8),
+    ),
+    "BOFT": (
+        "Llama",
+        lambda: peft.BOFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], boft_block_size=8),
+    ),
     "Prompt tuning": ("Llama", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
-    "P-tuning": ("Llama", lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)),
+    "P-tuning": (
+        "Llama",
+        lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
+    ),
     "Prefix tuning": ("Llama", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
 }
 REFUSED = {
@@ -58,7 +70,9 @@ REFUSED = {
     ),
     "VBLoRA": (
         "Llama",
-        lambda: peft.VBLoRAConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], num_vectors=8, vector_length=16, topk=8, r=4),
+        lambda: peft.VBLoRAConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], num_vectors=8, vector_length=16, topk=8, r=4
+        ),
         "vector bank",
     ),
     "LoRA on MoE experts (target_parameters)": (
@@ -88,11 +102,14 @@ def adapted(adapter: str) -> tuple[nn.Module, dict]:
 
 
 def with_one_mask(model, losses_of, batch):
-    """The oracle where dropout is on: the same random numbers as the clipper's forward, one backward for each example."""
+    """The oracle where dropout is on: the same random numbers as the clipper's forward, one backward for each
+    example."""
     torch.manual_seed(7)
     losses = losses_of(batch)
     grads = [torch.autograd.grad(loss, trainable(model), retain_graph=True, allow_unused=True) for loss in losses]
-    return [[torch.zeros_like(p) if g is None else g for p, g in zip(trainable(model), row, strict=True)] for row in grads]
+    return [
+        [torch.zeros_like(p) if g is None else g for p, g in zip(trainable(model), row, strict=True)] for row in grads
+    ]
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -104,7 +121,9 @@ def test_adapter_is_exact_in_every_mode(adapter, model_table):
         oracle = with_one_mask(model, plain, batch)
 
         def losses_of(batch):
-            model(**{k: v for k, v in batch.items() if k != "labels"})  # the self-check runs here, and restores the generator
+            model(
+                **{k: v for k, v in batch.items() if k != "labels"}
+            )  # the self-check runs here, and restores the generator
             torch.manual_seed(7)
             return plain(batch)
 

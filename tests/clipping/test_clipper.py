@@ -20,7 +20,8 @@ ALL_MODES = sorted(MODES)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
 def test_trajectory_is_that_of_one_example_at_a_time_in_every_mode(name, lora, tokens):
-    """Three noiseless SGD steps, a new batch and a new bound each: same norms, sums and weights in the four modes and the oracle."""
+    """Three noiseless SGD steps, a new batch and a new bound each: same norms, sums and weights in the four modes and
+    the oracle."""
     reference = build(name, lora=lora)
     models = {mode: copy.deepcopy(reference) for mode in ALL_MODES}
     clippers = {mode: PerExampleClipper(m, 1.0, mode=mode, self_check=False) for mode, m in models.items()}
@@ -50,7 +51,8 @@ def test_trajectory_is_that_of_one_example_at_a_time_in_every_mode(name, lora, t
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_sensitivity(name, mode):
-    """Taking an example out never moves the sum by more than C, and does move it by C: 200 pairs, outliers and aligned gradients."""
+    """Taking an example out never moves the sum by more than C, and does move it by C: 200 pairs, outliers and aligned
+    gradients."""
     model = build(name)
     losses_of = losses_function(model)
     clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
@@ -132,8 +134,12 @@ def test_non_finite_example_contributes_zero_and_leaves_the_others(mode):
         with PerExampleClipper(model, 0.5, mode=mode, self_check=False) as clipper:
             losses = losses_of(batch)
             if poison is not None:
-                return clipper.backward(losses * torch.tensor([1, 1, poison, 1, 1])), [p.grad.clone() for p in trainable(model)]
-            return clipper.backward(losses, torch.tensor([1.0, 1, 0, 1, 1])), [p.grad.clone() for p in trainable(model)]
+                return clipper.backward(losses * torch.tensor([1, 1, poison, 1, 1])), [
+                    p.grad.clone() for p in trainable(model)
+                ]
+            return clipper.backward(losses, torch.tensor([1.0, 1, 0, 1, 1])), [
+                p.grad.clone() for p in trainable(model)
+            ]
 
     _, without = run(None)
     for poison in (float("nan"), float("inf")):
@@ -172,7 +178,8 @@ def test_per_sample_mode_leaves_the_gradients_of_every_example():
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_backward_accumulates_and_forgets(mode):
-    """Two physical batches add up to one of both; nothing of the first is left for the second; an unused forward changes nothing."""
+    """Two physical batches add up to one of both; nothing of the first is left for the second; an unused forward
+    changes nothing."""
     model = build("llama-tied")
     losses_of, batch = losses_function(model), batch_for("llama-tied", SHORT)
     with PerExampleClipper(model, 0.3, mode=mode, self_check=False) as clipper:
@@ -225,7 +232,8 @@ def test_activation_checkpointing_gives_the_same(mode, reentrant, lora):
 
 @pytest.mark.parametrize(("tokens", "width", "out"), [(512, 64, 64), (64, 256, 256)])
 def test_ghost_norm_never_comes_out_too_small(tokens, width, out):
-    """Nearly constant activations against output gradients that sum to zero: the norm is a small difference of large numbers."""
+    """Nearly constant activations against output gradients that sum to zero: the norm is a small difference of large
+    numbers."""
     from dp_transformers.clipping.terms import Outer
 
     generator = torch.Generator().manual_seed(0)
@@ -266,7 +274,10 @@ def test_pickling_and_copying_work_while_attached():
         with torch.no_grad():
             assert torch.isfinite(twin(batch["input_ids"]).logits).all()
     model.eval()
-    assert model.generate(batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 6)
+    assert model.generate(batch["input_ids"][:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (
+        1,
+        6,
+    )
 
 
 def test_evaluation_between_steps_is_not_seen():
@@ -387,7 +398,10 @@ class TestMisuse:
 
     @pytest.mark.parametrize(
         ("wrap", "way_out"),
-        [(nn.DataParallel, "bare module, and start one process for each device"), (DeepSpeedEngine, r"bare module, after fully_shard")],
+        [
+            (nn.DataParallel, "bare module, and start one process for each device"),
+            (DeepSpeedEngine, r"bare module, after fully_shard"),
+        ],
     )
     def test_wrappers_of_several_devices(self, wrap, way_out):
         """DistributedDataParallel, which needs a process group: tests/test_distributed.py."""
@@ -425,7 +439,9 @@ def test_bf16_autocast_respects_the_bound():
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("size", [1e2, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["embedding", "linear", "bias", "layer norm", "convolution", "attention", "recurrent"])
+@pytest.mark.parametrize(
+    "kind", ["embedding", "linear", "bias", "layer norm", "convolution", "attention", "recurrent"]
+)
 def test_parts_that_cancel(kind, dtype, size, mode):
     """Positions pull in opposite directions: what is left of them is rounding, and still bounded."""
     t, d = (512 if dtype == torch.float32 else 64), 4
@@ -460,13 +476,18 @@ def test_parts_that_cancel(kind, dtype, size, mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["embedding", "linear", "bias"])
 def test_equal_parts_that_cancel(kind, dtype, mode):
-    """Some positions pull three times as much as the others, against them: all are rounded alike, so what is left is no random walk."""
+    """Some positions pull three times as much as the others, against them: all are rounded alike, so what is left is
+    no random walk."""
     t, d, bound = 4096, 8, 1e-3
     model = nn.Embedding(3, d) if kind == "embedding" else nn.Linear(d, d, bias=kind == "bias")
     if kind == "bias":
         model.weight.requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
-    x = torch.ones(2, t, dtype=torch.long) if kind == "embedding" else torch.randn(2, 1, d, generator=generator).expand(2, t, d)
+    x = (
+        torch.ones(2, t, dtype=torch.long)
+        if kind == "embedding"
+        else torch.randn(2, 1, d, generator=generator).expand(2, t, d)
+    )
     pulls = torch.where(torch.arange(t) < t // 4, 3.0, -1.0)[:, None] * torch.randint(1, 8, (d,), generator=generator)
     for j in range(2):
         with PerExampleClipper(model, bound, mode=mode, self_check=False) as clipper:
@@ -481,7 +502,8 @@ def test_equal_parts_that_cancel(kind, dtype, mode):
 @pytest.mark.parametrize("first", ["router", "up"])
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_one_input_of_layers_in_two_precisions(mode, first):
-    """A router that stays in fp32 inside an autocast region: what is known of the input rounded to bf16 says nothing of it unrounded."""
+    """A router that stays in fp32 inside an autocast region: what is known of the input rounded to bf16 says nothing
+    of it unrounded."""
 
     class Routed(nn.Module):
         def __init__(self):
@@ -542,7 +564,8 @@ def test_second_derivatives_are_refused(mode):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_bf16_parameters(mode, tied):
-    """Norms and sums are in fp32, over several batches too; the sum of one example is as long as it may be, and not longer."""
+    """Norms and sums are in fp32, over several batches too; the sum of one example is as long as it may be, and not
+    longer."""
     model = build("llama-tied" if tied else "llama").bfloat16()
     losses_of, batch = losses_function(model), batch_for("llama", LONG)
     gradients = per_example_gradients(model, losses_of, batch)
@@ -583,7 +606,8 @@ def test_autocast_around_backward_does_not_reach_norms_and_sums(mode):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_hooks_of_the_user_are_differentiated(mode):
-    """A hook that changes a layer's output, registered before the clipper: the tap comes first, autograd does the rest."""
+    """A hook that changes a layer's output, registered before the clipper: the tap comes first, autograd does the
+    rest."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     model[0].register_forward_hook(lambda module, args, out: 3 * out)

@@ -103,7 +103,8 @@ def test_what_the_fallback_refuses(kind):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_fallback_sees_the_random_numbers_that_were_drawn(mode):
-    """Dropout inside the owning module: the same mask in forward, norms and sum, and the generator goes on as without a clipper."""
+    """Dropout inside the owning module: the same mask in forward, norms and sum, and the generator goes on as without
+    a clipper."""
     model, x = nn.Sequential(nn.Linear(5, 5), Refused.Random()), torch.randn(4, 3, 5)
     torch.manual_seed(3)
     losses = weigh(model(x))
@@ -221,7 +222,9 @@ class Remembers(nn.Module):
         return self.dropout(torch.stack(rows) if rows else x) * self.w
 
 
-@pytest.mark.parametrize(("dropout", "loops"), [(0.0, False), (0.0, True), (0.5, False)], ids=["vmap", "one by one", "masked"])
+@pytest.mark.parametrize(
+    ("dropout", "loops"), [(0.0, False), (0.0, True), (0.5, False)], ids=["vmap", "one by one", "masked"]
+)
 def test_a_re_run_leaves_nothing_behind(dropout, loops):
     model = nn.Sequential(nn.Linear(5, 5), Remembers(dropout, loops))
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
@@ -234,7 +237,10 @@ def test_a_re_run_leaves_nothing_behind(dropout, loops):
 
 def test_flattened_batch_is_refused_unless_it_has_settled():
     model, x = Refused.Flat(), torch.randn(4, 3, 5)
-    with PerExampleClipper(model, 1.0, self_check=False) as clipper, pytest.raises(ValueError, match=r"'linear' .*neither the batch \(4\)"):
+    with (
+        PerExampleClipper(model, 1.0, self_check=False) as clipper,
+        pytest.raises(ValueError, match=r"'linear' .*neither the batch \(4\)"),
+    ):
         clipper.backward(weigh(model(x)))
     for mode in ALL_MODES:
         report = check_model(model, {"x": x}, mode=mode)

@@ -1,4 +1,5 @@
-"""A gradient that reaches a parameter past the taps is refused at any backward, not only where the first call takes that way."""
+"""A gradient that reaches a parameter past the taps is refused at any backward, not only where the first call takes
+that way."""
 
 import gc
 from dataclasses import dataclass
@@ -200,8 +201,19 @@ class Net(nn.Module):
     def __init__(self, way):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.other, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.bias, self.carries, self.in_place, self.nearest, self.token = Bias(), Carries(), InPlace(), Nearest(), MaskToken()
+        self.first, self.middle, self.other, self.head = (
+            nn.Linear(3, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 2),
+        )
+        self.bias, self.carries, self.in_place, self.nearest, self.token = (
+            Bias(),
+            Carries(),
+            InPlace(),
+            Nearest(),
+            MaskToken(),
+        )
         self.borrows = Borrows(self.middle)
         self.way = way
 
@@ -232,9 +244,15 @@ AROUND = {
         "other.weight",
         lambda net, h: functional_call(net.middle, {"weight": net.middle.weight.detach() + net.other.weight}, h),
     ),
-    "functional call, scaled": ("middle.weight", lambda net, h: functional_call(net.middle, {"weight": 20 * net.middle.weight}, h)),
+    "functional call, scaled": (
+        "middle.weight",
+        lambda net, h: functional_call(net.middle, {"weight": 20 * net.middle.weight}, h),
+    ),
     "borrowed weight": ("middle.weight", lambda net, h: net.borrows(h, borrows=True)),
-    "gradient written in backward": ("middle.weight", lambda net, h: net.middle(h) + Fused.apply(h, [net.middle.weight])),
+    "gradient written in backward": (
+        "middle.weight",
+        lambda net, h: net.middle(h) + Fused.apply(h, [net.middle.weight]),
+    ),
     "hook before the tap": ("first.bias", hooked),
     "input in a box": ("first.bias", lambda net, h: net.bias(Box(h * net.first.bias))),
     "context": ("bias.bias", in_context),
@@ -281,7 +299,9 @@ def test_what_only_looks_like_a_way_around_the_taps_is_exact(way, modes):
         with PerExampleClipper(net, max_grad_norm=bound, mode=mode) as clipper:
             got = clipper.backward(losses(net, x, y))
         assert got.tolist() == pytest.approx(norms, rel=tolerance)
-        assert distance([torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()], total) <= tolerance * length(total)
+        assert distance(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()], total
+        ) <= tolerance * length(total)
 
 
 def test_the_walk_takes_every_operation_once():
@@ -290,7 +310,11 @@ def test_the_walk_takes_every_operation_once():
     class Residual(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.blocks, self.head = nn.Linear(3, 4), nn.ModuleList(Bias() for _ in range(200)), nn.Linear(4, 2)
+            self.first, self.blocks, self.head = (
+                nn.Linear(3, 4),
+                nn.ModuleList(Bias() for _ in range(200)),
+                nn.Linear(4, 2),
+            )
 
         def forward(self, x):
             h = self.first(x)

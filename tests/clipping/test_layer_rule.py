@@ -41,7 +41,9 @@ def test_own_rule(mode):
             return x * self.w
 
     try:
-        register_grad_sampler(Mine)(lambda layer, activations, backprops: {layer.w: torch.full((len(backprops), 5), float("nan"))})
+        register_grad_sampler(Mine)(
+            lambda layer, activations, backprops: {layer.w: torch.full((len(backprops), 5), float("nan"))}
+        )
 
         @register_grad_sampler(Mine)  # the last registration wins
         def mine(layer, activations, backprops):
@@ -153,10 +155,16 @@ def test_norm_samplers_that_are_wrong(asked):
     with pytest.raises(SelfCheckError, match="not exact"):
         check(model, x, "ghost")
     register_norm_sampler(Affine)(lambda layer, *a: {layer.w: right(layer, *a)[layer.w]})
-    with PerExampleClipper(model, 1.0, mode="ghost", self_check=False) as clipper, pytest.raises(ValueError, match=r"trainable \['b'\]"):
+    with (
+        PerExampleClipper(model, 1.0, mode="ghost", self_check=False) as clipper,
+        pytest.raises(ValueError, match=r"trainable \['b'\]"),
+    ):
         clipper.backward(weigh(model(x)))
     register_norm_sampler(Affine)(lambda *a: {p: n[:, None] for p, n in right(*a).items()})
-    with PerExampleClipper(model, 1.0, mode="ghost", self_check=False) as clipper, pytest.raises(ValueError, match=r"\(B,\).*\(4, 1\)"):
+    with (
+        PerExampleClipper(model, 1.0, mode="ghost", self_check=False) as clipper,
+        pytest.raises(ValueError, match=r"\(B,\).*\(4, 1\)"),
+    ):
         clipper.backward(weigh(model(x)))
 
 

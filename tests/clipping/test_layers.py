@@ -54,7 +54,9 @@ def test_an_example_that_is_not_finite_leaves_the_others_as_they_were(layer, sha
         model.zero_grad()
         norms = clipper.backward(weigh(model(bad)))
     assert norms.isfinite().tolist() == [True, True, False, True]
-    expected, total = clipped_sum(per_example_gradients(model, lambda b: weigh(model(b["x"])), {"x": x[[0, 1, 3]]}), 1e9)
+    expected, total = clipped_sum(
+        per_example_gradients(model, lambda b: weigh(model(b["x"])), {"x": x[[0, 1, 3]]}), 1e9
+    )
     torch.testing.assert_close(norms[[0, 1, 3]].double(), torch.tensor(expected).double(), rtol=1e-5, atol=0)
     assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
 

@@ -19,7 +19,11 @@ class Base(nn.Module):
         self.count, self.kind, self.kept, self.history, self.options = 0, "sparse", None, [], {"kind": "sparse"}
         self.config = type("Config", (), {"__module__": "user"})()
         self.config.length = 4
-        self.switch, self.array, self.deep = False, np.zeros(2), [0, {"inner": type("Inner", (), {"__module__": "user"})()}]
+        self.switch, self.array, self.deep = (
+            False,
+            np.zeros(2),
+            [0, {"inner": type("Inner", (), {"__module__": "user"})()}],
+        )
         self.deep[1]["inner"].kind = "sparse"
 
     def forward(self, x):
@@ -84,7 +88,9 @@ def test_what_held_nothing_or_tensors_is_put_back(name):
                 and model.history == []
                 and model.options == {"kind": "sparse"}
             )
-            assert not hasattr(model, "new") and not hasattr(model, "made") and not hasattr(model.config, "problem_type")
+            assert (
+                not hasattr(model, "new") and not hasattr(model, "made") and not hasattr(model.config, "problem_type")
+            )
 
 
 @pytest.mark.parametrize("as_buffer", [False, True])

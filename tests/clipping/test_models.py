@@ -13,7 +13,12 @@ from dp_transformers import PerExampleClipper
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.losses import find_per_example_loss
 
-CELLS = [(name, variant) for name in ZOO for variant in ("full", "tied", "lora") if variant != "tied" or name not in ALWAYS_UNTIED]
+CELLS = [
+    (name, variant)
+    for name in ZOO
+    for variant in ("full", "tied", "lora")
+    if variant != "tied" or name not in ALWAYS_UNTIED
+]
 
 
 @pytest.mark.parametrize(("name", "variant"), CELLS)
@@ -45,7 +50,10 @@ def test_heads_are_exact_in_every_mode(head):
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask")}
     labels = {
         "token classification": {"labels": batch["labels"].clamp(max=LABELS - 1)},
-        "question answering": {"start_positions": torch.randint(0, 9, (5,)), "end_positions": torch.randint(0, 9, (5,))},
+        "question answering": {
+            "start_positions": torch.randint(0, 9, (5,)),
+            "end_positions": torch.randint(0, 9, (5,)),
+        },
         "multiple choice": {"labels": torch.randint(0, 3, (5,))},
     }[head]
     if head == "multiple choice":  # (B, choices, T), which the model flattens
@@ -62,7 +70,8 @@ def test_heads_are_exact_in_every_mode(head):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_bf16_autocast(name):
-    """Norms within 2% of those of one example at a time under autocast, and taking an example out never moves the sum by more than C: 50 adversarial batches."""
+    """Norms within 2% of those of one example at a time under autocast, and taking an example out never moves the sum
+    by more than C: 50 adversarial batches."""
     model = build(name)
     losses_of = losses_function(model)
 

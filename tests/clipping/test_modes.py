@@ -14,7 +14,8 @@ BOUND = 2.0
 
 
 class EachParameter(MeasuringPass):
-    """Clips the gradient of every parameter by itself, to the whole bound, as soon as all its uses were reached; keeps nothing."""
+    """Clips the gradient of every parameter by itself, to the whole bound, as soon as all its uses were reached; keeps
+    nothing."""
 
     def __init__(self, forward, clip, sums):
         super().__init__(forward, instantiate=False)
@@ -92,7 +93,9 @@ def test_a_mode_that_clips_and_sums_in_each_layers_backward(streaming, loop):
         return model(batch["ids"]).square().sum(1)
 
     gradients = per_example_gradients(model, losses_of, batch)  # of each example, of each parameter
-    with PerExampleClipper(model, BOUND, mode="streaming") as clipper:  # whose self-check would not agree: it knows one norm of all
+    with PerExampleClipper(
+        model, BOUND, mode="streaming"
+    ) as clipper:  # whose self-check would not agree: it knows one norm of all
         clipper.checked = True
         clipper.follow(watcher := Watcher(), "sum" if loop == "loss.backward()" else None)
         losses = losses_of(batch)

@@ -16,7 +16,19 @@ from dp_transformers.clipping.norms import BF16, FP32, SPLIT, DirectNorm, GhostN
 from dp_transformers.clipping.terms import dense
 
 CPU = torch.device("cpu")
-VIEWS = {"view", "t", "transpose", "detach", "unsqueeze", "diagonal", "_unsafe_view", "expand", "split", "slice", "alias"}
+VIEWS = {
+    "view",
+    "t",
+    "transpose",
+    "detach",
+    "unsqueeze",
+    "diagonal",
+    "_unsafe_view",
+    "expand",
+    "split",
+    "slice",
+    "alias",
+}
 
 
 def weigh(out):
@@ -25,7 +37,9 @@ def weigh(out):
     return torch.tanh(out).flatten(1) @ weight
 
 
-measured = st.tuples(st.sampled_from(["length", "product"]), st.sampled_from([None, FP32, SPLIT, BF16]), st.integers(1, 3))
+measured = st.tuples(
+    st.sampled_from(["length", "product"]), st.sampled_from([None, FP32, SPLIT, BF16]), st.integers(1, 3)
+)
 
 
 def some(kind, rounding, positions, b, g):
@@ -74,7 +88,8 @@ def small_model(dtype=torch.float32):
 @pytest.mark.parametrize("small", [0, 4 * 5, 2**30], ids=["none", "some", "all"])
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
 def test_small_gradients_side_by_side(mode, small, dtype, monkeypatch):
-    """Norms, sums and what is added to, however many are taken together; with weights, and an example that is not finite."""
+    """Norms, sums and what is added to, however many are taken together; with weights, and an example that is not
+    finite."""
     monkeypatch.setattr(dense, "MAX_BATCHED_NUMEL", small)
     model = small_model(dtype)
     batch = {"x": torch.randn(4, 3, 6, dtype=dtype)}
@@ -119,12 +134,17 @@ def test_gradients_that_were_summed_together_are_changed_one_by_one():
 
 
 class Tagger(nn.Module):
-    """Scores of every position, padding too, as extractive question answering has them; what is padding reaches the norm as zeros."""
+    """Scores of every position, padding too, as extractive question answering has them; what is padding reaches the
+    norm as zeros."""
 
     def __init__(self, width=64):
         super().__init__()
         self.embed = nn.Embedding(50, width, padding_idx=0)
-        self.proj, self.norm, self.head = nn.Linear(width, width, bias=False), nn.RMSNorm(width, eps=1e-6), nn.Linear(width, 1)
+        self.proj, self.norm, self.head = (
+            nn.Linear(width, width, bias=False),
+            nn.RMSNorm(width, eps=1e-6),
+            nn.Linear(width, 1),
+        )
 
     def forward(self, ids):
         return self.head(self.norm(self.proj(self.embed(ids)))).squeeze(-1)
@@ -142,16 +162,21 @@ def test_gradients_of_padding_do_not_lengthen_norms(mode):
     model = Tagger()
     batch = {"ids": padded(50, [16, 12, 8], torch.Generator().manual_seed(0))[0], "y": torch.tensor([1, 3, 2])}
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
-        assert_exact(model, clipper, lambda b: nn.functional.cross_entropy(model(b["ids"]), b["y"], reduction="none"), batch)
+        assert_exact(
+            model, clipper, lambda b: nn.functional.cross_entropy(model(b["ids"]), b["y"], reduction="none"), batch
+        )
 
 
 QWEN = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
             head_dim=16, pad_token_id=0, initializer_range=0.2)  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 NEXT = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
-READ_OUT = {  # the models that read answers out of every position, with the kinds of layers that give zeros for padding
+# the models that read answers out of every position, with the kinds of layers that give zeros for padding
+READ_OUT = {
     "Qwen3": lambda: hf.Qwen3ForQuestionAnswering(hf.Qwen3Config(**QWEN)),
-    "Qwen3-Next": lambda: hf.Qwen3NextForQuestionAnswering(hf.Qwen3NextConfig(**QWEN, **EXPERTS, **NEXT, full_attention_interval=2)),
+    "Qwen3-Next": lambda: hf.Qwen3NextForQuestionAnswering(
+        hf.Qwen3NextConfig(**QWEN, **EXPERTS, **NEXT, full_attention_interval=2)
+    ),
     "Gemma 3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**QWEN, sliding_window=4)),
     "Olmo 3": lambda: hf.Olmo3ForCausalLM(hf.Olmo3Config(**QWEN, sliding_window=4)),
 }
@@ -160,7 +185,8 @@ READ_OUT = {  # the models that read answers out of every position, with the kin
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 @pytest.mark.parametrize("name", list(READ_OUT))
 def test_architectures_whose_padding_is_zero(name, mode):
-    """The loss reads every position. Inputs of zero come of embeddings, masked convolutions, and rows of sliding windows that see nothing."""
+    """The loss reads every position. Inputs of zero come of embeddings, masked convolutions, and rows of sliding
+    windows that see nothing."""
     torch.manual_seed(0)
     model = READ_OUT[name]()
     model.config.use_cache = False
@@ -168,7 +194,9 @@ def test_architectures_whose_padding_is_zero(name, mode):
 
     def losses(batch):
         found = model(**batch)
-        return weigh(torch.stack([found.start_logits, found.end_logits], 1) if "start_logits" in found else found.logits)
+        return weigh(
+            torch.stack([found.start_logits, found.end_logits], 1) if "start_logits" in found else found.logits
+        )
 
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         assert_exact(model, clipper, losses, {"input_ids": ids, "attention_mask": mask})
@@ -188,7 +216,8 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize(("mode", "times_plain"), [("book_keeping", 3), ("ghost", 5)])
 def test_a_layer_costs_few_calls(mode, times_plain):
-    """Where models are small or devices fast, the number of calls is what a step costs: 6 of a Linear and a LayerNorm without privacy."""
+    """Where models are small or devices fast, the number of calls is what a step costs: 6 of a Linear and a LayerNorm
+    without privacy."""
 
     def calls(depth, mode):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(depth)])

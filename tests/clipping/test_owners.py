@@ -1,4 +1,5 @@
-"""Claims discover_owners: whatever a module's calls look like, each parameter ends with somebody who sees all of its uses, or is refused."""
+"""Claims discover_owners: whatever a module's calls look like, each parameter ends with somebody who sees all of its
+uses, or is refused."""
 
 import pytest
 import torch
@@ -21,7 +22,12 @@ def weigh(model, batch):
 
 
 def owner_of(clipper, name):
-    return next(owner.path for owner in clipper.owners for p in owner.names if p is dict(clipper.model.named_parameters())[name])
+    return next(
+        owner.path
+        for owner in clipper.owners
+        for p in owner.names
+        if p is dict(clipper.model.named_parameters())[name]
+    )
 
 
 class Packs(nn.Module):
@@ -107,7 +113,8 @@ class TransposedOwn(nn.Module):
 
 
 class Repeats(nn.Module):
-    """What the embedding returns without a batch is repeated by the model, so no copy may be given to each example before."""
+    """What the embedding returns without a batch is repeated by the model, so no copy may be given to each example
+    before."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +126,8 @@ class Repeats(nn.Module):
 
 
 class ReadsOneCopy(nn.Module):
-    """A bias table is computed once for the whole batch, and flattened: an index into its copies finds the same one for all examples."""
+    """A bias table is computed once for the whole batch, and flattened: an index into its copies finds the same one
+    for all examples."""
 
     class Block(nn.Module):
         def __init__(self, offset):
@@ -206,11 +214,16 @@ def test_who_answers_and_that_it_is_exact(build, name, answers, mode):
 
 
 class AddsPositions(nn.Module):
-    """A table of positions is added, and a scale multiplied, for the whole batch at once: each example reads its own copy of either."""
+    """A table of positions is added, and a scale multiplied, for the whole batch at once: each example reads its own
+    copy of either."""
 
     def __init__(self):
         super().__init__()
-        self.positions, self.scale, self.head = nn.Embedding(5, 4), nn.Sequential(nn.Linear(2, 4), nn.ReLU()), nn.Linear(4, 2)
+        self.positions, self.scale, self.head = (
+            nn.Embedding(5, 4),
+            nn.Sequential(nn.Linear(2, 4), nn.ReLU()),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, x):
         x = x + self.positions(torch.arange(x.shape[1]).unsqueeze(0))
@@ -227,10 +240,17 @@ def test_copies_that_are_read_by_their_own_examples_stay_with_their_modules(mode
 
 def test_swin_with_positions_computed_once():
     torch.manual_seed(0)
-    sizes = dict(image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4, num_labels=3)
+    sizes = dict(
+        image_size=32, patch_size=4, embed_dim=16, depths=[1, 1], num_heads=[2, 4], window_size=4, num_labels=3
+    )
     model = hf.Swinv2ForImageClassification(hf.Swinv2Config(**sizes, initializer_range=0.2))
     with PerExampleClipper(model, 1.0) as clipper:
-        assert_exact(model.eval(), clipper, lambda b: weigh(lambda **b: model(**b).logits, b), {"pixel_values": torch.randn(3, 3, 32, 32)})
+        assert_exact(
+            model.eval(),
+            clipper,
+            lambda b: weigh(lambda **b: model(**b).logits, b),
+            {"pixel_values": torch.randn(3, 3, 32, 32)},
+        )
 
 
 class SortsRarely(nn.Module):
@@ -259,7 +279,8 @@ class SortsRarely(nn.Module):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_tokens_that_were_as_many_as_examples_or_positions_by_chance(mode):
-    """With this seed they are in both batches that owners discover_owners on: the check's next batch shows that they are not."""
+    """With this seed they are in both batches that owners discover_owners on: the check's next batch shows that they
+    are not."""
     torch.manual_seed(15)
     model, x = SortsRarely(), torch.randn(4, 5, 4)
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
@@ -269,12 +290,15 @@ def test_tokens_that_were_as_many_as_examples_or_positions_by_chance(mode):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_packed_rows_are_not_taken_for_flattened_ones(mode):
-    """The first batch has no padding, so that its packed rows look like flattened ones; the second one's divide by the batch, too."""
+    """The first batch has no padding, so that its packed rows look like flattened ones; the second one's divide by the
+    batch, too."""
     model = Packs()
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         for lengths in ([6, 6, 6, 6], [6, 2, 3, 1]):
             mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
-            assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 6, 4), "attention_mask": mask})
+            assert_exact(
+                model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 6, 4), "attention_mask": mask}
+            )
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -298,7 +322,9 @@ def test_random_numbers_are_replayed_where_positions_come_first(mode):
     model, x = TransposedOwn(dropout=0.5), torch.randn(4, 5, 4)
     torch.manual_seed(1)
     expected = torch.autograd.grad(weigh(model, {"x": x}).sum(), model.gate.w)[0]
-    with PerExampleClipper(model, 1e6, mode=mode) as clipper:  # nothing is clipped, so the sum is the ordinary gradient
+    with PerExampleClipper(
+        model, 1e6, mode=mode
+    ) as clipper:  # nothing is clipped, so the sum is the ordinary gradient
         weigh(model, {"x": x})
         torch.manual_seed(1)
         clipper.backward(weigh(model, {"x": x}))

@@ -22,8 +22,11 @@ from .synthetic import (
 
 
 @contextlib.contextmanager
-def true_causes(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> Iterator[None]:
-    """Inside, a check that fails for a reason which people know by another name raises an error that says that name."""
+def true_causes(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
+) -> Iterator[None]:
+    """Inside, a check that fails for a reason which people know by another name raises an error that says that
+    name."""
     try:
         yield
     except Exception as error:
@@ -36,19 +39,22 @@ def true_causes(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kw
         lost = [(a, b) for a, b in zip(dims, _seen_in_forward(engine, losses_of, *one, 1)[0], strict=False) if b < a]
         if wrong_way:
             raise SelfCheckError(
-                f"{wrong_way[0]} has batch_first=False and is given a tensor with the batch first, so it takes examples for positions, and mixes "
-                "them: build it with batch_first=True."
+                f"{wrong_way[0]} has batch_first=False and is given a tensor with the batch first, so it takes "
+                "examples for positions, and mixes them: build it with batch_first=True."
             ) from error
         if lost:
             raise SelfCheckError(
-                f"the model's output has {lost[0][0]} dimensions for {batch} examples and {lost[0][1]} for one: squeeze() takes the dimension of the "
-                "batch too where it is 1. Name the dimension, as in squeeze(-1)."
+                f"the model's output has {lost[0][0]} dimensions for {batch} examples and {lost[0][1]} for one: "
+                "squeeze() takes the dimension of the batch too where it is 1. Name the dimension, as in squeeze(-1)."
             ) from error
         raise
 
 
-def _seen_in_forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> tuple[list[int], list[str]]:
-    """Returns how many dimensions the model's outputs have, and the modules that expect the batch second and are given it first."""
+def _seen_in_forward(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
+) -> tuple[list[int], list[str]]:
+    """Returns how many dimensions the model's outputs have, and the modules that expect the batch second and are given
+    it first."""
     dims: list[int] = []
     wrong_way: list[str] = []
 

@@ -37,15 +37,17 @@ class ExampleMixing:
 def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
     """Find examples that influence each other in one forward pass of ``model``, in the training mode it is in.
 
-    Seen are any gradient of output i with respect to input j (with respect to the embeddings' outputs for integers), and any change of
-    output i, larger than rounding, when example j is replaced by its neighbour, which also shows what no gradient does: limited places,
-    sorting, rounding. Costs one backward and one forward pass for each example. Parameters, their gradients, buffers and random state
-    stay as they are.
+    Seen are any gradient of output i with respect to input j (with respect to the embeddings' outputs for integers),
+    and any change of output i, larger than rounding, when example j is replaced by its neighbour, which also shows
+    what no gradient does: limited places, sorting, rounding. Costs one backward and one forward pass for each example.
+    Parameters, their gradients, buffers and random state stay as they are.
 
     Args:
-        model: Called with the batch; every floating-point tensor it returns has the examples in its first dimension, as have its inputs.
-        batch: Public examples, at least two, all different: keyword arguments in a dict, positional ones in a tuple, or one tensor.
-            A batch size that no other dimension has, or modules may be named that work on positions first.
+        model: Called with the batch; every floating-point tensor it returns has the examples in its first dimension,
+            as have its inputs.
+        batch: Public examples, at least two, all different: keyword arguments in a dict, positional ones in a tuple,
+            or one tensor. A batch size that no other dimension has, or modules may be named that work on positions
+            first.
 
     Returns:
         The pairs and the module; None if there is no such pair.
@@ -100,8 +102,9 @@ def _pairs_by_gradient(model: nn.Module, args: tuple, kwargs: dict, size: int) -
         outputs = floating_tensors(model(*args, **kwargs))
         if not outputs or not all(has_batch(x, size) and bool(torch.isfinite(x).all()) for x in outputs):
             raise ValueError(
-                f"the model returns floating-point tensors of shapes {[tuple(x.shape) for x in outputs]} for {size} examples, and their rows must "
-                "be the examples' own and finite. (A loss of the whole batch depends on all of them: leave the labels out.)"
+                f"the model returns floating-point tensors of shapes {[tuple(x.shape) for x in outputs]} for {size} "
+                "examples, and their rows must be the examples' own and finite. (A loss of the whole batch depends on "
+                "all of them: leave the labels out.)"
             )
         out_b, pairs = projected(outputs), set()
         for i in range(size if inputs and out_b.requires_grad else 0):
@@ -113,7 +116,8 @@ def _pairs_by_gradient(model: nn.Module, args: tuple, kwargs: dict, size: int) -
 
 
 def _projected_outputs(model: nn.Module, args: tuple, kwargs: dict, size: int) -> list[tuple[str, torch.Tensor]]:
-    """Module and (B,) projection of its output, in the order in which the modules end; the model itself is the last."""
+    """Module and (B,) projection of its output, in the order in which the modules end; the model itself is the
+    last."""
     found: list[tuple[str, torch.Tensor]] = []
     with contextlib.ExitStack() as stack, torch.no_grad():
         stack.enter_context(_forward_on_trial(model))
@@ -122,7 +126,9 @@ def _projected_outputs(model: nn.Module, args: tuple, kwargs: dict, size: int) -
             def note(module: nn.Module, args: tuple, output: Any, path: str = path) -> None:
                 tensors = [x for x in floating_tensors(output) if has_batch(x, size)]
                 if tensors:
-                    found.append((f"'{path}' ({type(module).__name__})" if path else type(module).__name__, projected(tensors)))
+                    found.append(
+                        (f"'{path}' ({type(module).__name__})" if path else type(module).__name__, projected(tensors))
+                    )
 
             stack.callback(module.register_forward_hook(note).remove)
         model(*args, **kwargs)

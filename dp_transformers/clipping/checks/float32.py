@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
-    """Inside, what trains in less computes in float32: bf16's rounding would hide a tenth of a batch's influence on an example.
+    """Inside, what trains in less computes in float32: bf16's rounding would hide a tenth of a batch's influence on an
+    example.
 
-    Autocast is off, also where the model enters it, products are full float32, and parameters and buffers in bf16 or fp16 have float32
-    values, for which memory must hold both for a moment. Afterwards each is the tensor it was. Left alone are quantised weights, tensors
-    of other classes, and the weights of a model that is split over processes. Call it with the gradients put aside (:meth:`ClippingEngine.trial`).
+    Autocast is off, also where the model enters it, products are full float32, and parameters and buffers in bf16 or
+    fp16 have float32 values, for which memory must hold both for a moment. Afterwards each is the tensor it was. Left
+    alone are quantised weights, tensors of other classes, and the weights of a model that is split over processes.
+    Call it with the gradients put aside (:meth:`ClippingEngine.trial`).
 
     The list that is given names what was replaced, as far as the model has run.
     """
@@ -45,16 +47,22 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
 
     if torch.is_autocast_enabled(engine.trainable.device.type):
         replaced.append("autocast")
-    with without_autocast(engine.trainable.device), full_products(settings if engine.trainable.convolves else settings[:1]) as were_reduced:
+    with (
+        without_autocast(engine.trainable.device),
+        full_products(settings if engine.trainable.convolves else settings[:1]) as were_reduced,
+    ):
         if were_reduced:
             replaced.append("products")
-        torch.autocast.__enter__ = enter_disabled  # pyrefly: ignore[bad-assignment]  (the argument's name is another one)
+        # pyrefly: ignore[bad-assignment]  (the argument's name is another one)
+        torch.autocast.__enter__ = enter_disabled
         try:
             for p in engine.trainable.parameters:
                 p.grad = None
             for t, data in kept:
                 t.data = data.float()
-            engine.trainable.low_precision = next((p.dtype for p in engine.model.parameters() if p.dtype in HALF), torch.float32)
+            engine.trainable.low_precision = next(
+                (p.dtype for p in engine.model.parameters() if p.dtype in HALF), torch.float32
+            )
             yield replaced
         finally:
             torch.autocast.__enter__ = enter
@@ -68,7 +76,8 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
 def in_float32_if_possible(
     engine: ClippingEngine, losses_of: LossFunction, inputs: tuple[tuple, dict], compare: Callable[[], Any]
 ) -> tuple[Any, list[str]]:
-    """Returns what ``compare`` gives in float32 (None where the model does not run in it), and what was replaced to make it run."""
+    """Returns what ``compare`` gives in float32 (None where the model does not run in it), and what was replaced to
+    make it run."""
     replaced = ["weights"]
     try:
         with _in_float32(engine) as replaced:
@@ -77,8 +86,9 @@ def in_float32_if_possible(
     except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
         pass
     logger.warning(
-        "%s could not be checked in float32 (it casts by itself, holds weights that stay as they are, is split over processes in less precision, "
-        "or does not fit), so small influences of one example on another may hide in its rounding.",
+        "%s could not be checked in float32 (it casts by itself, holds weights that stay as they are, is split over "
+        "processes in less precision, or does not fit), so small influences of one example on another may hide in its "
+        "rounding.",
         type(engine.model).__name__,
     )
     return None, replaced
@@ -89,7 +99,8 @@ def with_float32(structure: Any) -> Any:
 
 
 def _stays_in_float32(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> bool:
-    """Returns True if the model runs in float32 now, without casting to less by itself: the graph that one pass leaves shows it."""
+    """Returns True if the model runs in float32 now, without casting to less by itself: the graph that one pass leaves
+    shows it."""
     if engine.trainable.low_precision in HALF:
         return False
     frozen = [

@@ -17,10 +17,15 @@ from .synthetic import (
 )
 
 
-def locality_as_trained(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int) -> float:
-    """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may change."""
+def locality_as_trained(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
+) -> float:
+    """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may
+    change."""
     engine.trainable.shards.reshard()
-    watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(engine.model.named_buffers())
+    watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
+        engine.model.named_buffers()
+    )
     before = {name: (id(t), t._version) for name, t in watched.items()}
 
     def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -33,12 +38,15 @@ def locality_as_trained(engine: ClippingEngine, losses_of: LossFunction, args: t
         norms_b, _, low_precision = clip(engine, replayed, args, kwargs)
         error = locality_error_of(engine, replayed, args, kwargs, batch, norms_b)
         engine.trainable.shards.reshard()
-        watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(engine.model.named_buffers())
+        watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
+            engine.model.named_buffers()
+        )
         changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
     if changed:
         raise SelfCheckError(
-            f"'{changed[0]}' changes in the forward pass although it is not trained: it would keep private data without noise. Switch that "
-            "off (running statistics: track_running_stats=False; embeddings: no max_norm), or take the module out."
+            f"'{changed[0]}' changes in the forward pass although it is not trained: it would keep private data "
+            "without noise. Switch that off (running statistics: track_running_stats=False; embeddings: no max_norm), "
+            "or take the module out."
         )
     require_locality(error, TOLERANCE[low_precision])
     return error
@@ -47,7 +55,8 @@ def locality_as_trained(engine: ClippingEngine, losses_of: LossFunction, args: t
 def locality_error_of(
     engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor
 ) -> float:
-    """Returns how much (relative) the other examples' norms move when the last one is replaced, and when the first one is."""
+    """Returns how much (relative) the other examples' norms move when the last one is replaced, and when the first one
+    is."""
     worst = 0.0
     for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
         moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)
@@ -62,7 +71,7 @@ def locality_error_of(
 def require_locality(error: float, tolerance: float) -> None:
     if not error <= tolerance:
         raise SelfCheckError(
-            f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: the model or its loss "
-            "mixes examples (batch statistics, a loss averaged over the batch's tokens, a load-balancing loss, ...), or draws random numbers from a "
-            "generator of its own: take torch's global one."
+            f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: "
+            "the model or its loss mixes examples (batch statistics, a loss averaged over the batch's tokens, a "
+            "load-balancing loss, ...), or draws random numbers from a generator of its own: take torch's global one."
         )

@@ -37,17 +37,21 @@ def check_padding(
     loss_function: LossFunction | None = None,
     row: int | None = None,
 ) -> float:
-    """Check that an example's gradient is the same with and without its padding, on synthetic input shaped and padded like the given one.
+    """Check that an example's gradient is the same with and without its padding, on synthetic input shaped and padded
+    like the given one.
 
-    Where examples are padded to the length of others, one that is not lets those decide its gradient. Looked at in float32.
+    Where examples are padded to the length of others, one that is not lets those decide its gradient. Looked at in
+    float32.
 
     Args:
         engine: Attached to the model as it trains; the model was checked.
-        args: Positional arguments of the model, tensors with the batch first. Those that have T in a later dimension are cut to the example's
-            own positions; where they are padding, they keep the numbers they have.
+        args: Positional arguments of the model, tensors with the batch first. Those that have T in a later dimension
+            are cut to the example's own positions; where they are padding, they keep the numbers they have.
         kwargs: Keyword arguments likewise. Lengths, integers of shape (B,), stay true.
-        own_bt: (B, T), or (B, ..., T), of which one is enough: which positions are each example's own, as a mask says or lengths do.
-        loss_function: As of :func:`check_model`; default: a random linear function of every output at the example's own positions.
+        own_bt: (B, T), or (B, ..., T), of which one is enough: which positions are each example's own, as a mask says
+            or lengths do.
+        loss_function: As of :func:`check_model`; default: a random linear function of every output at the example's
+            own positions.
         row: Of which example; default: the longest that has padding.
 
     Returns:
@@ -75,18 +79,27 @@ def check_padding(
 
         given = None if loss_function is None else losses_of
         found, _ = in_float32_if_possible(
-            engine, losses_of, padded, lambda: _change_by_padding(engine, given, with_float32(padded), with_float32(alone), own_t)
+            engine,
+            losses_of,
+            padded,
+            lambda: _change_by_padding(engine, given, with_float32(padded), with_float32(alone), own_t),
         )
         change, low_precision = found or _change_by_padding(engine, given, padded, alone, own_t)
     tolerance = PADDING_TOLERANCE if found else TOLERANCE[low_precision]
     if not change <= tolerance:
         first, last = bool(own_t[0]), bool(own_t[-1])
-        side = {(True, False): "on the right", (False, True): "on the left", (True, True): "inside", (False, False): "on both sides"}
+        side = {
+            (True, False): "on the right",
+            (False, True): "on the left",
+            (True, True): "inside",
+            (False, False): "on both sides",
+        }
         raise SelfCheckError(
-            f"an example's gradient changes by {change:.1e} (relative) when it is padded {side[first, last]} to the length of a longer one of its "
-            "batch, so every example has a say in the gradients of others, beyond the clipping bound. Pad on the other side (padding_side of the "
-            "tokenizer), or pad all examples to one length (padding='max_length'), or leave padding out in a per-example loss of your own; "
-            "a recurrent model: pack its input (pack_padded_sequence), or read its states at each example's last own position."
+            f"an example's gradient changes by {change:.1e} (relative) when it is padded {side[first, last]} to the "
+            "length of a longer one of its batch, so every example has a say in the gradients of others, beyond the "
+            "clipping bound. Pad on the other side (padding_side of the tokenizer), or pad all examples to one length "
+            "(padding='max_length'), or leave padding out in a per-example loss of your own; a recurrent model: pack "
+            "its input (pack_padded_sequence), or read its states at each example's last own position."
         )
     return change
 
@@ -94,16 +107,17 @@ def check_padding(
 def _change_by_padding(
     engine: ClippingEngine, loss_function: LossFunction | None, padded: tuple, alone: tuple, own_t: torch.Tensor
 ) -> tuple[float, torch.dtype]:
-    """Returns how much (relative) one example's gradient differs between these inputs, and the lowest precision seen."""
+    """Returns how much (relative) one example's gradient differs between these inputs, and the lowest precision
+    seen."""
     with perturbed(engine):
         try:
             losses_of = loss_function or _own_output_loss(engine, alone, own_t)
             without = clip(engine, losses_of, *alone)[1]
         except (RuntimeError, ValueError, IndexError) as error:
             raise SelfCheckError(
-                f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed without the padding "
-                f"({str(error).splitlines()[0]}), so nobody knows what the padding does to its gradient. Leave out examples that are so short, or "
-                "pad all to one length (padding='max_length')."
+                f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed "
+                f"without the padding ({str(error).splitlines()[0]}), so nobody knows what the padding does to its "
+                "gradient. Leave out examples that are so short, or pad all to one length (padding='max_length')."
             ) from error
         _, with_padding, low_precision = clip(engine, losses_of, *padded)
         return float(distance(with_padding, without) / length_of(without).clamp(min=1e-12)), low_precision
@@ -119,14 +133,21 @@ def _with_and_without_padding(
 
     def position_dims(path: tuple, x: torch.Tensor) -> list[int]:
         name, dims = name_of(path), [d for d in range(1, x.dim()) if x.shape[d] == length]
-        if _is_of_targets(name) and (own_targets or x.is_floating_point()):  # several classes may happen to be as many as positions
+        # several classes may happen to be as many as positions
+        if _is_of_targets(name) and (own_targets or x.is_floating_point()):
             return []
         if x.shape == shape:
             return dims[-1:]
         return dims if "mask" in name or x.dtype == torch.bool else dims[:1]
 
     def is_of_lengths(path: tuple, x: torch.Tensor) -> bool:
-        if x.dim() != 1 or len(x) != size or x.is_floating_point() or x.dtype == torch.bool or _is_of_targets(name_of(path)):
+        if (
+            x.dim() != 1
+            or len(x) != size
+            or x.is_floating_point()
+            or x.dtype == torch.bool
+            or _is_of_targets(name_of(path))
+        ):
             return False
         return "length" in name_of(path) or bool((x == count_b.to(x.device)).all()) or bool((x == length).all())
 
@@ -139,7 +160,9 @@ def _with_and_without_padding(
         if _is_of_targets(name_of(path)) and position_dims(path, given):
             drawn = drawn.masked_fill(drawn == -100, 1)
         for dim in position_dims(path, given):
-            drawn = drawn.where(own_t.to(drawn.device).view([-1 if d == dim else 1 for d in range(drawn.dim())]), given_row)
+            drawn = drawn.where(
+                own_t.to(drawn.device).view([-1 if d == dim else 1 for d in range(drawn.dim())]), given_row
+            )
         return drawn
 
     def own_positions(path: tuple, given: Any, x: Any) -> Any:
@@ -159,7 +182,8 @@ def _with_and_without_padding(
 
 
 def _own_output_loss(engine: ClippingEngine, alone: tuple, own_t: torch.Tensor) -> LossFunction:
-    """A loss for models whose own is not known, of what they put out for ``alone``, and of as much of it where there is padding too."""
+    """A loss for models whose own is not known, of what they put out for ``alone``, and of as much of it where there
+    is padding too."""
 
     def outputs(args: tuple, kwargs: dict) -> list[torch.Tensor]:
         args, kwargs = (args, kwargs) if engine.batch_first else second_dimension_first(args, kwargs)

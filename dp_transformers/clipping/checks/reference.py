@@ -14,17 +14,29 @@ from ..parallel.dtensor import as_dtensor_like, full_tensors, to_local
 from ..precision import sum_dtype
 from .synthetic import LossFunction, has_batch
 
-# Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is caught in fp32, which is
-# where exactness and locality are decided: in bf16 a model may attend over the whole batch and stay below the error of its rounding.
+# Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is
+# caught in fp32, which is where exactness and locality are decided: in bf16 a model may attend over the whole batch
+# and stay below the error of its rounding.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
 
-def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, *, clipping: ClippingFunction | None = None):
+def clip(
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    *,
+    clipping: ClippingFunction | None = None,
+):
     """(B,) norms, the sum of each parameter, clipped where ``clipping`` is given, and the lowest precision seen."""
     for p in engine.trainable.parameters:
         p.grad = None
     losses = losses_of(*args, **kwargs)
-    seen = (losses.dtype, engine.trainable.low_precision, engine.forward.low_precision if engine.forward else torch.float32)
+    seen = (
+        losses.dtype,
+        engine.trainable.low_precision,
+        engine.forward.low_precision if engine.forward else torch.float32,
+    )
     low_precision = max(seen, key=TOLERANCE.__getitem__)
     norms_b = engine.backward(losses, clipping=clipping)
     return (
@@ -34,8 +46,18 @@ def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: d
     )
 
 
-def one_at_a_time(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, samples: list, *, bound: float):
-    """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for each parameter."""
+def one_at_a_time(
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    samples: list,
+    *,
+    bound: float,
+):
+    """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for
+    each parameter."""
     norms, total, worst, shards = (
         [],
         [torch.zeros_like(p, dtype=sum_dtype(p)) for p in engine.trainable.parameters],
@@ -60,7 +82,11 @@ def one_at_a_time(engine: ClippingEngine, losses_of: LossFunction, args: tuple, 
                     g = to_local(g).to(sum_dtype(p)) * coefficient
                     running.add_(shards.summed(p, g) if shards else as_dtensor_like(g, p))
             norms.append(norm)
-            given = [(s[i], torch.zeros_like(s[i]) if g is None else g) for s, g in zip(samples, grads, strict=True) if s is not None]
+            given = [
+                (s[i], torch.zeros_like(s[i]) if g is None else g)
+                for s, g in zip(samples, grads, strict=True)
+                if s is not None
+            ]
             if given:
                 worst = max(worst, float(distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)))
     return torch.stack(norms), total, worst

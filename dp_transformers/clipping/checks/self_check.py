@@ -1,16 +1,19 @@
 """Two checks before anything is trained: that no parameter escapes, and that what is computed is what is claimed.
 
-* The **canary**: one pass in which the modules of all owners see detached copies of their parameters. Whatever gradient still reaches a
-  parameter came by a use that no rule saw: a weight read by a functional call, a parametrisation, a module that was bypassed.
-* The **self-check**: norms and clipped sum of a small batch against one example at a time through plain autograd, with dropout off and
-  the trainable parameters shifted a little; and locality, as trained too: another example's content must not move an example's gradient,
-  and no buffer or frozen weight may change.
+* The **canary**: one pass in which the modules of all owners see detached copies of their parameters. Whatever
+  gradient still reaches a parameter came by a use that no rule saw: a weight read by a functional call, a
+  parametrisation, a module that was bypassed.
+* The **self-check**: norms and clipped sum of a small batch against one example at a time through plain autograd, with
+  dropout off and the trainable parameters shifted a little; and locality, as trained too: another example's content
+  must not move an example's gradient, and no buffer or frozen weight may change.
 
-Both run in float32 wherever the model does, whatever precision it trains in, which is then looked at by itself: norms and sums, with more
-tolerance. Where parameters are split over processes, autocast is off, but weights in bf16 stay as they are.
+Both run in float32 wherever the model does, whatever precision it trains in, which is then looked at by itself: norms
+and sums, with more tolerance. Where parameters are split over processes, autocast is off, but weights in bf16 stay as
+they are.
 
-:func:`self_check` runs both on synthetic input with the shapes, dtypes and masks of the first batch (random ids and numbers, dropout
-off, random state restored), so that private data decides nothing; :func:`check_model` runs them on public data you hand over.
+:func:`self_check` runs both on synthetic input with the shapes, dtypes and masks of the first batch (random ids and
+numbers, dropout off, random state restored), so that private data decides nothing; :func:`check_model` runs them on
+public data you hand over.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Worst relative errors of one check: per-example norm, clipped sum (all parameters together), locality, and per-example gradient.
+    """Worst relative errors of one check: per-example norm, clipped sum (all parameters together), locality, and
+    per-example gradient.
 
     The last is measured where there are such gradients, in mode "per_sample", and 0 elsewhere.
     """
@@ -87,7 +91,8 @@ def check_model(
 
     Args:
         model: The model as it will be trained.
-        batch: Keyword arguments of its forward, as a collator gives them, tensors with the batch first, at least two examples.
+        batch: Keyword arguments of its forward, as a collator gives them, tensors with the batch first, at least two
+            examples.
         mode: The clipping mode to check.
         loss_function: ``f(**batch) -> (B,)`` per-example losses; default: a random linear function of every output.
 
@@ -117,16 +122,19 @@ def check_per_sample_gradients_are_correct(
     tolerance: float = 1e-5,
     loss_function: LossFunction | None = None,
 ) -> bool:
-    """Check that per-example gradients, norms and clipped sums of ``module`` equal one example at a time, in every mode.
+    """Check that per-example gradients, norms and clipped sums of ``module`` equal one example at a time, in every
+    mode.
 
-    For your own layers and rules; :func:`check_model` raises instead and returns the figures. They are logged here, the reason of a
-    refusal as a warning.
+    For your own layers and rules; :func:`check_model` raises instead and returns the figures. They are logged here,
+    the reason of a refusal as a warning.
 
     Args:
-        inputs: The module's input: a tensor, a tuple of positional or a dict of keyword arguments, the batch first, at least two examples.
+        inputs: The module's input: a tensor, a tuple of positional or a dict of keyword arguments, the batch first, at
+            least two examples.
         module: What to check, not attached to a clipper; left as it is.
         modes: The clipping modes to check.
-        tolerance: Largest relative error accepted: of each example's norm and gradient, and of the clipped sum, over all parameters together.
+        tolerance: Largest relative error accepted: of each example's norm and gradient, and of the clipped sum, over
+            all parameters together.
         loss_function: As of :func:`check_model`.
 
     Returns:
@@ -155,7 +163,8 @@ def check_per_sample_gradients_are_correct(
         right = max(figures) <= tolerance
         logger.log(
             logging.INFO if right else logging.WARNING,
-            "mode %s: worst relative error of per-example gradients %.1e, norms %.1e, of the clipped sum %.1e (allowed: %.0e)",
+            "mode %s: worst relative error of per-example gradients %.1e, norms %.1e, of the clipped sum %.1e "
+            "(allowed: %.0e)",
             mode, *figures, tolerance,
         )  # fmt: skip
         if not right:
@@ -163,34 +172,41 @@ def check_per_sample_gradients_are_correct(
     return True
 
 
-def self_check(engine: ClippingEngine, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
+def self_check(
+    engine: ClippingEngine, args: tuple, kwargs: dict, loss_function: LossFunction | None = None
+) -> CheckReport:
     """Both checks on synthetic input shaped like ``args`` and ``kwargs``."""
     try:
         with forked_generators(engine.trainable.device):
             engine.trainable.parallel.require_same((args, kwargs), random_state(engine.trainable.device))
-            given: tuple[tuple, dict] = engine.trainable.shards.broadcast_inputs((args, kwargs), engine.trainable.device)
+            given: tuple[tuple, dict] = engine.trainable.shards.broadcast_inputs(
+                (args, kwargs), engine.trainable.device
+            )
             if engine.trainable.shards or engine.trainable.parallel:
                 torch.manual_seed(0)  # processes that share parameters must take the same decisions
             if not engine.batch_first:
                 given = second_dimension_first(*given)
                 loss_function = batch_second(loss_function or random_output_loss(engine.model, batch_first=False))
             args, kwargs = synthetic_inputs(engine.model, *given)
-            report = run_checks(engine, args, kwargs, loss_function, lambda rows: synthetic_inputs(engine.model, *given, rows))
+            report = run_checks(
+                engine, args, kwargs, loss_function, lambda rows: synthetic_inputs(engine.model, *given, rows)
+            )
     except BaseException as error:
         engine.trainable.shards.recover()
         if isinstance(
             error, (IndexError, AssertionError)
         ):  # of torch, of the model or of the loss, about an input that is not as it should be
             raise SelfCheckError(
-                f"the self-check runs the model and its loss on random numbers with the shapes of a batch, and there they raised {type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else 'no text'}. Targets are drawn within their range where they are called labels: name them "
-                "so, or list their names in label_names of the arguments. Where the model takes no random input, self_check=False leaves the check "
-                "out, and the run then says verified: false."
+                "the self-check runs the model and its loss on random numbers with the shapes of a batch, and there "
+                f"they raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}. "
+                "Targets are drawn within their range where they are called labels: name them so, or list their names "
+                "in label_names of the arguments. Where the model takes no random input, self_check=False leaves the "
+                "check out, and the run then says verified: false."
             ) from error
         raise
     logger.info(
-        "self-check passed in %.2f s: every trainable parameter is covered; worst relative error of per-example norms %.1e, "
-        "of the clipped sum %.1e, locality %.1e",
+        "self-check passed in %.2f s: every trainable parameter is covered; worst relative error of per-example norms "
+        "%.1e, of the clipped sum %.1e, locality %.1e",
         report.seconds, report.norm_error, report.sum_error, report.locality_error,
     )  # fmt: skip
     return report
@@ -203,9 +219,11 @@ def run_checks(
     loss_function: LossFunction | None = None,
     others: Callable[[int], tuple[tuple, dict]] | None = None,
 ) -> CheckReport:
-    """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left as they were.
+    """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left
+    as they were.
 
-    The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like these for owners to discover_owners on; default: these examples again.
+    The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like
+    these for owners to discover_owners on; default: these examples again.
     """
     start = time.perf_counter()
     losses_of = loss_function or random_output_loss(engine.model)
@@ -216,7 +234,10 @@ def run_checks(
     with engine.trial(), true_causes(engine, losses_of, args, kwargs, batch):
         inputs: tuple[tuple, dict] = with_float32((args, kwargs))
         errors, replaced = in_float32_if_possible(
-            engine, losses_of, inputs, lambda: _compare(engine, losses_of, *inputs, batch, lambda rows: with_float32(others(rows)))
+            engine,
+            losses_of,
+            inputs,
+            lambda: _compare(engine, losses_of, *inputs, batch, lambda rows: with_float32(others(rows))),
         )
         if replaced or errors is None:
             as_trained = _compare(engine, losses_of, args, kwargs, batch, others, locality=errors is None)
@@ -236,7 +257,8 @@ def _compare(
     *,
     locality: bool = True,
 ) -> tuple[float, float, float, float]:
-    """Worst errors of norms, sums, locality and per-example gradients, in the precision that this runs in; raises if one is too large.
+    """Worst errors of norms, sums, locality and per-example gradients, in the precision that this runs in; raises if
+    one is too large.
 
     Low precision adds nothing to what is known of locality, so it need not be looked at twice.
     """
@@ -247,39 +269,55 @@ def _compare(
         with evaluating(engine.model):
             norms_b = clip(engine, losses_of, args, kwargs)[0]
             if not bool(torch.isfinite(norms_b).all()):
-                raise SelfCheckError("the gradient of a random example is not finite, so nothing can be checked: is the model initialised?")
+                raise SelfCheckError(
+                    "the gradient of a random example is not finite, so nothing can be checked: is the model "
+                    "initialised?"
+                )
             bound = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
             norms_b, total, low_precision = clip(engine, losses_of, args, kwargs, clipping=FlatClipping(bound))
             samples = [getattr(p, "grad_sample", None) for p in engine.trainable.parameters]
             tolerance = TOLERANCE[low_precision]
             _require_equal_replicas(engine, total, tolerance)
             if locality:
-                locality_error = max(locality_error, locality_error_of(engine, losses_of, args, kwargs, batch, norms_b))
+                locality_error = max(
+                    locality_error, locality_error_of(engine, losses_of, args, kwargs, batch, norms_b)
+                )
                 require_locality(locality_error, tolerance)
-            single_b, reference, gradient_error = one_at_a_time(engine, losses_of, args, kwargs, batch, samples, bound=bound)
+            single_b, reference, gradient_error = one_at_a_time(
+                engine, losses_of, args, kwargs, batch, samples, bound=bound
+            )
     norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
     sum_error = float(distance(total, reference) / length_of(reference).clamp(min=1e-12))
     if not max(norm_error, sum_error, gradient_error) <= tolerance:
         raise SelfCheckError(
-            f"clipping is not exact for {type(engine.model).__name__} in mode '{engine.mode.name}': relative error of per-example norms "
-            f"{norm_error:.1e}, of the clipped sum {sum_error:.1e}, of per-example gradients {gradient_error:.1e} (allowed {tolerance:.0e}) "
-            "against one example at a time. "
-            "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or report the model."
+            f"clipping is not exact for {type(engine.model).__name__} in mode '{engine.mode.name}': relative error of "
+            f"per-example norms {norm_error:.1e}, of the clipped sum {sum_error:.1e}, of per-example gradients "
+            f"{gradient_error:.1e} (allowed {tolerance:.0e}) against one example at a time. "
+            "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or "
+            "report the model."
         )
     return norm_error, sum_error, locality_error, gradient_error
 
 
 def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], tolerance: float) -> None:
     if differing := engine.trainable.parallel.differing(engine.trainable.parameters, total, tolerance):
-        name = next(name for name, p in engine.model.named_parameters() if p is engine.trainable.parameters[differing[0]])
+        name = next(
+            name for name, p in engine.model.named_parameters() if p is engine.trainable.parameters[differing[0]]
+        )
         raise SelfCheckError(
-            f"every process of the tensor-parallel group holds parameter '{name}', but their gradients differ: each sees a part of what it is "
-            "used on, and nobody adds them up. Give its module the plan's style 'replicated_with_grad_allreduce', or freeze it."
+            f"every process of the tensor-parallel group holds parameter '{name}', but their gradients differ: each "
+            "sees a part of what it is used on, and nobody adds them up. Give its module the plan's style "
+            "'replicated_with_grad_allreduce', or freeze it."
         )
 
 
 def _discover_and_run(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    others: Callable[[int], tuple[tuple, dict]],
 ) -> None:
     """Discover the owners, and let the parents own what modules hold that turn out not to be re-runnable."""
     while True:
@@ -296,9 +334,15 @@ def _discover_and_run(
 
 
 def _discover(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    others: Callable[[int], tuple[tuple, dict]],
 ) -> None:
-    """Discover the owners on this input, so that every use of every parameter is seen by a module whose outputs have a batch."""
+    """Discover the owners on this input, so that every use of every parameter is seen by a module whose outputs have a
+    batch."""
     taken = {n for x in tree_leaves((args, kwargs)) if has_batch(x, batch) for n in x.shape[1:]}
     size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
     inputs = {size: others(size), other_size: _ragged(*others(other_size), other_size)}
@@ -316,10 +360,18 @@ def _discover(
             raise
 
     try:
-        # positions are not looked for where they come before the examples: flattened rows would not lie example by example
+        # positions are not looked for where they come before the examples: flattened rows would not lie example by
+        # example
         positions = positions_of(args, kwargs, batch) if engine.batch_first else set()
         discover_owners(
-            engine.model, engine.owners, engine.trainable.parameters, plain, tapped, (size, other_size), positions, engine.trainable.shards
+            engine.model,
+            engine.owners,
+            engine.trainable.parameters,
+            plain,
+            tapped,
+            (size, other_size),
+            positions,
+            engine.trainable.shards,
         )
     except UnownedParameterError as error:
         raise SelfCheckError(str(error)) from None
@@ -330,11 +382,14 @@ def _discover(
 
 def _recycled(args: tuple, kwargs: dict, batch: int, size: int) -> tuple[tuple, dict]:
     """``size`` examples made of the given ones."""
-    return tree_map(lambda x: x[torch.arange(size, device=x.device) % batch] if has_batch(x, batch) else x, (args, kwargs))
+    return tree_map(
+        lambda x: x[torch.arange(size, device=x.device) % batch] if has_batch(x, batch) else x, (args, kwargs)
+    )
 
 
 def _ragged(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
-    """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen to do so."""
+    """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen
+    to do so."""
 
     def make(path: tuple, x: Any) -> Any:
         if not has_batch(x, batch) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):

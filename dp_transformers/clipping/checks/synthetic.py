@@ -19,7 +19,8 @@ LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> 
 
 
 def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | None = None) -> tuple[tuple, dict]:
-    """Random input with the shapes, dtypes and masks of the given one, ``rows`` examples (default: three, five or seven)."""
+    """Random input with the shapes, dtypes and masks of the given one, ``rows`` examples (default: three, five or
+    seven)."""
     batch = batch_size_of(model, args, kwargs)
     sizes = {n for x in tree_flatten((args, kwargs))[0] if has_batch(x, batch) for n in x.shape[1:]}
     sizes |= {m.num_layers * (2 if m.bidirectional else 1) for m in model.modules() if isinstance(m, nn.RNNBase)}
@@ -60,7 +61,11 @@ def argument_names(model: nn.Module) -> Callable[[tuple], str]:
     positional = dict(enumerate(inspect.signature(model.forward).parameters))
 
     def name_of(path: tuple) -> str:
-        return positional.get(path[1].idx, "") if len(path) == 2 and path[0].idx == 0 else str(getattr(path[-1], "key", ""))
+        return (
+            positional.get(path[1].idx, "")
+            if len(path) == 2 and path[0].idx == 0
+            else str(getattr(path[-1], "key", ""))
+        )
 
     return name_of
 
@@ -112,15 +117,17 @@ def outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fir
     batch = batch_size_of(model, args, kwargs, batch_first)
 
     def has_batch_second(x: torch.Tensor) -> bool:
-        """Returns True for tensors like the states of a recurrent layer, whose batch is second whatever comes first in its outputs."""
+        """Returns True for tensors like the states of a recurrent layer, whose batch is second whatever comes first in
+        its outputs."""
         return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
     output = model(*args, **kwargs)
     tensors = [x for x in floating_tensors(output) if x.dim()]
     if not tensors:
         raise SelfCheckError(
-            f"{type(model).__name__} returns {type(output).__name__}, in which there is no tensor of floating-point numbers with a dimension for the "
-            "examples, so nothing can be checked: return one, in a tuple, dict or dataclass if need be, or hand over a loss_function."
+            f"{type(model).__name__} returns {type(output).__name__}, in which there is no tensor of floating-point "
+            "numbers with a dimension for the examples, so nothing can be checked: return one, in a tuple, dict or "
+            "dataclass if need be, or hand over a loss_function."
         )
     return [x.transpose(0, 1) if has_batch_second(x) else x for x in tensors]
 
@@ -161,7 +168,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards every buffer has the content it had. (Batch normalisation writes to its own without telling autograd.)"""
+    """Afterwards every buffer has the content it had. (Batch normalisation writes to its own without telling
+    autograd.)"""
     kept = {name: t.clone() for name, t in model.named_buffers()}
     try:
         yield

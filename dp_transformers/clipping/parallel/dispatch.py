@@ -15,13 +15,17 @@ REPLICATED_WITH_GRAD_ALLREDUCE = "ReplicatedWithGradAllReduce"
 def class_forward(module: nn.Module) -> Callable | None:
     """The forward of the module's class, if that is what runs; None where the instance has another.
 
-    transformers' tensor parallelism gives the instance a function that moves tensors before and after it calls the class's.
+    transformers' tensor parallelism gives the instance a function that moves tensors before and after it calls the
+    class's.
     """
     if "forward" not in vars(module):
         return type(module).forward
     forward, original = type(module).forward, closure_of(module).get("original_forward")
     return (
-        forward if style_of(module) in {*PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE} and getattr(original, "__func__", None) is forward else None
+        forward
+        if style_of(module) in {*PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE}
+        and getattr(original, "__func__", None) is forward
+        else None
     )
 
 
@@ -35,6 +39,9 @@ def style_of(module: nn.Module) -> str | None:
     """The class of transformers' parallel style that gave this module its forward; None if none did."""
     function = vars(module).get("forward")
     owner, _, rest = getattr(function, "__qualname__", "").partition(".")
-    if not getattr(function, "__module__", "").startswith("transformers.distributed.") or rest != "install_forward.<locals>.tp_forward":
+    if (
+        not getattr(function, "__module__", "").startswith("transformers.distributed.")
+        or rest != "install_forward.<locals>.tp_forward"
+    ):
         return None
     return type(closure_of(module)["self"]).__name__ if owner == "TensorParallelLayer" else owner

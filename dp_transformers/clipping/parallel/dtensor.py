@@ -23,12 +23,15 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A DTensor of the local part ``tensor``, placed like ``other``; ``tensor`` itself where ``other`` is no DTensor."""
+    """A DTensor of the local part ``tensor``, placed like ``other``; ``tensor`` itself where ``other`` is no
+    DTensor."""
     if not is_dtensor(other):
         return tensor
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(tensor, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride())
+    return DTensor.from_local(
+        tensor, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
+    )
 
 
 def full_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,13 +1,14 @@
 """FSDP2 (`fully_shard`): parameters that are sharded over ranks.
 
-FSDP2 keeps two versions of a parameter: the *sharded* one, a DTensor, is trained; the *unsharded* one, an ordinary tensor, is what the
-modules hold while they run, and what autograd sees. Both stay the same objects all along, so owners, terms and sums refer to the sharded one,
-and :class:`Shards` translates where a module or autograd is involved. A parameter tied over several units, as in models that transformers
-shards while it loads them, has an unsharded version for each of them.
+FSDP2 keeps two versions of a parameter: the *sharded* one, a DTensor, is trained; the *unsharded* one, an ordinary
+tensor, is what the modules hold while they run, and what autograd sees. Both stay the same objects all along, so
+owners, terms and sums refer to the sharded one, and :class:`Shards` translates where a module or autograd is involved.
+A parameter tied over several units, as in models that transformers shards while it loads them, has an unsharded
+version for each of them.
 
-The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or FSDP2's own backward
-does so, a group of parameters at a time, as a sum and not as a mean (the second pass of the other modes). Passes that only measure
-communicate no gradient.
+The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or
+FSDP2's own backward does so, a group of parameters at a time, as a sum and not as a mean (the second pass of the other
+modes). Passes that only measure communicate no gradient.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Shards:
     """The sharded parameters of ``model``; empty (false) where nothing is sharded.
 
     Raises:
-        ValueError: a layout whose clipped sums would not be exact: trainable parameters that FSDP2 was told to ignore, gradients reduced
-            over ranks in less than float32.
+        ValueError: a layout whose clipped sums would not be exact: trainable parameters that FSDP2 was told to ignore,
+            gradients reduced over ranks in less than float32.
     """
 
     def __init__(self, model: nn.Module):
@@ -65,25 +66,35 @@ class Shards:
         for name, p in model.named_parameters():
             if self and p.requires_grad and p not in self._unsharded:
                 raise ValueError(
-                    f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its gradient over processes. "
-                    "Take it out of fully_shard's ignored_params, or freeze it."
+                    f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its "
+                    "gradient over processes. Take it out of fully_shard's ignored_params, or freeze it."
                 )
         config = getattr(model, "config", None)
-        drops = [name for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop") if self and getattr(config, name, 0)]
+        drops = [
+            name
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+            if self and getattr(config, name, 0)
+        ]
         if drops:
             raise ValueError(
-                f"{drops[0]}={getattr(config, drops[0])}: each process would drop layers of its own, and wait for ever for the others to gather "
-                f"what they do not use. Set {', '.join(f'model.config.{name}' for name in drops)} to 0 before the model is built."
+                f"{drops[0]}={getattr(config, drops[0])}: each process would drop layers of its own, and wait for "
+                "ever for the others to gather what they do not use. Set "
+                f"{', '.join(f'model.config.{name}' for name in drops)} to 0 before the model is built."
             )
         trained = [group for group in self._groups if any(p.sharded_param.requires_grad for p in group.fsdp_params)]
         if len(meshes := {group.mesh_info.mesh for group in trained}) > 1:
-            raise ValueError("trainable parameters are sharded over different device meshes: apply fully_shard with one mesh everywhere.")
-        self.mesh = next(iter(meshes), None)  # of data parallelism; that of tensor parallelism lies in the whole parameters
+            raise ValueError(
+                "trainable parameters are sharded over different device meshes: apply fully_shard with one mesh "
+                "everywhere."
+            )
+        # of data parallelism; that of tensor parallelism lies in the whole parameters
+        self.mesh = next(iter(meshes), None)
         for policy in (module._get_fsdp_state()._mp_policy for module in self.modules):
             if policy.param_dtype not in (None, torch.float32) and policy.reduce_dtype != torch.float32:
                 raise ValueError(
-                    f"fully_shard would sum gradients over processes in {policy.reduce_dtype or policy.param_dtype}, which can move the sum "
-                    "by more than max_grad_norm: use MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
+                    f"fully_shard would sum gradients over processes in {policy.reduce_dtype or policy.param_dtype}, "
+                    "which can move the sum by more than max_grad_norm: use "
+                    "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)."
                 )
 
     def unsharded(self, p: nn.Parameter) -> nn.Parameter:
@@ -102,8 +113,9 @@ class Shards:
         """A module that gathers parameters on its own cannot be re-run inside backward with others in their place."""
         if any(_is_fsdp(m) for m in module.modules()):
             raise ValueError(
-                f"'{path}' ({type(module).__name__}) has no rule for per-example gradients and would be re-run, but holds fully_shard "
-                f"units, which cannot be. Apply fully_shard to a module above it. {how_to_fix(path, module)}"
+                f"'{path}' ({type(module).__name__}) has no rule for per-example gradients and would be re-run, but "
+                "holds fully_shard units, which cannot be. Apply fully_shard to a module above it. "
+                f"{how_to_fix(path, module)}"
             )
 
     def reshard(self) -> None:
@@ -120,7 +132,8 @@ class Shards:
     # ---- sums over processes ----
 
     def summed(self, p: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the sum of ``total`` over ranks, placed like ``p``; ``total`` itself if ``p`` is not sharded."""
+        """This rank's shard of the sum of ``total`` over ranks, placed like ``p``; ``total`` itself if ``p`` is not
+        sharded."""
         if p not in self._unsharded or self.mesh is None:
             return total
         from torch.distributed.tensor import DTensor, Partial, Placement, Shard

@@ -1,14 +1,15 @@
 """Tensor parallelism: weights that are split over a group of processes, all of which work on the same examples.
 
-Handled are transformers' plans (``DistributedConfig(tp_size=...)``) and torch's ``parallelize_module``, alone or under FSDP2. A split
-parameter's per-example gradient is split like the parameter: a rule gives a term of the whole or of this process's part of it, width by
-width as the activation and the output gradient lie, and :meth:`TensorParallel.local_part` cuts what is whole. So the squared norm of an example
-is the sum over the group of what the processes hold, a parameter that all of them hold being counted by one: (B,) numbers are added over
-the group once for each physical batch. Clipped sums are formed where the parameter lies and are not communicated.
+Handled are transformers' plans (``DistributedConfig(tp_size=...)``) and torch's ``parallelize_module``, alone or under
+FSDP2. A split parameter's per-example gradient is split like the parameter: a rule gives a term of the whole or of
+this process's part of it, width by width as the activation and the output gradient lie, and
+:meth:`TensorParallel.local_part` cuts what is whole. So the squared norm of an example is the sum over the group of
+what the processes hold, a parameter that all of them hold being counted by one: (B,) numbers are added over the group
+once for each physical batch. Clipped sums are formed where the parameter lies and are not communicated.
 
-Two kinds of parameters are held by all. Most see whole activations, and have the same gradient everywhere. Norms between column- and
-row-wise layers (of queries and keys, by head) or on a split sequence see a part: their per-example gradients are added over the group
-before they are measured, for the norm of a sum does not follow from norms.
+Two kinds of parameters are held by all. Most see whole activations, and have the same gradient everywhere. Norms
+between column- and row-wise layers (of queries and keys, by head) or on a split sequence see a part: their per-example
+gradients are added over the group before they are measured, for the norm of a sum does not follow from norms.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from .fsdp2 import Shards
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Shard
 
-_HOW_TO_FIX = "Take it out of the tensor-parallel plan, freeze it, or use FSDP2 (fully_shard) over all processes instead."
+_HOW_TO_FIX = (
+    "Take it out of the tensor-parallel plan, freeze it, or use FSDP2 (fully_shard) over all processes instead."
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class _LocalSlice:
             return Rows(ids, grad, num_rows) if (num_rows, grad.shape[2]) == self.shape else None
         if isinstance(term, Dense):
             grad = self.cut(term.grad, 1 + self.dim)
-            parts = tuple((self.cut(x, x.dim() - 1), dims) for x, dims in term.parts)  # of a bias: positions by features
+            # of a bias: positions by features
+            parts = tuple((self.cut(x, x.dim() - 1), dims) for x, dims in term.parts)
             return Dense(grad, parts) if grad.shape[1:] == self.shape else None
         return None
 
@@ -83,17 +87,27 @@ class TensorParallel:
         self._refuse_modules(model, bool(split))
         meshes = {whole.device_mesh for _, whole in split.values()}
         if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
-            raise ValueError(f"parameters are split over {sorted(map(str, meshes))}: tensor parallelism needs one mesh of one dimension.")
+            raise ValueError(
+                f"parameters are split over {sorted(map(str, meshes))}: tensor parallelism needs one mesh of one "
+                "dimension."
+            )
         self.mesh = next(iter(meshes), None)
         self.group = self.mesh.get_group() if self.mesh is not None else None
         self._slices = {
-            p: _local_slice(name, whole) for name, (p, whole) in split.items() if p.requires_grad and whole.placements[0].is_shard()
+            p: _local_slice(name, whole)
+            for name, (p, whole) in split.items()
+            if p.requires_grad and whole.placements[0].is_shard()
         }
         for name, (p, whole) in split.items():
             if p.requires_grad and not (whole.placements[0].is_shard() or whole.placements[0].is_replicate()):
-                raise ValueError(f"parameter '{name}' lies as {whole.placements[0]}, which is not known here. {_HOW_TO_FIX}")
+                raise ValueError(
+                    f"parameter '{name}' lies as {whole.placements[0]}, which is not known here. {_HOW_TO_FIX}"
+                )
         self._replicated_with_grad_allreduce = {
-            p for m in model.modules() if style_of(m) == REPLICATED_WITH_GRAD_ALLREDUCE for p in m.parameters(recurse=False)
+            p
+            for m in model.modules()
+            if style_of(m) == REPLICATED_WITH_GRAD_ALLREDUCE
+            for p in m.parameters(recurse=False)
         }
 
     def __bool__(self) -> bool:
@@ -102,31 +116,45 @@ class TensorParallel:
     def _refuse_modules(self, model: nn.Module, has_split: bool) -> None:
         if not has_split and (getattr(model, "_tp_size", None) or 1) > 1:
             raise ValueError(
-                f"{type(model).__name__} was loaded with tensor parallelism over {model._tp_size} processes, but no parameter says how it "
-                "is split (none is a DTensor), so norms over the processes cannot be known. Load it with DistributedConfig(tp_size=...)."
+                f"{type(model).__name__} was loaded with tensor parallelism over {model._tp_size} processes, but no "
+                "parameter says how it is split (none is a DTensor), so norms over the processes cannot be known. "
+                "Load it with DistributedConfig(tp_size=...)."
             )
         for path, module in model.named_modules():
             style = style_of(module)
-            if style is None and getattr(vars(module).get("forward"), "__module__", "").startswith("transformers.distributed."):
+            if style is None and getattr(vars(module).get("forward"), "__module__", "").startswith(
+                "transformers.distributed."
+            ):
                 style = vars(module)["forward"].__qualname__
             if style is None:
                 continue
-            layouts = [getattr(closure_of(module).get("self"), name, None) for name in ("input_layouts", "output_layouts")]
+            layouts = [
+                getattr(closure_of(module).get("self"), name, None) for name in ("input_layouts", "output_layouts")
+            ]
             if style not in {*PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE}:
                 raise ValueError(
-                    f"'{path}' ({type(module).__name__}) runs in the parallel style {style}, which is not exact here. {_HOW_TO_FIX}"
+                    f"'{path}' ({type(module).__name__}) runs in the parallel style {style}, which is not exact here. "
+                    f"{_HOW_TO_FIX}"
                 )
             if any(x is not None and not x.is_replicate() and getattr(x, "dim", 0) != -1 for x in layouts):
-                raise ValueError(f"'{path}' ({type(module).__name__}) splits its activations as {layouts}, not by features. {_HOW_TO_FIX}")
+                raise ValueError(
+                    f"'{path}' ({type(module).__name__}) splits its activations as {layouts}, not by features. "
+                    f"{_HOW_TO_FIX}"
+                )
 
     def refuse(self, owner: Any, *, is_rerun: bool) -> None:
-        """Nothing below a module that is re-run may be split, and split parameters need a rule that was written for parts."""
+        """Nothing below a module that is re-run may be split, and split parameters need a rule that was written for
+        parts."""
         if not self:
             return
         module, splits = owner.module, any(p in self._slices for p in owner.names)
-        below = any(is_dtensor(self._shards.unsharded(p)) for p in module.parameters()) or any(map(style_of, module.modules()))
+        below = any(is_dtensor(self._shards.unsharded(p)) for p in module.parameters()) or any(
+            map(style_of, module.modules())
+        )
         if (is_rerun and below) or (splits and class_forward(module) not in (nn.Linear.forward, nn.Embedding.forward)):
-            raise ValueError(f"{owner} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_HOW_TO_FIX}")
+            raise ValueError(
+                f"{owner} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_HOW_TO_FIX}"
+            )
 
     # ---- activations ----
 
@@ -137,11 +165,16 @@ class TensorParallel:
             return style_of(owner.module) == REPLICATED_WITH_GRAD_ALLREDUCE
         kinds = {_kind(x) for x in activations}
         partial = {"partial"} if not any(is_dtensor(x) and _kind(x) == "partial" for x in inputs) else set()
-        allowed = [{"whole", "features"} | partial] if any(p in self._slices for p in owner.names) else [{"whole"}, {"positions"}]
+        allowed = (
+            [{"whole", "features"} | partial]
+            if any(p in self._slices for p in owner.names)
+            else [{"whole"}, {"positions"}]
+        )
         if any(x.device_mesh != self.mesh for x in activations) or not any(kinds <= these for these in allowed):
             layouts = [x.placements for x in activations]
             raise ValueError(
-                f"{owner} works on activations that lie as {layouts}, of which it is not known what they add up to. {_HOW_TO_FIX}"
+                f"{owner} works on activations that lie as {layouts}, of which it is not known what they add up to. "
+                f"{_HOW_TO_FIX}"
             )
         return kinds == {"positions"}
 
@@ -158,12 +191,14 @@ class TensorParallel:
         found = self._slices[parameter].of(term)
         if found is None:
             raise ValueError(
-                f"the gradient of {owner.names[parameter]} in {owner} does not lie as the parameter, {self._slices[parameter]}. {_HOW_TO_FIX}"
+                f"the gradient of {owner.names[parameter]} in {owner} does not lie as the parameter, "
+                f"{self._slices[parameter]}. {_HOW_TO_FIX}"
             )
         return found
 
     def counts_norm_of(self, parameter: nn.Parameter) -> bool:
-        """Returns True if this rank counts the parameter's norm: each rank counts its own slices, and the first one what all of them hold."""
+        """Returns True if this rank counts the parameter's norm: each rank counts its own slices, and the first one
+        what all of them hold."""
         return self.mesh is None or parameter in self._slices or self.mesh.get_local_rank() == 0
 
     def sum_over_group(self, norm_sq_b: torch.Tensor) -> torch.Tensor:
@@ -181,9 +216,11 @@ class TensorParallel:
 
     @contextmanager
     def sum_instead_of_mean(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Inside, a native backward adds to ``grad``; afterwards that lies like the parameter, and sums are over all positions.
+        """Inside, a native backward adds to ``grad``; afterwards that lies like the parameter, and sums are over all
+        positions.
 
-        transformers adds the gradients of norms by head over the group where they lie in ``grad``, with what was there before.
+        transformers adds the gradients of norms by head over the group where they lie in ``grad``, with what was there
+        before.
         """
         if not self or self._shards:  # FSDP2 starts from no gradient, and gives it the parameter's layout
             yield
@@ -212,7 +249,8 @@ class TensorParallel:
     # ---- checks ----
 
     def native_gradient(self, parameter: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        """Returns what autograd.grad gave for one example, over all positions and laid out like the parameter over the group."""
+        """Returns what autograd.grad gave for one example, over all positions and laid out like the parameter over the
+        group."""
         whole = self._shards.unsharded(parameter)
         if is_dtensor(grad):
             return grad.redistribute(placements=cast("DTensor", whole).placements)
@@ -221,7 +259,8 @@ class TensorParallel:
         return grad
 
     def require_same(self, inputs: Any, random_state: Any) -> None:
-        """All processes of the group must have been given the same examples, and draw the same masks of dropout for them.
+        """All processes of the group must have been given the same examples, and draw the same masks of dropout for
+        them.
 
         Raises:
             ValueError: they were not, or would not.
@@ -230,17 +269,21 @@ class TensorParallel:
             return
         if len(set(self._gathered(_digest(inputs)))) > 1:
             raise ValueError(
-                "the processes of one tensor-parallel group were given different examples, of which they would compute a mixture: give all of them "
-                "the same, and different ones to different groups."
+                "the processes of one tensor-parallel group were given different examples, of which they would "
+                "compute a mixture: give all of them the same, and different ones to different groups."
             )
         if len(set(self._gathered(_digest(random_state)))) > 1:
             raise ValueError(
-                "the processes of one tensor-parallel group are at different random numbers of torch, so dropout would not be the same where they "
-                "hold the same activations: call torch.manual_seed with one number on all of them."
+                "the processes of one tensor-parallel group are at different random numbers of torch, so dropout "
+                "would not be the same where they hold the same activations: call torch.manual_seed with one number "
+                "on all of them."
             )
 
-    def differing(self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], tolerance: float) -> list[int]:
-        """Returns which of the parameters that all processes hold have other gradients on some process: those see a part that nobody adds up."""
+    def differing(
+        self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], tolerance: float
+    ) -> list[int]:
+        """Returns which of the parameters that all processes hold have other gradients on some process: those see a
+        part that nobody adds up."""
         held = [i for i, p in enumerate(parameters) if self and p not in self._slices]
         if not held:
             return []
@@ -277,11 +320,15 @@ def _local_slice(name: str, whole: DTensor) -> _LocalSlice:
     shape, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
     if type(placement) is not Shard or torch.Size(shape) != held:
         raise ValueError(
-            f"parameter '{name}' lies as {placement}, of which this process holds {tuple(held)}: not exact here. {_HOW_TO_FIX}"
+            f"parameter '{name}' lies as {placement}, of which this process holds {tuple(held)}: not exact here. "
+            f"{_HOW_TO_FIX}"
         )
     dim, size = placement.dim % whole.dim(), whole.device_mesh.size()
-    if -(-whole.shape[dim] // size) * (size - 1) >= whole.shape[dim]:  # by what is known to all, so that all of them stop
-        raise ValueError(f"parameter '{name}' {tuple(whole.shape)} leaves nothing to the last of {size} processes. {_HOW_TO_FIX}")
+    # by what is known to all, so that all of them stop
+    if -(-whole.shape[dim] // size) * (size - 1) >= whole.shape[dim]:
+        raise ValueError(
+            f"parameter '{name}' {tuple(whole.shape)} leaves nothing to the last of {size} processes. {_HOW_TO_FIX}"
+        )
     return _LocalSlice(dim, offset[dim], whole.shape[dim], held)
 
 
@@ -292,5 +339,9 @@ def _kind(activation: DTensor) -> str:
         return "whole"
     if placement.is_partial():
         return "partial"
-    dim = cast("Shard", placement).dim % activation.dim() if placement.is_shard() and activation.is_floating_point() else 0
+    dim = (
+        cast("Shard", placement).dim % activation.dim()
+        if placement.is_shard() and activation.is_floating_point()
+        else 0
+    )
     return "examples" if dim == 0 else "features" if dim == activation.dim() - 1 else "positions"

@@ -1,4 +1,5 @@
-"""The rules of all layers that have one. Each file registers its own with :func:`~dp_transformers.clipping.layer_rule.layer_rule`.
+"""The rules of all layers that have one. Each file registers its own with
+:func:`~dp_transformers.clipping.layer_rule.layer_rule`.
 
 The doors for rules of your own are here too, so that these are registered before yours, which then win.
 """

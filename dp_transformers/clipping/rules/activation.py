@@ -24,7 +24,9 @@ def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torc
 
 
 @layer_rule(nn.Bilinear, backward_reads_output=False)
-def bilinear(module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def bilinear(
+    module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     first, second, grad_btp = (x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2) for x in (*activations, backprops))
     if module.weight.requires_grad:

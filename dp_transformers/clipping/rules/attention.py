@@ -1,11 +1,13 @@
 """nn.MultiheadAttention, tapped from the inside, where it consists of linear layers.
 
-Its forward hands all weights, those of ``out_proj`` too, to one function, so that from the outside queries, keys, values and the whole
-attention would have to be computed a second time, forwards and backwards. Instead that one function is replaced while the module runs,
-by the same computation with the tap right behind the input projections, and with ``out_proj`` called as the linear layer it is. Masks,
-dropout, the gradient through the attention weights, everything between the two is plain autograd.
+Its forward hands all weights, those of ``out_proj`` too, to one function, so that from the outside queries, keys,
+values and the whole attention would have to be computed a second time, forwards and backwards. Instead that one
+function is replaced while the module runs, by the same computation with the tap right behind the input projections,
+and with ``out_proj`` called as the linear layer it is. Masks, dropout, the gradient through the attention weights,
+everything between the two is plain autograd.
 
-Shape legend: b example, l query position, s key position, h head, e features of a head, p projected features (all heads).
+Shape legend: b example, l query position, s key position, h head, e features of a head, p projected features (all
+heads).
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ class _Projections(Protocol):
 def multihead_attention(
     module: _Projections, activations: Sequence[torch.Tensor], backprops: torch.Tensor | Sequence[torch.Tensor]
 ) -> dict[nn.Parameter, Term]:
-    """``activations`` are the inputs of the input projections (one for each block of rows that shares its input), ``backprops`` the
-    gradients of what they gave, then those of each example's copy of ``bias_k`` and ``bias_v``, (B, 1, p)."""
+    """``activations`` are the inputs of the input projections (one for each block of rows that shares its input),
+    ``backprops`` the gradients of what they gave, then those of each example's copy of ``bias_k`` and ``bias_v``, (B,
+    1, p)."""
     grads = [backprops] if isinstance(backprops, torch.Tensor) else list(backprops)
     projected, added = grads[: len(activations)], grads[len(activations) :]
     terms: dict[nn.Parameter, Term] = {}
@@ -64,7 +67,8 @@ def multihead_attention(
         terms |= dict(zip((module.q_proj_weight, module.k_proj_weight, module.v_proj_weight), blocks, strict=True))
     if module.in_proj_bias is not None:
         terms[module.in_proj_bias] = Dense(
-            torch.cat([g_btp.sum(1, dtype=torch.float32) for g_btp in projected], 1), tuple((g_btp, (1,)) for g_btp in projected)
+            torch.cat([g_btp.sum(1, dtype=torch.float32) for g_btp in projected], 1),
+            tuple((g_btp, (1,)) for g_btp in projected),
         )
     if added:
         terms |= {p: Dense(g_b1p.unsqueeze(1)) for p, g_b1p in zip((module.bias_k, module.bias_v), added, strict=True)}
@@ -100,9 +104,12 @@ def _attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns what ``F.multi_head_attention_forward`` does for what ``nn.MultiheadAttention`` gives it: positions first, masks as floats."""
+    """Returns what ``F.multi_head_attention_forward`` does for what ``nn.MultiheadAttention`` gives it: positions
+    first, masks as floats."""
     if is_causal and attn_mask is None:
-        raise ValueError("nn.MultiheadAttention needs attn_mask when is_causal=True is given: it is only a hint about that mask.")
+        raise ValueError(
+            "nn.MultiheadAttention needs attn_mask when is_causal=True is given: it is only a hint about that mask."
+        )
     is_batched = F._mha_shape_check(  # pyrefly: ignore[missing-attribute]  (torch's types list public names)
         query, key, value, key_padding_mask, attn_mask, num_heads
     )
@@ -110,7 +117,9 @@ def _attend(
         inputs, weights = [query, key, value], cast(list[torch.Tensor], [q_proj_weight, k_proj_weight, v_proj_weight])
     else:
         inputs = [query] if query is key is value else [query, key] if key is value else [query, key, value]
-        weights = cast(torch.Tensor, in_proj_weight).split([embed_dim_to_check * n for n in {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(inputs)]])
+        weights = cast(torch.Tensor, in_proj_weight).split(
+            [embed_dim_to_check * n for n in {1: [3], 2: [1, 2], 3: [1, 1, 1]}[len(inputs)]]
+        )
     biases = [None] * len(inputs) if in_proj_bias is None else in_proj_bias.split([len(w) for w in weights])
     inputs = [x.transpose(0, 1) if is_batched else x.unsqueeze(0) for x in inputs]
     batch = len(inputs[0])
@@ -127,7 +136,13 @@ def _attend(
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
 
     is_causal = is_causal and key_padding_mask is None and not need_weights
-    mask = None if is_causal or attn_mask is None else attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, num_heads))
+    mask = (
+        None
+        if is_causal or attn_mask is None
+        else attn_mask
+        if attn_mask.dim() == 2
+        else attn_mask.unflatten(0, (-1, num_heads))
+    )
     if key_padding_mask is not None:
         padding = key_padding_mask.view(-1, 1, 1, key_padding_mask.shape[-1])
         mask = padding if mask is None else mask + padding
@@ -147,5 +162,8 @@ def _attend(
     if is_batched:
         return out_blp.transpose(0, 1), shown
     if len(out_blp) != 1:
-        raise ValueError(f"nn.MultiheadAttention got an unbatched query in a forward pass of {len(out_blp)} examples: give it a batch.")
+        raise ValueError(
+            f"nn.MultiheadAttention got an unbatched query in a forward pass of {len(out_blp)} examples: give it a "
+            "batch."
+        )
     return out_blp[0], None if shown is None else shown[0]

@@ -32,7 +32,9 @@ def _is_native_convolution(module: nn.Module) -> bool:
 
 
 @layer_rule(recognise=_is_native_convolution, backward_reads_output=False)
-def convolution(module: _Convolution, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def convolution(
+    module: _Convolution, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     dims = len(module.kernel_size)
     require_batch(module, activations[0], dims)
@@ -45,7 +47,8 @@ def convolution(module: _Convolution, activations: Sequence[torch.Tensor], backp
 
 
 def _images(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """(b, n, c, *spatial) from (b, c, *spatial), or from (b, ..., c, *spatial) where the examples' frames were the layer's batch."""
+    """(b, n, c, *spatial) from (b, c, *spatial), or from (b, ..., c, *spatial) where the examples' frames were the
+    layer's batch."""
     return x.flatten(1, -dims - 2) if x.dim() > dims + 2 else x.unsqueeze(1)
 
 
@@ -63,7 +66,11 @@ def _padded(module: _Convolution, image: torch.Tensor) -> tuple[torch.Tensor, Co
 
 def _weight_term(image: torch.Tensor, grad: torch.Tensor, how: Convolution) -> Term:
     kernel, dims = how.shape[2:], len(how.stride)
-    disjoint = how.stride == kernel and not any(how.padding) and all(k == 1 or d == 1 for k, d in zip(kernel, how.dilation, strict=True))
+    disjoint = (
+        how.stride == kernel
+        and not any(how.padding)
+        and all(k == 1 or d == 1 for k, d in zip(kernel, how.dilation, strict=True))
+    )
     if not disjoint or how.groups > 1:
         return Convolved(image, grad, how)
     # Patches that do not overlap are as many numbers as the image, and the layer is a linear one of patches.

@@ -35,7 +35,9 @@ def _refuse_options(module: _Table) -> None:
 
 
 @layer_rule(nn.Embedding, backward_reads_output=False)
-def embedding(module: _Table, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def embedding(
+    module: _Table, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     _refuse_options(module)
     if not module.weight.requires_grad:
         return {}
@@ -47,13 +49,16 @@ def embedding(module: _Table, activations: Sequence[torch.Tensor], backprops: to
 
 
 @layer_rule(nn.EmbeddingBag, backward_reads_output=False)
-def embedding_bag(module: _BagsOfRows, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def embedding_bag(
+    module: _BagsOfRows, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     _refuse_options(module)
     ids, *offsets = [x for x in activations if not x.is_floating_point()]  # (B, ..., n), and the output is (B, ..., d)
     if offsets:
         raise ValueError(
-            "nn.EmbeddingBag was called with offsets, where the ids of all examples lie in one row and no dimension is the batch. Give it "
-            "ids of shape (B, n); fill up shorter bags with an id that is the layer's padding_idx."
+            "nn.EmbeddingBag was called with offsets, where the ids of all examples lie in one row and no dimension "
+            "is the batch. Give it ids of shape (B, n); fill up shorter bags with an id that is the layer's "
+            "padding_idx."
         )
     if not module.weight.requires_grad:
         return {}

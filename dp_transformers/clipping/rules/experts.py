@@ -2,10 +2,11 @@
 
     out[t] = sum over k of weight[t, k] · down_e(gate(up_e(x[t]))),   e = index[t, k]
 
-One token sent to one expert is a *slot*. Whatever kernel ran (a loop, grouped or batched products), the gradient of an expert is a sum
-over the slots sent to it, so what the kernel had inside is computed once more, slot by slot.
+One token sent to one expert is a *slot*. Whatever kernel ran (a loop, grouped or batched products), the gradient of an
+expert is a sum over the slots sent to it, so what the kernel had inside is computed once more, slot by slot.
 
-Shape legend: b example, t position, k experts of one token, s slot of an example (t times k), e expert, d width, p inner width.
+Shape legend: b example, t position, k experts of one token, s slot of an example (t times k), e expert, d width, p
+inner width.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
 
 
 def _are_fused_experts(module: nn.Module) -> bool:
-    """Classes that ``use_experts_implementation`` made: they compute the formula above with whatever kernel, as their attributes say."""
-    # looked up among what is already imported: this package does not depend on transformers, and a model that has one has it
+    """Classes that ``use_experts_implementation`` made: they compute the formula above with whatever kernel, as their
+    attributes say."""
+    # looked up among what is already imported: this package does not depend on transformers, and a model that has one
+    # has it
     moe = sys.modules.get("transformers.integrations.moe")
     if moe is None or getattr(type(module).forward, "__globals__", None) is not vars(moe):
         return False
@@ -48,12 +51,19 @@ def _are_fused_experts(module: nn.Module) -> bool:
 
 
 @layer_rule(recognise=_are_fused_experts)
-def experts(module: _Experts, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def experts(
+    module: _Experts, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     hidden_btd, index_btk, weight_btk = activations
-    if backprops.dim() != 3 or hidden_btd.shape != backprops.shape or index_btk.is_floating_point() or weight_btk.shape != index_btk.shape:
+    if (
+        backprops.dim() != 3
+        or hidden_btd.shape != backprops.shape
+        or index_btk.is_floating_point()
+        or weight_btk.shape != index_btk.shape
+    ):
         raise UnsupportedModuleError(
-            f"{type(module).__name__} was not called with (tokens, width) hidden states, then the experts of each token, then their weights. "
-            + how_to_fix(type(module).__name__, module),
+            f"{type(module).__name__} was not called with (tokens, width) hidden states, then the experts of each "
+            "token, then their weights. " + how_to_fix(type(module).__name__, module),
             module,
         )
     num_slots, num_experts = index_btk.shape[1:].numel(), module.num_experts

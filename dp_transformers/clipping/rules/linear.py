@@ -17,7 +17,9 @@ def _btd(x: torch.Tensor) -> torch.Tensor:
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
-def _affine(module: HasWeightAndBias, a_btd: torch.Tensor, g_btp: torch.Tensor, transposed: bool) -> dict[nn.Parameter, Term]:
+def _affine(
+    module: HasWeightAndBias, a_btd: torch.Tensor, g_btp: torch.Tensor, transposed: bool
+) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     if module.weight.requires_grad:
         terms[module.weight] = Outer(a_btd, g_btp) if transposed else Outer(g_btp, a_btd)
@@ -27,17 +29,22 @@ def _affine(module: HasWeightAndBias, a_btd: torch.Tensor, g_btp: torch.Tensor, 
 
 
 @layer_rule(nn.Linear, backward_reads_output=False)
-def linear(module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def linear(
+    module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     return _affine(module, _btd(activations[0]), _btd(backprops), transposed=False)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    # looked up among what is already imported: this package does not depend on transformers, and a model that has one has it
+    # looked up among what is already imported: this package does not depend on transformers, and a model that has one
+    # has it
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     return pytorch_utils is not None and type(module).forward is pytorch_utils.Conv1D.forward
 
 
 @layer_rule(recognise=_is_conv1d)
-def conv1d(module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def conv1d(
+    module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     """transformers' Conv1D: a linear layer whose weight is stored as (in, out)."""
     return _affine(module, _btd(activations[0]), _btd(backprops), transposed=True)

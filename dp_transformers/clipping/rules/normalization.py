@@ -1,4 +1,5 @@
-"""LayerNorm, GroupNorm, InstanceNorm, nn.RMSNorm, and every module that computes an RMS norm (recognised by what it computes, not by its name)."""
+"""LayerNorm, GroupNorm, InstanceNorm, nn.RMSNorm, and every module that computes an RMS norm (recognised by what it
+computes, not by its name)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def _sum_positions(x: torch.Tensor, keep_dims: int) -> Dense:
 
 
 @layer_rule(nn.LayerNorm, backward_reads_output=False)
-def layer_norm(module: nn.LayerNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def layer_norm(
+    module: nn.LayerNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     dims = len(module.normalized_shape)
     if module.weight is not None and module.weight.requires_grad:
@@ -33,7 +36,9 @@ def layer_norm(module: nn.LayerNorm, activations: Sequence[torch.Tensor], backpr
 
 
 @layer_rule(nn.RMSNorm, backward_reads_output=False)
-def rms_norm(module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def rms_norm(
+    module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     if module.weight is None or not module.weight.requires_grad:
         return {}
     normalised = F.rms_norm(activations[0].to(backprops.dtype), module.normalized_shape, eps=module.eps)
@@ -41,11 +46,12 @@ def rms_norm(module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops:
 
 
 def require_batch(module: object, x: torch.Tensor, dims: int) -> None:
-    """``x`` is (B, ..., channels, *spatial) with ``dims`` spatial dimensions, not the (channels, *spatial) that torch allows too."""
+    """``x`` is (B, ..., channels, *spatial) with ``dims`` spatial dimensions, not the (channels, *spatial) that torch
+    allows too."""
     if x.dim() < dims + 2:
         raise ValueError(
-            f"nn.{type(module).__name__} was called without a batch dimension (a tensor of shape {tuple(x.shape)}), so gradients per "
-            f"example cannot be told apart: call it with {dims + 2} dimensions, the batch first."
+            f"nn.{type(module).__name__} was called without a batch dimension (a tensor of shape {tuple(x.shape)}), "
+            f"so gradients per example cannot be told apart: call it with {dims + 2} dimensions, the batch first."
         )
 
 
@@ -86,7 +92,9 @@ def _per_channel(
 
 
 @layer_rule(nn.GroupNorm, channels_second=True, backward_reads_output=False)
-def group_norm(module: nn.GroupNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def group_norm(
+    module: nn.GroupNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     def normalised() -> torch.Tensor:
         return F.group_norm(activations[0].float(), module.num_groups, eps=module.eps)
 
@@ -94,7 +102,9 @@ def group_norm(module: nn.GroupNorm, activations: Sequence[torch.Tensor], backpr
 
 
 @layer_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, backward_reads_output=False)
-def instance_norm(module: _InstanceNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def instance_norm(
+    module: _InstanceNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     dims = module._get_no_batch_dim() - 1
     require_batch(module, activations[0], dims)
 
@@ -114,8 +124,9 @@ def _eps(module: object) -> float | None:
 def _computes_rms_norm(module: nn.Module) -> bool:
     """Each model of transformers brings its own RMSNorm class: x̂·w, or x̂·(1+w) in Gemma. d out/d w is x̂ in both.
 
-    A module counts as one if a 1-d ``weight`` is all it owns and, on random input small and large and a random weight, in training and in
-    evaluation, it computes either formula. (One that limits its input does so on part of them only.)
+    A module counts as one if a 1-d ``weight`` is all it owns and, on random input small and large and a random weight,
+    in training and in evaluation, it computes either formula. (One that limits its input does so on part of them
+    only.)
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules or not _eps(module):
@@ -136,7 +147,9 @@ def _computes_rms_norm(module: nn.Module) -> bool:
         return False
     finally:
         module.train(training)
-    scales = [scale for scale in (w, 1 + w) if all(_is_scaled_rms_norm(x, out, scale, _eps(module)) for x, out in outputs)]
+    scales = [
+        scale for scale in (w, 1 + w) if all(_is_scaled_rms_norm(x, out, scale, _eps(module)) for x, out in outputs)
+    ]
     return bool(scales)
 
 
@@ -147,6 +160,8 @@ def _is_scaled_rms_norm(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor,
 
 
 @layer_rule(recognise=_computes_rms_norm)
-def _weight_only_rms_norm(module: HasWeight, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+def _weight_only_rms_norm(
+    module: HasWeight, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
     normalised = F.rms_norm(activations[0].float(), module.weight.shape, eps=_eps(module))
     return {module.weight: _sum_positions(normalised.mul_(backprops), 1)}

@@ -1,13 +1,15 @@
 """nn.RNN, nn.LSTM, nn.GRU and their cells, without a Python loop through autograd.
 
-The forward pass is torch's own, fused. The rule knows h at every step, so it recomputes all gates in one matrix product, and from them
-what the gradient of each pre-activation is per unit of gradient of h (or of the LSTM's c). A recursion over the steps, one small matrix
-product each, turns that into dz, the gradients of the pre-activations. Then the weights are linear layers: W_ih in (x, dz) and W_hh in
-(h of the step before, dz). As dz gives the gradients of the inputs and initial states too, the module's own backward need not run.
+The forward pass is torch's own, fused. The rule knows h at every step, so it recomputes all gates in one matrix
+product, and from them what the gradient of each pre-activation is per unit of gradient of h (or of the LSTM's c). A
+recursion over the steps, one small matrix product each, turns that into dz, the gradients of the pre-activations. Then
+the weights are linear layers: W_ih in (x, dz) and W_hh in (h of the step before, dz). As dz gives the gradients of the
+inputs and initial states too, the module's own backward need not run.
 
-Shape legend: n rows, b sequences, d in, h hidden, p out (h, unless an LSTM projects), k pre-activations of all gates, l layers times
-directions. Rows are those of a PackedSequence: step by step the sequences that still run, the longest first; a padded batch is the case
-of equal lengths. Layers are walked from the last to the first, the outputs below the last recomputed by torch's own kernel.
+Shape legend: n rows, b sequences, d in, h hidden, p out (h, unless an LSTM projects), k pre-activations of all gates,
+l layers times directions. Rows are those of a PackedSequence: step by step the sequences that still run, the longest
+first; a padded batch is the case of equal lengths. Layers are walked from the last to the first, the outputs below the
+last recomputed by torch's own kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 class _Rows:
-    """It knows which row belongs to which step and sequence: ``sizes[t]`` sequences run at step t, the j-th one is example ``order[j]``."""
+    """It knows which row belongs to which step and sequence: ``sizes[t]`` sequences run at step t, the j-th one is
+    example ``order[j]``."""
 
     def __init__(self, batch_sizes: torch.Tensor, order: torch.Tensor | None = None):
         self.batch_sizes, self.order = batch_sizes, order
@@ -55,13 +58,18 @@ class _Rows:
         return step_n, torch.arange(len(step_n)) - start_t[step_n]
 
     def before(self, x_np: torch.Tensor, initial_bp: torch.Tensor, *, reverse: bool) -> torch.Tensor:
-        """(N, p): for every row its sequence's row of one step before (``reverse``: after), the initial one where there is none."""
+        """(N, p): for every row its sequence's row of one step before (``reverse``: after), the initial one where
+        there is none."""
         if self.padded:
-            return torch.cat([x_np[self.batch :], initial_bp] if reverse else [initial_bp, x_np[: len(x_np) - self.batch]])
+            return torch.cat(
+                [x_np[self.batch :], initial_bp] if reverse else [initial_bp, x_np[: len(x_np) - self.batch]]
+            )
         step_n, sequence_n = self._steps_and_sequences()
         neighbour_n = step_n + (2 if reverse else 0)  # counted from a step before the first, which no sequence has
         size_t, start_t = F.pad(self.batch_sizes, (1, 1)), torch.tensor([0, 0, *accumulate(self.sizes)])
-        index_n = torch.where(sequence_n < size_t[neighbour_n], self.batch + start_t[neighbour_n] + sequence_n, sequence_n)
+        index_n = torch.where(
+            sequence_n < size_t[neighbour_n], self.batch + start_t[neighbour_n] + sequence_n, sequence_n
+        )
         return torch.cat([initial_bp, x_np])[index_n.to(x_np.device)]
 
     def by_step(self, x_np: torch.Tensor) -> torch.Tensor:
@@ -89,19 +97,31 @@ class _Rows:
 class _RNN:
     """h = f(W_ih x + b_ih + W_hh h' + b_hh), h' being h of the step before."""
 
-    def __init__(self, w: Weights, x_nd: torch.Tensor, h_nh: torch.Tensor, rows: _Rows, activation: Callable, recorded_nh: torch.Tensor):
+    def __init__(
+        self,
+        w: Weights,
+        x_nd: torch.Tensor,
+        h_nh: torch.Tensor,
+        rows: _Rows,
+        activation: Callable,
+        recorded_nh: torch.Tensor,
+    ):
         self.output = activation(_affine(w, x_nd, h_nh))
         one_nh = torch.ones_like(self.output)
-        self.dz_ih = self.dz_hh = _d_tanh(one_nh, self.output) if activation is torch.tanh else one_nh * (recorded_nh > 0)
+        self.dz_ih = self.dz_hh = (
+            _d_tanh(one_nh, self.output) if activation is torch.tanh else one_nh * (recorded_nh > 0)
+        )
         self._w_hh, self._dz_t = w["hh"], self.dz_hh.split(rows.sizes)
 
     def back(self, t: int, dh_bh: torch.Tensor) -> None:
-        """Turn the gradient of h at step ``t``, of the sequences that run then, into that of h', in place; leave dz in ``dz_ih, dz_hh``."""
+        """Turn the gradient of h at step ``t``, of the sequences that run then, into that of h', in place; leave dz in
+        ``dz_ih, dz_hh``."""
         torch.mm(self._dz_t[t].mul_(dh_bh), self._w_hh, out=dh_bh)
 
 
 class _GRU:
-    """h = n + z ∘ (h' - n); r, z, n = σ(x_r + h_r), σ(x_z + h_z), tanh(x_n + r ∘ h_n); x_* = W_ih x + b_ih, h_* = W_hh h' + b_hh."""
+    """h = n + z ∘ (h' - n); r, z, n = σ(x_r + h_r), σ(x_z + h_z), tanh(x_n + r ∘ h_n); x_* = W_ih x + b_ih, h_* = W_hh
+    h' + b_hh."""
 
     def __init__(self, w: Weights, x_nd: torch.Tensor, h_nh: torch.Tensor, rows: _Rows):
         width = h_nh.shape[1]
@@ -115,7 +135,12 @@ class _GRU:
         _d_sigmoid(dx_n * h_n, r, out=d_r)
         _d_sigmoid(h_nh - n, z, out=d_z)
         torch.mul(dx_n, r, out=dh_n)
-        self._w_hh, self._z_t, self._dz_t, self._width = w["hh"], z.split(rows.sizes), self._dz_nk.split(rows.sizes), width
+        self._w_hh, self._z_t, self._dz_t, self._width = (
+            w["hh"],
+            z.split(rows.sizes),
+            self._dz_nk.split(rows.sizes),
+            width,
+        )
 
     def back(self, t: int, dh_bh: torch.Tensor) -> None:
         dz_bk = self._dz_t[t]
@@ -133,13 +158,21 @@ class _GRU:
 
 
 class _LSTM:
-    """c = f ∘ c' + i ∘ g, h = o ∘ tanh(c), times W_hr where it projects; i, f, o = σ, g = tanh of W_ih x + b_ih + W_hh h' + b_hh."""
+    """c = f ∘ c' + i ∘ g, h = o ∘ tanh(c), times W_hr where it projects; i, f, o = σ, g = tanh of W_ih x + b_ih + W_hh
+    h' + b_hh."""
 
     d_output: torch.Tensor  # where it projects: the gradients of what it puts out
     _d_output_t: Sequence[torch.Tensor]
 
     def __init__(
-        self, w: Weights, x_nd: torch.Tensor, h_np: torch.Tensor, rows: _Rows, c0_bh: torch.Tensor, dc_bh: torch.Tensor, reverse: bool
+        self,
+        w: Weights,
+        x_nd: torch.Tensor,
+        h_np: torch.Tensor,
+        rows: _Rows,
+        c0_bh: torch.Tensor,
+        dc_bh: torch.Tensor,
+        reverse: bool,
     ):
         self.dc = dc_bh.clone()  # of c at the step that `back` comes to next
         z_nk = _affine(w, x_nd, h_np)
@@ -193,7 +226,9 @@ def _d_tanh(g: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -
 _Direction = _RNN | _GRU | _LSTM
 
 
-def _go_back(direction: _Direction, d_output_np: torch.Tensor, d_final_bp: torch.Tensor, rows: _Rows, *, reverse: bool) -> torch.Tensor:
+def _go_back(
+    direction: _Direction, d_output_np: torch.Tensor, d_final_bp: torch.Tensor, rows: _Rows, *, reverse: bool
+) -> torch.Tensor:
     """Run the recursion over all steps; the gradient of the initial h."""
     dh_bp, d_output_t = d_final_bp.clone(), d_output_np.split(rows.sizes)
     for t in rows.walk(reverse=not reverse):
@@ -207,7 +242,8 @@ def _go_back(direction: _Direction, d_output_np: torch.Tensor, d_final_bp: torch
 
 @dataclass
 class _Stack:
-    """It holds what was called: ``layers[l][d]`` are the parameters of layer l in direction d, by role; states are h and, of an LSTM, c."""
+    """It holds what was called: ``layers[l][d]`` are the parameters of layer l in direction d, by role; states are h
+    and, of an LSTM, c."""
 
     mode: str
     layers: list[list[Parameters]]
@@ -247,7 +283,10 @@ def _run_below(call: RecordedCall, stack: _Stack) -> tuple[list[torch.Tensor], l
     if below and 0 < stack.dropout < 1 and stack.x_nd.numel() and call.random_state is None:
         raise _unsupported(call, "its dropout cannot be replayed on this device")
     dtype = stack.output_np.dtype
-    with torch.autocast(stack.x_nd.device.type, dtype=dtype if dtype in HALF else None, enabled=dtype in HALF), replayed(call.random_state):
+    with (
+        torch.autocast(stack.x_nd.device.type, dtype=dtype if dtype in HALF else None, enabled=dtype in HALF),
+        replayed(call.random_state),
+    ):
         for layer in below:
             outputs.append(stack.run_layer(layer, inputs[-1]))
             dropout.append(F.dropout(torch.ones_like(outputs[-1]), stack.dropout))
@@ -266,7 +305,9 @@ def _differentiate(
     d_output_np, d_initial_lbp = stack.d_output_np, [torch.empty_like(x) for x in stack.initial_lbp]
     for layer in reversed(range(len(stack.layers))):
         directions, x_nd, d_x = stack.layers[layer], inputs[layer].to(dtype), None
-        parts = zip(outputs[layer].to(dtype).chunk(len(directions), 1), d_output_np.chunk(len(directions), 1), strict=True)
+        parts = zip(
+            outputs[layer].to(dtype).chunk(len(directions), 1), d_output_np.chunk(len(directions), 1), strict=True
+        )
         for d, (output_np, d_part_np) in enumerate(parts):
             k, reverse, parameters = layer * len(directions) + d, d == 1, directions[d]
             w = {role: p.detach().to(dtype) for role, p in parameters.items()}
@@ -311,7 +352,8 @@ def _add_terms(
 
 
 def _require_same(call: RecordedCall, recorded_np: torch.Tensor, recomputed_np: torch.Tensor) -> None:
-    """Each step, recomputed from the recorded one before, gives what was recorded, up to rounding, wherever that is finite."""
+    """Each step, recomputed from the recorded one before, gives what was recorded, up to rounding, wherever that is
+    finite."""
     tolerance = 3e-2 if call.outputs[0].dtype in HALF else 1e-4
     difference_np = recorded_np - recomputed_np
     if difference_np.norm() <= tolerance * recorded_np.norm():
@@ -366,7 +408,13 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
     weights = [_by_role(call, w) for w in module.all_weights]
     layers = [weights[k : k + per_layer] for k in range(0, len(weights), per_layer)]
     dtype = torch.promote_types(torch.float32, weights[0]["hh"].dtype)
-    states = [torch.zeros_like(y) for y in call.outputs[1:]] if hx is None else [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    states = (
+        [torch.zeros_like(y) for y in call.outputs[1:]]
+        if hx is None
+        else [hx]
+        if isinstance(hx, torch.Tensor)
+        else list(hx)
+    )
     stack = _Stack(
         module.mode,
         layers,
@@ -393,15 +441,32 @@ def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
     x, hx = arguments["input"], arguments["hx"]
     if x.dim() != 2 or len(x) != call.batch_size:
         raise _unsupported(call, f"its input has the shape {tuple(x.shape)} in a batch of {call.batch_size} examples")
-    mode = f"RNN_{module.nonlinearity.upper()}" if isinstance(module, nn.RNNCell) else type(module).__name__.removesuffix("Cell")
+    mode = (
+        f"RNN_{module.nonlinearity.upper()}"
+        if isinstance(module, nn.RNNCell)
+        else type(module).__name__.removesuffix("Cell")
+    )
     weights = _by_role(call, [module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh])
     dtype = torch.promote_types(torch.float32, weights["hh"].dtype)
-    states = [torch.zeros_like(y) for y in call.outputs] if hx is None else [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    states = (
+        [torch.zeros_like(y) for y in call.outputs]
+        if hx is None
+        else [hx]
+        if isinstance(hx, torch.Tensor)
+        else list(hx)
+    )
     d_h, *d_c = (g.to(dtype) for g in call.backprops)
     stack = _Stack(
-        mode, [[weights]], 0.0, _Rows(torch.tensor([len(x)])), x, [y.to(dtype)[None] for y in states], call.outputs[0], d_h,
+        mode,
+        [[weights]],
+        0.0,
+        _Rows(torch.tensor([len(x)])),
+        x,
+        [y.to(dtype)[None] for y in states],
+        call.outputs[0],
+        d_h,
         [torch.zeros_like(d_h)[None], *(g[None] for g in d_c)],
-    )  # fmt: skip
+    )
     terms, d_x, d_initial = _differentiate(call, stack, needs_input=x in call.input_gradients)
     if d_x is not None:
         _give(call, x, d_x)

@@ -1,10 +1,11 @@
 """Terms hold what one parameter's per-example gradient is made of; :class:`GradientTerm` lists what is asked of them.
 
-A rule never returns a gradient of shape ``(B, *p.shape)`` unless that is the cheapest thing to have. It returns a *term*:
-factors from which the squared norm per example, the instantiated gradient, and the weighted sum over examples follow.
+A rule never returns a gradient of shape ``(B, *p.shape)`` unless that is the cheapest thing to have. It returns a
+*term*: factors from which the squared norm per example, the instantiated gradient, and the weighted sum over examples
+follow.
 
-Shape legend: b example, t and s positions, p rows and d columns of the parameter, v vocabulary, e experts; n images of an example,
-c channels, k kernel.
+Shape legend: b example, t and s positions, p rows and d columns of the parameter, v vocabulary, e experts; n images of
+an example, c channels, k kernel.
 
 =========  ==============================  ======================================================
 term       factors                         per-example gradient
@@ -18,11 +19,11 @@ Dense      grad_b...                       itself
 NormOnly   norm_b                          not known
 =========  ==============================  ======================================================
 
-The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that sum
-(adding squared norms is wrong in both directions), which :func:`norm_of_sum` gives for any mixture.
+The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that
+sum (adding squared norms is wrong in both directions), which :func:`norm_of_sum` gives for any mixture.
 
-All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4); the rule for when instantiating
-is cheaper is by floating-point operations: T²(d+p) against T·d·p.
+All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4); the rule for when
+instantiating is cheaper is by floating-point operations: T²(d+p) against T·d·p.
 """
 
 from __future__ import annotations
@@ -43,9 +44,23 @@ from .experts import Routed
 from .outer import Outer, Stacked, sum_in_blocks
 
 __all__ = [
-    "Convolution", "Convolved", "Dense", "GradientTerm", "LastResultCache", "NormOnly", "Outer", "Routed", "Rows", "Stacked", "Term", "merge",
-    "norm_of_sum", "position_norms", "small_gradient", "summed",
-]  # fmt: skip
+    "Convolution",
+    "Convolved",
+    "Dense",
+    "GradientTerm",
+    "LastResultCache",
+    "NormOnly",
+    "Outer",
+    "Routed",
+    "Rows",
+    "Stacked",
+    "Term",
+    "merge",
+    "norm_of_sum",
+    "position_norms",
+    "small_gradient",
+    "summed",
+]
 
 
 class GradientTerm(Protocol):
@@ -55,7 +70,8 @@ class GradientTerm(Protocol):
 
     Attributes:
         is_bf16: Whether it is multiplied in bf16, so that sums may be off by its rounding.
-        store_instantiated: Whether the gradients themselves take no more memory than the factors, and are kept in their place.
+        store_instantiated: Whether the gradients themselves take no more memory than the factors, and are kept in
+            their place.
     """
 
     is_bf16: bool
@@ -71,7 +87,8 @@ class GradientTerm(Protocol):
         """The gradients themselves."""
 
     def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
-        """The sum over examples of ``coef_b`` times their gradients, shaped like the parameter (or flat where that is told from it)."""
+        """The sum over examples of ``coef_b`` times their gradients, shaped like the parameter (or flat where that is
+        told from it)."""
 
     def zero_examples(self, invalid_b: torch.Tensor) -> GradientTerm:
         """The same with zeros for the examples in ``invalid_b``, whose numbers are not finite."""
@@ -94,7 +111,9 @@ def merge(terms: Sequence[Term]) -> list[Term]:
         ids, grad = torch.cat([t.ids for t in rows], 1), torch.cat([t.grad for t in rows], 1)
         merged.append(Rows(ids, grad, rows[0].num_rows))
     if routed := [t for t in terms if isinstance(t, Routed)]:
-        ids, left, right = (torch.cat(parts, 1) for parts in zip(*((t.ids, t.left, t.right) for t in routed), strict=True))
+        ids, left, right = (
+            torch.cat(parts, 1) for parts in zip(*((t.ids, t.left, t.right) for t in routed), strict=True)
+        )
         merged.append(Routed(ids, left, right, routed[0].num_experts))
     dense = [t for t in terms if isinstance(t, Dense)]
     if convolved := [t for t in terms if isinstance(t, Convolved)]:
@@ -143,6 +162,7 @@ def small_gradient(terms: Sequence[Term]) -> Dense | None:
 
 
 def position_norms(terms: Sequence[Term], cache: LastResultCache | None = None) -> torch.Tensor | None:
-    """(B, n): how long every position's part of the gradient is; None where that is not known, or there are no positions."""
+    """(B, n): how long every position's part of the gradient is; None where that is not known, or there are no
+    positions."""
     lengths = [x for term in terms for x in term.position_norms(cache) if x.shape[1]]
     return (torch.cat(lengths, 1) if len(lengths) > 1 else lengths[0]) if lengths else None

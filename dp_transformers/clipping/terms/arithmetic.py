@@ -1,4 +1,5 @@
-"""The arithmetic of norms and sums of terms: chunks that fit into memory, norms that do not lose digits, sums without copies."""
+"""The arithmetic of norms and sums of terms: chunks that fit into memory, norms that do not lose digits, sums without
+copies."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 
 from ..norms import FP32, DirectNorm, Measured
 
-# Numbers of one example that are squared and added up one after the other: of 2·10⁷ the norm would be too small by 1e-3.
+# Numbers of one example that are squared and added up one after the other: of 2·10⁷ the norm would be too small by
+# 1e-3.
 PIECE = 2**14
 # Scratch memory of one norm computation, in bytes; examples are taken in chunks that fit.
 SCRATCH_BYTES = 64 * 2**20
@@ -52,7 +54,8 @@ def norms_over(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 def flat_norm(x: torch.Tensor) -> torch.Tensor:
-    """(B,): of long gradients the norm of their pieces' norms, because on the CPU torch adds up one number after the other."""
+    """(B,): of long gradients the norm of their pieces' norms, because on the CPU torch adds up one number after the
+    other."""
     flat, norm = x.flatten(1), torch.linalg.vector_norm
     if flat.shape[1] <= 2 * PIECE:
         return norm(flat, dim=1)

@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 class LastResultCache:
-    """The last result of each kind and the tensor it came from: layers that share their input (query, key, value) share work."""
+    """The last result of each kind and the tensor it came from: layers that share their input (query, key, value)
+    share work."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, tuple[torch.Tensor, Any]] = {}

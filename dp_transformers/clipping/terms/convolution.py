@@ -16,7 +16,8 @@ from .gram import gram_of
 
 @dataclass(frozen=True)
 class Convolution:
-    """It says how an image is convolved: the weight's shape (p, c / groups, k...), and per spatial dimension stride, padding with zeros, dilation."""
+    """It says how an image is convolved: the weight's shape (p, c / groups, k...), and per spatial dimension stride,
+    padding with zeros, dilation."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -28,12 +29,15 @@ class Convolution:
         """(b, n, c, *positions, *k): a view of ``image`` (b, n, c, ...), or of a padded copy."""
         if any(self.padding):
             image = F.pad(image, [width for padding in reversed(self.padding) for width in (padding, padding)])
-        for dim, (k, stride, dilation) in enumerate(zip(self.shape[2:], self.stride, self.dilation, strict=True), start=3):
+        for dim, (k, stride, dilation) in enumerate(
+            zip(self.shape[2:], self.stride, self.dilation, strict=True), start=3
+        ):
             image = image.unfold(dim, dilation * (k - 1) + 1, stride)[..., ::dilation]
         return image
 
     def weight_gradient(self, image: torch.Tensor, grad: torch.Tensor, examples: int = 1) -> torch.Tensor:
-        """(examples · p, ...): the native gradient for ``image`` (n, examples · c, ...), where the examples are further groups."""
+        """(examples · p, ...): the native gradient for ``image`` (n, examples · c, ...), where the examples are
+        further groups."""
         weight = grad.new_empty(()).expand(examples * self.shape[0], *self.shape[1:])  # only its shape matters
         how = (self.stride, self.padding, self.dilation, False, [0] * len(self.stride), examples * self.groups)
         return torch.ops.aten.convolution_backward(grad, image, weight, None, *how, (False, True, False))[1]
@@ -50,12 +54,19 @@ class Convolved:
     is_bf16 = False
 
     def __post_init__(self) -> None:
-        assert self.image.shape[:2] == self.grad.shape[:2] and self.image.dim() == self.grad.dim() == len(self.how.shape) + 1
+        assert (
+            self.image.shape[:2] == self.grad.shape[:2]
+            and self.image.dim() == self.grad.dim() == len(self.how.shape) + 1
+        )
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
         """t positions, p rows and d columns, of one group."""
-        return self.grad.shape[1] * self.grad.shape[3:].numel(), self.how.shape[0] // self.how.groups, self.how.shape[1:].numel()
+        return (
+            self.grad.shape[1] * self.grad.shape[3:].numel(),
+            self.how.shape[0] // self.how.groups,
+            self.how.shape[1:].numel(),
+        )
 
     @property
     def cheaper_instantiated(self) -> bool:

@@ -12,13 +12,15 @@ from .arithmetic import flat_norm, zero_rows
 from .cache import LastResultCache
 from .gram import lengths_of
 
-# Numbers of all examples' gradients of one parameter up to which they are laid side by side with others' rather than looked at alone.
+# Numbers of all examples' gradients of one parameter up to which they are laid side by side with others' rather than
+# looked at alone.
 MAX_BATCHED_NUMEL = 2**14
 
 
 @dataclass
 class Dense:
-    """The per-example gradient itself, ``(B, *p.shape)``; where it was summed, what ``parts`` (B, ...) over which dimensions."""
+    """The per-example gradient itself, ``(B, *p.shape)``; where it was summed, what ``parts`` (B, ...) over which
+    dimensions."""
 
     grad: torch.Tensor
     parts: tuple[tuple[torch.Tensor, tuple[int, ...]], ...] = ()
@@ -65,7 +67,10 @@ class NormOnly:
 
     def __post_init__(self) -> None:
         if self.norm_b.dim() != 1:
-            raise ValueError(f"a norm sampler gives one norm for each example, (B,); got a tensor of shape {tuple(self.norm_b.shape)}.")
+            raise ValueError(
+                "a norm sampler gives one norm for each example, (B,); got a tensor of shape "
+                f"{tuple(self.norm_b.shape)}."
+            )
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         return DirectNorm(self.norm_b.float())
@@ -75,7 +80,8 @@ class NormOnly:
 
     def instantiate(self) -> Dense:
         raise TypeError(
-            "a norm sampler gave the norm of this gradient alone, in a pass that needs the gradient: give the layer a grad sampler."
+            "a norm sampler gave the norm of this gradient alone, in a pass that needs the gradient: give the layer a "
+            "grad sampler."
         )
 
     def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:

@@ -15,7 +15,8 @@ from .gram import lengths_of
 
 @dataclass
 class Rows:
-    """Gradients that are added to rows of the parameter: an embedding. Equals Outer with one-hot ``left``, never built."""
+    """Gradients that are added to rows of the parameter: an embedding. Equals Outer with one-hot ``left``, never
+    built."""
 
     ids: torch.Tensor
     grad: torch.Tensor
@@ -33,7 +34,8 @@ class Rows:
             return joined([Rows(self.ids[r], self.grad[r], self.num_rows).instantiate().norm() for r in parts])
         if t == 1:
             return Dense(self.grad).norm()
-        # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its gradient.
+        # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its
+        # gradient.
         sorted_ids, order = self.ids.sort(dim=1)
         is_repeated = sorted_ids[:, 1:] == sorted_ids[:, :-1]
         slot_sorted = torch.zeros_like(sorted_ids)

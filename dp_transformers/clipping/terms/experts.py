@@ -17,7 +17,8 @@ from .outer import Outer
 
 @dataclass
 class Routed:
-    """Weights of experts, (num_experts, p, d): every routed slot of an example adds an outer product to the expert it was sent to."""
+    """Weights of experts, (num_experts, p, d): every routed slot of an example adds an outer product to the expert it
+    was sent to."""
 
     ids: torch.Tensor
     left: torch.Tensor
@@ -37,9 +38,11 @@ class Routed:
         return s * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * self.num_experts * p * d
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
-        """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were sent to it.
+        """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were
+        sent to it.
 
-        They are taken together by size, powers of two, so that padding at most doubles them and uneven routing costs little more.
+        They are taken together by size, powers of two, so that padding at most doubles them and uneven routing costs
+        little more.
         """
         b = len(self.ids)
         norm_sq_b = torch.zeros(b, device=self.left.device)
@@ -53,7 +56,9 @@ class Routed:
             padding = (offset >= sizes[members, None]).unsqueeze(-1)
             slots = order[(first[members, None] + offset).clamp(max=len(order) - 1)]
             for rows in chunks(len(members), 4 * len(offset) * (self.left.shape[2] + self.right.shape[2])):
-                left, right = (x.flatten(0, 1)[slots[rows]].masked_fill(padding[rows], 0) for x in (self.left, self.right))
+                left, right = (
+                    x.flatten(0, 1)[slots[rows]].masked_fill(padding[rows], 0) for x in (self.left, self.right)
+                )
                 norm_sq = Outer(left, right).norm(instantiate=instantiate).squared()
                 norm_sq_b.index_add_(0, pairs[members[rows]] // self.num_experts, norm_sq)
         return DirectNorm(norm_sq_b.sqrt_())
@@ -80,8 +85,11 @@ class Routed:
         return Routed(self.ids, zero_rows(self.left, invalid_b), zero_rows(self.right, invalid_b), self.num_experts)
 
 
-def _sum_by_id(ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int, *, bf16: bool) -> torch.Tensor:
-    """(num_ids, p, d): for each id the sum of left ⊗ right over the slots that have it, one product of matrices for each."""
+def _sum_by_id(
+    ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int, *, bf16: bool
+) -> torch.Tensor:
+    """(num_ids, p, d): for each id the sum of left ⊗ right over the slots that have it, one product of matrices for
+    each."""
     ids, order = ids_bs.flatten().sort()
     left, right = left_bsp.flatten(0, 1)[order], right_bsd.flatten(0, 1)[order]
     total = left.new_zeros(num_ids, left.shape[1], right.shape[1], dtype=torch.float32)

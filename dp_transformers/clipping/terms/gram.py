@@ -14,7 +14,8 @@ from .arithmetic import norms_over
 from .cache import LastResultCache
 
 LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
-# Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its input, is long.
+# Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its
+# input, is long.
 SHORTEST = 2.0**-57
 
 
@@ -31,10 +32,13 @@ class Gram:
     def inner_product(self, other: Gram) -> GhostNorm:
         """The ghost norm, sum_{t,s} left[t, s]·right[t, s].
 
-        Each product is rounded by a fraction of both positions' lengths, left times right. The traces' product would bound that too, but it
-        multiplies the inputs of some positions with the gradients of others, which dwarfs a norm where padding has gradients and no input.
+        Each product is rounded by a fraction of both positions' lengths, left times right. The traces' product would
+        bound that too, but it multiplies the inputs of some positions with the gradients of others, which dwarfs a
+        norm where padding has gradients and no input.
         """
-        return GhostNorm.between((self.products_bts * other.products_bts).sum((1, 2)), self.lengths_bt * other.lengths_bt)
+        return GhostNorm.between(
+            (self.products_bts * other.products_bts).sum((1, 2)), self.lengths_bt * other.lengths_bt
+        )
 
 
 def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
@@ -43,7 +47,8 @@ def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
 
 
 def lengths_of(x: torch.Tensor, summed_dims: Sequence[int], cache: LastResultCache | None) -> torch.Tensor:
-    """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just computed them."""
+    """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just
+    computed them."""
     if cache is not None:
         for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)):
             gram = cache.known(kind, x)

@@ -59,7 +59,9 @@ class Outer:
         measured = []
         for rows in chunks(b, 4 * (p * d if by_instance else 2 * t * t)):
             left, right = self.left[rows], self.right[rows]
-            measured.append(Outer(left, right).instantiate().norm() if by_instance else gram(left).inner_product(gram(right)))
+            measured.append(
+                Outer(left, right).instantiate().norm() if by_instance else gram(left).inner_product(gram(right))
+            )
         return joined(measured)
 
     def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
@@ -87,7 +89,8 @@ class Outer:
 
 @dataclass
 class Stacked:
-    """A weight whose rows come in blocks, each with an input of its own: queries, keys and values projected by one parameter."""
+    """A weight whose rows come in blocks, each with an input of its own: queries, keys and values projected by one
+    parameter."""
 
     blocks: Sequence[Outer]
 

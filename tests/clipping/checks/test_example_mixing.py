@@ -52,7 +52,11 @@ def ids(n=4, t=3):
 @pytest.mark.parametrize(
     ("model", "x", "module"),
     [
-        (nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5)), nn.Linear(5, 2)), torch.randn(4, 5), "'1.0' (BatchNorm1d)"),
+        (
+            nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.BatchNorm1d(5)), nn.Linear(5, 2)),
+            torch.randn(4, 5),
+            "'1.0' (BatchNorm1d)",
+        ),
         (nn.Sequential(nn.Linear(5, 5), nn.LeakyReLU(inplace=True), Centred()), torch.randn(4, 5), "'2' (Centred)"),
         (nn.Sequential(Centred(), nn.Linear(5, 2)), torch.randn(4, 5), "'0' (Centred)"),
         (Centred(), torch.randn(4, 5), "Centred"),
@@ -65,7 +69,10 @@ def test_mixing_is_found_where_it_happens(model, x, module):
     mixing = find_example_mixing(model, x)
     assert mixing.pairs == every_pair(4)
     assert mixing.module == module
-    assert str(mixing) == f"the output of example 0 depends on the input of example 1 (and 11 other pairs), first in {module}"
+    assert (
+        str(mixing)
+        == f"the output of example 0 depends on the input of example 1 (and 11 other pairs), first in {module}"
+    )
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())

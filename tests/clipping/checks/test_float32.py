@@ -35,7 +35,9 @@ class FrozenEncoder(nn.Module):
     def __init__(self, batch_first):
         super().__init__()
         self.emb, self.fc = nn.Linear(8, 32), nn.Linear(32, 4)
-        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=batch_first).requires_grad_(False)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=batch_first).requires_grad_(
+            False
+        )
 
     def forward(self, x):
         return self.fc(self.encoder(self.emb(x)).mean(1))
@@ -88,7 +90,8 @@ def in_bf16(make, way, mode, x, **kwargs):
     ids=["attention over the batch", "with a residual", "batch_first forgotten", "a fifth of the mean", "a hundredth", "BERT's head"],
 )  # fmt: skip
 def test_examples_that_influence_each_other_in_bf16(make, way, mode):
-    """Removing one of 32 examples moved the first three models' clipped sums by 5 to 9 C, and bf16's own tolerance is 10%."""
+    """Removing one of 32 examples moved the first three models' clipped sums by 5 to 9 C, and bf16's own tolerance is
+    10%."""
     x = torch.randint(0, 1000, (8, 6)) if make is bert_with_a_head_that_mixes else torch.randn(32, 6, 8)
     with pytest.raises(ValueError, match="another example|mixes examples|batch_first=True"):
         in_bf16(make, way, mode, x)
@@ -97,7 +100,13 @@ def test_examples_that_influence_each_other_in_bf16(make, way, mode):
 @pytest.mark.parametrize("mode", MODES_OF_BF16)
 @pytest.mark.parametrize("way", WAYS_TO_BF16)
 @pytest.mark.parametrize(
-    "make", [lambda: AttendsOverBatch(swap=False), lambda: FrozenEncoder(True), lambda: SubtractsFromHidden(0.0), lambda: build("bert")]
+    "make",
+    [
+        lambda: AttendsOverBatch(swap=False),
+        lambda: FrozenEncoder(True),
+        lambda: SubtractsFromHidden(0.0),
+        lambda: build("bert"),
+    ],
 )
 def test_models_that_do_not_mix_train_in_bf16(make, way, mode, caplog):
     x = torch.randint(0, 1000, (8, 6)) if hasattr(make(), "config") else torch.randn(32, 6, 8)
@@ -111,11 +120,19 @@ def test_rule_that_is_wrong_by_eight_percent_in_bf16(monkeypatch, way, mode):
     right = rule_for(nn.Linear(1, 1)).terms
 
     def wrong(module, activations, backprops):
-        return {p: Outer(0.92 * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
+        return {
+            p: Outer(0.92 * t.left, t.right) if isinstance(t, Outer) else t
+            for p, t in right(module, activations, backprops).items()
+        }
 
     monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
     with pytest.raises(SelfCheckError, match="not exact"):
-        in_bf16(lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()), way, mode, torch.randn(6, 3, 8))
+        in_bf16(
+            lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()),
+            way,
+            mode,
+            torch.randn(6, 3, 8),
+        )
 
 
 class Pooled(nn.Module):
@@ -180,12 +197,20 @@ def test_a_rule_that_is_wrong_in_bf16_alone(monkeypatch):
 
     def wrong(module, activations, backprops):
         factor = 0.7 if backprops.dtype == torch.bfloat16 else 1.0
-        return {p: Outer(factor * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
+        return {
+            p: Outer(factor * t.left, t.right) if isinstance(t, Outer) else t
+            for p, t in right(module, activations, backprops).items()
+        }
 
     monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
     for way in WAYS_TO_BF16:
         with pytest.raises(SelfCheckError, match=r"not exact.*allowed 1e-01"):
-            in_bf16(lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()), way, "book_keeping", torch.randn(6, 3, 8))
+            in_bf16(
+                lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()),
+                way,
+                "book_keeping",
+                torch.randn(6, 3, 8),
+            )
 
 
 def test_reduced_products_are_full_while_it_is_checked():
@@ -212,7 +237,9 @@ def test_a_check_in_float32_puts_everything_back(mode, has_grad):
     for p in model.parameters():
         p.grad = torch.ones_like(p) if has_grad else None
     before = {k: (t.clone(), t.data_ptr(), t.dtype, t.grad_dtype) for k, t in tensors.items()}
-    versions = {k: p._version for k, p in model.named_parameters() if not p.requires_grad}  # frozen weights are not even written to
+    versions = {
+        k: p._version for k, p in model.named_parameters() if not p.requires_grad
+    }  # frozen weights are not even written to
     PerExampleClipper(model, 1.0, mode=mode).model(torch.randint(0, 1000, (4, 6)))
     after = dict(model.named_parameters()) | dict(model.named_buffers())
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -24,7 +24,12 @@ class ReadsNames(nn.Module):
 
     def __init__(self, reads, kind=nn.LSTM):
         super().__init__()
-        self.embedding, self.rnn, self.head, self.reads = nn.Embedding(50, 12), kind(12, 16, batch_first=True), nn.Linear(16, 3), reads
+        self.embedding, self.rnn, self.head, self.reads = (
+            nn.Embedding(50, 12),
+            kind(12, 16, batch_first=True),
+            nn.Linear(16, 3),
+            reads,
+        )
 
     def forward(self, ids, lengths):
         x = self.embedding(ids)
@@ -93,9 +98,21 @@ PADDED_BY_OTHERS = {  # model, side, whether others then decide an example's gra
     "average without padding": (lambda: ReadsTexts(masked=True), "right", False),
     "average without padding on the left": (lambda: ReadsTexts(masked=True), "left", False),
     "T5's encoder": (lambda: T5EncoderModel(T5Config(**TINY_T5)), "right", False),
-    "T5's encoder on the left": (lambda: T5EncoderModel(T5Config(**TINY_T5)), "left", False),  # its positions are relative
+    "T5's encoder on the left": (
+        lambda: T5EncoderModel(T5Config(**TINY_T5)),
+        "left",
+        False,
+    ),  # its positions are relative
 }
-TINY_T5 = {"vocab_size": 1000, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+TINY_T5 = {
+    "vocab_size": 1000,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -189,7 +206,9 @@ def test_padding_of_frames_that_convolutions_make():
     assert padding_of(ReadsSounds(), (x,), {}, own_bt) <= 1e-5
     with pytest.raises(SelfCheckError, match="padded on the right"):
         padding_of(ReadsSounds(padding=2), (x + 3,), {}, own_bt)  # the convolution's own zeros are not the padding
-    with pytest.raises(SelfCheckError, match="an example with 4 positions of its own, padded to 20, cannot be computed without"):
+    with pytest.raises(
+        SelfCheckError, match="an example with 4 positions of its own, padded to 20, cannot be computed without"
+    ):
         padding_of(ReadsSounds(kernel=8), (x,), {}, own_positions([4, 20, 2, 20]))
     with pytest.raises(SelfCheckError, match="an example with 2 positions"):
         padding_of(ReadsSounds(kernel=8), (x,), {}, own_positions([9, 20, 2, 20]), row=2)

@@ -1,4 +1,5 @@
-"""The canary and the self-check: planted faults are caught, random state and gradients are left alone, nothing private is used."""
+"""The canary and the self-check: planted faults are caught, random state and gradients are left alone, nothing private
+is used."""
 
 import re
 from collections import OrderedDict, UserDict
@@ -99,7 +100,10 @@ def test_rule_that_is_wrong_by_a_percent(monkeypatch, mode):
     right = rule_for(nn.Linear(1, 1)).terms
 
     def wrong(module, activations, backprops):
-        return {p: Outer(1.01 * t.left, t.right) if isinstance(t, Outer) else t for p, t in right(module, activations, backprops).items()}
+        return {
+            p: Outer(1.01 * t.left, t.right) if isinstance(t, Outer) else t
+            for p, t in right(module, activations, backprops).items()
+        }
 
     monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
@@ -213,7 +217,9 @@ class Squeezes(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
-@pytest.mark.parametrize(("width", "dims"), [(1, "1 dimensions for 6 examples and 0"), (3, "2 dimensions for 6 examples and 1")])
+@pytest.mark.parametrize(
+    ("width", "dims"), [(1, "1 dimensions for 6 examples and 0"), (3, "2 dimensions for 6 examples and 1")]
+)
 def test_a_batch_of_one_that_is_squeezed(width, dims, mode):
     model = Squeezes(width)
     with pytest.raises(SelfCheckError, match=rf"{dims} for one: squeeze\(\)"):
@@ -224,7 +230,9 @@ def test_a_batch_of_one_that_is_squeezed_before_the_loss():
     model = Squeezes(3)
     with pytest.raises(SelfCheckError, match=r"1 for one: squeeze\(\)"):
         check_model(
-            model, {"x": torch.randn(6, 5)}, loss_function=lambda x: F.cross_entropy(model(x), torch.ones(len(x)).long(), reduction="none")
+            model,
+            {"x": torch.randn(6, 5)},
+            loss_function=lambda x: F.cross_entropy(model(x), torch.ones(len(x)).long(), reduction="none"),
         )
 
 
@@ -250,7 +258,9 @@ class Encodes(nn.Module):
 def test_batch_first_that_was_forgotten(make, name, mode, frozen):
     with pytest.raises(SelfCheckError, match=re.escape(name) + r".*batch_first=True"):
         PerExampleClipper(Encodes(make().requires_grad_(not frozen)), 1.0, mode=mode).model(torch.randn(4, 6, 4))
-    PerExampleClipper(Encodes(make(batch_first=True).requires_grad_(not frozen)), 1.0, mode=mode).model(torch.randn(4, 6, 4))
+    PerExampleClipper(Encodes(make(batch_first=True).requires_grad_(not frozen)), 1.0, mode=mode).model(
+        torch.randn(4, 6, 4)
+    )
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, BatchEncoding, OrderedDict])
@@ -290,7 +300,9 @@ def test_outputs_that_are_looked_into(kind):
 
 @pytest.mark.parametrize(("kind", "name"), [("object", "SimpleNamespace"), ("scalar", "Tensor")])
 def test_outputs_without_examples(kind, name):
-    with pytest.raises(SelfCheckError, match=f"Returns returns {name}, in which there is no tensor of floating-point.*loss_function"):
+    with pytest.raises(
+        SelfCheckError, match=f"Returns returns {name}, in which there is no tensor of floating-point.*loss_function"
+    ):
         check_model(Returns(kind), {"x": torch.randn(4, 5)})
 
 
@@ -315,7 +327,11 @@ def test_what_happens_only_in_training_is_seen(model):
 
 
 @pytest.mark.parametrize(
-    "module", [lambda: nn.Embedding(9, 5, max_norm=0.1).requires_grad_(False), lambda: nn.InstanceNorm1d(3, track_running_stats=True)]
+    "module",
+    [
+        lambda: nn.Embedding(9, 5, max_norm=0.1).requires_grad_(False),
+        lambda: nn.InstanceNorm1d(3, track_running_stats=True),
+    ],
 )
 def test_frozen_state_that_moves_is_refused_and_put_back(module):
     class Model(nn.Module):
@@ -355,9 +371,13 @@ def test_per_sample_gradients_are_correct(caplog):
     for mode in ("book_keeping", "ghost", "fast_gradient", "per_sample"):
         assert f"mode {mode}: worst relative error of per-example gradients" in caplog.text
     assert not model._forward_hooks
-    assert check_per_sample_gradients_are_correct({"ids": torch.stack([torch.randperm(9)[:3] for _ in range(4)])}, Attends(swap=True))
+    assert check_per_sample_gradients_are_correct(
+        {"ids": torch.stack([torch.randperm(9)[:3] for _ in range(4)])}, Attends(swap=True)
+    )
     bilinear, inputs = nn.Bilinear(5, 4, 2), (torch.randn(3, 5), torch.randn(3, 4))
-    assert check_per_sample_gradients_are_correct(inputs, bilinear, loss_function=lambda a, b: bilinear(a, b).tanh().sum(1))
+    assert check_per_sample_gradients_are_correct(
+        inputs, bilinear, loss_function=lambda a, b: bilinear(a, b).tanh().sum(1)
+    )
 
 
 def test_per_sample_gradients_that_are_not_correct(monkeypatch, caplog):
@@ -401,5 +421,8 @@ def test_models_that_take_no_random_input():
 
     model = Scores()
     PerExampleClipper(model, 1.0)
-    with pytest.raises(SelfCheckError, match=r"random numbers.*AssertionError: energies are not negative.*called labels.*self_check=False"):
+    with pytest.raises(
+        SelfCheckError,
+        match=r"random numbers.*AssertionError: energies are not negative.*called labels.*self_check=False",
+    ):
         model(torch.rand(4, 4))

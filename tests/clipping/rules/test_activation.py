@@ -14,7 +14,9 @@ def test_prelu(data):
     torch.manual_seed(0)
     shape = [data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(2, 4)))]
     channels = shape[1] if data.draw(st.booleans()) else 1
-    assert_exact_in_all_modes(overwritten(nn.PReLU(channels)), torch.randn(shape) - 2)  # without negatives there is no gradient
+    assert_exact_in_all_modes(
+        overwritten(nn.PReLU(channels)), torch.randn(shape) - 2
+    )  # without negatives there is no gradient
 
 
 @drawn
@@ -24,7 +26,9 @@ def test_bilinear(data):
     batch, d, e, p, *middle = (data.draw(st.integers(1, 4)) for _ in range(4 + data.draw(st.integers(0, 2))))
     layer = nn.Bilinear(d, e, p, bias=data.draw(st.booleans()))
     frozen = data.draw(st.sampled_from(["nothing", "bias", "weight"] if layer.bias is not None else ["nothing"]))
-    assert_exact_in_all_modes(TwoInputs(freeze(layer, frozen)), torch.randn(batch, *middle, d), torch.randn(batch, *middle, e))
+    assert_exact_in_all_modes(
+        TwoInputs(freeze(layer, frozen)), torch.randn(batch, *middle, d), torch.randn(batch, *middle, e)
+    )
 
 
 class TwoInputs(nn.Module):

@@ -21,12 +21,16 @@ HEADS, WIDTH = 2, 8
 
 
 class Attention(nn.Module):
-    """One attention between a layer before and a random function after it, everything it may be given made from ``x`` and ``y``.
+    """One attention between a layer before and a random function after it, everything it may be given made from ``x``
+    and ``y``.
 
-    inputs: "x,x,x" self-attention, "x,y,y", "x,y,z" and so on, z being another projection of y; mask: None, or what is built below.
+    inputs: "x,x,x" self-attention, "x,y,y", "x,y,z" and so on, z being another projection of y; mask: None, or what is
+    built below.
     """
 
-    def __init__(self, inputs="x,x,x", mask=None, padding=None, causal=False, need_weights=False, average=True, **options):
+    def __init__(
+        self, inputs="x,x,x", mask=None, padding=None, causal=False, need_weights=False, average=True, **options
+    ):
         super().__init__()
         self.inputs, self.mask, self.padding, self.causal = inputs.split(","), mask, padding, causal
         self.need_weights, self.average = need_weights, average
@@ -91,7 +95,10 @@ def losses_of(model):
 
 def batch_of(size=4, queries=5, keys=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(size, queries, 5, generator=generator), "y": torch.randn(size, keys, 5, generator=generator)}
+    return {
+        "x": torch.randn(size, queries, 5, generator=generator),
+        "y": torch.randn(size, keys, 5, generator=generator),
+    }
 
 
 def check(model, batch, modes=ALL_MODES, answers=multihead_attention):
@@ -111,7 +118,9 @@ def check(model, batch, modes=ALL_MODES, answers=multihead_attention):
             assert distance(found, total) <= 1e-5 * length(total), mode
         rules = {owner.module: owner.rule.terms for owner in clipper.owners}
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and any(p.requires_grad for p in module.parameters(recurse=False)):
+        if isinstance(module, nn.MultiheadAttention) and any(
+            p.requires_grad for p in module.parameters(recurse=False)
+        ):
             assert rules.get(module) is answers
         elif answers is not None:
             assert rules.get(module, answers) is not None, f"{type(module).__name__} went through the fallback"
@@ -131,7 +140,13 @@ OPTIONS = {
     "added, causal": {"add_bias_kv": True, "causal": True},
     "added, no bias, with weights": {"add_bias_kv": True, "bias": False, "need_weights": True},
     "added zero": {"add_zero_attn": True, "mask": "bool", "padding": "bool"},
-    "added, cross, masks": {"add_bias_kv": True, "add_zero_attn": True, "inputs": "x,y,y", "mask": "float", "padding": "float"},
+    "added, cross, masks": {
+        "add_bias_kv": True,
+        "add_zero_attn": True,
+        "inputs": "x,y,y",
+        "mask": "float",
+        "padding": "float",
+    },
     "cross": {"inputs": "x,y,y"},
     "cross, positions first": {"inputs": "x,y,y", "batch_first": False, "need_weights": True},
     "three inputs": {"inputs": "x,y,z", "padding": "bool"},
@@ -139,7 +154,13 @@ OPTIONS = {
     "query is value": {"inputs": "x,z,x"},
     "own widths": {"inputs": "x,y,z", "kdim": 6, "vdim": 3},
     "own widths, added, no bias": {"inputs": "x,y,z", "kdim": 6, "vdim": 3, "add_bias_kv": True, "bias": False},
-    "own widths, positions first": {"inputs": "x,y,z", "kdim": 6, "vdim": 3, "batch_first": False, "need_weights": True},
+    "own widths, positions first": {
+        "inputs": "x,y,z",
+        "kdim": 6,
+        "vdim": 3,
+        "batch_first": False,
+        "need_weights": True,
+    },
     "bool mask": {"mask": "bool", "padding": "bool"},
     "float mask": {"mask": "float", "padding": "float", "need_weights": True},
     "bool mask of its own": {"mask": "bool of its own", "padding": "bool"},
@@ -179,7 +200,10 @@ def test_dropout(mode, need_weights):
     torch.manual_seed(3)
     losses = losses_of(model)(batch)
     gradients = [torch.autograd.grad(loss, trainable(model), retain_graph=True, allow_unused=True) for loss in losses]
-    gradients = [[torch.zeros_like(p) if g is None else g for p, g in zip(trainable(model), row, strict=True)] for row in gradients]
+    gradients = [
+        [torch.zeros_like(p) if g is None else g for p, g in zip(trainable(model), row, strict=True)]
+        for row in gradients
+    ]
     bound = float(torch.tensor([length(g) for g in gradients]).median())
     norms, total = clipped_sum(gradients, bound)
     for p in (model.before["y"], model.before["z"]):
@@ -258,7 +282,9 @@ class Checkpointed(Attention):
         return checkpoint(super().forward, x.requires_grad_(self.use_reentrant), y, use_reentrant=self.use_reentrant)
 
 
-@pytest.mark.parametrize("build", [Twice, lambda: Checkpointed(True, inputs="x,y,y"), lambda: Checkpointed(False, add_bias_kv=True)])
+@pytest.mark.parametrize(
+    "build", [Twice, lambda: Checkpointed(True, inputs="x,y,y"), lambda: Checkpointed(False, add_bias_kv=True)]
+)
 def test_several_calls_and_checkpointing(build):
     check(build(), batch_of(queries=3))
 
@@ -286,7 +312,9 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("options", [{"batch_first": True}, {}, {"batch_first": True, "norm_first": True, "bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"batch_first": True}, {}, {"batch_first": True, "norm_first": True, "bias": False}], ids=str
+)
 def test_transformer_layers(options, train):
     """Also in evaluation mode, where they have a fast path that no rule sees."""
     check(Encoder(dropout=0.0, **options).train(train), batch_of())
@@ -301,7 +329,9 @@ class Windows(nn.Module):
 
     def forward(self, x, y):
         windows = self.before(x).unflatten(1, (-1, 2)).flatten(0, 1)
-        return self.attention(windows, windows, windows, need_weights=False)[0].unflatten(0, (len(x), -1)).flatten(1, 2)
+        return (
+            self.attention(windows, windows, windows, need_weights=False)[0].unflatten(0, (len(x), -1)).flatten(1, 2)
+        )
 
 
 class Shared(Windows):
@@ -317,7 +347,9 @@ class Shared(Windows):
         return self.before(x) * (table if self.batched else table[None])
 
 
-@pytest.mark.parametrize("build", [Windows, lambda: Shared(True), lambda: Shared(False)], ids=["windows", "shared", "no batch"])
+@pytest.mark.parametrize(
+    "build", [Windows, lambda: Shared(True), lambda: Shared(False)], ids=["windows", "shared", "no batch"]
+)
 def test_calls_without_the_batch_are_answered_by_the_model(build):
     check(build(), batch_of(queries=4), answers=None)
 
@@ -379,9 +411,12 @@ def test_bf16_autocast():
 
 
 def test_the_layer_computes_what_it_always_did():
-    """F.multi_head_attention_forward has the signature that stands in for it: a new argument in torch shall not pass unseen."""
+    """F.multi_head_attention_forward has the signature that stands in for it: a new argument in torch shall not pass
+    unseen."""
     import inspect
 
     from dp_transformers.clipping.rules.attention import _attend
 
-    assert list(inspect.signature(_attend).parameters)[2:] == list(inspect.signature(F.multi_head_attention_forward).parameters)
+    assert list(inspect.signature(_attend).parameters)[2:] == list(
+        inspect.signature(F.multi_head_attention_forward).parameters
+    )

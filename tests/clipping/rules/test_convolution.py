@@ -17,7 +17,9 @@ from dp_transformers.clipping.rules.convolution import convolution
 from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer, arithmetic
 from dp_transformers.clipping.trainable import TrainableParameters
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # torch, of its own forward
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using padding='same' with even kernel lengths"
+)  # torch, of its own forward
 
 
 @st.composite
@@ -41,7 +43,10 @@ def convolutions(draw):
     )
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     shape = (draw(st.integers(1, 4)), layer.in_channels, *(size + draw(st.integers(2, 4)) for size in reach))
-    return freeze(layer, draw(st.sampled_from(["nothing", "nothing", "bias", "weight"] if layer.bias is not None else ["nothing"]))), shape
+    return freeze(
+        layer,
+        draw(st.sampled_from(["nothing", "nothing", "bias", "weight"] if layer.bias is not None else ["nothing"])),
+    ), shape
 
 
 @drawn
@@ -75,7 +80,9 @@ def test_convolutions_by_ghost_norm_and_by_instance(layer, shape, ghost, scratch
     assert isinstance(term, Convolved) and term.cheaper_instantiated == (not ghost)
     by_instance = term.norm(instantiate=True).norm
     torch.testing.assert_close(term._ghost_norm().norm, by_instance, rtol=1e-5, atol=0)
-    torch.testing.assert_close(term.instantiate().weighted_sum(torch.ones(4)), term.weighted_sum(torch.ones(4)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        term.instantiate().weighted_sum(torch.ones(4)), term.weighted_sum(torch.ones(4)), rtol=1e-4, atol=1e-4
+    )
     assert_exact_in_all_modes(overwritten(layer), x, self_check=True)
 
 
@@ -185,7 +192,10 @@ def test_frames_are_never_taken_for_channels(layer, frames):
 @pytest.mark.parametrize("layer", [nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.InstanceNorm1d(4, affine=True)], ids=str)
 def test_channels_are_not_taken_for_the_batch(layer):
     x = torch.randn(4, *[6] * (layer(torch.randn(1, 4, 6, 6)).dim() - 2 if isinstance(layer, nn.Conv2d) else 1))
-    with PerExampleClipper(layer, 1.0, self_check=False) as clipper, pytest.raises(ValueError, match="without a batch dimension"):
+    with (
+        PerExampleClipper(layer, 1.0, self_check=False) as clipper,
+        pytest.raises(ValueError, match="without a batch dimension"),
+    ):
         clipper.backward(weigh(layer(x)))
 
 
@@ -216,7 +226,9 @@ def test_transposed_convolutions(layer, shape):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_convolutions_under_autocast(mode):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.LeakyReLU(inplace=True), nn.Conv2d(8, 4, 3, groups=2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.LeakyReLU(inplace=True), nn.Conv2d(8, 4, 3, groups=2)
+    )
 
     def losses_of(batch):
         with torch.autocast("cpu", dtype=torch.bfloat16):

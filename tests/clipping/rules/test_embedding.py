@@ -38,7 +38,9 @@ def test_embedding_bags(data):
     rows, d, batch, n = (data.draw(st.integers(low, 6)) for low in (2, 1, 1, 1))
     padding_idx = data.draw(st.sampled_from([None, 0, 1]))
     layer = nn.EmbeddingBag(rows, d, mode=mode, padding_idx=padding_idx)
-    ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=batch * n, max_size=batch * n))).view(batch, n)
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=batch * n, max_size=batch * n))).view(
+        batch, n
+    )
     ids[:, 0] = 0 if padding_idx != 0 else 1  # no gradient at all would show nothing
     weighted = mode == "sum" and data.draw(st.booleans())
     model = WeightedBag(layer) if weighted else overwritten(layer)
@@ -65,7 +67,9 @@ def test_a_bag_of_padding_and_a_frozen_bag(mode):
     assert_exact_in_all_modes(model, ids)
 
 
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True, "mode": "sum"}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"max_norm": 1.0}, {"sparse": True, "mode": "sum"}, {"scale_grad_by_freq": True}], ids=str
+)
 def test_embedding_bag_options_that_are_refused(option):
     layer = nn.EmbeddingBag(7, 5, **option)
     clipper = PerExampleClipper(layer, 1.0, self_check=False)
@@ -84,5 +88,8 @@ def test_embedding_bags_with_offsets_are_refused():
 
     model = Ragged()
     for self_check in (False, True):
-        with PerExampleClipper(model, 1.0, self_check=self_check) as clipper, pytest.raises(ValueError, match=r"ids of shape \(B, n\)"):
+        with (
+            PerExampleClipper(model, 1.0, self_check=self_check) as clipper,
+            pytest.raises(ValueError, match=r"ids of shape \(B, n\)"),
+        ):
             clipper.backward(weigh(model(torch.randint(0, 7, (4, 3)))))

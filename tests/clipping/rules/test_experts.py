@@ -20,17 +20,36 @@ from dp_transformers.clipping.rules.experts import experts
 ALL_MODES = sorted(MODES)
 KERNELS = ["eager", "grouped_mm", "batched_mm"]
 MADE_BY = {  # gated (two); interleaved, transposed and with bias; without gate
-    "Mixtral": lambda e, d, p: MixtralExperts(hf.MixtralConfig(num_local_experts=e, hidden_size=d, intermediate_size=p)),
-    "Qwen3-MoE": lambda e, d, p: Qwen3MoeExperts(hf.Qwen3MoeConfig(num_experts=e, hidden_size=d, moe_intermediate_size=p)),
+    "Mixtral": lambda e, d, p: MixtralExperts(
+        hf.MixtralConfig(num_local_experts=e, hidden_size=d, intermediate_size=p)
+    ),
+    "Qwen3-MoE": lambda e, d, p: Qwen3MoeExperts(
+        hf.Qwen3MoeConfig(num_experts=e, hidden_size=d, moe_intermediate_size=p)
+    ),
     "GPT-OSS": lambda e, d, p: GptOssExperts(hf.GptOssConfig(num_local_experts=e, hidden_size=d, intermediate_size=p)),
-    "Nemotron-H": lambda e, d, p: NemotronHExperts(hf.NemotronHConfig(n_routed_experts=e, hidden_size=d, moe_intermediate_size=p)),
+    "Nemotron-H": lambda e, d, p: NemotronHExperts(
+        hf.NemotronHConfig(n_routed_experts=e, hidden_size=d, moe_intermediate_size=p)
+    ),
 }
 
 
 class Routed(nn.Module):
-    """A router over the tokens of all examples and its experts; ``idle`` experts are never chosen, ``nowhere`` sends tokens to none."""
+    """A router over the tokens of all examples and its experts; ``idle`` experts are never chosen, ``nowhere`` sends
+    tokens to none."""
 
-    def __init__(self, name="Mixtral", kernel="eager", num_experts=4, top_k=2, width=8, inner=4, *, idle=0, nowhere=False, packed=False):
+    def __init__(
+        self,
+        name="Mixtral",
+        kernel="eager",
+        num_experts=4,
+        top_k=2,
+        width=8,
+        inner=4,
+        *,
+        idle=0,
+        nowhere=False,
+        packed=False,
+    ):
         super().__init__()
         self.before, self.router = nn.Linear(5, width), nn.Linear(width, num_experts - idle)
         self.experts = MADE_BY[name](num_experts, width, inner)

@@ -73,7 +73,8 @@ def test_norms_of_a_limited_input_are_not_taken_for_plain_ones(kind):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_norm_that_limits_its_input_is_clipped(mode):
-    """Taken for a plain one it saw none of the second column, and one example moved the sum of the two-pass modes by 70 C."""
+    """Taken for a plain one it saw none of the second column, and one example moved the sum of the two-pass modes by
+    70 C."""
     model = nn.Sequential(LimitsItsInput(8), nn.Linear(8, 3, bias=False))
     model[1].requires_grad_(False).weight[:, [0, *range(2, 8)]] = 0
     x = torch.tensor([[1e4, 100.0, 0, 0, 0, 0, 0, 0], [1.0, 2, 3, 4, 5, 6, 7, 8]])
@@ -128,7 +129,11 @@ def channel_norms(draw):
     else:
         layer = getattr(nn, f"InstanceNorm{len(spatial)}d")(channels, affine=True, eps=0.1)
     nn.init.normal_(layer.weight), nn.init.normal_(layer.bias)
-    return freeze(layer, draw(st.sampled_from(["nothing", "nothing", "bias", "weight"]))), (draw(st.integers(1, 4)), channels, *spatial)
+    return freeze(layer, draw(st.sampled_from(["nothing", "nothing", "bias", "weight"]))), (
+        draw(st.integers(1, 4)),
+        channels,
+        *spatial,
+    )
 
 
 @drawn
@@ -142,7 +147,10 @@ def test_group_and_instance_norms(drawn_layer):
 def test_running_statistics_are_used_where_they_are_kept_fixed_and_refused_where_they_move():
     model, x = nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)), torch.randn(4, 3, 4, 4)
     model(x + 1)
-    with PerExampleClipper(model, 1.0) as clipper, pytest.raises(SelfCheckError, match=r"'0\.\w+' changes in the forward pass"):
+    with (
+        PerExampleClipper(model, 1.0) as clipper,
+        pytest.raises(SelfCheckError, match=r"'0\.\w+' changes in the forward pass"),
+    ):
         clipper.backward(weigh(model(x)))
     assert_exact_in_all_modes(model.eval(), x)
 

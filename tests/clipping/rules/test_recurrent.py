@@ -1,4 +1,5 @@
-"""nn.RNN, nn.LSTM, nn.GRU and their cells, option by option, in every mode; the recursion against torch's own; what is refused."""
+"""nn.RNN, nn.LSTM, nn.GRU and their cells, option by option, in every mode; the recursion against torch's own; what is
+refused."""
 
 import pytest
 import torch
@@ -39,11 +40,18 @@ def states_of(hx):
 
 
 class Tagger(nn.Module):
-    """A recurrent layer between trainable ones, from (x, lengths); `reads` says what the loss sees of what it returns."""
+    """A recurrent layer between trainable ones, from (x, lengths); `reads` says what the loss sees of what it
+    returns."""
 
     def __init__(self, rnn, *, reads=("output", "states"), starts=False, enforce_sorted=False, calls=1):
         super().__init__()
-        self.below, self.rnn, self.reads, self.enforce_sorted, self.calls = nn.Linear(IN, IN), rnn, reads, enforce_sorted, calls
+        self.below, self.rnn, self.reads, self.enforce_sorted, self.calls = (
+            nn.Linear(IN, IN),
+            rnn,
+            reads,
+            enforce_sorted,
+            calls,
+        )
         self.num_states = rnn.num_layers * (1 + rnn.bidirectional)  # of h, and of an LSTM's c
         widths = [rnn.proj_size or rnn.hidden_size, rnn.hidden_size][: 1 + isinstance(rnn, nn.LSTM)]
         self.starts = nn.ModuleList(nn.Linear(IN, self.num_states * width) for width in widths) if starts else None
@@ -51,7 +59,9 @@ class Tagger(nn.Module):
     def initial(self, x):
         if self.starts is None:
             return None
-        given = [start(x[:, 0]).unflatten(1, (self.num_states, -1)).transpose(0, 1).contiguous() for start in self.starts]
+        given = [
+            start(x[:, 0]).unflatten(1, (self.num_states, -1)).transpose(0, 1).contiguous() for start in self.starts
+        ]
         return tuple(given) if isinstance(self.rnn, nn.LSTM) else given[0]
 
     def forward(self, x, lengths=None):
@@ -146,7 +156,8 @@ def test_loss_that_reads_c_n_alone(mode):
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
 @every_layer
 def test_packed_sequences(kind, options, lengths, mode):
-    """States end (and reverse ones start) at each sequence's own end; initial states are permuted as the sequences are."""
+    """States end (and reverse ones start) at each sequence's own end; initial states are permuted as the sequences
+    are."""
     batch = {"x": x_of(), "lengths": torch.tensor(lengths)}
     check(Tagger(LAYERS[kind](**options), starts=True), batch, mode, self_check=lengths == [3, 6, 1, 5])
     if lengths == sorted(lengths, reverse=True):
@@ -166,7 +177,9 @@ def test_called_twice(kind, mode):
     check(Tagger(LAYERS[kind](bidirectional=True), calls=2), {"x": x_of()}, mode)
 
 
-@pytest.mark.parametrize("trained", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "bias_hh_l1_reverse", "weight_ih_l1"])
+@pytest.mark.parametrize(
+    "trained", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "bias_hh_l1_reverse", "weight_ih_l1"]
+)
 @every_layer
 def test_some_parameters_frozen(kind, trained):
     """Among them the GRU's bias_hh, part of which sits behind the reset gate."""
@@ -216,7 +229,9 @@ def test_dropout_that_cannot_be_replayed_is_refused(monkeypatch):
     monkeypatch.setattr("dp_transformers.clipping.recorded_call.same_state", lambda a, b: True)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         losses = losses_of(model)({"x": x_of()})
-        with pytest.raises(UnsupportedModuleError, match=r"'rnn' \(LSTM\).*dropout cannot be replayed.*Ways out: freeze"):
+        with pytest.raises(
+            UnsupportedModuleError, match=r"'rnn' \(LSTM\).*dropout cannot be replayed.*Ways out: freeze"
+        ):
             clipper.backward(losses)
 
 
@@ -225,7 +240,9 @@ def test_another_mask_is_noticed(monkeypatch):
     other = torch.Generator().manual_seed(99).get_state()
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         losses = losses_of(model)({"x": x_of()})
-        monkeypatch.setattr("dp_transformers.clipping.rules.recurrent.replayed", lambda state: torch.random.fork_rng(devices=[]))
+        monkeypatch.setattr(
+            "dp_transformers.clipping.rules.recurrent.replayed", lambda state: torch.random.fork_rng(devices=[])
+        )
         torch.set_rng_state(other)
         with pytest.raises(UnsupportedModuleError, match="does not give again the output it gave"):
             clipper.backward(losses)

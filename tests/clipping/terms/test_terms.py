@@ -49,7 +49,9 @@ def stacked(b, t, rows, columns, g):
     """Blocks of any number of rows, each with a length of its own."""
     cuts = sorted({0, rows, *torch.randint(0, rows + 1, (2,), generator=g).tolist()})
     blocks = [(end - start, t + i) for i, (start, end) in enumerate(pairwise(cuts))]
-    return Stacked([Outer(torch.randn(b, t, p, generator=g), torch.randn(b, t, columns, generator=g)) for p, t in blocks])
+    return Stacked(
+        [Outer(torch.randn(b, t, p, generator=g), torch.randn(b, t, columns, generator=g)) for p, t in blocks]
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,20 +61,26 @@ def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiat
     g = torch.Generator().manual_seed(seed)
     made = {
         "O": lambda t: Outer(torch.randn(b, t, rows, generator=g), torch.randn(b, t, columns, generator=g)),
-        "R": lambda t: Rows(torch.randint(0, rows, (b, t), generator=g), torch.randn(b, t, columns, generator=g), rows),
+        "R": lambda t: Rows(
+            torch.randint(0, rows, (b, t), generator=g), torch.randn(b, t, columns, generator=g), rows
+        ),
         "S": lambda t: stacked(b, t, rows, columns, g),
         "D": lambda t: Dense(torch.randn(b, rows, columns, generator=g)),
     }
     terms = [made[kind](t) for kind, t in lengths]
     exact = sum(written_out(t, rows, columns) for t in terms)
     norm_sq = algebra.norm_of_sum(terms, instantiate=instantiate, cache=LastResultCache()).squared()
-    scale = sum(written_out(t, rows, columns).flatten(1).norm(dim=1) for t in terms).square()  # what rounding is relative to
+    scale = sum(
+        written_out(t, rows, columns).flatten(1).norm(dim=1) for t in terms
+    ).square()  # what rounding is relative to
     assert norm_sq.dtype == torch.float32
     assert norm_sq.shape == (b,)
     assert ((norm_sq.double() - exact.flatten(1).square().sum(1)).abs() <= 1e-5 * scale + 1e-12).all()
     coef = torch.rand(b, generator=g)
     total = (
-        sum(t.weighted_sum(coef, LastResultCache()).double() for t in algebra.merge(terms)) if b else torch.zeros(rows, columns).double()
+        sum(t.weighted_sum(coef, LastResultCache()).double() for t in algebra.merge(terms))
+        if b
+        else torch.zeros(rows, columns).double()
     )
     expected = torch.einsum("b,bpd->pd", coef.double(), exact)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
@@ -82,7 +90,8 @@ def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiat
 @given(b=st.integers(1, 4), rows=sizes, columns=sizes, t=st.integers(1, 40), seed=st.integers(0, 10**6), both=st.booleans(),
        kind=st.sampled_from(["outer", "stacked", "routed"]), instantiate=st.booleans())  # fmt: skip
 def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, columns, t, seed, both, kind, instantiate):
-    """Where one is, autocast had rounded the other. Sums may miss 2⁻¹⁷ of every part, because coefficients are no bf16 numbers."""
+    """Where one is, autocast had rounded the other. Sums may miss 2⁻¹⁷ of every part, because coefficients are no bf16
+    numbers."""
     g, e = torch.Generator().manual_seed(seed), 3
 
     def outer(p, t):
@@ -92,7 +101,9 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
     if kind == "stacked":
         term = Stacked([outer(rows, t), outer(rows + 1, t)])
         rounded = [(block.left.double(), block.right.bfloat16().double()) for block in term.blocks]
-        exact, reach = (torch.cat([f(left).mT @ f(right) for left, right in rounded], 1) for f in (torch.clone, torch.abs))
+        exact, reach = (
+            torch.cat([f(left).mT @ f(right) for left, right in rounded], 1) for f in (torch.clone, torch.abs)
+        )
     else:
         term = outer(rows, t)
         left, right = term.left.double(), term.right.bfloat16().double()
@@ -100,7 +111,10 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
     if kind == "routed":
         ids = torch.randint(0, e, (b, t), generator=g)
         term = Routed(ids, term.left, term.right, e)
-        exact, reach = (torch.einsum("bse,bsp,bsd->bepd", F.one_hot(ids, e).double(), f(left), f(right)) for f in (torch.clone, torch.abs))
+        exact, reach = (
+            torch.einsum("bse,bsp,bsd->bepd", F.one_hot(ids, e).double(), f(left), f(right))
+            for f in (torch.clone, torch.abs)
+        )
     norm_sq, scale = (
         algebra.norm_of_sum([term], instantiate=instantiate, cache=LastResultCache()).squared(),
         reach.flatten(1).square().sum(1),
@@ -147,9 +161,13 @@ def test_chunks_change_nothing(monkeypatch):
         Rows(torch.randint(0, 4, (7, 9)), torch.randn(7, 9, 3), 4),
     ]
     tied = [Outer(torch.randn(7, 5, 4), torch.randn(7, 5, 3)), terms[2]]
-    whole = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.norm_of_sum(tied).squared()]
+    whole = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [
+        algebra.norm_of_sum(tied).squared()
+    ]
     monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", 600)
-    parts = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [algebra.norm_of_sum(tied).squared()]
+    parts = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [
+        algebra.norm_of_sum(tied).squared()
+    ]
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
@@ -197,10 +215,15 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
     g = torch.Generator().manual_seed(seed)
     terms = []
     for s in lengths:  # uneven: the first expert gets most
-        ids = torch.randint(0, e, (b, s), generator=g).where(torch.rand(b, s, generator=g) < 0.5, torch.zeros((), dtype=torch.long))
+        ids = torch.randint(0, e, (b, s), generator=g).where(
+            torch.rand(b, s, generator=g) < 0.5, torch.zeros((), dtype=torch.long)
+        )
         terms.append(Routed(ids, torch.randn(b, s, rows, generator=g), torch.randn(b, s, columns, generator=g), e))
     one_hots = [F.one_hot(t.ids, e).double() for t in terms]
-    exact = sum(torch.einsum("bse,bsp,bsd->bepd", h, t.left.double(), t.right.double()) for h, t in zip(one_hots, terms, strict=True))
+    exact = sum(
+        torch.einsum("bse,bsp,bsd->bepd", h, t.left.double(), t.right.double())
+        for h, t in zip(one_hots, terms, strict=True)
+    )
     if dense:
         terms.append(Dense(torch.randn(b, e, rows, columns, generator=g)))
         exact = exact + terms[-1].grad.double()
@@ -216,11 +239,14 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
     total = sum(t.weighted_sum(coef, LastResultCache()).double() for t in algebra.merge(terms))
     torch.testing.assert_close(total, torch.einsum("b,bepd->epd", coef.double(), exact), rtol=1e-4, atol=1e-4)
     (merged,) = algebra.merge(terms[: len(lengths)])
-    torch.testing.assert_close(merged.instantiate().grad.double(), exact - (terms[-1].grad.double() if dense else 0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        merged.instantiate().grad.double(), exact - (terms[-1].grad.double() if dense else 0), rtol=1e-4, atol=1e-4
+    )
 
 
 def where_padding_has_gradients(kind, g):
-    """Terms, and what they amount to: of 12 positions of 2 examples, the last 4 have gradients that are long and inputs that are zero."""
+    """Terms, and what they amount to: of 12 positions of 2 examples, the last 4 have gradients that are long and
+    inputs that are zero."""
     p, d, t, b = 64, 48, 12, 2
     padding = torch.arange(t) >= 8
     left = torch.randn(b, t, p, generator=g).where(~padding[:, None], 1e5)
@@ -253,11 +279,14 @@ def test_long_gradients_of_positions_without_input_do_not_lengthen_norms(kind, c
 @given(pairs=st.integers(1, 20), decades=st.floats(0, 12), left_over=st.floats(-6, 0), columns=st.sampled_from([512, 2048]),
        seed=st.integers(0, 10**6), kind=st.sampled_from(["outer", "tied"]))  # fmt: skip
 def test_positions_of_unlike_lengths_that_cancel(pairs, decades, left_over, columns, seed, kind):
-    """A long input times a short gradient against a short input times a long one: the norm is not too small, whatever is left of them."""
+    """A long input times a short gradient against a short input times a long one: the norm is not too small, whatever
+    is left of them."""
     g, b, rows = torch.Generator().manual_seed(seed), 3, 64
     long = 10 ** (decades * (torch.rand(b, 2 * pairs, 1, generator=g) - 0.5))
     sign = torch.tensor([1.0, -1.0]).repeat(pairs)[:, None]
-    right = (torch.randn(b, 1, columns, generator=g) + 10**left_over * torch.randn(b, 2 * pairs, columns, generator=g)) * long
+    right = (
+        torch.randn(b, 1, columns, generator=g) + 10**left_over * torch.randn(b, 2 * pairs, columns, generator=g)
+    ) * long
     left = sign * torch.randn(b, 1, rows, generator=g) / long
     terms = [Outer(left, right)]
     if kind == "tied":
@@ -269,11 +298,14 @@ def test_positions_of_unlike_lengths_that_cancel(pairs, decades, left_over, colu
 
 @pytest.mark.parametrize("positions", [2, 8, 32])
 def test_few_positions_that_nearly_cancel(positions):
-    """No further than is tolerated, so that inner products' rounding must be added for its own sake: norms were too small by 3e-4."""
+    """No further than is tolerated, so that inner products' rounding must be added for its own sake: norms were too
+    small by 3e-4."""
     g, examples = torch.Generator().manual_seed(0), 512
     left_over = 10 ** (-1 - 1.5 * torch.rand(examples, 1, 1, generator=g))
     sign = torch.tensor([1.0, -1.0]).repeat(positions // 2)[:, None]
-    left = sign * torch.randn(examples, 1, 64, generator=g) + left_over * torch.randn(examples, positions, 64, generator=g)
+    left = sign * torch.randn(examples, 1, 64, generator=g) + left_over * torch.randn(
+        examples, positions, 64, generator=g
+    )
     right = torch.randn(examples, 1, 512, generator=g) + left_over * torch.randn(examples, positions, 512, generator=g)
     exact = written_out(Outer(left, right), 64, 512).flatten(1).norm(dim=1)
     norm_b = Outer(left, right).norm().squared().sqrt()
@@ -304,7 +336,8 @@ def test_every_family_keeps_the_protocol(family):
     assert members(GradientTerm) <= {*dir(family)}
     for name in ("norm", "position_norms", "instantiate", "weighted_sum", "zero_examples"):
         assert (
-            inspect.signature(getattr(family, name)).parameters.keys() == inspect.signature(getattr(GradientTerm, name)).parameters.keys()
+            inspect.signature(getattr(family, name)).parameters.keys()
+            == inspect.signature(getattr(GradientTerm, name)).parameters.keys()
         )
 
 
