@@ -156,8 +156,9 @@ def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parame
             if p is parameter
         )
         raise UnownedParameterError(
-            f"parameter '{name}' of {type(holder).__name__} is used where no module sees it whose output has a batch, "
-            f"so its per-example gradient cannot be bounded. {how_to_fix(name.rpartition('.')[0], holder)}"
+            f"parameter '{name}' of {type(holder).__name__} is used outside of every module that returns a tensor "
+            "with the batch in it (in a ParameterList, say), so its gradient per example cannot be bounded. Move its "
+            f"use into the forward of a module that does. {how_to_fix(name.rpartition('.')[0], holder)}"
         )
     outermost = {path for path in above if not any(_is_inside(path, other) for other in above if other != path)}
     for owner in owners:

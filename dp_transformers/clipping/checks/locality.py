@@ -73,5 +73,8 @@ def require_locality(error: float, tolerance: float) -> None:
         raise SelfCheckError(
             f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: "
             "the model or its loss mixes examples (batch statistics, a loss averaged over the batch's tokens, a "
-            "load-balancing loss, ...), or draws random numbers from a generator of its own: take torch's global one."
+            "load-balancing loss, ...), or draws random numbers that are other ones when it runs again. "
+            "ModuleValidator.find_mixing(model, batch), on public examples, names the module that mixes: replace it "
+            "(GroupNorm in the place of BatchNorm). Average the loss within each example alone, and draw random "
+            "numbers from torch's global generator, in training mode alone."
         )

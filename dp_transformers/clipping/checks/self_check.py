@@ -270,8 +270,10 @@ def _compare(
             norms_b = clip(engine, losses_of, args, kwargs)[0]
             if not bool(torch.isfinite(norms_b).all()):
                 raise SelfCheckError(
-                    "the gradient of a random example is not finite, so nothing can be checked: is the model "
-                    "initialised?"
+                    "the gradient of an example of random numbers is not finite, so nothing can be checked. Look for "
+                    "nan and inf in the weights (a model built on 'meta' or by torch.empty is not initialised: load "
+                    "or initialise it), and for a layer or loss that needs other inputs than normally distributed "
+                    "ones (a logarithm or square root of features: take it before the model)."
                 )
             bound = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
             norms_b, total, low_precision = clip(engine, losses_of, args, kwargs, clipping=FlatClipping(bound))
@@ -293,8 +295,10 @@ def _compare(
             f"clipping is not exact for {type(engine.model).__name__} in mode '{engine.mode.name}': relative error of "
             f"per-example norms {norm_error:.1e}, of the clipped sum {sum_error:.1e}, of per-example gradients "
             f"{gradient_error:.1e} (allowed {tolerance:.0e}) against one example at a time. "
-            "Either the model or its loss mixes examples, or a rule is wrong for it: freeze what is unusual, or "
-            "report the model."
+            "Either the model or its loss mixes examples: ModuleValidator.find_mixing(model, batch), on public "
+            "examples, names the module, and a loss must be averaged within each example alone. Or a rule is wrong "
+            "for a module: freeze the modules that are not of torch or transformers one after the other until this "
+            "passes, and report the one that it was."
         )
     return norm_error, sum_error, locality_error, gradient_error
 

@@ -275,8 +275,8 @@ class TensorParallel:
         if len(set(self._gathered(_digest(random_state)))) > 1:
             raise ValueError(
                 "the processes of one tensor-parallel group are at different random numbers of torch, so dropout "
-                "would not be the same where they hold the same activations: call torch.manual_seed with one number "
-                "on all of them."
+                "would not be the same where they hold the same activations: call torch.manual_seed on all of them "
+                "with one number that nobody else knows (secrets.randbits(63) on one of them, sent to the others)."
             )
 
     def differing(

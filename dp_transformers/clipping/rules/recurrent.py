@@ -360,7 +360,11 @@ def _require_same(call: RecordedCall, recorded_np: torch.Tensor, recomputed_np: 
         return
     finite = torch.isfinite(recorded_np)
     if not torch.where(finite, difference_np, 0).norm() <= tolerance * torch.where(finite, recorded_np, 0).norm():
-        raise _unsupported(call, "it does not give again the output it gave")
+        raise _unsupported(
+            call,
+            "computing it again from its weights gives another output (a forward of its own, or weights written "
+            "since)",
+        )
 
 
 def _unsupported(call: RecordedCall, reason: str) -> UnsupportedModuleError:
@@ -392,7 +396,11 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
     packed, batch_first = isinstance(x, PackedSequence), module.batch_first
     data = x.data if packed else x
     if not packed and x.dim() != 3:
-        raise _unsupported(call, "its input is one sequence without a batch")
+        raise UnsupportedModuleError(
+            f"'{call.path}' ({type(module).__name__}) was called on one sequence without a batch dimension, so "
+            "gradients per example cannot be told apart: call it with three dimensions, the batch among them.",
+            module,
+        )
     if packed:
         rows = _Rows(x.batch_sizes, x.sorted_indices)
     else:

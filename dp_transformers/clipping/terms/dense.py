@@ -68,8 +68,8 @@ class NormOnly:
     def __post_init__(self) -> None:
         if self.norm_b.dim() != 1:
             raise ValueError(
-                "a norm sampler gives one norm for each example, (B,); got a tensor of shape "
-                f"{tuple(self.norm_b.shape)}."
+                "a function registered with register_norm_sampler must return one norm for each example, (B,), of "
+                f"every parameter; it returned a tensor of shape {tuple(self.norm_b.shape)}."
             )
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:

@@ -244,7 +244,7 @@ def test_another_mask_is_noticed(monkeypatch):
             "dp_transformers.clipping.rules.recurrent.replayed", lambda state: torch.random.fork_rng(devices=[])
         )
         torch.set_rng_state(other)
-        with pytest.raises(UnsupportedModuleError, match="does not give again the output it gave"):
+        with pytest.raises(UnsupportedModuleError, match="computing it again from its weights gives another output"):
             clipper.backward(losses)
 
 
@@ -383,10 +383,10 @@ class Refused:
 @pytest.mark.parametrize(
     ("kind", "shape", "reason"),
     [
-        ("Paragraphs", (4, 2, 3, IN), "called on 8 sequences in a batch of 4 examples"),
-        ("Single", (4, 3, IN), "one sequence without a batch"),
-        ("SingleCell", (4, IN), r"input has the shape \(5,\) in a batch of 4"),
-        ("Parametrised", (4, 3, IN), "weights are computed from others"),
+        ("Paragraphs", (4, 2, 3, IN), "called on 8 sequences in a batch of 4 examples.*Ways out: freeze"),
+        ("Single", (4, 3, IN), "one sequence without a batch dimension.*three dimensions"),
+        ("SingleCell", (4, IN), r"input has the shape \(5,\) in a batch of 4.*Ways out: freeze"),
+        ("Parametrised", (4, 3, IN), "weights are computed from others.*Ways out: freeze"),
     ],
 )
 def test_what_the_rule_leaves_to_the_parent(kind, shape, reason):
@@ -394,7 +394,7 @@ def test_what_the_rule_leaves_to_the_parent(kind, shape, reason):
     model, x = getattr(Refused, kind)(), torch.randn(shape)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         losses = model(x).flatten(1).sum(1)
-        with pytest.raises(UnsupportedModuleError, match=rf"'rnn' .*{reason}.*Ways out: freeze"):
+        with pytest.raises(UnsupportedModuleError, match=rf"'rnn' .*{reason}"):
             clipper.backward(losses)
     report = check_model(model, {"x": x})
     assert max(report.norm_error, report.sum_error) <= 1e-5
