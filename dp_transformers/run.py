@@ -40,10 +40,10 @@ class PrivacySpent:
     Example::
 
         >>> from dp_transformers import FlatClipping, IndependentNoise, Mechanism, PoissonSampling, PrivacySpent
-        >>> mechanism = Mechanism(sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0),
-        noise=IndependentNoise(2.0))
-        >>> spent = PrivacySpent(mechanism.epsilon(1e-5), 1e-5, 1, mechanism, "pld")  # trainer.privacy_spent() makes
-        one of what was done
+        >>> mechanism = Mechanism(
+        ...     sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(2.0)
+        ... )
+        >>> spent = PrivacySpent(mechanism.epsilon(1e-5), 1e-5, 1, mechanism, "pld")  # as trainer.privacy_spent() does
         >>> spent.unit, spent.sample_rate, spent.noise_multiplier
         ('one row of train_dataset (N = 1000)', 0.05, 2.0)
     """

@@ -69,8 +69,8 @@ class ModuleValidator:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         >>> ModuleValidator.is_valid(model)
         False
-        >>> ModuleValidator.fix(model)[1]  # before the optimizer is built: some parameters may be held by other
-        modules now GroupNorm(1, 4, eps=1e-05, affine=True, bias=True)
+        >>> ModuleValidator.fix(model)[1]  # before the optimizer is built, which holds parameters
+        GroupNorm(1, 4, eps=1e-05, affine=True, bias=True)
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ drawn = settings(max_examples=30, deadline=None, derandomize=True, database=None
 
 def weigh(out, seed=3):
     """(B,) a random non-linear function of each example's output."""
-    weight = torch.randn(out.shape[1:].numel(), generator=torch.Generator().manual_seed(seed))
+    weight = torch.randn(out.shape[1:].numel(), generator=torch.Generator().manual_seed(seed)).to(out)
     return torch.tanh(out).flatten(1) @ weight
 
 

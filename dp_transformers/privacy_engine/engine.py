@@ -68,8 +68,8 @@ class PrivacyEngine:
         >>> import torch
         >>> from dp_transformers import PrivacyEngine
         >>> model, rows = torch.nn.Linear(3, 2), [(torch.randn(3), i % 2) for i in range(100)]
-        >>> optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(rows,
-        batch_size=20)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(rows, batch_size=20)
         >>> engine = PrivacyEngine()
         >>> model, optimizer, loader = engine.make_private(
         ...     module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0

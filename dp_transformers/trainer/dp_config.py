@@ -74,8 +74,9 @@ class DPTrainingArguments(TrainingArguments):
     Example::
 
         >>> from dp_transformers import DPTrainingArguments
-        >>> args = DPTrainingArguments("outputs", target_epsilon=8.0, target_delta=1e-6, max_grad_norm=1.0,
-        expected_batch_size=1024)
+        >>> args = DPTrainingArguments(
+        ...     "outputs", target_epsilon=8.0, target_delta=1e-6, max_grad_norm=1.0, expected_batch_size=1024
+        ... )
         >>> args.expected_batch_size, args.gradient_accumulation_steps
         (1024, 1)
     """

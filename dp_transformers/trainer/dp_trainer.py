@@ -19,12 +19,13 @@ class DPTrainer(DPTrainerMixin, Trainer):
 
         >>> from transformers import BertConfig, BertForSequenceClassification
         >>> from dp_transformers import DPTrainer, DPTrainingArguments
-        >>> config = BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=8)
+        >>> config = BertConfig(
+        ...     vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        ... )
         >>> rows = [{"input_ids": [i % 30, 1, 2], "labels": i % 2} for i in range(100)]
         >>> args = DPTrainingArguments(
         ...     "outputs", target_epsilon=8.0, target_delta=1e-3, expected_batch_size=20, max_steps=5, use_cpu=True,
-        disable_tqdm=True
+        ...     disable_tqdm=True,
         ... )
         >>> trainer = DPTrainer(BertForSequenceClassification(config), args, train_dataset=rows)
         >>> result = trainer.train()

@@ -14,9 +14,8 @@ def test_prelu(data):
     torch.manual_seed(0)
     shape = [data.draw(st.integers(1, 4)) for _ in range(data.draw(st.integers(2, 4)))]
     channels = shape[1] if data.draw(st.booleans()) else 1
-    assert_exact_in_all_modes(
-        overwritten(nn.PReLU(channels)), torch.randn(shape) - 2
-    )  # without negatives there is no gradient
+    # below 0, where there is a gradient; in float64, since one number sums up all positions, which may nearly cancel
+    assert_exact_in_all_modes(overwritten(nn.PReLU(channels)).double(), torch.randn(shape).double() - 2)
 
 
 @drawn
