@@ -255,12 +255,16 @@ def event_epsilon(
         )
     if rows > 1:
         raise ValueError(
-            f"there is no bound for groups of {rows} rows of {type(event).__name__} under {relation}; only Poisson "
-            "sampling has one."
+            f"there is no bound for groups of {rows} rows (max_examples_per_person) of {type(event).__name__} under "
+            f"{relation}; only Poisson sampling has one. Take PoissonSampling, or leave max_examples_per_person at 1, "
+            "which protects one row."
         )
     counted = _accountant_of_events(accountant, relation)
     if why := unsupported(event, accountant, relation=relation):
-        raise ValueError(why)
+        raise ValueError(
+            f"{why} Choose another accountant, or an event that it bounds (Gaussian steps, Poisson-sampled or of all "
+            "examples)."
+        )
     return max(0.0, float(counted.compose(event).get_epsilon(delta)))
 
 

@@ -52,7 +52,10 @@ class PrivacyState:
             KeyError, TypeError, ValueError: it cannot be read.
         """
         if (version := data.get("version", 1)) not in (1, VERSION):
-            raise ValueError(f"it is of version {version!r}, which a later release wrote")
+            raise ValueError(
+                f"the privacy state is of version {version!r}, which a later release of dp_transformers wrote, and "
+                f"this one reads 1 to {VERSION}: install that release to go on from it"
+            )
         mechanism = _mechanism_of_version_1(data) if version == 1 else Mechanism.from_dict(data["mechanism"])
         return cls(data["run_id"], mechanism, data["delta"], data["target_epsilon"])
 
@@ -145,7 +148,10 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def _mechanism_of_version_1(data: Mapping[str, Any]) -> Mechanism:
     """Read version 1, which had one kind of each part, and neither steps nor unit."""
     if data["sampling"] != PoissonSampling.kind:
-        raise ValueError(f"no sampling {data['sampling']!r} was ever supported")
+        raise ValueError(
+            f"the privacy state is of version 1, which knows sampling {PoissonSampling.kind!r} alone, but says "
+            f"{data['sampling']!r}: it was changed, or not written by dp_transformers; take another checkpoint"
+        )
     return Mechanism(
         sampling=PoissonSampling(data["num_examples"], data["expected_batch_size"]),
         clipping=FlatClipping(data["max_grad_norm"]),

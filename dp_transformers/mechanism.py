@@ -73,8 +73,8 @@ class Release:
     def __post_init__(self) -> None:
         if not (0 < self.bound < math.inf and 0 < self.noise_multiplier < math.inf):
             raise ValueError(
-                f"the release {self.name!r} needs a positive bound and noise_multiplier, got {self.bound!r} and "
-                f"{self.noise_multiplier!r}."
+                f"the release {self.name!r} needs a bound and a noise_multiplier that are positive and finite, got "
+                f"{self.bound!r} and {self.noise_multiplier!r}."
             )
 
 
@@ -138,7 +138,8 @@ class Mechanism:
         if self.noise.bands > 1 and len({step.max_grad_norm for step in self.planned()}) > 1:
             raise ValueError(
                 f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, which needs one clipping "
-                "bound for all of them."
+                f"bound for all of them, but clipping {self.clipping.kind!r} changes it: take FlatClipping, or "
+                "IndependentNoise."
             )
         event, relation = self.event(Counter([self.at(0)])), self.sampling.relation
         whys = [unsupported(event, accountant, relation=relation) for accountant in ACCOUNTANTS]
@@ -232,8 +233,10 @@ class Mechanism:
         if sigma is None:
             raise ValueError(
                 f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {self.steps} "
-                f"steps: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more by accountant={accountant!r}. "
-                "Choose a larger epsilon or delta, fewer steps or a smaller batch."
+                f"steps: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more (accountant={accountant!r}"
+                f"{f', {rows} rows of one person' if rows > 1 else ''}). Choose a larger epsilon or delta, fewer "
+                f"steps, a smaller expected batch size{', a smaller max_examples_per_person' if rows > 1 else ''}, or "
+                "more data."
             )
         return scaled_to(sigma)
 
@@ -287,4 +290,7 @@ class Mechanism:
                 unit=PrivacyUnit(**data["unit"]),
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no mechanism ({type(error).__name__}: {error}).") from error
+            raise ValueError(
+                f"this is no mechanism ({type(error).__name__}: {error}): give the whole dictionary that to_dict() of "
+                "a Mechanism returns, or a file that json.dump wrote it to."
+            ) from error

@@ -64,7 +64,8 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             f"the {who} mixes examples: '{changed}' of a row changes when another example of its batch is replaced "
             "(MixUp, CutMix, normalisation over the batch, rows cut to the shortest or put in another order than "
             "their labels). Such a row holds several people's data, and clipping rows would not bound what one "
-            f"example can change. Remove the mixing from the {who}, and augment each example by itself."
+            f"example can change. Remove the mixing from the {who}: augment each example by itself, pad rows to the "
+            "longest instead of cutting them, and keep them in the order of their labels."
         )
     if not drew and (changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1), None)):
         raise ValueError(

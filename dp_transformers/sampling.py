@@ -77,10 +77,10 @@ class PoissonSampling(Sampling):
     expected_batch_size: float  # pyrefly: ignore[bad-override]
 
     def __post_init__(self) -> None:
-        if not 0 < self.sample_rate <= 1:
+        if not 0 < self.expected_batch_size <= self.num_examples:
             raise ValueError(
-                f"expected_batch_size must lie between 0 and num_examples={self.num_examples}, got "
-                f"{self.expected_batch_size} (a sample_rate of {self.sample_rate:g})."
+                f"expected_batch_size must be above 0 and at most num_examples={self.num_examples}, got "
+                f"{self.expected_batch_size}: it over num_examples is the sample_rate."
             )
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:

@@ -59,7 +59,10 @@ class Value:
         try:
             return known[data["kind"]](**values)
         except TypeError as error:
-            raise ValueError(f"{cls.__name__} of kind {data['kind']!r}: {error}.") from error
+            raise ValueError(
+                f"{cls.__name__} of kind {data['kind']!r} cannot be made of the fields {sorted(values)} ({error}): "
+                "give those that its to_dict() writes."
+            ) from error
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -1135,3 +1135,21 @@ def test_no_noise_is_said(caplog):
     assert "NOTHING IS PRIVATE" in caplog.text
     train(model, optimizer, loader)
     assert engine.get_epsilon(1e-3) == math.inf
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_what_was_spent_is_read_as_from_opacus():
+    engine, model, optimizer, loader = make(engine=PrivacyEngine(), noise_multiplier=1.5)
+    assert engine.accountant.steps == 0 and engine.accountant.history == []
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.accountant.steps == engine.steps == 4
+    assert engine.accountant.history == engine.history == [(1.5, 0.25, 4)]
+    assert engine.accountant.get_epsilon(1e-3) == engine.get_epsilon(1e-3) == engine.accountant.epsilon(1e-3) > 0
+    known, model, optimizer, loader = make(engine=PrivacyEngine(dp_seed=1), noise_multiplier=1.5)
+    x, y = next(iter(loader))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert known.accountant.get_epsilon(1e-3) == math.inf

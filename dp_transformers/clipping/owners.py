@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .batch_dims import BATCH_FIRST, BatchDim
-from .errors import UnownedParameterError, UnsupportedModuleError, how_to_fix
+from .errors import UnownedParameterError, UnsupportedModuleError
 from .layer_rule import LayerRule, rule_for
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,8 @@ def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parame
         raise UnownedParameterError(
             f"parameter '{name}' of {type(holder).__name__} is used outside of every module that returns a tensor "
             "with the batch in it (in a ParameterList, say), so its gradient per example cannot be bounded. Move its "
-            f"use into the forward of a module that does. {how_to_fix(name.rpartition('.')[0], holder)}"
+            "use into the forward of a module that does, or freeze it (requires_grad_(False)) and train adapters such "
+            "as LoRA."
         )
     outermost = {path for path in above if not any(_is_inside(path, other) for other in above if other != path)}
     for owner in owners:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,27 @@ from .loop import PrivateLoop, check_optimizer
 logger = logging.getLogger(__name__)
 
 
+class SpentSteps:
+    """What an engine has spent, to be read (``engine.accountant``). It counts nothing itself."""
+
+    def __init__(self, engine: PrivacyEngine):
+        self._engine = engine
+
+    @property
+    def steps(self) -> int:
+        return self._engine.steps
+
+    @property
+    def history(self) -> list[tuple[float, float, int]]:
+        return self._engine.history
+
+    def get_epsilon(self, delta: float) -> float:
+        """:meth:`PrivacyEngine.get_epsilon`."""
+        return self._engine.get_epsilon(delta)
+
+    epsilon = get_epsilon
+
+
 class PrivacyEngine:
     """Makes a plain PyTorch loop (ε, δ)-differentially private in its training examples.
 
@@ -62,6 +84,9 @@ class PrivacyEngine:
             process at a time. With it, a training resumed from a checkpoint also accounts for the steps taken after
             that checkpoint; without it they are forgotten.
         dp_seed: Fixed seed of draws and noise, for tests: the run is then not private, and says so.
+
+    Attributes:
+        accountant: What was spent, to be read as in Opacus: ``steps``, ``history`` and ``get_epsilon(delta)``.
 
     Example::
 
@@ -91,7 +116,7 @@ class PrivacyEngine:
         dp_seed: int | None = None,
     ):
         check_noise_source(dp_seed=dp_seed, secure=secure_rng)
-        self._accountant = check_accountant(accountant)
+        self._accountant, self.accountant = check_accountant(accountant), SpentSteps(self)
         self._dp_seed, self._secure = dp_seed, secure_rng
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
         self._loop: PrivateLoop | None = None
@@ -100,6 +125,15 @@ class PrivacyEngine:
     def steps(self) -> int:
         """Steps counted until now."""
         return 0 if self._loop is None else self._loop.run.steps
+
+    @property
+    def history(self) -> list[tuple[float, float, int]]:
+        """``(noise_multiplier, sample_rate, steps)`` of all steps counted until now, in order of first use."""
+        counts: Counter[tuple[float, float]] = Counter()
+        for segment in [] if self._loop is None else self._loop.run.executed:
+            for used, count in segment.items():
+                counts[used.noise_multiplier, used.sample_rate] += count
+        return [(sigma, q, count) for (sigma, q), count in counts.items()]
 
     @property
     def clipper(self) -> PerExampleClipper:
@@ -216,8 +250,8 @@ class PrivacyEngine:
         """
         if not 0 < epochs < math.inf:
             raise ValueError(
-                f"epochs={epochs} leaves no step that noise could be calibrated for. Give the number of passes over "
-                "the loader that you will train, above 0; or, if you do not know it, "
+                f"noise cannot be calibrated for epochs={epochs}. Give the number of passes over the loader that you "
+                "will train, finite and above 0; or, if you do not know it, "
                 "make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
             )
         self._refuse_second_use()

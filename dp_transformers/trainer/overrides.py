@@ -72,18 +72,20 @@ def refuse_overrides(trainer: Any, mixin: type) -> None:
         checked = order[: order.index(mixin) + 1] if name in _OF_MIXIN else order
         owner = next((c for c in checked if name in vars(c) and not c.__module__.startswith(_TRUSTED)), None)
         patched = next(
-            (c for c in checked if name in vars(c) and not vars(c)[name].__module__.startswith(_TRUSTED)), None
+            (c for c in checked if name in vars(c) and not _module_of(vars(c)[name]).startswith(_TRUSTED)), None
         )
         if owner is None and patched is not None:
             patch = vars(patched)[name]
+            where = f"{_module_of(patch)}.{getattr(patch, '__qualname__', patch)}"
             raise ValueError(
-                f"{patched.__name__}.{name} was replaced by {patch.__module__}.{patch.__qualname__}, but {whose} "
+                f"{patched.__name__}.{name} was replaced by {where}, but {whose} "
                 f"needs the original: {why}. Undo that patch before the trainer is made."
             )
         if owner is not None:
             if name in _OF_MIXIN and owner in cls.__bases__ and not issubclass(owner, mixin):
                 first = next(c.__name__ for c in cls.__bases__ if issubclass(c, mixin))
-                way_out = f"Put {first} first: class {cls.__name__}({first}, {owner.__name__})."
+                others = [c.__name__ for c in cls.__bases__ if c.__name__ != first]
+                way_out = f"Put {first} first: class {cls.__name__}({', '.join([first, *others])})."
             else:
                 way_out = f"Delete {owner.__name__}.{name}" + (
                     "." if owner is cls else ", or derive from a class without it."
@@ -127,3 +129,8 @@ def replaced_owner(cls: type, mixin: type, name: str) -> type | None:
 def _private_class(cls: type) -> type:
     """Return the class of this package that ``cls`` derives from. Messages use its name."""
     return next(c for c in cls.__mro__ if c.__module__.startswith("dp_transformers."))
+
+
+def _module_of(method: Any) -> str:
+    """Where a method was written; a partial and the like do not say it of themselves."""
+    return getattr(method, "__module__", None) or type(method).__module__
