@@ -318,9 +318,7 @@ def test_no_pass_to_calibrate_noise_for(epochs):
     }
     options |= {"target_delta": 1e-4, "max_grad_norm": 1.0}
     engine = PrivacyEngine()
-    with pytest.raises(
-        ValueError, match=rf"(?s)epochs={epochs} leaves no step.*above 0.*make_private\(noise_multiplier=...\)"
-    ):
+    with pytest.raises(ValueError, match=rf"(?s)epochs={epochs}.*above 0.*make_private\(noise_multiplier=...\)"):
         engine.make_private_with_epsilon(**options, epochs=epochs)
     assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
     engine.make_private_with_epsilon(**options, epochs=0.1)
