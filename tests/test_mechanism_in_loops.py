@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, PrivacyEngine, compute_epsilon
 from dp_transformers.accounting import PrivacyAccountant
+from dp_transformers.clipping.coefficients import checked_clipping, coefficients
 from dp_transformers.clipping.functions import FlatClipping
 from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
@@ -420,3 +421,15 @@ def test_correlated_noise_stops_where_a_draw_is_left_out():
     ):
         step()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("coefficient", [5.0, -5.0])
+def test_a_clipping_function_keeps_to_its_sensitivity_also_for_norms_it_was_not_tried_on(coefficient):
+    class Sometimes(Automatic):
+        kind: ClassVar[str] = f"sometimes {coefficient}"
+
+        def coefficients(self, norms_b):
+            return torch.where(norms_b == 3.25, coefficient, super().coefficients(norms_b))
+
+    found = coefficients(torch.tensor([3.25**2, 1.0]), clipping=checked_clipping(Sometimes(BOUND)))
+    assert bool(((found.of_sum_b * found.norms_b).abs() <= BOUND * (1 + 1e-6)).all())

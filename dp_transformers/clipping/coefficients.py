@@ -38,7 +38,10 @@ def coefficients(
     """The weight of every example times what ``clipping`` says (None: 1, no clipping), 0 where the norm is not
     finite."""
     norms_b = norm_sq_b.sqrt() if scale == 1 else norm_sq_b.sqrt() * scale
-    coef_b = torch.ones_like(norms_b) if clipping is None else clipping.coefficients(norms_b)
+    if clipping is None:
+        coef_b = torch.ones_like(norms_b)
+    else:  # whatever a function of the user's says for norms that it was not tried on
+        coef_b = torch.minimum(clipping.coefficients(norms_b), clipping.sensitivity / norms_b).clamp(min=0)
     coef_b = coef_b if weights_b is None else coef_b * weights_b
     invalid_b = None
     if not math.isfinite(norms_b.sum()):
