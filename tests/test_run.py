@@ -1,4 +1,4 @@
-"""What a run counts, says and refuses; groups of rows; the plan in words."""
+"""What a run counts, says and refuses; groups of rows; the message at its start."""
 
 import json
 import math
@@ -11,9 +11,9 @@ from dp_transformers.clipping.functions import FlatClipping
 from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise
-from dp_transformers.plan import describe, hopeless
 from dp_transformers.run import PrivateRun
 from dp_transformers.sampling import PoissonSampling
+from dp_transformers.startup_message import describe, hopeless
 
 
 def run_of(ledger=None, run_id="a", dp_seed=None, rows=1, verified=True, noise_multiplier=1.0, target_epsilon=None):

@@ -26,9 +26,9 @@ from ..ledger import Ledger
 from ..mechanism import Mechanism, PrivacyUnit
 from ..noise import IndependentNoise
 from ..noise.generators import check_noise_source
-from ..plan import describe, hopeless
 from ..randomness import SecretSeeds
 from ..run import PrivacySpent, PrivateRun
+from ..startup_message import describe, hopeless
 from ..step import PrivateStep
 from ..validation import validate_model, validate_training_data
 from .checkpoints import load, save

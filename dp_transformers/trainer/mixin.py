@@ -23,9 +23,9 @@ from ..clipping import PerExampleClipper
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..data import LogicalBatch, LogicalBatches, draws_dataloader
 from ..losses import PerExampleLoss, find_per_example_loss
-from ..plan import describe, hopeless
 from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
 from ..run import PrivacySpent, PrivateRun
+from ..startup_message import describe, hopeless
 from ..step import PrivateStep
 from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32, refuse_settings

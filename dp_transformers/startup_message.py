@@ -1,4 +1,4 @@
-"""The plan of a private training in words, and a warning where nothing can be learned through its noise."""
+"""The message with which a private training starts, and a warning where nothing can be learned through its noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOPELESS = 2.0  # noise over signal, both summed over the whole training
 
 
 def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> str:
-    """Describe the plan to whoever starts the training. ``steps`` is None where the loop decides."""
+    """Describe the training to whoever starts it. ``steps`` is None where the loop decides."""
     state, k, step = run.state, run.mechanism.unit.max_examples_per_person, run.mechanism.at(0)
     lines = [
         f"private training protects: {UNIT} (N = {run.mechanism.sampling.num_examples}); adding or removing it is "
