@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dp_transformers import PerExampleClipper
+from dp_transformers.noise.add_noise import add_noise_and_divide
 from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.noise.sharded import add_noise_and_divide
 
 from .contenders import MAX_GRAD_NORM, NOISE_MULTIPLIER, Task, ours
 from .harness import Benchmark, explain, parser

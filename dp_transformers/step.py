@@ -43,7 +43,7 @@ from .losses import refuse_targets_padded_on_the_left
 from .mechanism import Mechanism
 from .mixing import LoadedRows
 from .noise import NoiseSource
-from .noise.sharded import add_noise_and_divide
+from .noise.add_noise import add_noise_and_divide
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .run import PrivateRun

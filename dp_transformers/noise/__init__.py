@@ -2,7 +2,8 @@
 torch.
 
 Noise of your own is a frozen dataclass derived from :class:`Noise`: :meth:`Noise.independent_steps` says what it is
-worth, and :meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of :class:`IndependentNoise`.
+worth, and :meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of :class:`IndependentNoise`;
+``add_noise`` adds what a source draws to the gradients of a step.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Noise for gradients that may be DTensors, and the noised mean that an optimizer steps with."""
+"""One generator of noise for each device mesh and placements that gradients have: they may be DTensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-from torch import nn
 
 from .. import distributed
 from ..clipping import PerExampleClipper
 from ..clipping.parallel.dtensor import is_dtensor, to_local
-from ..clipping.precision import set_gradient, sum_dtype
-from . import NoiseSource
 from .generators import GaussianNoise, check_noise_source
 
 
@@ -50,28 +46,3 @@ class ShardedNoise:
         the parameters."""
         for key, stream in self._streams.items():
             stream.add_([to_local(grad) for grad, its in zip(grads, self._placements, strict=True) if its == key], std)
-
-
-def add_noise_and_divide(
-    parameters: Sequence[nn.Parameter], noise: NoiseSource, *, std: float, divisor: float, sharded: bool = False
-) -> None:
-    """``p.grad = (sum over ranks of p.grad + N(0, std²)) / divisor`` for every parameter; a missing gradient is zero.
-
-    Noise and sums are in float32; the result is cast to the parameter's dtype last. ``sharded``: gradients are
-    DTensors, summed already. The step must be accounted for before this is called. Per-example gradients
-    (``p.grad_sample``) are gone afterwards.
-    """
-    for p in parameters:
-        if p.grad is None:
-            set_gradient(p, torch.zeros_like(p, dtype=sum_dtype(p)))
-    wholes = [cast(torch.Tensor, p.grad) for p in parameters]
-    grads = [to_local(grad) for grad in wholes]
-    # every rank noises its own shards; replicas are noised once, before they are summed
-    if sharded or distributed.rank() == 0:
-        noise.add_(grads, std=std)
-    if not sharded:
-        distributed.sum_over_ranks(grads)
-    torch._foreach_div_(grads, divisor)
-    for p, grad in zip(parameters, wholes, strict=True):
-        set_gradient(p, grad.to(p.dtype))
-        vars(p).pop("grad_sample", None)  # torch.save(model) would write it
