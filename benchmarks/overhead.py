@@ -22,7 +22,7 @@ import torch
 
 from dp_transformers import PerExampleClipper
 from dp_transformers.checkpoint import PrivacyState
-from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.ledger import Ledger
 from dp_transformers.mechanism import Mechanism
 from dp_transformers.noise import IndependentNoise

@@ -11,7 +11,7 @@ _WHERE = {
     "DPTrainer": "trainer",
     "DPTrainerMixin": "trainer",
     "DPTrainingArguments": "trainer",
-    "FlatClipping": "clipping.functions",
+    "FlatClipping": "clipping.clipping_functions",
     "IndependentNoise": "noise",
     "Mechanism": "mechanism",
     "ModuleValidator": "validation",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         register_grad_sampler,
         register_norm_sampler,
     )
-    from .clipping.functions import FlatClipping
+    from .clipping.clipping_functions import FlatClipping
     from .mechanism import Mechanism, PrivacyUnit
     from .noise import IndependentNoise
     from .privacy_engine import PrivacyEngine

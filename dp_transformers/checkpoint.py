@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .clipping.functions import FlatClipping
+from .clipping.clipping_functions import FlatClipping
 from .ledger import VERSION, PrivacyStateError, flush_to_disk
 from .mechanism import Mechanism
 from .noise import IndependentNoise

@@ -1,9 +1,9 @@
 """The mechanism of a private training: everything that ε depends on, in one value. Free of torch.
 
 In each step a :class:`~dp_transformers.sampling.Sampling` chooses examples, a
-:class:`~dp_transformers.clipping.functions.ClippingFunction` bounds what each adds to the sum of gradients, and a
-:class:`~dp_transformers.noise.Noise` hides it. The sampling knows which event the steps are, the clipping function its
-sensitivity, and what does not go together is refused when the mechanism is built.
+:class:`~dp_transformers.clipping.clipping_functions.ClippingFunction` bounds what each adds to the sum of gradients,
+and a :class:`~dp_transformers.noise.Noise` hides it. The sampling knows which event the steps are, the clipping
+function its sensitivity, and what does not go together is refused when the mechanism is built.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .accounting import (
     smallest_noise,
     unsupported,
 )
-from .clipping.functions import ClippingFunction
+from .clipping.clipping_functions import ClippingFunction
 from .noise import Noise
 from .sampling import Sampling
 from .values import StepParameters

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import dp_accounting as dp
 
-from dp_transformers.clipping.functions import ClippingFunction
+from dp_transformers.clipping.clipping_functions import ClippingFunction
 from dp_transformers.noise import IndependentNoise, Noise
 from dp_transformers.sampling import PoissonSampling, Sampling
 

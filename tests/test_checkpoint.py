@@ -14,7 +14,7 @@ import pytest
 
 from dp_transformers import ledger as ledger_module
 from dp_transformers.checkpoint import STATE_NAME, PrivacyState, find_checkpoint, rotate
-from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise

@@ -23,7 +23,7 @@ from dp_transformers.accounting import (
     event_epsilon,
     group_epsilon,
 )
-from dp_transformers.clipping.functions import ClippingFunction, FlatClipping
+from dp_transformers.clipping.clipping_functions import ClippingFunction, FlatClipping
 from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.sampling import PoissonSampling
@@ -255,7 +255,7 @@ def test_mechanisms_load_no_torch():
     code = (
         "import sys, json\n"
         "from dp_transformers.checkpoint import PrivacyState\n"
-        "from dp_transformers.clipping.functions import FlatClipping\n"
+        "from dp_transformers.clipping.clipping_functions import FlatClipping\n"
         "from dp_transformers.mechanism import Mechanism\n"
         "from dp_transformers.noise import IndependentNoise\n"
         "from dp_transformers.sampling import PoissonSampling\n"

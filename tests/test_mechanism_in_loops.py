@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, PrivacyEngine, compute_epsilon
 from dp_transformers.accounting import PrivacyAccountant
+from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.clipping.coefficients import checked_clipping, coefficients
-from dp_transformers.clipping.functions import FlatClipping
 from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
 from dp_transformers.noise import IndependentNoise, Noise

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, PrivacyEngine, compute_epsilon
 from dp_transformers.checkpoint import STATE_NAME
-from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise

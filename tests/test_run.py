@@ -7,7 +7,7 @@ import pytest
 
 from dp_transformers.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
 from dp_transformers.checkpoint import PrivacyState
-from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise

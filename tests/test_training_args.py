@@ -9,7 +9,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from dp_transformers import DPTrainingArguments, calibrate_noise_multiplier
-from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.mechanism import Mechanism
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.sampling import PoissonSampling

@@ -20,9 +20,9 @@ from .batch_dims import batch_size_of
 from .checks.padding import check_padding
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
+from .clipping_functions import ClippingFunction
 from .coefficients import checked_clipping
 from .engine import ClippingEngine, Follower
-from .functions import ClippingFunction
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .functions import ClippingFunction, FlatClipping
+from .clipping_functions import ClippingFunction, FlatClipping
 
 SMALLEST_BOUND = 1e-12
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
+from .clipping_functions import ClippingFunction
 from .coefficients import checked_weights, coefficients
-from .functions import ClippingFunction
 from .gradient_sums import GradientSums
 from .hooks import HookedModel, refuse_attached
 from .loss_graph import LossGraph

@@ -11,9 +11,9 @@ from functools import cache, partial
 
 import torch
 
+from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
-from .functions import ClippingFunction
 from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass
 

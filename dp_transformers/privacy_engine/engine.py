@@ -19,7 +19,7 @@ from .. import distributed
 from ..accounting import check_accountant
 from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
-from ..clipping.functions import FlatClipping
+from ..clipping.clipping_functions import FlatClipping
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
 from ..ledger import Ledger

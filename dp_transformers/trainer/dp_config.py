@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
 from ..accounting import ACCOUNTANTS
-from ..clipping.functions import FlatClipping
+from ..clipping.clipping_functions import FlatClipping
 from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit
 from ..noise import IndependentNoise

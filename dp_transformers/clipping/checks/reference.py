@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils._pytree import tree_map
 
+from ..clipping_functions import ClippingFunction
 from ..engine import ClippingEngine
-from ..functions import ClippingFunction
 from ..parallel.dtensor import as_dtensor_like, full_tensors, to_local
 from ..precision import sum_dtype
 from .synthetic import LossFunction, has_batch

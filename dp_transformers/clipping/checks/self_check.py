@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from ...randomness import forked_generators, random_state
 from ..batch_dims import batch_size_of, positions_of
+from ..clipping_functions import FlatClipping
 from ..discovery import discover_owners
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
-from ..functions import FlatClipping
 from ..modes import MODES, choose_mode
 from ..owners import reassign_to_parents, warn_about_fallback
 from .causes import true_causes
