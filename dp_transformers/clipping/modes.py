@@ -29,13 +29,14 @@ import torch
 from torch import nn
 
 from ..randomness import global_state, set_global_state
-from . import norms
 from .coefficients import Coefficients
 from .gradient_sums import GradientSums
 from .loss_graph import LossGraph
+from .norms import NormAccumulator
 from .owners import Owner
-from .precision import FULL_PRECISION, HALF, exact_arithmetic, product_settings
+from .precision import HALF, exact_arithmetic
 from .recorded_call import BackwardPass, ForwardPass
+from .rounding import BF16, FP32, SPLIT, second_pass_slack
 from .terms import Dense, LastResultCache, Routed, Stacked, Term, merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
 
@@ -72,7 +73,7 @@ class MeasuringPass:
     def __init__(self, forward: ForwardPass, *, instantiate: bool):
         self.forward, self.instantiate = forward, instantiate
         self.counts = forward.trainable.parallel.counts_norm_of
-        self.norms = norms.NormAccumulator()  # of the parameters all of whose uses were seen
+        self.norms = NormAccumulator()  # of the parameters all of whose uses were seen
         self.cache = LastResultCache()
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self.kept: dict[nn.Parameter, list[Term]] = {}  # of the others; empty lists where nothing is kept
@@ -146,7 +147,7 @@ class KeptTerms(MeasuringPass):
         measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
         # the sum is of these very terms, and most norms know what it may be off by
         inexact = [t for t in terms if t.is_bf16 or isinstance(t, Routed | Stacked)]
-        rounding = norms.SPLIT if any(t.is_bf16 for t in inexact) else norms.FP32
+        rounding = SPLIT if any(t.is_bf16 for t in inexact) else FP32
         self.norms.add(measured, position_norms(inexact, self.cache), rounding)
         return terms
 
@@ -266,7 +267,7 @@ class _FirstOfTwo(MeasuringPass):
         self._recomputed = _Recomputed(forward)
         self._numbers = global_state(graph.device)
         # of the second pass
-        self._rounding = norms.BF16 if any(dtype in HALF for dtype in graph.dtypes) else norms.FP32
+        self._rounding = BF16 if any(dtype in HALF for dtype in graph.dtypes) else FP32
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
         self._recomputed.note(owner, saved)
@@ -326,19 +327,6 @@ MODES: dict[str, Mode] = {
         OnePass("per_sample", instantiate=True),
     )
 }
-
-# In the two-pass modes the gradient that is summed is not the one that was measured: the second pass rounds c·loss
-# anew. The coefficient is shrunk by this much so that the sum still respects C.
-SECOND_PASS_SLACK = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
-REDUCED_FP32_SLACK = 2.0**-7  # where fp32 products are allowed to run as TF32 or bf16
-
-
-def second_pass_slack(device: torch.device, dtypes: Iterable[torch.dtype], *, convolves: bool) -> float:
-    """Returns by how much the coefficients of the second pass are shrunk, where these dtypes were seen in the
-    first."""
-    matmul, conv = (setting.fp32_precision for setting in product_settings(device))
-    used = {matmul, conv} if convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
-    return max(0.0 if used <= FULL_PRECISION else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in dtypes))
 
 
 def choose_mode(name: str, model: nn.Module) -> Mode:

@@ -1,5 +1,5 @@
-"""Adds the norms of each parameter's per-example gradients to one squared norm of each example, with allowances for
-rounding.
+"""Adds the norms of each parameter's per-example gradients to one squared norm of each example, with the allowances of
+:mod:`.rounding`.
 
 What a norm is computed from differs from parameter to parameter (:mod:`.terms`); what then happens to numbers of shape
 (B,) does not, so that is done once for all parameters of a pass, however many they are.
@@ -10,25 +10,12 @@ Shape legend: b example, t position, m parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from .precision import SPLIT_ROUNDING
+from .rounding import NEGLIGIBLE, RoundingAllowance, squared_ghost_norm
 
-# A ghost norm is a difference of large numbers. Adding this fraction of the largest value it could have had keeps it
-# from coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary
-# data.
-GHOST_SLACK = torch.finfo(torch.float32).eps / 16
-# The roundings of inner products add up like random numbers, to a fraction of the positions' own squares: 1e-6
-# relative on ordinary data, and the more the fewer positions cancel. Where they cancel further than tolerated, the
-# roundings may all be alike.
-GHOST_ERROR, GHOST_ERROR_TOLERATED = 16 * torch.finfo(torch.float32).eps, 1e-2
-# Squared norms that are nothing but allowances of an example without gradient; the smallest bound that a clipper takes
-# is 1e-12.
-NEGLIGIBLE = 1e-34
-FP32_UNIT = torch.finfo(torch.float32).eps / 2
 # Numbers of one parameter's positions up to which they are held, to be looked at together with others'.
 MAX_HELD_NUMEL = 2**14
 
@@ -60,40 +47,10 @@ class GhostNorm(NamedTuple):
 
     def squared(self) -> torch.Tensor:
         """A sum of squares cannot be negative, and must not come out too small."""
-        norm_sq, largest = self.value.clamp(min=0), self.max_value.square()
-        error = (GHOST_ERROR * largest).sub_(norm_sq, alpha=GHOST_ERROR_TOLERATED).clamp_(min=0)
-        return (
-            error.addcmul_(self.unlike, self.unlike, value=GHOST_ERROR).add_(norm_sq).add_(largest, alpha=GHOST_SLACK)
-        )
+        return squared_ghost_norm(*self)
 
 
 Measured = DirectNorm | GhostNorm
-
-
-@dataclass(frozen=True)
-class RoundingAllowance:
-    """Upper bound on the rounding error of a sum over positions that is computed separately from the measured norm.
-
-    ``relative`` is the relative rounding of each position's part; sums are in float32. Roundings of unlike parts add
-    up like random numbers; those of equal parts all point the same way. The second counts only for what exceeds
-    ``threshold`` · norm, so that norms of ordinary data, where positions do not cancel, stay what they are.
-    """
-
-    relative: float
-    threshold: float
-
-    def inflate(self, norm: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The norm (..., B), enlarged by what rounding may add where positions have these norms (..., B, T)."""
-        number = lengths.shape[-1]
-        unlike = torch.linalg.vector_norm(lengths, dim=-1) * (self.relative**2 + number * FP32_UNIT**2) ** 0.5
-        alike = (lengths.sum(-1) * (self.relative + number * FP32_UNIT)).sub_(norm, alpha=self.threshold)
-        return torch.maximum(unlike, alike).add_(norm)
-
-
-FP32 = RoundingAllowance(0.0, 1e-3)
-SPLIT = RoundingAllowance(SPLIT_ROUNDING, 1e-5)  # factors in bf16, times a coefficient
-# a backward pass in bf16 or fp16, whose coefficients have slack
-BF16 = RoundingAllowance(torch.finfo(torch.bfloat16).eps / 2, 2.0**-6)
 
 
 class NormAccumulator:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 HALF = (torch.bfloat16, torch.float16)
-SPLIT_ROUNDING = 2.0**-17  # of split(), relative
 FULL_PRECISION = {"ieee", "none"}  # names of torch's settings for float32 products
 TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
 

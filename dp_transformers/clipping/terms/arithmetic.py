@@ -8,7 +8,8 @@ from functools import reduce
 
 import torch
 
-from ..norms import FP32, DirectNorm, Measured
+from ..norms import DirectNorm, Measured
+from ..rounding import FP32
 
 # Numbers of one example that are squared and added up one after the other: of 2·10⁷ the norm would be too small by
 # 1e-3.

@@ -11,11 +11,8 @@ from torch import nn
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping import terms as term_algebra
 from dp_transformers.clipping.layer_rule import rule_for
-from dp_transformers.clipping.modes import REDUCED_FP32_SLACK, second_pass_slack
-from dp_transformers.clipping.precision import FULL_PRECISION, exact_arithmetic
 from dp_transformers.clipping.rules.convolution import convolution
 from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer, arithmetic
-from dp_transformers.clipping.trainable import TrainableParameters
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel lengths"
@@ -236,24 +233,6 @@ def test_convolutions_under_autocast(mode):
 
     with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
         assert_exact(model, clipper, losses_of, {"x": torch.randn(4, 3, 6, 6)}, tolerance=2e-2)
-
-
-def test_reduced_precision_of_convolutions_is_kept_out_of_norms_and_known_to_the_second_pass():
-    setting, slack = torch.backends.mkldnn.conv, {}
-    before = setting.fp32_precision
-    try:
-        for precision in ("ieee", "bf16"):
-            setting.fp32_precision = precision
-            with exact_arithmetic(torch.device("cpu")):
-                assert {setting.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision} <= FULL_PRECISION
-            assert setting.fp32_precision == precision
-            for layer, x in ((nn.Conv2d(3, 4, 3), torch.randn(4, 3, 5, 5)), (nn.Linear(3, 4), torch.randn(4, 3))):
-                convolves = TrainableParameters(layer).convolves
-                slack[precision, type(layer)] = second_pass_slack(x.device, [x.dtype], convolves=convolves)
-    finally:
-        setting.fp32_precision = before
-    assert slack.pop(("bf16", nn.Conv2d)) == REDUCED_FP32_SLACK
-    assert set(slack.values()) == {0.0}
 
 
 def test_uses_that_are_not_alike_are_added_as_instances():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dp_transformers.clipping import terms as algebra
 from dp_transformers.clipping.modes import KeptTerms
-from dp_transformers.clipping.precision import SPLIT_ROUNDING
 from dp_transformers.clipping.recorded_call import ForwardPass
+from dp_transformers.clipping.rounding import SPLIT_ROUNDING
 from dp_transformers.clipping.terms import (
     Convolution,
     Convolved,
