@@ -37,7 +37,8 @@ from .owners import Owner
 from .precision import HALF, exact_arithmetic
 from .recorded_call import BackwardPass, ForwardPass
 from .rounding import BF16, FP32, SPLIT, second_pass_slack
-from .terms import Dense, LastResultCache, Routed, Stacked, Term, merge, norm_of_sum, position_norms, small_gradient
+from .terms import Dense, LastResultCache, Routed, Stacked, Term
+from .terms.tied_weights import merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
 
 Clip = Callable[[torch.Tensor], Coefficients]  # from (B,) squared norms

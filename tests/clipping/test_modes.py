@@ -8,7 +8,7 @@ from torch import nn
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping import modes
 from dp_transformers.clipping.modes import MODES, MeasuringPass
-from dp_transformers.clipping.terms import norm_of_sum
+from dp_transformers.clipping.terms.tied_weights import norm_of_sum
 
 BOUND = 2.0
 

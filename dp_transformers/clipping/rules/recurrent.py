@@ -29,7 +29,8 @@ from ..errors import UnsupportedModuleError, how_to_fix
 from ..layer_rule import layer_rule
 from ..precision import HALF
 from ..recorded_call import RecordedCall
-from ..terms import Outer, Term, merge, summed
+from ..terms import Outer, Term, summed
+from ..terms.tied_weights import merge
 
 ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
 INSTANCE_MEMORY = 2  # with steps in the hundreds instances halve the arithmetic

@@ -9,10 +9,10 @@ from oracle import assert_exact
 from torch import nn
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping import terms as term_algebra
 from dp_transformers.clipping.layer_rule import rule_for
 from dp_transformers.clipping.rules.convolution import convolution
 from dp_transformers.clipping.terms import Convolution, Convolved, Dense, Outer, arithmetic
+from dp_transformers.clipping.terms.tied_weights import merge, norm_of_sum
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel lengths"
@@ -239,8 +239,8 @@ def test_uses_that_are_not_alike_are_added_as_instances():
     how = Convolution(torch.Size((4, 3, 2)), (1,), (0,), (1,), 1)
     first, second = (Convolved(torch.randn(2, 1, 3, n), torch.randn(2, 1, 4, n - 1), how) for n in (5, 6))
     together = first.instantiate().grad + second.instantiate().grad
-    (merged,) = term_algebra.merge([first, second, Dense(torch.zeros(2, 4, 6))])
+    (merged,) = merge([first, second, Dense(torch.zeros(2, 4, 6))])
     torch.testing.assert_close(merged.grad.flatten(), together.flatten())
     mixed = [Outer(torch.randn(2, 3, 4), torch.randn(2, 3, 6)), first]
     expected = (mixed[0].instantiate().grad.flatten(1) + mixed[1].instantiate().grad.flatten(1)).square().sum(1)
-    torch.testing.assert_close(term_algebra.norm_of_sum(mixed).squared(), expected)
+    torch.testing.assert_close(norm_of_sum(mixed).squared(), expected)

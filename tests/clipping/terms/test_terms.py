@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dp_transformers.clipping import terms as algebra
 from dp_transformers.clipping.modes import KeptTerms
 from dp_transformers.clipping.recorded_call import ForwardPass
 from dp_transformers.clipping.rounding import SPLIT_ROUNDING
@@ -26,6 +25,7 @@ from dp_transformers.clipping.terms import (
     Stacked,
     arithmetic,
 )
+from dp_transformers.clipping.terms.tied_weights import merge, norm_of_sum
 from dp_transformers.clipping.trainable import TrainableParameters
 
 sizes = st.integers(1, 9)
@@ -69,7 +69,7 @@ def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiat
     }
     terms = [made[kind](t) for kind, t in lengths]
     exact = sum(written_out(t, rows, columns) for t in terms)
-    norm_sq = algebra.norm_of_sum(terms, instantiate=instantiate, cache=LastResultCache()).squared()
+    norm_sq = norm_of_sum(terms, instantiate=instantiate, cache=LastResultCache()).squared()
     scale = sum(
         written_out(t, rows, columns).flatten(1).norm(dim=1) for t in terms
     ).square()  # what rounding is relative to
@@ -78,7 +78,7 @@ def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiat
     assert ((norm_sq.double() - exact.flatten(1).square().sum(1)).abs() <= 1e-5 * scale + 1e-12).all()
     coef = torch.rand(b, generator=g)
     total = (
-        sum(t.weighted_sum(coef, LastResultCache()).double() for t in algebra.merge(terms))
+        sum(t.weighted_sum(coef, LastResultCache()).double() for t in merge(terms))
         if b
         else torch.zeros(rows, columns).double()
     )
@@ -116,7 +116,7 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
             for f in (torch.clone, torch.abs)
         )
     norm_sq, scale = (
-        algebra.norm_of_sum([term], instantiate=instantiate, cache=LastResultCache()).squared(),
+        norm_of_sum([term], instantiate=instantiate, cache=LastResultCache()).squared(),
         reach.flatten(1).square().sum(1),
     )
     assert ((norm_sq.double() - exact.flatten(1).square().sum(1)).abs() <= 2e-6 * scale).all()
@@ -148,7 +148,7 @@ def test_tied_factors_of_which_one_is_bf16():
     ids = torch.arange(8)[None]
     left = 1.0039 * torch.eye(40)[None, :8]
     terms = [Outer(left, torch.ones(1, 8, 50).bfloat16()), Rows(ids, -0.98 * torch.ones(1, 8, 50), 40)]
-    norm_b, cache = algebra.norm_of_sum(terms).squared().sqrt(), LastResultCache()
+    norm_b, cache = norm_of_sum(terms).squared().sqrt(), LastResultCache()
     total = sum(t.weighted_sum(torch.ones(1), cache) for t in terms)
     assert total.norm() <= norm_b * (1 + 1e-5)
 
@@ -161,13 +161,9 @@ def test_chunks_change_nothing(monkeypatch):
         Rows(torch.randint(0, 4, (7, 9)), torch.randn(7, 9, 3), 4),
     ]
     tied = [Outer(torch.randn(7, 5, 4), torch.randn(7, 5, 3)), terms[2]]
-    whole = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [
-        algebra.norm_of_sum(tied).squared()
-    ]
+    whole = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [norm_of_sum(tied).squared()]
     monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", 600)
-    parts = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [
-        algebra.norm_of_sum(tied).squared()
-    ]
+    parts = [t.norm(instantiate=i).squared() for t in terms for i in (False, True)] + [norm_of_sum(tied).squared()]
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
@@ -229,16 +225,16 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
         exact = exact + terms[-1].grad.double()
     before, arithmetic.SCRATCH_BYTES = arithmetic.SCRATCH_BYTES, scratch
     try:
-        norm_sq = algebra.norm_of_sum(terms, instantiate=instantiate).squared()
+        norm_sq = norm_of_sum(terms, instantiate=instantiate).squared()
     finally:
         arithmetic.SCRATCH_BYTES = before
     size = exact.flatten(1).square().sum(1)
     assert norm_sq.dtype == torch.float32
     assert ((norm_sq.double() - size).abs() <= 1e-5 * size + 1e-5).all()
     coef = torch.rand(b, generator=g)
-    total = sum(t.weighted_sum(coef, LastResultCache()).double() for t in algebra.merge(terms))
+    total = sum(t.weighted_sum(coef, LastResultCache()).double() for t in merge(terms))
     torch.testing.assert_close(total, torch.einsum("b,bepd->epd", coef.double(), exact), rtol=1e-4, atol=1e-4)
-    (merged,) = algebra.merge(terms[: len(lengths)])
+    (merged,) = merge(terms[: len(lengths)])
     torch.testing.assert_close(
         merged.instantiate().grad.double(), exact - (terms[-1].grad.double() if dense else 0), rtol=1e-4, atol=1e-4
     )
@@ -271,7 +267,7 @@ def test_long_gradients_of_positions_without_input_do_not_lengthen_norms(kind, c
     if chunks:
         monkeypatch.setattr(arithmetic, "SCRATCH_BYTES", 600)
     terms, exact = where_padding_has_gradients(kind, torch.Generator().manual_seed(0))
-    norm_b = algebra.norm_of_sum(terms, cache=LastResultCache()).squared().sqrt().double()
+    norm_b = norm_of_sum(terms, cache=LastResultCache()).squared().sqrt().double()
     torch.testing.assert_close(norm_b, exact.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
 
 
@@ -292,7 +288,7 @@ def test_positions_of_unlike_lengths_that_cancel(pairs, decades, left_over, colu
     if kind == "tied":
         terms.append(Rows(torch.arange(rows).expand(b, rows), -0.999 * (left.mT @ right), rows))
     exact = sum(written_out(term, rows, columns) for term in terms).flatten(1).norm(dim=1)
-    norm_b = algebra.norm_of_sum(terms, cache=LastResultCache()).squared().sqrt()
+    norm_b = norm_of_sum(terms, cache=LastResultCache()).squared().sqrt()
     assert (norm_b >= exact * (1 - 1e-5)).all()
 
 

@@ -1,0 +1,84 @@
+"""The terms of a parameter that is used several times, as tied weights are: its gradient is the sum of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..norms import GhostNorm, Measured
+from ..precision import factor
+from . import Convolved, Dense, LastResultCache, Outer, Routed, Rows, Stacked, Term
+from .arithmetic import chunks, norms_over
+from .outer import sum_in_blocks
+
+
+def merge(terms: Sequence[Term]) -> list[Term]:
+    """The same sum with at most one term of each kind: factors of equal kind concatenate along the positions.
+
+    Convolutions do along the images, where these are alike; else their instances are added.
+    """
+    if len(terms) == 1:
+        return list(terms)
+    merged: list[Term] = []
+    if outers := [t for t in terms if isinstance(t, Outer | Stacked)]:
+        merged.append(sum_in_blocks(outers))
+    if rows := [t for t in terms if isinstance(t, Rows)]:
+        ids, grad = torch.cat([t.ids for t in rows], 1), torch.cat([t.grad for t in rows], 1)
+        merged.append(Rows(ids, grad, rows[0].num_rows))
+    if routed := [t for t in terms if isinstance(t, Routed)]:
+        ids, left, right = (
+            torch.cat(parts, 1) for parts in zip(*((t.ids, t.left, t.right) for t in routed), strict=True)
+        )
+        merged.append(Routed(ids, left, right, routed[0].num_experts))
+    dense = [t for t in terms if isinstance(t, Dense)]
+    if convolved := [t for t in terms if isinstance(t, Convolved)]:
+        if len({(t.image.shape, t.how) for t in convolved}) == 1:
+            image, grad = torch.cat([t.image for t in convolved], 1), torch.cat([t.grad for t in convolved], 1)
+            merged.append(Convolved(image, grad, convolved[0].how))
+        else:
+            dense += [t.instantiate() for t in convolved]
+    if dense:
+        grads = [t.grad.view_as(dense[0].grad) for t in dense]  # an instance may be flat, as (b, p, d)
+        parts = tuple(x for t in dense for x in t.parts)
+        merged.append(Dense(torch.stack(grads).sum(0), parts) if len(dense) > 1 else dense[0])
+    return merged
+
+
+def norm_of_sum(terms: Sequence[Term], *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
+    """The norm per example of the sum of ``terms``, all uses of one parameter, in float32.
+
+    An embedding tied to the head that reads it out is E + H with ‖E+H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩, and
+    ⟨E, H⟩ = sum_{t,s} left_H[t, id_s]·⟨right_H[t], grad_E[s]⟩ needs no (V, d) tensor. Other mixtures are instantiated.
+    """
+    terms = merge(terms)
+    if len(terms) == 1:
+        return terms[0].norm(instantiate=instantiate, cache=cache)
+    outer, rows, *others = terms
+    if instantiate or others or not (isinstance(outer, Outer) and isinstance(rows, Rows)):
+        total = terms[0].instantiate().grad.flatten(1)
+        for term in terms[1:]:
+            total = total + term.instantiate().grad.flatten(1)
+        return Dense(total).norm()
+    cross_b, lengths = [], []
+    (b, t), s, (p, _d) = outer.left.shape[:2], rows.ids.shape[1], (outer.left.shape[2], outer.right.shape[2])
+    for chunk in chunks(b, 4 * (2 * t * s + (t * p if outer.left.dtype != torch.float32 else 0))):
+        left, right = (factor(x[chunk], bf16=outer.is_bf16).float() for x in (outer.left, outer.right))
+        grad, ids = rows.grad[chunk].float(), rows.ids[chunk]
+        picked_bts = left.gather(2, ids[:, None, :].expand(-1, t, -1))
+        cross_b.append((picked_bts * torch.bmm(right, grad.mT)).sum((1, 2)))
+        lengths.append(torch.cat([norms_over(left, [2]) * norms_over(right, [2]), norms_over(grad, [2])], 1))
+    norm_sq_b = outer.norm().squared() + rows.norm().squared() + 2 * torch.cat(cross_b)
+    return GhostNorm.between(norm_sq_b, torch.cat(lengths))  # the two uses may cancel
+
+
+def small_gradient(terms: Sequence[Term]) -> Dense | None:
+    """The one term of a parameter, if that is a gradient so small that calls count more than numbers."""
+    return terms[0] if len(terms) == 1 and isinstance(terms[0], Dense) and terms[0].is_small else None
+
+
+def position_norms(terms: Sequence[Term], cache: LastResultCache | None = None) -> torch.Tensor | None:
+    """(B, n): how long every position's part of the gradient is; None where that is not known, or there are no
+    positions."""
+    lengths = [x for term in terms for x in term.position_norms(cache) if x.shape[1]]
+    return (torch.cat(lengths, 1) if len(lengths) > 1 else lengths[0]) if lengths else None
