@@ -199,7 +199,7 @@ class PrivateRun:
 
     def spent(self, delta: float | None = None) -> PrivacySpent:
         """Return what was spent at ``delta`` (default: the delta of the run)."""
-        delta = self.state.delta if delta is None else delta
+        delta = self._target_delta() if delta is None else delta
         epsilon, rows = self.epsilon(delta), self.mechanism.unit.max_examples_per_person
         person = epsilon
         if rows > 1 and epsilon not in (0, math.inf):
@@ -217,6 +217,14 @@ class PrivateRun:
             verified=self.verified,
             epsilon_per_person=person,
         )
+
+    def _target_delta(self) -> float:
+        if self.state.delta is None:
+            raise ValueError(
+                "privacy_spent needs a delta: give the one that your guarantee is stated for (1e-6 is common, below "
+                "1/N)."
+            )
+        return self.state.delta
 
     def spent_in_words(self) -> str:
         """Say the ε that the target is compared with: of one row, or of all rows of one person where a person may have
@@ -297,7 +305,7 @@ class PrivateRun:
             return
         self.steps_left = self.mechanism.affordable_steps(
             target_epsilon=state.target_epsilon,
-            delta=state.delta,
+            delta=self._target_delta(),
             limit=limit,
             executed=self.executed,
             first_step=first_step,

@@ -16,14 +16,16 @@ from dp_transformers.sampling import PoissonSampling
 from dp_transformers.startup_message import describe, hopeless
 
 
-def run_of(ledger=None, run_id="a", dp_seed=None, rows=1, verified=True, noise_multiplier=1.0, target_epsilon=None):
+def run_of(
+    ledger=None, run_id="a", dp_seed=None, rows=1, verified=True, noise_multiplier=1.0, target_epsilon=None, delta=1e-5
+):
     mechanism = Mechanism(
         sampling=PoissonSampling(1000, 50),
         clipping=FlatClipping(1.0),
         noise=IndependentNoise(noise_multiplier),
         unit=PrivacyUnit(rows),
     )
-    state = PrivacyState(run_id, mechanism, delta=1e-5, target_epsilon=target_epsilon)
+    state = PrivacyState(run_id, mechanism, delta=delta, target_epsilon=target_epsilon)
     return PrivateRun(state, ledger=ledger, dp_seed=dp_seed, verified=verified)
 
 
@@ -44,6 +46,16 @@ def test_what_was_spent():
         and spent.epsilon_per_person == spent.epsilon
     )
     assert json.loads(json.dumps(spent.to_dict(), allow_nan=False))["private"] is True
+
+
+def test_a_run_without_a_delta_reports_at_one_that_is_given_and_holds_no_target():
+    run = run_of(delta=None)
+    spend(run)
+    assert run.spent(1e-6).delta == 1e-6
+    with pytest.raises(ValueError, match="needs a delta"):
+        run.spent()
+    with pytest.raises(ValueError, match="needs a delta"):
+        run_of(delta=None, target_epsilon=1.0).plan(10)
 
 
 @pytest.mark.parametrize(

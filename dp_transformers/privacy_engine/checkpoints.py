@@ -87,7 +87,7 @@ def _load_full_states(
 ) -> None:
     if not is_sharded:
         module.load_state_dict(weights)
-        if optimizer is not None:
+        if optimizer is not None and moments is not None:
             optimizer.load_state_dict(moments)
         return
     from torch.distributed.checkpoint.state_dict import (
@@ -98,5 +98,5 @@ def _load_full_states(
 
     full = StateDictOptions(full_state_dict=True)
     set_model_state_dict(module, weights, options=full)
-    if optimizer is not None:
+    if optimizer is not None and moments is not None:
         set_optimizer_state_dict(module, optimizer, moments, options=full)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,14 @@ from torch import nn
 from ..clipping import PerExampleClipper
 
 REDUCTIONS = ("mean", "sum")
+
+
+class _LossModule(Protocol):
+    """What torch's loss modules have in common, which the type ``nn.Module`` does not say."""
+
+    reduction: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
 
 
 class PrivateCriterion:
@@ -26,7 +34,7 @@ class PrivateCriterion:
                 f"{loss_reduction!r}: both must be 'mean', or both 'sum'. Compute other losses per example and call "
                 "engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
             )
-        self.criterion, self.reduction, self._clipper = copy.copy(criterion), reduction, clipper
+        self.criterion, self.reduction, self._clipper = cast(_LossModule, copy.copy(criterion)), reduction, clipper
         self.criterion.reduction = "none"
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -47,19 +55,19 @@ class _ClippedBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper
     ) -> torch.Tensor:
         ctx.losses, ctx.clipper = losses, clipper  # in a list, so that autograd does not go on to them by itself
         return loss.clone()
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None, None]:
         if not ctx.losses:
             raise ValueError(
                 "backward was called twice on one loss of the private criterion, which would add every example's "
                 "gradient twice. Call it once, and compute a new loss from the next batch of the loader."
             )
-        if float(grad) != 1:
+        if float(grad_outputs[0]) != 1:
             raise ValueError(
                 "the loss of a private criterion was scaled or combined with another before backward. Call backward "
                 "on the loss itself, without GradScaler and without dividing by accumulation steps. For other losses "

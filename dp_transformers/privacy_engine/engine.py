@@ -30,7 +30,7 @@ from ..randomness import SecretSeeds
 from ..run import PrivacySpent, PrivateRun
 from ..startup_message import describe, hopeless
 from ..step import PrivateStep
-from ..validation import validate_model, validate_training_data
+from ..validation import validate_model
 from .checkpoints import load, save
 from .criterion import REDUCTIONS, PrivateCriterion, check_reduction
 from .loader import PoissonDraws, PoissonLoader, check_loader, sampling_of, steps_per_epoch
@@ -359,15 +359,10 @@ class PrivacyEngine:
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """What has been spent until now, at ``delta`` (default: ``target_delta``), with the mechanism and what it
         protects."""
-        run = self._made_private().run
-        if delta is None and run.state.delta is None:
-            raise ValueError(
-                "privacy_spent needs a delta: give the one that your guarantee is stated for (1e-6 is common, below "
-                "1/N)."
-            )
+        loop = self._made_private()
         if delta is not None:
-            self._loop.require_delta(delta)
-        return run.spent(delta)
+            loop.require_delta(delta)
+        return loop.run.spent(delta)
 
     def drop_draw(self) -> None:
         """Give up the draw that the loop was stopped in, and count it as a step.
@@ -466,6 +461,5 @@ def _refuse(
     if not module.training:
         raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
     validate_model(module)
-    check_loader(data_loader)
+    check_loader(data_loader, delta=delta)
     check_optimizer(optimizer, module)
-    validate_training_data(data_loader.dataset, target_delta=delta, expected_batch_size=data_loader.batch_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..data import LogicalBatch, LogicalBatches, draws_dataloader
 from ..randomness import SecretSeeds, seed_worker
 from ..sampling import DrawSampler, PoissonSampling, Sampling
 from ..step import PrivateStep
+from ..validation import validate_training_data
 
 _REPEATED_OPTIONS = (  # not "generator": it seeds the workers, and may be known
     "num_workers",
@@ -52,10 +53,11 @@ class PoissonDraws:
             raise ValueError(
                 f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}."
             )
-        if (sampling.num_examples, sampling.expected_batch_size) != (len(loader.dataset), loader.batch_size):
+        given = sampling_of(loader)
+        if (sampling.num_examples, sampling.expected_batch_size) != (given.num_examples, given.expected_batch_size):
             raise ValueError(
                 f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
-                f"{sampling.expected_batch_size:g}, but data_loader has {len(loader.dataset)} and "
+                f"{sampling.expected_batch_size:g}, but data_loader has {given.num_examples} and "
                 f"batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data."
             )
         self.dataset, self.collate_fn, self.max_physical_batch_size = (
@@ -69,7 +71,7 @@ class PoissonDraws:
             sampling, steps_per_epoch(sampling), secret, distributed.rank(), distributed.world_size()
         )
         self.logical_batches = LogicalBatches(
-            self.dataset, self.collate_fn, max_physical_batch_size or len(self.dataset), seeds
+            self.dataset, self.collate_fn, max_physical_batch_size or sampling.num_examples, seeds
         )
         self._loader = draws_dataloader(self.logical_batches, self.sampler, **options)
 
@@ -119,7 +121,8 @@ class PoissonLoader:
 
 
 def sampling_of(loader: DataLoader) -> PoissonSampling:
-    """Poisson draws of the loader's batch size on average."""
+    """Return Poisson draws of the loader's batch size on average. The loader was checked (:func:`check_loader`)."""
+    assert isinstance(loader.dataset, Sized) and loader.batch_size is not None
     return PoissonSampling(len(loader.dataset), loader.batch_size)
 
 
@@ -128,7 +131,8 @@ def steps_per_epoch(sampling: Sampling) -> int:
     return max(1, round(1 / sampling.sample_rate))
 
 
-def check_loader(loader: Any) -> None:
+def check_loader(loader: Any, *, delta: float | None = None) -> None:
+    """Raise ValueError for a loader whose data cannot be drawn from by Poisson sampling, or do not fit ``delta``."""
     if isinstance(loader, PoissonLoader):
         raise ValueError(
             "data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at "
@@ -149,3 +153,4 @@ def check_loader(loader: Any) -> None:
             f"data_loader has a {type(sampler).__name__}: private training draws every example with the same "
             "probability. Build the DataLoader without sampler=."
         )
+    validate_training_data(loader.dataset, target_delta=delta, expected_batch_size=loader.batch_size)
