@@ -3,11 +3,16 @@ record of its steps.
 
 The line of a step is on disk before the step's noisy gradient exists, so that whatever anybody can have seen is
 counted, also when training is resumed from an older checkpoint. One process writes it at a time.
+
+Each line holds the SHA-256 of everything that stands before it in the file (``before``), so a line that was taken out,
+changed or put in shows at the line that follows. Whoever recomputes all of these digests is found out only by what is
+kept elsewhere: the digest of the whole file in ``privacy.json``, and the signature of that.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import logging
@@ -16,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .values import StepParameters
 
@@ -35,6 +40,20 @@ logger = logging.getLogger(__name__)
 
 class PrivacyStateError(ValueError):
     """Privacy state that is missing or disagrees; training must not go on from it."""
+
+
+class Chain(NamedTuple):
+    """What the digests in a ledger's lines say of its file.
+
+    Attributes:
+        lines: How many lines the file has.
+        unchained: How many lines at its beginning have no digest, as earlier releases wrote them.
+        broken_at: The first line, from 1 on, that does not follow from what stands before it; None if all do.
+    """
+
+    lines: int
+    unchained: int
+    broken_at: int | None
 
 
 def flush_to_disk(path: Path) -> None:
@@ -58,6 +77,11 @@ class Ledger:
     def __init__(self, output_dir: str | os.PathLike):
         self.path = Path(output_dir) / LEDGER_NAME
         self._file: io.FileIO | None = None
+        self._before = hashlib.sha256()  # of everything in the open file
+
+    def run_ids(self) -> list[str]:
+        """Return the runs of which the file holds lines, in order."""
+        return list(dict.fromkeys(writer for writer, _ in self._lines() if writer is not None))
 
     def steps(self, run_id: str) -> int:
         """How many steps of this run were executed. 0 without a file."""
@@ -92,17 +116,39 @@ class Ledger:
             writer not in (run_id, None) and (entry is None or "step" in entry) for writer, entry in self._lines()
         )
 
+    def chain(self) -> Chain:
+        """Compare the digest in each line with what stands before it.
+
+        A torn line needs none: a process was killed while it wrote it. The next line's digest covers it.
+        """
+        before, lines, unchained = hashlib.sha256(), 0, 0
+        with self._reader() as file:
+            for lines, line in enumerate(file, start=1):
+                entry = _parsed(line)
+                said = None if entry is None else entry.get("before")
+                if said is None and unchained == lines - 1:
+                    unchained = lines
+                elif entry is not None and said != before.hexdigest():
+                    return Chain(lines + sum(1 for _ in file), unchained, lines)
+                before.update(line)
+        return Chain(lines, unchained, None)
+
+    def digest(self, size: int | None = None) -> tuple[int, str]:
+        """Return the size of the file, or of its beginning of ``size`` bytes at most, and the SHA-256 of that."""
+        with self._reader() as file:
+            content = file.read() if size is None else file.read(size)
+        return len(content), hashlib.sha256(content).hexdigest()
+
+    def _reader(self) -> io.BufferedReader | io.BytesIO:
+        return open(self.path, "rb") if self.path.exists() else io.BytesIO()
+
     def _lines(self) -> Iterator[tuple[str | None, dict[str, Any] | None]]:
         """Yield the run that wrote each line (None where no line before says it) and the content of the line (None
         where it is torn)."""
         writer = None
-        with open(self.path, "rb") if self.path.exists() else io.BytesIO() as file:
-            for line in file:
-                try:
-                    entry = json.loads(line)
-                    writer = entry["run"]
-                except (ValueError, TypeError, KeyError):
-                    entry = None
+        with self._reader() as file:
+            for entry in map(_parsed, file):
+                writer = writer if entry is None else entry["run"]
                 yield writer, entry
 
     def open(self) -> None:
@@ -119,6 +165,7 @@ class Ledger:
                 file.seek(-1, os.SEEK_END)
                 if file.read() != b"\n":
                     file.write(b"\n")  # a torn line stays, and stays alone
+            self._before = _digest_of(file)
             flush_to_disk(self.path.parent)
         except BaseException:
             file.close()
@@ -153,8 +200,10 @@ class Ledger:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         assert self._file is not None, "the ledger is not open"
-        line = json.dumps(entry).encode() + b"\n"
-        if self._file.write(line) != len(line):
+        line = json.dumps({**entry, "before": self._before.hexdigest()}).encode() + b"\n"
+        written = self._file.write(line)
+        self._before.update(line[:written])
+        if written != len(line):
             raise OSError(
                 errno.ENOSPC,
                 "a line of the ledger was cut short, so its step is not taken: make room on the disk, and resume from "
@@ -162,6 +211,24 @@ class Ledger:
                 str(self.path),
             )
         os.fsync(self._file.fileno())
+
+
+def _digest_of(file: io.FileIO) -> Any:
+    """The running SHA-256 of all that a file holds."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while block := file.read(2**20):
+        digest.update(block)
+    return digest
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Read a line that says its run; None if it is torn."""
+    try:
+        entry = json.loads(line)
+        return entry if entry["run"] is not None else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _parameters(entry: Mapping[str, Any]) -> StepParameters | None:

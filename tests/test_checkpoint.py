@@ -180,7 +180,8 @@ def test_torn_line_counts_and_stays_alone(tmp_path, torn):
     with writing(tmp_path) as ledger:
         ledger.add_step("a1", 2, USED)
     assert (ledger.steps("a1"), ledger.steps("b2"), ledger.other_steps("a1")) == (3, 1, 1)
-    assert json.loads(ledger.path.read_bytes().splitlines()[-1]) == {"run": "a1", "step": 2, **USED._asdict()}
+    last = json.loads(ledger.path.read_bytes().splitlines()[-1])
+    assert last == {"run": "a1", "step": 2, **USED._asdict(), "before": last["before"]} and ledger.chain().broken_at is None
 
 
 def test_a_torn_line_with_nothing_before_it_counts_for_every_run(tmp_path):

