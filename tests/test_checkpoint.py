@@ -181,7 +181,10 @@ def test_torn_line_counts_and_stays_alone(tmp_path, torn):
         ledger.add_step("a1", 2, USED)
     assert (ledger.steps("a1"), ledger.steps("b2"), ledger.other_steps("a1")) == (3, 1, 1)
     last = json.loads(ledger.path.read_bytes().splitlines()[-1])
-    assert last == {"run": "a1", "step": 2, **USED._asdict(), "before": last["before"]} and ledger.chain().broken_at is None
+    assert (
+        last == {"run": "a1", "step": 2, **USED._asdict(), "before": last["before"]}
+        and ledger.chain().broken_at is None
+    )
 
 
 def test_a_torn_line_with_nothing_before_it_counts_for_every_run(tmp_path):
