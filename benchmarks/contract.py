@@ -27,6 +27,7 @@ from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.clipping import PerExampleClipper
 from dp_transformers.clipping.model_state import ModelState
 from dp_transformers.mixing import LoadedRows
+from dp_transformers.private_gradients import PrivateGradients
 from dp_transformers.randomness import SecretSeeds
 from dp_transformers.step import PrivateStep
 
@@ -37,10 +38,10 @@ PARTS = {
     "random numbers": [(SecretSeeds, "reseed")],
     "state of the model": [(ModelState, "before_forward"), (ModelState, "require_unchanged")],
     "trainable parameters": [(PerExampleClipper, "require_same_parameters")],
-    "sums": [(PrivateStep, "_take_sums"), (PrivateStep, "after_sum")],
+    "sums": [(PrivateGradients, "restore_sums"), (PrivateStep, "after_sum")],
     "mixed rows": [(LoadedRows, "__init__"), (LoadedRows, "refuse_mixed")],
     "draws": [(PrivateStep, "_require_next"), (PrivateStep, "_left_undone")],
-    "optimizers": [(PrivateStep, "refuse_unreleased")],
+    "optimizers": [(PrivateGradients, "refuse_unreleased")],
 }
 WARM_UP = 3
 

@@ -1,54 +1,41 @@
-"""The private step: from the physical batches of one draw to the one noised gradient that may be stepped with.
+"""The private step: from the physical batches of one draw to the one noised gradient that an optimizer steps with.
 
-DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the contract of a release: whatever is looked
-at here is looked at in every step of both loops, when it matters, and not once before training.
+DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the contract of a release. Every part of the
+contract is checked in each step of both loops, when it matters, and not once before training.
 
 * Draws come one after the other, each is worked on in full, and none is left out
   (:meth:`PrivateStep.physical_batches`).
-* A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), forward and backward run
-  once over it (:meth:`PrivateStep.before_sum`).
+* A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), and forward and backward
+  run once over it (:meth:`PrivateStep.before_sum`).
 * Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
-* Exactness is checked again for masks and counts of another kind, padding for every new kind of it
-  (:meth:`PrivateStep.check`).
-* The sums that are noised are those that were clipped, with the bound, the parameters and the mechanism of the run,
-  and the step is on the ledger before its noise exists (:meth:`PrivateStep.release`).
-* No optimizer steps with gradients of the private parameters that were not released
-  (:meth:`PrivateStep.refuse_unreleased`).
+* Exactness is checked again for masks and counts of another kind, and padding for every new kind of it
+  (:mod:`.batch_checks`).
+* The sums that are noised are those that were clipped (:mod:`.private_gradients`), with the bound, the parameters and
+  the mechanism of the run, and the step is on the ledger before its noise exists (:meth:`PrivateStep.release`).
+* No optimizer steps with gradients of the private parameters that were not released (:mod:`.private_gradients`).
 """
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from . import distributed
+from .batch_checks import BatchChecks
 from .clipping import PerExampleClipper
-from .clipping.batch_dims import batch_size_of
 from .clipping.checks.synthetic import LossFunction
-from .clipping.errors import SelfCheckError
-from .clipping.parallel.dtensor import to_local
-from .clipping.precision import set_gradient
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
-from .losses import refuse_targets_padded_on_the_left
 from .mechanism import Mechanism
 from .mixing import LoadedRows
 from .noise import NoiseSource
 from .noise.add_noise import add_noise_and_divide
+from .private_gradients import PrivateGradients
 from .randomness import SecretSeeds, require_unseeded
-from .rows import Padding
 from .run import PrivateRun
-
-logger = logging.getLogger(__name__)
 
 
 class _Stage(Enum):
@@ -104,24 +91,18 @@ class PrivateStep:
     ):
         _refuse_what_no_step_does(run.mechanism)
         self.clipper, self.run, self._noise, self._seeds, self._data = clipper, run, noise, seeds, data
+        self.gradients = PrivateGradients(clipper, own_optimizer)
+        self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = at_least, own_optimizer
-        self._announce, self._label_names, self._reduce_every_batch = announce, list(label_names), reduce_every_batch
+        self._reduce_every_batch = reduce_every_batch
         self.given: Given | None = None
         self._last_draw = self._draw = -1  # the last that came; the one that the sums belong to
         self._last_released: int | None = None  # draw
         self.number = -1  # of the step that the last draw is for, counted from 0
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # clipped, of the draw so far
-        self._mark: torch.Tensor | None = None  # of the sums, while a loop of the user's can see them in p.grad
-        self._released: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # noised, with the version they had
-        self._own = frozenset(clipper.parameters)
-        self._traits: frozenset | None = None  # of masks and counts, that the self-check has met
-        self._paddings: set[tuple] = set()  # kinds of padding that were checked
-        self._lengths: set[int] = set()  # of rows that came padded
-        self._handle = register_optimizer_step_pre_hook(partial(_before_any_step, weakref.ref(self)))
 
     def close(self) -> None:
-        """Let go of the optimizers, and of the draw that is worked on."""
-        self._handle.remove()
+        """Stop looking at optimizers, and drop the draw that is worked on."""
+        self.gradients.close()
         self.drop()
 
     @property
@@ -131,11 +112,9 @@ class PrivateStep:
 
     def drop(self) -> bool:
         """Drop the sums of an unfinished draw, so that nobody steps with them; whether there was one."""
-        for p in self.clipper.parameters:
-            if p.grad is not None and not self._is_released(p):
-                p.grad = None
+        self.gradients.drop()
         unfinished = self.is_unfinished
-        self._sums, self._mark, self.given, self.run.unfinished = {}, None, None, 0
+        self.given, self.run.unfinished = None, 0
         return unfinished
 
     # ---- draws ----
@@ -144,7 +123,7 @@ class PrivateStep:
         """The physical batches of a draw, one after the other; as many on every rank where parameters are sharded."""
         self._require_next(draw)
         self.number = draw.step
-        self._sums, self._mark, self._released = {}, None, {}
+        self.gradients.begin_draw()
         batches, clipper = list(draw.batches), self.clipper
         rounds = max(
             self._at_least,
@@ -204,77 +183,16 @@ class PrivateStep:
         if batch is not None and batch.loaded.refuse_mixed((args, kwargs), "training loop"):  # augmented, perhaps
             require_unseeded("the training loop, after it took a batch")
         self._seeds.reseed()
-        if self._own_optimizer is not None and self.given is not None:
+        if self._own_optimizer is not None:
             self.check(args, kwargs)
 
     def current_batch(self) -> Given | None:
         return None if self.given is None or self.given.stage is _Stage.DONE else self.given
 
-    def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> bool:
-        """Check exactness for the batch's kinds of masks and counts, and its padding; both once for each kind. Whether
-        exactness was.
-
-        Raises:
-            SelfCheckError: clipping is not exact for such a batch, or its padding changes gradients.
-        """
-        if not self.clipper.self_check:
-            return False
-        batch, clipper = self.given.batch, self.clipper
-        clipper.recheck_if_changed()
-        refuse_targets_padded_on_the_left(clipper.model, kwargs, self._label_names)
-        is_new = self._traits is not None and not batch.traits <= self._traits
-        alone = not (clipper.shards or clipper.parallel)  # ranks meet different kinds, and must check the same input
-        runs = not clipper.checked or (is_new and alone)
-        if runs:
-            report = clipper.check(args, kwargs, loss_function)
-            self._announce(
-                f"self-check passed in {report.seconds:.1f} s: per-example norms are exact to "
-                f"{report.norm_error:.0e}, clipped sums to {report.sum_error:.0e}, and no example moves another's "
-                f"gradient by more than {report.locality_error:.0e}"
-            )
-        self._traits = batch.traits | (self._traits or frozenset())
-        self._check_padding(batch.padding, args, kwargs, loss_function)
-        return runs
-
-    def _check_padding(
-        self, padding: Padding | None, args: tuple, kwargs: dict, loss_function: LossFunction | None
-    ) -> None:
-        clipper = self.clipper
-        wanted = (
-            padding is not None
-            and padding.kind not in self._paddings
-            and (self._depends_on_others(padding) or padding.fills)
-        )
-        given = (args, kwargs, padding) if wanted else None
-        if clipper.shards:
-            if not distributed.max_over_ranks(int(wanted), clipper.device):
-                return
-            given = distributed.broadcast_first(given)
-        if given is None:
-            return
-        args, kwargs, padding = given
-        rows = batch_size_of(clipper.model, args, kwargs, clipper.batch_first)
-        # not packed since
-        if any(isinstance(x, torch.Tensor) and padding.length in x.shape for x in tree_leaves((args, kwargs))):
-            own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
-            own_bt[padding.row] = padding.own_t
-            try:
-                clipper.check_padding(args, kwargs, own_bt, loss_function, padding.row)
-            except SelfCheckError as error:
-                if padding.by_others or len(self._lengths) > 1 or self._data.has_one_longest():
-                    raise
-                logger.warning(
-                    "rows came padded to one length, %d, which several rows fill. If it is the length of the longest "
-                    "example, and not one that was chosen without looking at the data, this is not private: %s",
-                    padding.length, error,
-                )  # fmt: skip
-        self._paddings.add(padding.kind)
-
-    def _depends_on_others(self, padding: Padding) -> bool:
-        """Rows that came padded may all have one length that is nobody's; if lengths differ, longer rows decided."""
-        if not padding.by_others:
-            self._lengths.add(padding.length)
-        return padding.by_others or len(self._lengths) > 1
+    def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> None:
+        """Check what is new about the batch in the hands of the loop (:meth:`.BatchChecks.check`)."""
+        if self.given is not None:
+            self._checks.check(self.given.batch, args, kwargs, loss_function)
 
     # ---- clipped sums (the clipper asks) ----
 
@@ -310,37 +228,19 @@ class PrivateStep:
             )
         require_unseeded("the model's forward pass, or what ran between it and backward()")
         if given.draw != self._draw:
-            self._draw, self._sums, self._mark = given.draw, {}, None
-        self._take_sums()
+            self._draw = given.draw
+            self.gradients.begin_draw()
+        self.gradients.restore_sums()
         given.stage = _Stage.SUMMING
         weights = None if given.batch.weight == 1 else torch.full((batch_size,), given.batch.weight)
         return weights, self._reduce_every_batch or given.last_of_draw
 
     def after_sum(self) -> None:
-        """Keep the sum. A loop of the user's can see that of a whole draw, and must not change it."""
-        self.given.stage = _Stage.SUMMED
-        self._sums = {p: p.grad for p in self.clipper.parameters if p.grad is not None}
-        if self._shows_sums:
-            self._mark = _mark(self._sums.values())
-        else:
-            for p in self.clipper.parameters:
-                p.grad = None  # torch's optimizers leave such parameters, and their state, as they are
-
-    @property
-    def _shows_sums(self) -> bool:
-        return self._own_optimizer is not None and self.given.last_of_draw
-
-    def _take_sums(self) -> None:
-        """Put the sum so far in ``p.grad``; it is what was clipped."""
-        if self._mark is not None and not torch.equal(self._mark, _mark(self._sums.values())):
-            raise ValueError(
-                "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum "
-                "that was clipped. Clear gradients with optimizer.zero_grad(set_to_none=True), and write to no p.grad "
-                "before optimizer.step(), not through .data, .numpy() or a view either. If a backward pass was "
-                "interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
-            )
-        for p in self.clipper.parameters:
-            set_gradient(p, self._sums.get(p))
+        """The clipped sum was added to ``p.grad``. A loop of the user's sees that of a whole draw."""
+        given = self.given
+        assert given is not None  # before_sum refuses
+        given.stage = _Stage.SUMMED
+        self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
 
     # ---- the release ----
 
@@ -371,8 +271,7 @@ class PrivateStep:
                 "made for. Change neither while a training goes on; for another bound start another training "
                 "(make_private, DPTrainingArguments)."
             )
-        self._take_sums()
-        self._mark = None
+        self.gradients.restore_sums()
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:
@@ -381,11 +280,8 @@ class PrivateStep:
         add_noise_and_divide(
             clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed
         )
-        self._released, self._last_released = (
-            {p: (p.grad, to_local(p.grad)._version) for p in clipper.parameters},
-            self._last_draw,
-        )
-        self._sums, self.run.unfinished = {}, 0
+        self.gradients.mark_released()
+        self._last_released, self.run.unfinished = self._last_draw, 0
         if given is not None:
             given.stage = _Stage.DONE
 
@@ -412,35 +308,11 @@ class PrivateStep:
                 "optimizer.step() was called without a loss.backward() on a batch of the private loader since the "
                 "last step: call each of them once for every batch of the loader, one backward, one step."
             )
-        if any(p.grad is not (self._sums.get(p) if self._shows_sums else None) for p in self.clipper.parameters):
-            raise ValueError(
-                "a gradient was replaced between backward() and optimizer.step(). Noise is added in step() to the sum "
-                "that was clipped: call zero_grad() before backward(), and drop further clipping, scaling or "
-                "averaging of gradients."
-            )
+        self.gradients.require_not_replaced()
         if given.last_of_draw:
             self.release()
         else:
             given.stage = _Stage.DONE
-
-    def _is_released(self, p: nn.Parameter) -> bool:
-        grad, version = self._released.get(p, (None, None))
-        return p.grad is grad and to_local(grad)._version == version
-
-    def refuse_unreleased(self, optimizer: torch.optim.Optimizer, *, also_own: bool = False) -> None:
-        """Raise ValueError if ``optimizer`` would step with gradients of the private parameters that are not what was
-        released."""
-        if optimizer is self._own_optimizer and not also_own:
-            return  # it releases in a hook of its own
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p in self._own and p.grad is not None and not self._is_released(p):
-                name = next((name for name, q in self.clipper.model.named_parameters() if q is p), "?")
-                raise ValueError(
-                    f"{type(optimizer).__name__} would step with a gradient of '{name}' that has no noise yet, or was "
-                    "changed after it got it. It must come from this training's private step: leave gradients alone "
-                    "between training_step and optimizer.step(); in a loop of your own, step with the optimizer that "
-                    "make_private was given."
-                )
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
@@ -452,27 +324,3 @@ def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
         raise ValueError(
             f"this step releases the gradient alone, and not {mechanism.releases[0].name!r} yet; leave releases out."
         )
-
-
-def _before_any_step(
-    step: weakref.ref[PrivateStep], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict
-) -> None:
-    """A hook of every optimizer there is: gradients that were not released are for none."""
-    step = step()
-    if step is not None:
-        step.refuse_unreleased(optimizer)
-
-
-def _mark(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """A number for each tensor that changes when its content does, whatever was used to write it."""
-    marks = [_bits(to_local(x.detach())) for x in tensors]
-    return torch.stack([mark.to(marks[0].device) for mark in marks]) if marks else None
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    """The sum of the bits, read as whole numbers: eight bytes at a time where they lie that way, which is seven times
-    as fast."""
-    x = x.reshape(-1)
-    if x.dtype == torch.float32 and (x.numel() % 2 or x.storage_offset() % 2):
-        return x.view(torch.int32).sum()
-    return x.view(torch.int64).sum()

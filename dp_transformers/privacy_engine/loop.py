@@ -126,7 +126,7 @@ class PrivateLoop:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._stepped is not None and self._stepped is self.step.given:
-            self.step.refuse_unreleased(optimizer, also_own=True)
+            self.step.gradients.refuse_unreleased(optimizer, also_own=True)
             if self._is_stepping:
                 # the step of a base class, called by that of the optimizer's own; or again, after it raised
                 return None

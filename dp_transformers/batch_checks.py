@@ -1,0 +1,107 @@
+"""Checks of the batches that a training meets: clipping is exact for them, and their padding changes no gradient."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from . import distributed
+from .clipping import PerExampleClipper
+from .clipping.batch_dims import batch_size_of
+from .clipping.checks.synthetic import LossFunction
+from .clipping.errors import SelfCheckError
+from .data import LogicalBatches, PhysicalBatch
+from .losses import refuse_targets_padded_on_the_left
+from .rows import Padding
+
+logger = logging.getLogger(__name__)
+
+
+class BatchChecks:
+    """Runs the self-check again for masks and counts of another kind, and the check of padding once for every kind.
+
+    Args:
+        clipper: It runs the checks on its model.
+        data: Where the batches come from.
+        announce: Called with a sentence when the self-check has passed.
+        label_names: Names of the model's labels.
+    """
+
+    def __init__(
+        self,
+        clipper: PerExampleClipper,
+        data: LogicalBatches,
+        announce: Callable[[str], None],
+        label_names: Sequence[str],
+    ):
+        self._clipper, self._data, self._announce, self._label_names = clipper, data, announce, list(label_names)
+        self._traits: frozenset | None = None  # of masks and counts, that the self-check has met
+        self._paddings: set[tuple] = set()  # kinds of padding that were checked
+        self._lengths: set[int] = set()  # of rows that came padded
+
+    def check(
+        self, batch: PhysicalBatch, args: tuple, kwargs: dict, loss_function: LossFunction | None = None
+    ) -> None:
+        """Check what is new about ``batch``, with which the model is called as ``model(*args, **kwargs)``.
+
+        Raises:
+            SelfCheckError: clipping is not exact for such a batch, or its padding changes gradients.
+        """
+        clipper = self._clipper
+        if not clipper.self_check:
+            return
+        clipper.recheck_if_changed()
+        refuse_targets_padded_on_the_left(clipper.model, kwargs, self._label_names)
+        is_new = self._traits is not None and not batch.traits <= self._traits
+        alone = not (clipper.shards or clipper.parallel)  # ranks meet different kinds, and must check the same input
+        if not clipper.checked or (is_new and alone):
+            report = clipper.check(args, kwargs, loss_function)
+            self._announce(
+                f"self-check passed in {report.seconds:.1f} s: per-example norms are exact to "
+                f"{report.norm_error:.0e}, clipped sums to {report.sum_error:.0e}, and no example moves another's "
+                f"gradient by more than {report.locality_error:.0e}"
+            )
+        self._traits = batch.traits | (self._traits or frozenset())
+        self._check_padding(batch.padding, args, kwargs, loss_function)
+
+    def _check_padding(
+        self, padding: Padding | None, args: tuple, kwargs: dict, loss_function: LossFunction | None
+    ) -> None:
+        clipper = self._clipper
+        given = None if padding is None or not self._is_to_be_checked(padding) else (args, kwargs, padding)
+        if clipper.shards:
+            if not distributed.max_over_ranks(int(given is not None), clipper.device):
+                return
+            given = distributed.broadcast_first(given)
+        if given is None:
+            return
+        args, kwargs, padding = given
+        rows = batch_size_of(clipper.model, args, kwargs, clipper.batch_first)
+        # rows that were packed since they were collated have no dimension of the padded length
+        if any(isinstance(x, torch.Tensor) and padding.length in x.shape for x in tree_leaves((args, kwargs))):
+            own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
+            own_bt[padding.row] = padding.own_t
+            try:
+                clipper.check_padding(args, kwargs, own_bt, loss_function, padding.row)
+            except SelfCheckError as error:
+                if padding.by_others or len(self._lengths) > 1 or self._data.has_one_longest():
+                    raise
+                logger.warning(
+                    "rows came padded to one length, %d, which several rows fill. If it is the length of the longest "
+                    "example, and not one that was chosen without looking at the data, this is not private: %s",
+                    padding.length, error,
+                )  # fmt: skip
+        self._paddings.add(padding.kind)
+
+    def _is_to_be_checked(self, padding: Padding) -> bool:
+        return padding.kind not in self._paddings and (self._depends_on_others(padding) or padding.fills)
+
+    def _depends_on_others(self, padding: Padding) -> bool:
+        """Return whether other rows decide how much padding a row gets. Rows that came padded may all have one length
+        that is no row's; if lengths differ, longer rows decided."""
+        if not padding.by_others:
+            self._lengths.add(padding.length)
+        return padding.by_others or len(self._lengths) > 1
