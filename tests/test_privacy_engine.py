@@ -1,6 +1,8 @@
 """PrivacyEngine in plain loops: the same steps as one example at a time, whatever the loop; and misuse is loud."""
 
 import copy
+import dataclasses
+import inspect
 import math
 import pickle
 import random
@@ -17,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PrivacyEngine, compute_epsilon, randomness
 from dp_transformers.ledger import PrivacyStateError
+from dp_transformers.privacy_engine.criterion import PrivateCriterion
+from dp_transformers.privacy_engine.plain_loop import LoopOptions, PlainLoop
 from dp_transformers.randomness import SecretSeeds
 
 CLASSES, WIDTH, LENGTH, N = 3, 5, 4, 40
@@ -323,6 +327,29 @@ def test_no_pass_to_calibrate_noise_for(epochs):
     assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
     engine.make_private_with_epsilon(**options, epochs=0.1)
     assert engine.privacy_spent().noise_multiplier > 0
+
+
+def test_both_ways_to_make_a_loop_private_take_the_same_options():
+    explicit = inspect.signature(PrivacyEngine.make_private).parameters
+    options = {f.name: f.default for f in dataclasses.fields(PlainLoop) if f.default is not dataclasses.MISSING}
+    assert set(LoopOptions.__annotations__) == set(options)
+    assert {name: explicit[name].default for name in options} == options
+
+    def calibrated(**options):
+        model, engine = Net(), PrivacyEngine()
+        target = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 1, "max_grad_norm": 1.0}
+        loop = {"module": model, "optimizer": sgd(model.parameters()), "data_loader": DataLoader(make_data(), 10)}
+        return engine, engine.make_private_with_epsilon(**loop, **target, **options)
+
+    engine, (_, _, criterion, loader) = calibrated(
+        criterion=nn.CrossEntropyLoss(), clipping_mode="ghost", max_physical_batch_size=3, self_check=False
+    )
+    assert isinstance(criterion, PrivateCriterion) and engine.clipper.mode.name == "ghost"
+    assert loader.max_physical_batch_size == 3 and not engine.privacy_spent().verified
+    with pytest.raises(ValueError, match="poisson_sampling=False"):
+        calibrated(poisson_sampling=False)
+    with pytest.raises(TypeError, match="clipping_modus"):
+        calibrated(clipping_modus="ghost")
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")

@@ -6,10 +6,8 @@ import contextlib
 import logging
 import math
 import os
-import sys
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,22 +17,19 @@ from .. import distributed
 from ..accounting import check_accountant
 from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
-from ..clipping.clipping_functions import FlatClipping
-from ..clipping.hooks import refuse_attached
-from ..clipping.parallel.dtensor import to_local
 from ..ledger import Ledger
-from ..mechanism import Mechanism, PrivacyUnit
-from ..noise import IndependentNoise
+from ..mechanism import Mechanism
 from ..noise.generators import check_noise_source
-from ..randomness import SecretSeeds
 from ..run import PrivacySpent, PrivateRun
 from ..startup_message import describe, hopeless
-from ..step import PrivateStep
-from ..validation import validate_model
 from .checkpoints import load, save
-from .criterion import REDUCTIONS, PrivateCriterion, check_reduction
-from .loader import PoissonDraws, PoissonLoader, check_loader, sampling_of, steps_per_epoch
-from .loop import PrivateLoop, check_optimizer
+from .criterion import check_reduction
+from .loader import steps_per_epoch
+from .loop import PrivateLoop
+from .plain_loop import LoopOptions, PlainLoop
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +124,7 @@ class PrivacyEngine:
     @property
     def history(self) -> list[tuple[float, float, int]]:
         """``(noise_multiplier, sample_rate, steps)`` of all steps counted until now, in order of first use."""
-        counts: Counter[tuple[float, float]] = Counter()
-        for segment in [] if self._loop is None else self._loop.run.executed:
-            for used, count in segment.items():
-                counts[used.noise_multiplier, used.sample_rate] += count
-        return [(sigma, q, count) for (sigma, q), count in counts.items()]
+        return [] if self._loop is None else self._loop.history
 
     @property
     def clipper(self) -> PerExampleClipper:
@@ -195,23 +186,8 @@ class PrivacyEngine:
         Raises:
             ValueError: whatever cannot be trained privately like this, with the way out.
         """
-        if mechanism is None and None in (noise_multiplier, max_grad_norm):
-            raise ValueError("make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both.")
-        if mechanism is not None and (noise_multiplier, max_grad_norm, max_examples_per_person) != (None, None, 1):
-            raise ValueError(
-                "noise_multiplier, max_grad_norm or max_examples_per_person is given beside a mechanism, which says "
-                "them: leave them out."
-            )
-        self._refuse_second_use()
-        _refuse(module, optimizer, data_loader, loss_reduction, poisson_sampling)
-        mechanism = mechanism or Mechanism(
-            sampling=sampling_of(data_loader),
-            clipping=FlatClipping(max_grad_norm),
-            noise=IndependentNoise(noise_multiplier),
-            unit=PrivacyUnit(max_examples_per_person),
-        )
-        return self._start(
-            mechanism,
+        self._require_unused()
+        loop = PlainLoop(
             module,
             optimizer,
             data_loader,
@@ -220,8 +196,22 @@ class PrivacyEngine:
             batch_first=batch_first,
             max_physical_batch_size=max_physical_batch_size,
             clipping_mode=clipping_mode,
+            poisson_sampling=poisson_sampling,
             self_check=self_check,
         )
+        loop.require_trainable()
+        if mechanism is None:
+            if noise_multiplier is None or max_grad_norm is None:
+                raise ValueError(
+                    "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
+                )
+            mechanism = loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
+        elif (noise_multiplier, max_grad_norm, max_examples_per_person) != (None, None, 1):
+            raise ValueError(
+                "noise_multiplier, max_grad_norm or max_examples_per_person is given beside a mechanism, which says "
+                "them: leave them out."
+            )
+        return self._start(loop, mechanism)
 
     def make_private_with_epsilon(
         self,
@@ -233,53 +223,39 @@ class PrivacyEngine:
         target_delta: float,
         epochs: float,
         max_grad_norm: float,
-        criterion: nn.Module | None = None,
-        loss_reduction: str = "mean",
-        batch_first: bool = True,
-        max_physical_batch_size: int | None = None,
-        clipping_mode: str = "auto",
-        poisson_sampling: bool = True,
-        self_check: bool = True,
         max_examples_per_person: int = 1,
+        **options: Unpack[LoopOptions],
     ) -> tuple:
         """:meth:`make_private` with the least noise such that ``epochs`` passes over the loader spend
         ``target_epsilon`` at ``target_delta``.
 
         A step that would exceed the target raises RuntimeError and leaves the model as it is. With
         ``max_examples_per_person`` the target is met for all rows of one person together.
+
+        Args:
+            target_epsilon: The ε that all planned steps spend together, at most.
+            target_delta: The δ that it is stated at, between 0 and 1/N for N training examples.
+            epochs: The number of passes over the loader that is planned.
+            max_grad_norm: The bound C on each example's gradient norm.
+            options: ``criterion``, ``loss_reduction``, ``batch_first``, ``max_physical_batch_size``,
+                ``clipping_mode``, ``poisson_sampling`` and ``self_check``, as in :meth:`make_private`.
         """
+        self._require_unused()
         if not 0 < epochs < math.inf:
             raise ValueError(
                 f"noise cannot be calibrated for epochs={epochs}. Give the number of passes over the loader that you "
                 "will train, finite and above 0; or, if you do not know it, "
                 "make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
             )
-        self._refuse_second_use()
-        _refuse(module, optimizer, data_loader, loss_reduction, poisson_sampling, delta=target_delta)
-        sampling = sampling_of(data_loader)
-        mechanism = Mechanism(
-            sampling=sampling,
-            clipping=FlatClipping(max_grad_norm),
-            noise=IndependentNoise(1.0),
-            steps=math.ceil(epochs * steps_per_epoch(sampling)),
-            unit=PrivacyUnit(max_examples_per_person),
-        ).calibrated(target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant)
-        return self._start(
-            mechanism,
-            module,
-            optimizer,
-            data_loader,
-            criterion=criterion,
-            loss_reduction=loss_reduction,
-            batch_first=batch_first,
-            max_physical_batch_size=max_physical_batch_size,
-            clipping_mode=clipping_mode,
-            self_check=self_check,
-            delta=target_delta,
-            target_epsilon=target_epsilon,
+        loop = PlainLoop(module, optimizer, data_loader, **options)
+        loop.require_trainable(delta=target_delta)
+        steps = math.ceil(epochs * steps_per_epoch(loop.sampling))
+        mechanism = loop.mechanism(1.0, max_grad_norm, max_examples_per_person, steps).calibrated(
+            target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant
         )
+        return self._start(loop, mechanism, delta=target_delta, target_epsilon=target_epsilon)
 
-    def _refuse_second_use(self) -> None:
+    def _require_unused(self) -> None:
         if self._loop is not None:
             raise ValueError(
                 "this engine is already used: take another PrivacyEngine for another training; what both spend adds "
@@ -287,62 +263,25 @@ class PrivacyEngine:
             )
 
     def _start(
-        self,
-        mechanism: Mechanism,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: DataLoader,
-        *,
-        criterion: nn.Module | None,
-        loss_reduction: str,
-        batch_first: bool,
-        max_physical_batch_size: int | None,
-        clipping_mode: str,
-        self_check: bool,
-        delta: float | None = None,
-        target_epsilon: float | None = None,
+        self, loop: PlainLoop, mechanism: Mechanism, delta: float | None = None, target_epsilon: float | None = None
     ) -> tuple:
-        """Put the parts of a private training together, and begin it."""
-        distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
-        secret = distributed.shared_secret(self._dp_seed)
-        seeds = SecretSeeds(secret, distributed.rank())
-        draws = PoissonDraws(data_loader, mechanism.sampling, secret, seeds, max_physical_batch_size)
-        clipper = PerExampleClipper(
-            module, mechanism.clipping.at(0), mode=clipping_mode, self_check=self_check, batch_first=batch_first
-        )
-        with contextlib.ExitStack() as undo:  # where something is refused, nothing stays attached
-            undo.callback(clipper.detach)
-            if clipper.parallel:
-                raise ValueError(
-                    "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
-                    "PerExampleClipper with ShardedNoise in a loop that gives each group its examples "
-                    "(docs/scaling.md)."
-                )
-            private_criterion = None if criterion is None else PrivateCriterion(criterion, clipper, loss_reduction)
-            state = PrivacyState(
-                distributed.call_on_rank_zero(PrivacyState.new_run_id), mechanism, delta, target_epsilon
-            )
+        """Begin the run, and return what the loop is to use from now on."""
+        run_id = distributed.call_on_rank_zero(PrivacyState.new_run_id)
+        state = PrivacyState(run_id, mechanism, delta, target_epsilon)
+        run = PrivateRun(state, self._accountant, self._ledger, dp_seed=self._dp_seed, verified=loop.self_check)
+        with contextlib.ExitStack() as undo:
             if self._ledger is not None:
                 undo.callback(self._ledger.close)
                 distributed.call_on_rank_zero(self._ledger.open)
-            run = PrivateRun(state, self._accountant, self._ledger, dp_seed=self._dp_seed, verified=self_check)
-            noise = mechanism.noise.source(clipper, dp_seed=self._dp_seed, secure=self._secure)
-            step = PrivateStep(clipper, run, noise, seeds, draws.logical_batches, at_least=1, own_optimizer=optimizer)
-            undo.callback(step.close)
-            clipper.follow(step, None if criterion is not None or loss_reduction == "none" else loss_reduction)
-            loader = PoissonLoader(draws, step)
-            self._loop = PrivateLoop(step, optimizer, loader, None if loss_reduction == "none" else loss_reduction)
+            self._loop, criterion = loop.attach(run, secure=self._secure)
             undo.pop_all()
-        seeds.reseed()
+        clipper, loader = self._loop.clipper, self._loop.loader
         size = sum(p.numel() for p in clipper.parameters)
         logger.info(describe(run, mechanism.steps, size, clipper.mode.name))
         if warning := hopeless(run, mechanism.steps or loader.steps_per_epoch, size):
             logger.warning(warning)
-        return (
-            (module, optimizer, loader)
-            if private_criterion is None
-            else (module, optimizer, private_criterion, loader)
-        )
+        given_back = (loop.module, loop.optimizer)
+        return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
 
     def get_epsilon(self, delta: float) -> float:
         """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the
@@ -370,9 +309,7 @@ class PrivacyEngine:
         For interrupts and errors that have nothing to do with the examples. Whether a draw is stepped must not depend
         on them: counting does not mend that.
         """
-        loop = self._made_private()
-        if loop.step.drop():
-            loop.run.spend_step(loop.step.number)
+        self._made_private().drop_draw()
 
     def check_loss(self, loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any) -> None:
         """Check on public or made-up ``outputs`` and ``targets`` that a loss is the mean (or sum) over rows it is
@@ -425,41 +362,9 @@ class PrivacyEngine:
             ValueError: a draw is unfinished. The engine is off nevertheless, and the clipped sums, which have no
                 noise, are dropped.
         """
-        if not self._made_private().detach():
-            return
-        if sys.exc_info()[1] is None:  # an error that is on its way says more
-            raise ValueError(
-                "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not "
-                "finished. Its clipped sums have no noise and were dropped (p.grad is None), and epsilon counts the "
-                "draw as a step. Call detach() after optimizer.step()."
-            )
+        self._made_private().detach()
 
     def _made_private(self) -> PrivateLoop:
         if self._loop is None:
             raise ValueError("this engine trains nothing yet: call make_private or make_private_with_epsilon first.")
         return self._loop
-
-
-def _refuse(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data_loader: DataLoader,
-    loss_reduction: str,
-    poisson_sampling: bool,
-    *,
-    delta: float | None = None,
-) -> None:
-    """Raise ValueError for what no mechanism could train privately; nothing was changed yet."""
-    if not poisson_sampling:
-        raise ValueError(
-            "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too "
-            "small. Leave it True."
-        )
-    if loss_reduction not in (*REDUCTIONS, "none"):
-        raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {loss_reduction!r}.")
-    refuse_attached(module)
-    if not module.training:
-        raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
-    validate_model(module)
-    check_loader(data_loader, delta=delta)
-    check_optimizer(optimizer, module)

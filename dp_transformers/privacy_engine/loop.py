@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -65,8 +66,26 @@ class PrivateLoop:
         """Raise ValueError unless a guarantee at ``delta`` says something about one row of the data."""
         require_small_delta(delta, self.run.mechanism.sampling.num_examples)
 
-    def detach(self) -> bool:
-        """Take all hooks off and close the ledger. Whether a draw was unfinished; it is counted."""
+    @property
+    def history(self) -> list[tuple[float, float, int]]:
+        """``(noise_multiplier, sample_rate, steps)`` of all counted steps, in order of first use."""
+        counts: Counter[tuple[float, float]] = Counter()
+        for segment in self.run.executed:
+            for used, count in segment.items():
+                counts[used.noise_multiplier, used.sample_rate] += count
+        return [(sigma, q, count) for (sigma, q), count in counts.items()]
+
+    def drop_draw(self) -> None:
+        """Drop an unfinished draw, and count it as a step."""
+        if self.step.drop():
+            self.run.spend_step(self.step.number)
+
+    def detach(self) -> None:
+        """Take all hooks off and close the ledger. An unfinished draw is dropped and counted.
+
+        Raises:
+            ValueError: there was an unfinished draw, and no other error is on its way.
+        """
         unfinished = self.step.is_unfinished
         self.step.close()
         self.run.unfinished += unfinished
@@ -76,7 +95,12 @@ class PrivateLoop:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        return unfinished
+        if unfinished and sys.exc_info()[1] is None:
+            raise ValueError(
+                "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not "
+                "finished. Its clipped sums have no noise and were dropped (p.grad is None), and epsilon counts the "
+                "draw as a step. Call detach() after optimizer.step()."
+            )
 
     # ---- checkpoints ----
 

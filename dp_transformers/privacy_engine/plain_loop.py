@@ -1,0 +1,135 @@
+"""The loop that ``make_private`` is given: what of it is refused, and how it becomes a private one."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from .. import distributed
+from ..clipping import PerExampleClipper
+from ..clipping.clipping_functions import FlatClipping
+from ..clipping.hooks import refuse_attached
+from ..clipping.parallel.dtensor import to_local
+from ..mechanism import Mechanism, PrivacyUnit
+from ..noise import IndependentNoise
+from ..randomness import SecretSeeds
+from ..run import PrivateRun
+from ..sampling import PoissonSampling
+from ..step import PrivateStep
+from ..validation import validate_model
+from .criterion import REDUCTIONS, PrivateCriterion
+from .loader import PoissonDraws, PoissonLoader, check_loader, sampling_of
+from .loop import PrivateLoop, check_optimizer
+
+
+class LoopOptions(TypedDict, total=False):
+    """The options of a :class:`PlainLoop`, which have defaults."""
+
+    criterion: nn.Module | None
+    loss_reduction: str
+    batch_first: bool
+    max_physical_batch_size: int | None
+    clipping_mode: str
+    poisson_sampling: bool
+    self_check: bool
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """The model, optimizer, data and loss of a loop, and how its examples are to be clipped.
+
+    :meth:`.PrivacyEngine.make_private` says what the arguments mean.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    data_loader: DataLoader
+    criterion: nn.Module | None = None
+    loss_reduction: str = "mean"
+    batch_first: bool = True
+    max_physical_batch_size: int | None = None
+    clipping_mode: str = "auto"
+    poisson_sampling: bool = True
+    self_check: bool = True
+
+    @property
+    def sampling(self) -> PoissonSampling:
+        """The Poisson draws that take the place of the loader's batches."""
+        return sampling_of(self.data_loader)
+
+    def mechanism(
+        self, noise_multiplier: float, max_grad_norm: float, max_examples_per_person: int, steps: int | None = None
+    ) -> Mechanism:
+        """Return the mechanism that clips the examples of this loop to one bound and adds independent noise."""
+        return Mechanism(
+            sampling=self.sampling,
+            clipping=FlatClipping(max_grad_norm),
+            noise=IndependentNoise(noise_multiplier),
+            steps=steps,
+            unit=PrivacyUnit(max_examples_per_person),
+        )
+
+    def require_trainable(self, *, delta: float | None = None) -> None:
+        """Raise ValueError for what no mechanism could train privately, or not at ``delta``. Nothing is changed."""
+        if not self.poisson_sampling:
+            raise ValueError(
+                "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too "
+                "small. Leave it True."
+            )
+        if self.loss_reduction not in (*REDUCTIONS, "none"):
+            raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {self.loss_reduction!r}.")
+        refuse_attached(self.module)
+        if not self.module.training:
+            raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
+        validate_model(self.module)
+        check_loader(self.data_loader, delta=delta)
+        check_optimizer(self.optimizer, self.module)
+
+    def attach(self, run: PrivateRun, *, secure: bool) -> tuple[PrivateLoop, PrivateCriterion | None]:
+        """Hook the model and the optimizer, and begin ``run``. Where something is refused, nothing stays attached.
+
+        Args:
+            secure: Draw the noise from a cryptographic generator.
+
+        Returns:
+            The private loop, and the criterion that takes the place of the one that was given.
+        """
+        module, mechanism = self.module, run.mechanism
+        distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
+        secret = distributed.shared_secret(run.dp_seed)
+        seeds = SecretSeeds(secret, distributed.rank())
+        draws = PoissonDraws(self.data_loader, mechanism.sampling, secret, seeds, self.max_physical_batch_size)
+        clipper = PerExampleClipper(
+            module,
+            mechanism.clipping.at(0),
+            mode=self.clipping_mode,
+            self_check=self.self_check,
+            batch_first=self.batch_first,
+        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(clipper.detach)
+            if clipper.parallel:
+                raise ValueError(
+                    "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
+                    "PerExampleClipper with ShardedNoise in a loop that gives each group its examples "
+                    "(docs/scaling.md)."
+                )
+            criterion = (
+                None if self.criterion is None else PrivateCriterion(self.criterion, clipper, self.loss_reduction)
+            )
+            noise = mechanism.noise.source(clipper, dp_seed=run.dp_seed, secure=secure)
+            step = PrivateStep(
+                clipper, run, noise, seeds, draws.logical_batches, at_least=1, own_optimizer=self.optimizer
+            )
+            undo.callback(step.close)
+            reduction = None if self.loss_reduction == "none" else self.loss_reduction
+            clipper.follow(step, reduction if criterion is None else None)
+            loop = PrivateLoop(step, self.optimizer, PoissonLoader(draws, step), reduction)
+            undo.pop_all()
+        seeds.reseed()
+        return loop, criterion
