@@ -25,9 +25,9 @@ class BatchChecks:
 
     Args:
         clipper: It runs the checks on its model.
-        data: Where the batches come from.
-        announce: Called with a sentence when the self-check has passed.
-        label_names: Names of the model's labels.
+        data: The source of the batches.
+        announce: It is called with a sentence when the self-check has passed.
+        label_names: The names of the model's labels.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class BatchChecks:
         label_names: Sequence[str],
     ):
         self._clipper, self._data, self._announce, self._label_names = clipper, data, announce, list(label_names)
-        self._traits: frozenset | None = None  # of masks and counts, that the self-check has met
-        self._paddings: set[tuple] = set()  # kinds of padding that were checked
-        self._lengths: set[int] = set()  # of rows that came padded
+        self._traits: frozenset | None = None  # the kinds of masks and counts that were checked; None before the first
+        self._paddings: set[tuple] = set()  # the kinds of padding that were checked
+        self._lengths: set[int] = set()  # the lengths of rows that came padded
 
     def check(
         self, batch: PhysicalBatch, args: tuple, kwargs: dict, loss_function: LossFunction | None = None

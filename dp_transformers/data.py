@@ -1,7 +1,7 @@
-"""Draws and their batches.
+"""The examples of draws, loaded and collated.
 
-One *logical batch* is one draw; it is one item of the dataloader, so that everything in Trainer that counts batches
-counts privacy-relevant steps. It carries its *physical batches*, of the size that fits the device, already collated.
+A *logical batch* is the batch of one draw. It is one item of the dataloader, so that everything in Trainer that counts
+batches counts private steps. It consists of *physical batches*, which are collated and of a size that fits the device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class PhysicalBatch:
 
     Attributes:
         rows: What the collator returned.
-        size: How many examples it holds.
+        size: The number of examples in it.
         padding: How one of its rows was padded; None where none was.
-        traits: See :func:`dp_transformers.rows.traits_of`.
-        weight: 0 for a row that only keeps ranks in step, or stands for an empty draw.
+        traits: The kinds of masks and counts in it (:func:`dp_transformers.rows.traits_of`).
+        weight: The weight of its examples. It is 0 for a row that only keeps ranks in step, or stands for an empty
+            draw.
     """
 
     rows: Any
@@ -48,8 +49,12 @@ class PhysicalBatch:
 
 @dataclass
 class LogicalBatch:
-    """What one rank contributes to one step: collated physical batches, possibly none. The rest is as in
-    :class:`Draw`."""
+    """What one rank contributes to one step.
+
+    Attributes:
+        number, starts_pass, step: What :class:`.sampling.Draw` says of the draw.
+        batches: The physical batches. There are none if this rank has no example in the draw.
+    """
 
     number: int
     batches: list[PhysicalBatch] = field(default_factory=list)
@@ -71,10 +76,16 @@ class LogicalBatch:
 class LogicalBatches(Dataset):
     """A map-style dataset seen through draws: item ``draw`` is the :class:`LogicalBatch` of its examples.
 
-    Examples are ordered by length before they are cut into physical batches, where they have a length (texts and
-    sounds): less padding, and no influence on anybody's gradient. Before they are loaded the global random generators,
-    and those that the data set and the collator keep, are seeded from ``seeds``, so that augmentation and random
-    masking follow no seed that somebody set.
+    Examples that have a length (texts and sounds) are ordered by it before they are cut into physical batches. They
+    then need less padding, and no example's gradient changes. Before the examples of a draw are loaded, the global
+    random generators, and those that the data set and the collator keep, are seeded from ``seeds``, so that
+    augmentation and random masking follow no seed that somebody set.
+
+    Args:
+        dataset: A map-style data set.
+        collate: It makes a batch of a list of examples.
+        physical_batch_size: The largest number of examples in a physical batch.
+        seeds: They seed the random generators; by default from a secret of their own.
     """
 
     def __init__(
@@ -86,11 +97,12 @@ class LogicalBatches(Dataset):
     ):
         self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
         self._seeds = seeds or SecretSeeds(secrets.randbits(128))
-        self._collated_alone: set[tuple[int, int]] = set()  # by lengths, to within a factor of two
-        # the collator, or the data set, pads rows to the longest of those it is asked for together
+        # the shortest and longest lengths, to within a factor of two, of which one row was also collated alone
+        self._collated_alone: set[tuple[int, int]] = set()
+        # whether the collator, or the data set, pads rows to the longest of those it is asked for together
         self._pads_draws = False
         self._filler: PhysicalBatch | None = None
-        self._parts: list[Any] = []  # of the data set and the collator, as they are for the draw that is loaded
+        self._parts: list[Any] = []  # the objects that the data set and the collator consist of in the current draw
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -102,24 +114,24 @@ class LogicalBatches(Dataset):
         self._reseed(f"rows of draw {draw.number}")
         loaded = self._load(draw.indices)
         examples = sorted(loaded, key=_length)
-        collating = f"batches of draw {draw.number}"
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
-        if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # the first draws, and ever more rarely
+        if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # draws 0, 1, 2, 4, 8, ...
             refuse_mixed(self.collate, examples[-16:], self._reseed)
             self._refuse_mixed_loading(draw)
             self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
-        self._reseed(collating)  # a data set may have set seeds, each example's own
+        self._reseed(f"batches of draw {draw.number}")  # loading an example may have set a seed
         return LogicalBatch(draw.number, [self._collated(part) for part in parts], draw.starts_pass, draw.step)
 
     def filler(self) -> PhysicalBatch:
-        """A row of weight 0 that any rank can run where it has no examples left, or none was drawn."""
+        """Return a row of weight 0, for a rank that has no examples left, and for a draw that is empty."""
         if self._filler is None:
             self._filler = PhysicalBatch(self.collate(self._load([0])), 1, weight=0.0)
         return self._filler
 
     def has_one_longest(self) -> bool:
-        """Whether just one row of the data set comes without padding, so that it gave the others their length."""
+        """Return whether just one row of the data set comes without padding, so that it decided the length of the
+        others."""
         full = 0
         for i in range(len(self.dataset)):
             row = self._load([i])[0]
@@ -142,8 +154,8 @@ class LogicalBatches(Dataset):
         return examples
 
     def _is_padded_by_others(self, indices: Sequence[int], examples: Sequence[Any]) -> bool:
-        """Whether the row with most padding has less when it is loaded alone, as transforms of a data set may make
-        it."""
+        """Return whether the row with most padding has less when it is loaded alone. A data set may have a
+        transform that pads the rows which are loaded together."""
         if not hasattr(self.dataset, "__getitems__") or not (
             isinstance(examples[0], Mapping) and "attention_mask" in examples[0]
         ):
@@ -152,7 +164,7 @@ class LogicalBatches(Dataset):
         return rows.size_of(self._load([indices[row]])[0]) < rows.size_of(examples[row])
 
     def _refuse_mixed_loading(self, draw: Draw) -> None:
-        """The same of a data set that loads a draw's rows together."""
+        """Raise ValueError if a data set that loads the rows of a draw together mixes them."""
         if hasattr(self.dataset, "__getitems__"):
             indices = list(draw.indices)[-16:]
             refuse_mixed(self._load, indices, self._reseed, who="data set")
@@ -162,9 +174,8 @@ class LogicalBatches(Dataset):
         row = sizes.index(min(sizes))
         kind = (min(sizes).bit_length(), max(sizes).bit_length())
         is_ragged = min(sizes) < max(sizes)
-        alone = (
-            copy.deepcopy(examples[row]) if is_ragged and kind not in self._collated_alone else None
-        )  # collators may change what they get
+        # the example is copied, since collators may change what they are called with
+        alone = copy.deepcopy(examples[row]) if is_ragged and kind not in self._collated_alone else None
         name, loaded = rows.main_input(examples[0]), LoadedRows.of_examples(examples)
         batch = self.collate(examples)
         require_unseeded("the collator")
@@ -195,7 +206,7 @@ class LogicalBatches(Dataset):
 
 
 def _length(example: Any) -> int:
-    """Positions; of several texts (multiple choice) those of the longest."""
+    """Return the number of positions, for several texts (multiple choice) that of the longest; 0 without a length."""
     name = rows.main_input(example)
     if name is None:
         return 0
@@ -212,5 +223,6 @@ def _only_item(items: list[LogicalBatch]) -> LogicalBatch:
 
 
 def draws_dataloader(logical_batches: LogicalBatches, sampler: DrawSampler, **dataloader_options: Any) -> DataLoader:
-    """A DataLoader whose items are :class:`LogicalBatch`; ``dataloader_options`` are workers, pinning and the like."""
+    """Return a DataLoader whose items are :class:`LogicalBatch`. ``dataloader_options`` set its workers, pinning and
+    the like."""
     return DataLoader(logical_batches, batch_sampler=sampler, collate_fn=_only_item, **dataloader_options)

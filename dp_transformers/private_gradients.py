@@ -32,10 +32,10 @@ class PrivateGradients:
     def __init__(self, clipper: PerExampleClipper, own_optimizer: torch.optim.Optimizer | None):
         self._clipper, self._own_optimizer = clipper, own_optimizer
         self._private = frozenset(clipper.parameters)
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # clipped, of the draw so far
-        self._are_shown = False  # a loop of the user's sees the sums in p.grad
-        self._checksums: torch.Tensor | None = None  # of the sums while they are shown
-        self._released: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # noised, with the version they had
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}  # the clipped sum of the draw so far
+        self._are_shown = False  # whether a loop of the user's sees the sums in p.grad
+        self._checksums: torch.Tensor | None = None  # of the sums, while they are shown
+        self._released: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}  # what was released, with its version
         self._handle = register_optimizer_step_pre_hook(partial(_before_any_step, weakref.ref(self)))
 
     def close(self) -> None:

@@ -44,7 +44,14 @@ class _Stage(Enum):
 
 @dataclass(eq=False)
 class Given:
-    """A physical batch in the hands of the loop. ``refusal``: why no sum may be formed of it."""
+    """A physical batch in the hands of the loop, with the stage it is in.
+
+    Attributes:
+        draw: The number of the draw that the batch is a part of.
+        last_of_draw: Whether it is the last physical batch of that draw.
+        refusal: Why no sum may be formed of it; None if one may.
+        loaded: The rows as they were loaded, for comparison with what the model is called with.
+    """
 
     batch: PhysicalBatch
     draw: int
@@ -61,18 +68,23 @@ class PrivateStep:
     """Clips and sums the physical batches of one draw, then releases the noised sum.
 
     Args:
-        clipper: Of the model that is trained. It asks this object before every sum.
-        run: Counts the releases.
-        noise: For the gradients of ``clipper.parameters``.
-        seeds: Of dropout and the like.
-        data: Where draws come from, and rows of weight 0 for ranks that have no examples left.
-        at_least: Physical batches of a draw, for loops that must see one to go on.
-        own_optimizer: The one that releases when it steps (PrivacyEngine); None where the release comes before
-            (DPTrainer).
-        announce: Called with a sentence when the self-check has passed.
-        label_names: Names of the model's labels.
-        reduce_every_batch: Under FSDP2: reduce-scatter after every physical batch, or keep whole sums until the last
-            of a draw.
+        clipper: The clipper of the model that is trained. It asks this object before every sum.
+        run: It counts the releases.
+        noise: The noise for the gradients of ``clipper.parameters``.
+        seeds: They seed the random numbers of dropout and augmentation.
+        data: The source of the draws, and of rows of weight 0 for ranks that have no examples left.
+        at_least: The smallest number of physical batches of a draw, for loops that must see one to go on.
+        own_optimizer: The optimizer that releases when it steps (PrivacyEngine); None where the release comes before
+            any optimizer steps (DPTrainer).
+        announce: It is called with a sentence when the self-check has passed.
+        label_names: The names of the model's labels.
+        reduce_every_batch: Whether sums of parameters that FSDP2 shards are reduce-scattered after every physical
+            batch. If not, whole sums are kept until the last batch of a draw.
+
+    Attributes:
+        gradients: The clipped sums, and what was released.
+        given: The physical batch in the hands of the loop; None where there is none.
+        number: The step that the last draw is for, counted from 0; -1 before the first draw.
     """
 
     def __init__(
@@ -96,9 +108,10 @@ class PrivateStep:
         self._at_least, self._own_optimizer = at_least, own_optimizer
         self._reduce_every_batch = reduce_every_batch
         self.given: Given | None = None
-        self._last_draw = self._draw = -1  # the last that came; the one that the sums belong to
-        self._last_released: int | None = None  # draw
-        self.number = -1  # of the step that the last draw is for, counted from 0
+        self.number = -1
+        self._last_draw = -1  # the number of the last draw that came
+        self._summed_draw = -1  # the number of the draw that the sums belong to
+        self._last_released: int | None = None  # the number of the last draw that was released
 
     def close(self) -> None:
         """Stop looking at optimizers, and drop the draw that is worked on."""
@@ -107,11 +120,11 @@ class PrivateStep:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a draw was shown and is not stepped."""
+        """Whether the loop was given a draw that no step was taken for."""
         return self.given is not None and not (self.given.stage is _Stage.DONE and self.given.last_of_draw)
 
     def drop(self) -> bool:
-        """Drop the sums of an unfinished draw, so that nobody steps with them; whether there was one."""
+        """Drop the sums of an unfinished draw, so that nobody steps with them, and return whether there was one."""
         self.gradients.drop()
         unfinished = self.is_unfinished
         self.given, self.run.unfinished = None, 0
@@ -120,7 +133,8 @@ class PrivateStep:
     # ---- draws ----
 
     def physical_batches(self, draw: LogicalBatch) -> Iterator[Given]:
-        """The physical batches of a draw, one after the other; as many on every rank where parameters are sharded."""
+        """Yield the physical batches of a draw one after the other. Where parameters are sharded, every rank is given
+        as many."""
         self._require_next(draw)
         self.number = draw.step
         self.gradients.begin_draw()
@@ -178,15 +192,18 @@ class PrivateStep:
     # ---- before a forward pass (the clipper asks) ----
 
     def before_forward(self, args: tuple, kwargs: dict) -> None:
-        """Look at what became of the rows, seed the random numbers, look at a batch of a new kind."""
+        """Refuse rows that the loop mixed, seed the random numbers, and in a loop of the user's check a batch of a new
+        kind."""
         batch = self.current_batch()
-        if batch is not None and batch.loaded.refuse_mixed((args, kwargs), "training loop"):  # augmented, perhaps
+        # rows that are not the loaded ones, and no mixtures of them, may have been augmented
+        if batch is not None and batch.loaded.refuse_mixed((args, kwargs), "training loop"):
             require_unseeded("the training loop, after it took a batch")
         self._seeds.reseed()
         if self._own_optimizer is not None:
             self.check(args, kwargs)
 
     def current_batch(self) -> Given | None:
+        """Return the physical batch that is worked on; None between the batches."""
         return None if self.given is None or self.given.stage is _Stage.DONE else self.given
 
     def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> None:
@@ -197,8 +214,12 @@ class PrivateStep:
     # ---- clipped sums (the clipper asks) ----
 
     def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
-        """The weights of a batch that goes backward, and whether sharded sums are reduced now. Puts the sum so far in
-        ``p.grad``."""
+        """Put the sum so far in ``p.grad``, and return the weights of the batch that goes backward (None: ones) and
+        whether sharded sums are reduced now.
+
+        Raises:
+            ValueError: no sum may be formed of this batch, or the sum so far is not what was clipped.
+        """
         given = self.given
         if given is None:
             raise ValueError(
@@ -227,8 +248,8 @@ class PrivateStep:
                 "given, call make_private with batch_first=False."
             )
         require_unseeded("the model's forward pass, or what ran between it and backward()")
-        if given.draw != self._draw:
-            self._draw = given.draw
+        if given.draw != self._summed_draw:
+            self._summed_draw = given.draw
             self.gradients.begin_draw()
         self.gradients.restore_sums()
         given.stage = _Stage.SUMMING
@@ -236,20 +257,21 @@ class PrivateStep:
         return weights, self._reduce_every_batch or given.last_of_draw
 
     def after_sum(self) -> None:
-        """The clipped sum was added to ``p.grad``. A loop of the user's sees that of a whole draw."""
+        """Keep the clipped sum that was added to ``p.grad``. A loop of the user's sees the sum of a whole draw."""
         given = self.given
-        assert given is not None  # before_sum refuses
+        assert given is not None  # before_sum refuses to form a sum without a batch
         given.stage = _Stage.SUMMED
         self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
 
     # ---- the release ----
 
     def release(self) -> None:
-        """``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``, counted before that exists.
+        """Set ``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``. The step is counted before the noise
+        exists.
 
         Raises:
-            ValueError: what was clipped is not what would be released; nothing is.
-            RuntimeError: the budget is spent; nothing is released.
+            ValueError: what was clipped is not what would be released. Nothing is released.
+            RuntimeError: the budget is spent. Nothing is released.
         """
         clipper, given, clipping = self.clipper, self.given, self.run.mechanism.clipping.at(self.number)
         clipper.require_same_parameters()
@@ -286,7 +308,7 @@ class PrivateStep:
             given.stage = _Stage.DONE
 
     def _require_no_gap(self) -> None:
-        """Correlated noise is accounted for as that of consecutive draws."""
+        """Raise ValueError if draws were left out under correlated noise, whose ε is that of consecutive draws."""
         noise, before = self.run.mechanism.noise, self._last_released
         if noise.bands > 1 and before is not None and self._last_draw != before + 1:
             raise ValueError(
@@ -297,10 +319,11 @@ class PrivateStep:
             )
 
     def finish_batch(self) -> None:
-        """``optimizer.step()`` of a loop: release a whole draw, and step with nothing before its last physical batch.
+        """Do what ``optimizer.step()`` of a loop asks for: release the draw after its last physical batch, and nothing
+        before.
 
         Raises:
-            ValueError: there is nothing to release, or gradients were changed.
+            ValueError: no clipped sum was formed of the batch, or gradients were changed since.
         """
         given = self.given
         if given is None or given.stage is not _Stage.SUMMED:
@@ -316,6 +339,7 @@ class PrivateStep:
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
+    """Raise ValueError for a mechanism that changes its clipping bound, or releases more than the gradient."""
     if len({step.max_grad_norm for step in mechanism.planned()}) > 1:
         raise ValueError(
             f"the clipper keeps to one bound, and {mechanism.clipping} changes it; take one that does not."

@@ -1,4 +1,4 @@
-"""Checks of models and data before anything is trained, what of it can be repaired, and the errors they raise."""
+"""Checks of models, data sets and optimizers before anything is trained, and repairs of models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFUSED_ADAPTERS = {
 }
 _DATA_DEPENDENT_STARTS = ("eva", "corda", "lora_ga")
 
-# Modules of other libraries that mix the examples of a batch, by the name of their class (or of one it derives from).
+# These modules of other libraries mix the examples of a batch. The key is the name of the class, or of a base class.
 _MIXES_EXAMPLES = {
     "NllbMoeTop2Router": "an expert takes a limited number of tokens of the whole batch, so one example can push "
     "out another's",
@@ -43,16 +43,16 @@ class Problem:
     """Something about a model that keeps it from being trained privately; ``str()`` says what, where, and the way out.
 
     Attributes:
-        path: Of the module within the model, the first one where it is held under several; "" is the model itself.
+        path: The path of the module within the model, the first one if it has several; "" is the model itself.
         message: What is wrong, where, and what to do.
-        fix: What :meth:`ModuleValidator.fix` does about it; None where it is yours to repair.
+        fix: What :meth:`ModuleValidator.fix` does about it; None where you must repair it.
     """
 
     path: str
     message: str
     fix: str | None = None
     _module: nn.Module | None = field(default=None, repr=False, compare=False)
-    # of the module, to what takes its place
+    # the function that makes the module which takes the place of _module
     _repair: Callable[[Any], nn.Module] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Problem:
 
 
 class ModuleValidator:
-    """What a model must not contain to be trained privately, and repairs.
+    """Finds what keeps a model from being trained privately, and repairs what can be repaired.
 
     Example::
 
@@ -75,13 +75,14 @@ class ModuleValidator:
 
     @staticmethod
     def validate(model: nn.Module, strict: bool = False) -> list[Problem]:
-        """Every problem of the model, none if it can be trained privately as far as its modules tell.
+        """Return every problem of the model. There is none if the model can be trained privately, as far as its
+        modules tell.
 
-        What modules do with the batch in a ``forward`` of their own is not seen here, but by :meth:`find_mixing` and
-        by the self-check before the first step.
+        What a module does with the batch in a ``forward`` of its own is not seen here. :meth:`find_mixing` and the
+        self-check before the first step see it.
 
         Raises:
-            ValueError: there is one, and ``strict`` is set; it names them all.
+            ValueError: ``strict`` is set and there are problems, which the message names all.
         """
         _warn_of_starts_from_data(model)
         problems = list(_problems(model))
@@ -100,12 +101,13 @@ class ModuleValidator:
 
     @staticmethod
     def fix(model: nn.Module) -> nn.Module:
-        """A copy of the model with every problem repaired that has a ``fix``; each repair is logged as a warning.
+        """Return a copy of the model with every problem repaired that has a ``fix``. Each repair is logged as a
+        warning.
 
-        It computes something else than the model did, so weights that were trained with what is replaced want some
-        (private) training again. Parameters keep their values, dtype, device and ``requires_grad``, modules their
-        training mode. Build the optimizer from the copy's parameters. :meth:`validate` tells beforehand what will be
-        done, and afterwards what is left.
+        The copy computes something else than the model did, so weights that were trained with a replaced module need
+        some (private) training again. Parameters keep their values, dtype, device and ``requires_grad``, and modules
+        their training mode. Build the optimizer from the copy's parameters. :meth:`validate` tells beforehand what
+        will be done, and afterwards what is left.
         """
         model = copy.deepcopy(model)
         for problem in list(_problems(model)):
@@ -116,10 +118,10 @@ class ModuleValidator:
 
     @staticmethod
     def find_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
-        """Which examples of a batch influence each other's outputs, and in which module; None if none does.
+        """Return which examples of a batch influence each other's outputs, and in which module; None if none does.
 
-        See :func:`~dp_transformers.clipping.checks.example_mixing.find_example_mixing`. It tells something of the
-        examples: give it public ones.
+        :func:`~dp_transformers.clipping.checks.example_mixing.find_example_mixing` says how it is found. The answer
+        tells something of the examples, so give it public ones.
         """
         return find_example_mixing(model, batch)
 
@@ -130,8 +132,8 @@ def validate_model(model: nn.Module) -> None:
 
 
 def validate_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError if the optimizer holds parameters that are not the model's: nothing clips their gradients, or
-    adds noise."""
+    """Raise ValueError if the optimizer holds parameters that are not the model's, since nothing would clip their
+    gradients or add noise to them."""
     own = set(model.parameters())
     if foreign := [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in own]:
         raise ValueError(
@@ -159,7 +161,8 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
     yield from _parameter_problems(model)
 
 
-# What follows gives, for a module: the rest of the sentence "'path' is a Class...", what fix() does, and how.
+# A finding about a module is the rest of the sentence "'path' is a Class...", what fix() does about it, and the
+# function that makes the module which takes its place.
 Finding = tuple[str, str | None, Callable[[Any], nn.Module] | None]
 
 
@@ -179,7 +182,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[Finding]:
         )
         yield f"{what}GroupNorm or LayerNorm.{frozen}", fix, partial(_group_norm, groups) if groups else None
     elif getattr(module, "track_running_stats", False) is True or (
-        # frozen batch norms have no momentum
+        # a frozen batch norm has no momentum and keeps its statistics
         getattr(module, "running_var", None) is not None and hasattr(module, "momentum")
     ):
         what = (
@@ -227,7 +230,7 @@ def _alien(module: nn.Module) -> Iterator[Finding]:
         yield " compiled by torch.jit, whose layers cannot be seen: pass the module that was compiled.", None, None
     if why := unsupported_wrapper_reason(module):
         yield f": {why}.", None, None
-    quantization = sys.modules.get("torch.ao.quantization")  # an observer in the model has imported it
+    quantization = sys.modules.get("torch.ao.quantization")  # it was imported if the model holds an observer
     if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
         yield (
             ": it keeps the range of private activations without noise. Take it out, and quantize the trained model.",
@@ -290,7 +293,7 @@ def _warn_of_starts_from_data(model: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """Put ``new`` wherever ``model`` holds ``old``; the model, which may be ``new`` itself."""
+    """Put ``new`` wherever ``model`` holds ``old``, and return the model, which may be ``new`` itself."""
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is old:
@@ -299,13 +302,13 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
 
 
 def _num_groups(batch_norm: _BatchNorm) -> int | None:
-    """Of the GroupNorm that replaces it; None where that would lose more than the batch.
+    """Return the number of groups of the GroupNorm that replaces a batch norm; None where no GroupNorm can.
 
-    The largest divisor of the channels, up to 32, that leaves at least 4 channels to a group; 16 where there may be no
-    positions beside the channels, since normalising a few numbers leaves little more than their signs. (32 groups and
-    16 channels to a group were the best in Wu and He 2018, arXiv 1803.08494, table 3.)
+    It is the largest divisor of the channels, up to 32, that leaves at least 4 channels to a group, and at least 16
+    where there may be no positions beside the channels, since normalising a few numbers leaves little more than their
+    signs. (32 groups and 16 channels to a group were the best in Wu and He 2018, arXiv 1803.08494, table 3.)
     """
-    # a subclass may do more than normalise
+    # the forward of a subclass may do more than normalise
     plain = type(batch_norm).forward in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
     hooked = batch_norm._forward_hooks or batch_norm._forward_pre_hooks or hasattr(batch_norm, "parametrizations")
     has_positions, channels = isinstance(batch_norm, (nn.BatchNorm2d, nn.BatchNorm3d)), batch_norm.num_features
@@ -320,7 +323,7 @@ def _num_groups(batch_norm: _BatchNorm) -> int | None:
 def _group_norm(num_groups: int, batch_norm: _BatchNorm) -> nn.GroupNorm:
     group_norm = nn.GroupNorm(num_groups, batch_norm.num_features, eps=batch_norm.eps, affine=False)
     group_norm.affine = batch_norm.affine
-    # the very parameters: what is tied stays tied
+    # the parameters are the same objects, so that tied parameters stay tied
     group_norm.weight, group_norm.bias = batch_norm.weight, batch_norm.bias
     return group_norm.train(batch_norm.training)
 
@@ -375,8 +378,8 @@ def require_small_delta(delta: float, num_examples: int, *, name: str = "delta")
 
 
 def longest_input(model: nn.Module) -> int | None:
-    """The largest number of positions the model has embeddings for; None where positions are not a table (rotary,
-    ALiBi, ...)."""
+    """Return the largest number of positions that the model has embeddings for; None where it looks up no embeddings
+    of positions (rotary, ALiBi, ...)."""
     limits = []
     for path, module in model.named_modules():
         name = path.rsplit(".", 1)[-1]

@@ -1,4 +1,4 @@
-"""PrivacyEngine: the private step of DPTrainer for a loop of your own."""
+"""PrivacyEngine runs the private step of DPTrainer in a loop of your own."""
 
 from .engine import PrivacyEngine
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a PrivacyEngine: the model, the optimizer and what was spent, in one file."""
+"""A checkpoint of a PrivacyEngine holds the model, the optimizer and what was spent, in one file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load(
 def _full_states(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_sharded: bool
 ) -> tuple[dict, dict | None]:
-    """The states of model and optimizer, unsharded."""
+    """Return the states of the model and the optimizer, unsharded."""
     if not is_sharded:
         return module.state_dict(), None if optimizer is None else optimizer.state_dict()
     from torch.distributed.checkpoint.state_dict import (
@@ -85,6 +85,7 @@ def _load_full_states(
     *,
     is_sharded: bool,
 ) -> None:
+    """Load what :func:`_full_states` returned; shards take their parts of it."""
     if not is_sharded:
         module.load_state_dict(weights)
         if optimizer is not None and moments is not None:

@@ -23,8 +23,8 @@ class _LossModule(Protocol):
 
 
 class PrivateCriterion:
-    """The loss module handed to ``make_private``; ``backward`` on its result clips per example. Under no_grad an
-    ordinary loss."""
+    """The loss module that takes the place of the one given to ``make_private``. ``backward`` on its result clips per
+    example; under ``no_grad`` its result is an ordinary loss."""
 
     def __init__(self, criterion: nn.Module, clipper: PerExampleClipper, loss_reduction: str):
         reduction = getattr(criterion, "reduction", None)
@@ -51,13 +51,14 @@ class PrivateCriterion:
 
 
 class _ClippedBackward(torch.autograd.Function):
-    """The value of a loss, whose backward is the clipper's on the losses of the examples."""
+    """Returns the value of a loss. Its backward calls the clipper's on the losses of the examples."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper
     ) -> torch.Tensor:
-        ctx.losses, ctx.clipper = losses, clipper  # in a list, so that autograd does not go on to them by itself
+        # autograd does not see tensors that are in a list, so it does not go on to them by itself
+        ctx.losses, ctx.clipper = losses, clipper
         return loss.clone()
 
     @staticmethod

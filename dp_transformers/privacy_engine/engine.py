@@ -1,4 +1,4 @@
-"""PrivacyEngine: the private step of DPTrainer for a loop of your own."""
+"""PrivacyEngine runs the private step of DPTrainer in a loop of your own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpentSteps:
-    """What an engine has spent, to be read (``engine.accountant``). It counts nothing itself."""
+    """Shows what an engine has spent (``engine.accountant``). It counts nothing itself."""
 
     def __init__(self, engine: PrivacyEngine):
         self._engine = engine
@@ -49,7 +49,7 @@ class SpentSteps:
         return self._engine.history
 
     def get_epsilon(self, delta: float) -> float:
-        """:meth:`PrivacyEngine.get_epsilon`."""
+        """Return ε as :meth:`PrivacyEngine.get_epsilon` does."""
         return self._engine.get_epsilon(delta)
 
     epsilon = get_epsilon
@@ -74,11 +74,11 @@ class PrivacyEngine:
 
     Args:
         accountant: "pld" or "rdp", see :mod:`dp_transformers.accounting`.
-        secure_rng: Noise from a cryptographic generator (extra ``secure``).
-        ledger_dir: Folder for an append-only record of every step, written before the step's noise exists, by one
+        secure_rng: Whether noise comes from a cryptographic generator (extra ``secure``).
+        ledger_dir: A folder for an append-only record of every step, written before the step's noise exists, by one
             process at a time. With it, a training resumed from a checkpoint also accounts for the steps taken after
-            that checkpoint; without it they are forgotten.
-        dp_seed: Fixed seed of draws and noise, for tests: the run is then not private, and says so.
+            that checkpoint. Without it those steps are forgotten.
+        dp_seed: A fixed seed of draws and noise, for tests. The run is then not private, and says so.
 
     Attributes:
         accountant: What was spent, to be read as in Opacus: ``steps``, ``history`` and ``get_epsilon(delta)``.
@@ -118,7 +118,7 @@ class PrivacyEngine:
 
     @property
     def steps(self) -> int:
-        """Steps counted until now."""
+        """The number of steps counted until now."""
         return 0 if self._loop is None else self._loop.run.steps
 
     @property
@@ -155,10 +155,10 @@ class PrivacyEngine:
         Args:
             module: The model whose ``forward`` your loop calls. It is hooked, not wrapped: use the object you have. In
                 several processes all start from rank 0's weights.
-            optimizer: Any torch optimizer (LBFGS excepted) of exactly the trainable parameters of ``module``.
+            optimizer: An optimizer of torch, but not LBFGS, of exactly the trainable parameters of ``module``.
             data_loader: A DataLoader of a map-style data set. Its batch size becomes the expected batch size (of all
                 processes together) and batch size / N the sample rate; collate_fn, workers and pinning are kept.
-            noise_multiplier: σ; the noise on the summed gradients has standard deviation σ · max_grad_norm.
+            noise_multiplier: σ. The noise on the summed gradients has standard deviation σ · max_grad_norm.
             max_grad_norm: The bound C on each example's gradient norm.
             mechanism: Sampling, clipping, noise and what else ε depends on, in the place of ``noise_multiplier``,
                 ``max_grad_norm`` and ``max_examples_per_person``, from which a mechanism is built otherwise. It must
@@ -174,8 +174,9 @@ class PrivacyEngine:
                 before the last.
             clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or
                 ``loss_reduction="none"`` also "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
-            poisson_sampling: Only True: ε is that of Poisson sampling.
-            self_check: Compare with one example at a time on synthetic input before the first step.
+            poisson_sampling: It must be True, since ε is that of Poisson sampling.
+            self_check: Whether clipping is compared with one example at a time, on synthetic input, before the first
+                step.
             max_examples_per_person: How many rows of the data one person may have. ε protects one row;
                 :meth:`privacy_spent` then also says what protects all rows of one person.
 
@@ -184,7 +185,7 @@ class PrivacyEngine:
             given.
 
         Raises:
-            ValueError: whatever cannot be trained privately like this, with the way out.
+            ValueError: the loop cannot be trained privately as it is. The message says what to do.
         """
         self._require_unused()
         loop = PlainLoop(
@@ -226,7 +227,7 @@ class PrivacyEngine:
         max_examples_per_person: int = 1,
         **options: Unpack[LoopOptions],
     ) -> tuple:
-        """:meth:`make_private` with the least noise such that ``epochs`` passes over the loader spend
+        """Do what :meth:`make_private` does, with the least noise such that ``epochs`` passes over the loader spend
         ``target_epsilon`` at ``target_delta``.
 
         A step that would exceed the target raises RuntimeError and leaves the model as it is. With
@@ -284,8 +285,8 @@ class PrivacyEngine:
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
 
     def get_epsilon(self, delta: float) -> float:
-        """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped; infinite where the
-        run is not private.
+        """Return ε at ``delta`` of every step taken so far, and of a draw that the loop was given and did not step. It
+        is infinite where the run is not private.
 
         Raises:
             ValueError: ``delta`` is not between 0 and 1/N for N training examples.
@@ -296,8 +297,8 @@ class PrivacyEngine:
         return self._loop.run.epsilon(delta)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """What has been spent until now, at ``delta`` (default: ``target_delta``), with the mechanism and what it
-        protects."""
+        """Return what has been spent until now at ``delta`` (default: ``target_delta``), with the mechanism and what
+        it protects."""
         loop = self._made_private()
         if delta is not None:
             loop.require_delta(delta)
@@ -306,14 +307,14 @@ class PrivacyEngine:
     def drop_draw(self) -> None:
         """Give up the draw that the loop was stopped in, and count it as a step.
 
-        For interrupts and errors that have nothing to do with the examples. Whether a draw is stepped must not depend
-        on them: counting does not mend that.
+        Call it after an interrupt, or an error that has nothing to do with the examples. Whether a draw is stepped
+        must not depend on the examples, and that the step is counted does not make up for it.
         """
         self._made_private().drop_draw()
 
     def check_loss(self, loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any) -> None:
-        """Check on public or made-up ``outputs`` and ``targets`` that a loss is the mean (or sum) over rows it is
-        taken for.
+        """Check on public or made-up ``outputs`` and ``targets`` that a loss is the mean (or sum) over rows which
+        ``loss_reduction`` says.
 
         Raises:
             ValueError: the gradient of some row is not that of the row by itself.
@@ -330,8 +331,8 @@ class PrivacyEngine:
     ) -> None:
         """Write model, optimizer, what was spent and ``checkpoint_dict`` into one file, completely or not at all.
 
-        Of several processes the first writes; the others need to call it only where they hold shards, and should wait
-        for it before they load.
+        Of several processes the first writes. The others must call this too where they hold shards. They should wait
+        for the first before they load.
         """
         save(path, self._made_private(), module, optimizer, checkpoint_dict or {})
 
@@ -343,11 +344,11 @@ class PrivacyEngine:
         optimizer: torch.optim.Optimizer | None = None,
         map_location: Any = None,
     ) -> dict[str, Any]:
-        """Go on from a checkpoint of the same mechanism; call it after ``make_private``. Returns the rest of the
-        file's dictionary.
+        """Go on from a checkpoint of the same mechanism, and return the rest of the file's dictionary. Call this after
+        ``make_private``.
 
-        What the checkpoint's run spent is added to what this engine counts, but for steps that it counts already: its
-        own, when it goes back to a file that it saved, and with a ledger all that it knows of the run.
+        What the checkpoint's run spent is added to what this engine counts, except for steps that it counts already.
+        Those are its own if it goes back to a file that it saved, and with a ledger all that it knows of the run.
 
         Raises:
             PrivacyStateError: the file holds no privacy state, or one of another mechanism, or the ledger lacks steps.
@@ -355,11 +356,11 @@ class PrivacyEngine:
         return load(path, self._made_private(), module, optimizer, map_location)
 
     def detach(self) -> None:
-        """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger. ε
-        stays counted.
+        """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger.
+        What was spent stays counted.
 
         Raises:
-            ValueError: a draw is unfinished. The engine is off nevertheless, and the clipped sums, which have no
+            ValueError: a draw is unfinished. The hooks are removed nevertheless, and the clipped sums, which have no
                 noise, are dropped.
         """
         self._made_private().detach()

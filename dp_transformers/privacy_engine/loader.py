@@ -1,4 +1,4 @@
-"""The loader of Poisson draws that make_private gives back."""
+"""The loader of Poisson draws that make_private returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..sampling import DrawSampler, PoissonSampling, Sampling
 from ..step import PrivateStep
 from ..validation import validate_training_data
 
-_REPEATED_OPTIONS = (  # not "generator": it seeds the workers, and may be known
+_REPEATED_OPTIONS = (  # "generator" is left out, since it seeds the workers, and its seed may be known
     "num_workers",
     "pin_memory",
     "timeout",
@@ -31,11 +31,11 @@ class PoissonDraws:
     """Poisson draws from the data of a DataLoader, loaded and collated as that does it.
 
     Args:
-        loader: Its data set, collate_fn, workers and pinning are kept.
-        sampling: Which examples take part in a step.
-        secret: Seeds the draws, the same on all ranks.
-        seeds: Of augmentation and random collators.
-        max_physical_batch_size: The largest batch that a draw is split into; None for no limit.
+        loader: The DataLoader, whose data set, collate_fn, workers and pinning are kept.
+        sampling: The scheme that says which examples take part in a step.
+        secret: The seed of the draws, the same on all ranks.
+        seeds: The seeds of augmentation and random collators.
+        max_physical_batch_size: The size of the largest batch that a draw is split into; None for no limit.
 
     Raises:
         ValueError: ``sampling`` is for other data or another batch size.
@@ -80,15 +80,15 @@ class PoissonDraws:
 
 
 class PoissonLoader:
-    """The batches of Poisson draws: what your DataLoader yielded, collated by its collate_fn, of random size.
+    """Yields the batches of Poisson draws. They are collated as by your DataLoader, and their size is random.
 
-    A draw of more than ``max_physical_batch_size`` examples comes in several batches, an empty one as a single row of
-    weight zero, so that every draw is stepped.
+    A draw of more than ``max_physical_batch_size`` examples comes in several batches. An empty draw comes as a single
+    row of weight zero, so that every draw is stepped.
 
     Attributes:
         sample_rate: q, the probability of each example to be in a draw.
-        expected_batch_size: q · N.
-        steps_per_epoch: Draws in one pass, ``round(1 / q)``.
+        expected_batch_size: The average number of examples in a draw, q · N.
+        steps_per_epoch: The number of draws in one pass, ``round(1 / q)``.
     """
 
     def __init__(self, draws: PoissonDraws, step: PrivateStep):
@@ -127,7 +127,7 @@ def sampling_of(loader: DataLoader) -> PoissonSampling:
 
 
 def steps_per_epoch(sampling: Sampling) -> int:
-    """Draws in one pass over the data."""
+    """Return the number of draws in one pass over the data."""
     return max(1, round(1 / sampling.sample_rate))
 
 

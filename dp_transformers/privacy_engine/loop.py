@@ -1,4 +1,4 @@
-"""A training in a loop of the user's own: what optimizer.step() does in it, and how it goes on and ends."""
+"""A private training in a loop of the user's: what optimizer.step() does in it, how it is resumed and how it ends."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class PrivateLoop:
     keeps what belongs to the training as a whole: its plan, its end, and what a checkpoint says of it.
 
     Args:
-        step: Of the model that is trained.
-        optimizer: The one that releases when it steps.
-        loader: Hands out the batches of the draws.
-        loss_reduction: How the user's loss is reduced over the rows of a batch; None where losses are handed over per
-            example.
+        step: The private step of the model that is trained.
+        optimizer: The optimizer that releases when it steps.
+        loader: The loader that yields the batches of the draws.
+        loss_reduction: How the user's loss is reduced over the rows of a batch; None where the clipper is given one
+            loss for each example.
     """
 
     def __init__(
         self, step: PrivateStep, optimizer: torch.optim.Optimizer, loader: PoissonLoader, loss_reduction: str | None
     ):
         self.step, self.optimizer, self.loader, self.loss_reduction = step, optimizer, loader, loss_reduction
-        # of this engine, whatever runs it goes on with
+        # these are this engine's own, whichever run it resumes
         self._id, self._planned = self.run.state.run_id, self.run.mechanism.steps
         self._stepped: Given | None = None  # the batch that the last step was for
         self._is_stepping = False  # the optimizer's step has begun and has not returned
@@ -106,11 +106,11 @@ class PrivateLoop:
 
     @property
     def _writer(self) -> str:
-        """This engine in this process. A fork of it counts on its own."""
+        """The name of this engine in this process. A forked process has another one, since it counts on its own."""
         return f"{self._id}-{os.getpid()}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint says of the training, for :meth:`restore`."""
+        """Return what a checkpoint says of the training, for :meth:`restore`."""
         run = self.run
         executed = [[[*step, count] for step, count in segment.items()] for segment in run.executed]
         progress = {
@@ -138,8 +138,8 @@ class PrivateLoop:
             Counter({StepParameters(*step): count for *step, count in segment})
             for segment in saved.get("executed", ())
         ]
-        executed = executed or [Counter({state.mechanism.at(0): int(saved["steps"])})]  # version 1
-        state = replace(state, mechanism=self.run.mechanism)  # with the steps of now
+        executed = executed or [Counter({state.mechanism.at(0): int(saved["steps"])})]  # of version 1
+        state = replace(state, mechanism=self.run.mechanism)  # its steps are those planned now
         self.run.take_over(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
         next_step = int(saved.get("next_step", saved["steps"]))
         self.loader.start_at(next_step)
@@ -168,6 +168,8 @@ class PrivateLoop:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Raise ValueError for an optimizer that does not step with exactly the trainable parameters of ``module``, once
+    for each loss."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW)."
