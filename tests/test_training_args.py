@@ -13,6 +13,7 @@ from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.mechanism import Mechanism
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.sampling import PoissonSampling
+from dp_transformers.trainer.refused_settings import refuse_arguments
 
 
 def make(tmp_path, **changes):
@@ -86,7 +87,7 @@ def test_deepspeed_is_refused_where_it_is_installed(tmp_path):
     args = make(tmp_path)
     args.deepspeed = "zero2.json"
     with pytest.raises(ValueError, match="deepspeed='zero2.json' cannot be used.*use FSDP2, or DDP"):
-        args._refuse_what_breaks_privacy()
+        refuse_arguments(args)
 
 
 def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):

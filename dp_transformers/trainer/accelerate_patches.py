@@ -1,4 +1,4 @@
-"""Settings of accelerate: those that private training changes, and those that it refuses."""
+"""Settings of accelerate that private training changes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import nn
 from transformers import Trainer
 
 from .dp_config import DPTrainingArguments
-
-FSDP_FLAG = "ACCELERATE_USE_FSDP"  # `accelerate launch` sets this environment variable
+from .refused_settings import FSDP_FLAG
 
 
 @contextmanager
@@ -53,45 +52,6 @@ def forbid_meshes_on_cpu() -> None:
 
 def reduce_in_float32(trainer: Trainer) -> None:
     """Let FSDP2 add gradients over ranks in float32, whatever precision the model computes in."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if trainer.is_fsdp_enabled and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, reduce_dtype=torch.float32)
-
-
-def refuse_settings(trainer: Trainer) -> None:
-    """Raise ValueError if `accelerate launch` or a set_* method brought in what DPTrainingArguments refuses."""
-    for name, (is_on, why) in _refused(trainer).items():
-        if is_on:
-            raise ValueError(
-                f"{name} is switched on (by the arguments, accelerate's configuration or os.environ) and cannot be "
-                f"used with differential privacy: {why}."
-            )
-
-
-def _refused(trainer: Trainer) -> dict[str, tuple[Any, str]]:
-    accelerator = trainer.accelerator
-    return {
-        "mixed precision fp16": (
-            accelerator.mixed_precision == "fp16",
-            "loss scaling changes the norms that are clipped; use bf16",
-        ),
-        "gradient accumulation": (
-            max(trainer.args.gradient_accumulation_steps, accelerator.gradient_accumulation_steps) > 1,
-            "set gradient_accumulation_steps to 1 in all of these, and expected_batch_size in the arguments, which is "
-            "split into physical batches of per_device_train_batch_size on its own",
-        ),
-        "FSDP1": (
-            trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.fsdp_version != 2,
-            "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_config={'version': 2} in the "
-            "arguments, fsdp_version: 2 in accelerate's configuration). If you did not ask for FSDP at all, something "
-            f"else in this process did: take {FSDP_FLAG} out of os.environ",
-        ),
-        "context or sequence parallelism": (
-            trainer.get_cp_size() * trainer.get_sp_size() > 1,
-            "the positions of an example would lie on several processes; use tensor parallelism or FSDP2",
-        ),
-        "DeepSpeed": (
-            trainer.is_deepspeed_enabled,
-            "its engine averages and clips gradients on its own; use FSDP2, or DDP",
-        ),
-    }

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.debug_utils import DebugOption
 
 from ..accounting import ACCOUNTANTS
 from ..clipping.clipping_functions import FlatClipping
@@ -20,6 +19,7 @@ from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit
 from ..noise import IndependentNoise
 from ..sampling import PoissonSampling
+from .refused_settings import refuse_arguments
 
 
 @dataclass
@@ -134,7 +134,7 @@ class DPTrainingArguments(TrainingArguments):
         super().__post_init__()
         self._take_mechanism()
         self._check_privacy()
-        self._refuse_what_breaks_privacy()
+        refuse_arguments(self)
         self.expected_batch_size_is_derived = self.expected_batch_size is None
         if self.expected_batch_size is None:
             self.expected_batch_size = (
@@ -282,62 +282,3 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 "secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them."
             )
-
-    def _refuse_what_breaks_privacy(self) -> None:
-        optimizer = str(getattr(self.optim, "value", self.optim))
-        checkpointing = self.activation_checkpointing_kwargs or {}
-        refused = {
-            "fp16": (self.fp16, "loss scaling changes the norms that are clipped and skips steps that were "
-                                "accounted for; use bf16=True"),
-            "dataloader_drop_last": (self.dataloader_drop_last, "a Poisson draw has no last batch to drop, and "
-                                                                "dropping examples would change the sample rate; "
-                                                                "leave it False"),
-            "train_sampling_strategy": (
-                self.train_sampling_strategy != "random",
-                "steps draw by Poisson sampling, which is what epsilon is computed for; leave it at 'random' (draws "
-                "are sorted by length anyway)",
-            ),
-            "auto_find_batch_size": (
-                self.auto_find_batch_size,
-                "it restarts training on weights that noisy steps have already changed; lower "
-                "per_device_train_batch_size, it has no influence on the result",
-            ),
-            "dataloader_in_order": (not self.dataloader_in_order, "draws must arrive in the order in which they "
-                                                                  "were made; leave it True"),
-            "include_num_input_tokens_seen": (
-                self.include_num_input_tokens_seen != "no",
-                "the number of tokens drawn is a function of private data and not covered by epsilon; leave it 'no'",
-            ),
-            "deepspeed": (self.deepspeed, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
-            "fsdp_config": (
-                self.fsdp and (self.fsdp_config.get("xla") or int(self.fsdp_config.get("version", 2)) != 2),
-                "only FSDP2 is supported, whose gradients can be told apart by parameter: fsdp=True, "
-                "fsdp_config={'version': 2}",
-            ),
-            "parallelism_config": (self.parallelism_config, "one example's gradient would lie on several "
-                                                            "processes; leave it out, and use FSDP2 or tensor "
-                                                            "parallelism (tp_size of DistributedConfig)"),
-            "torch_compile": (self.torch_compile, "compiled models are not supported yet; leave it False"),
-            "use_liger_kernel": (self.use_liger_kernel, "its fused loss averages over the batch, so there is no "
-                                                        "loss per example; leave it False"),
-            "debug": (
-                DebugOption.UNDERFLOW_OVERFLOW in self.debug,
-                "on the first inf or nan it prints the range of all activations, which are private, and one example "
-                "could stop the training; leave it out",
-            ),
-            "neftune_noise_alpha": (
-                self.neftune_noise_alpha,
-                "its noise depends on the length the batch was padded to, so on the other examples; leave it None",
-            ),
-            "optim": (
-                optimizer.endswith("layerwise") or "lomo" in optimizer,
-                f"{optimizer} updates parameters during backward, before noise is added; use for example adamw_torch",
-            ),
-            "activation_checkpointing_kwargs": (
-                checkpointing.get("use_reentrant"),
-                "reentrant checkpointing hides the graph that norms are taken from; use {'use_reentrant': False}",
-            ),
-        }  # fmt: skip
-        for name, (is_set, why) in refused.items():
-            if is_set:
-                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used with differential privacy: {why}.")

@@ -28,7 +28,7 @@ from ..run import PrivacySpent, PrivateRun
 from ..startup_message import describe, hopeless
 from ..step import PrivateStep
 from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
-from .accelerate_patches import meshes_on_cpu, reduce_in_float32, refuse_settings
+from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
 from .example_losses import ExampleLosses
 from .overrides import (
@@ -38,6 +38,7 @@ from .overrides import (
     replaced_owner,
     warn_about_replaced,
 )
+from .refused_settings import refuse_settings
 from .trainer_run import TrainerRun
 
 logger = logging.getLogger(__name__)
