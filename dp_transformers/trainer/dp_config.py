@@ -107,7 +107,8 @@ class DPTrainingArguments(TrainingArguments):
     )
     accountant: str = field(default="pld", metadata={"help": "pld (tight) or rdp."})
     sampling: str = field(default="poisson", metadata={"help": "How steps choose examples: poisson."})
-    mechanism: dict[str, Any] | str | None = field(
+    # HfArgumentParser takes the second of several types
+    mechanism: Mechanism | str | dict[str, Any] | None = field(
         default=None,
         metadata={"help": "A mechanism, or the path of its JSON file, in the place of the flags that describe one."},
     )
@@ -201,7 +202,7 @@ class DPTrainingArguments(TrainingArguments):
         Raises:
             ValueError: the mechanism is for another number of examples, or no noise meets the target.
         """
-        if self.mechanism is not None:
+        if isinstance(self.mechanism, Mechanism):
             if self.mechanism.sampling.num_examples != num_examples:
                 raise ValueError(
                     f"the mechanism is for num_examples={self.mechanism.sampling.num_examples}, but train_dataset has "
@@ -212,6 +213,7 @@ class DPTrainingArguments(TrainingArguments):
         if saved is not None:
             expected = saved.at(0).expected_batch_size if self.expected_batch_size_is_derived else expected
             sigma = saved.at(0).noise_multiplier if sigma is None else sigma
+        assert expected is not None and self.target_delta is not None, "__post_init__ derives one, refuses the other"
         mechanism = Mechanism(
             sampling=PoissonSampling(num_examples, expected),
             clipping=FlatClipping(self.max_grad_norm),
@@ -221,6 +223,7 @@ class DPTrainingArguments(TrainingArguments):
         )
         if sigma is not None:
             return mechanism
+        assert self.target_epsilon is not None, "__post_init__ refuses arguments with neither of the two"
         return mechanism.calibrated(
             target_epsilon=self.target_epsilon, target_delta=self.target_delta, accountant=self.accountant
         )

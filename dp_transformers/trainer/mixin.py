@@ -9,24 +9,21 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
 from .. import distributed
 from ..checkpoint import rotate
-from ..clipping import PerExampleClipper
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
-from ..data import LogicalBatch, LogicalBatches, draws_dataloader
 from ..losses import PerExampleLoss, find_per_example_loss
-from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
+from ..randomness import seeded_global_generators
 from ..run import PrivacySpent, PrivateRun
-from ..startup_message import describe, hopeless
-from ..step import PrivateStep
 from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
@@ -39,13 +36,24 @@ from .overrides import (
     warn_about_replaced,
 )
 from .refused_settings import refuse_settings
+from .trainer_loop import TrainerLoop
 from .trainer_run import TrainerRun
+
+if TYPE_CHECKING:
+
+    class Base(Trainer):
+        """The class behind the mixin, after `__init__`: it refuses other arguments, and Trainer makes the model."""
+
+        args: DPTrainingArguments  # pyrefly: ignore[bad-override-mutable-attribute]
+        model: nn.Module  # pyrefly: ignore[bad-override-mutable-attribute]
+else:
+    Base = object
 
 logger = logging.getLogger(__name__)
 progress = transformers_logging.get_logger(f"transformers.{__name__}")  # shown as transformers' own messages are
 
 
-class DPTrainerMixin:
+class DPTrainerMixin(Base):
     """Makes the training of a [`~transformers.Trainer`] subclass (ε, δ)-differentially private in the training
     examples.
 
@@ -95,7 +103,8 @@ class DPTrainerMixin:
         **kwargs: Any,
     ):
         refuse_overrides(self, DPTrainerMixin)
-        _refuse_arguments(args, kwargs)
+        args = _private_arguments(args, kwargs)
+        assert args.expected_batch_size is not None, "it is derived when the arguments are made"
         validate_training_data(
             train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
         )
@@ -103,8 +112,7 @@ class DPTrainerMixin:
             refuse_unknown_loss(type(self), DPTrainerMixin)
         warn_about_replaced(type(self), DPTrainerMixin)
         self._training: TrainerRun | None = None
-        self._clipper: PerExampleClipper | None = None
-        self._private_step: PrivateStep | None = None
+        self._loop: TrainerLoop | None = None
         super().__init__(
             model=model,
             args=args,
@@ -130,11 +138,12 @@ class DPTrainerMixin:
         )
         if train_dataset is not None:
             # a base class may have made other rows of it
+            dataset: Any = self.train_dataset
             validate_training_data(
-                self.train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
+                dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
             )
-            validate_lengths(self.model, self.train_dataset)
-            self._training = TrainerRun(args, len(self.train_dataset), self._say)
+            validate_lengths(self.model, dataset)
+            self._training = TrainerRun(args, len(dataset), self._say)
 
     def create_accelerator_and_postprocess(self) -> None:
         with meshes_on_cpu(self.args, self.model):
@@ -142,8 +151,19 @@ class DPTrainerMixin:
         reduce_in_float32(self)
 
     @property
-    def _run(self) -> PrivateRun | None:
-        return None if self._training is None else self._training.run
+    def _run(self) -> PrivateRun:
+        if self._training is None:
+            raise ValueError(
+                "this trainer has no train_dataset, so there is no private training to account for: make a DPTrainer "
+                "with train_dataset."
+            )
+        return self._training.run
+
+    @property
+    def _running_loop(self) -> TrainerLoop:
+        if self._loop is None:
+            raise RuntimeError("draws and private steps exist only while train() runs: call train().")
+        return self._loop
 
     def privacy_spent(self) -> PrivacySpent:
         """Return what has been spent until now, by the ledger's count of executed steps.
@@ -151,11 +171,6 @@ class DPTrainerMixin:
         Raises:
             ValueError: the trainer has no training data, so it cannot have spent anything.
         """
-        if self._run is None:
-            raise ValueError(
-                "this trainer has no train_dataset, so there is no private training to account for: make a DPTrainer "
-                "with train_dataset."
-            )
         return self._run.spent()
 
     # ---- training ----
@@ -183,7 +198,7 @@ class DPTrainerMixin:
                 "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they "
                 "spend adds up. Run each trial with train() of a DPTrainer of its own, and add up their epsilon."
             )
-        if self.train_dataset is None:
+        if self._training is None:
             raise ValueError(
                 "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
             )
@@ -210,43 +225,10 @@ class DPTrainerMixin:
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
-        args = self.args
+        assert self.optimizer is not None, "Trainer has made it"
         validate_optimizer(self.optimizer, self.model)
-        self._clipper = PerExampleClipper(
-            self.model,
-            self._run.mechanism.clipping.at(0),
-            mode=args.clipping_mode,
-            self_check=self._training.self_check,
-        )
-        if self.is_fsdp_enabled and not self._clipper.shards:
-            raise ValueError(
-                "FSDP was asked for, but accelerate did not shard the model. Set fsdp=True and "
-                "fsdp_config={'version': 2}, and start one process per device (accelerate launch or torchrun). If you "
-                "want no FSDP, switch it off in the arguments and in accelerate's configuration."
-            )
-        _refuse_groups(self._clipper, self.get_tp_size())
-        self._private_step = PrivateStep(
-            self._clipper,
-            self._run,
-            self._run.mechanism.noise.source(self._clipper, dp_seed=self._run.dp_seed, secure=args.secure_rng),
-            self._seeds,
-            self._logical_batches,
-            announce=self._say,
-            label_names=self.label_names,
-            reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get(
-                "sync_each_batch", True
-            ),
-        )
-        self._clipper.follow(self._private_step, None)
-        steps, size = self._training.planned_steps, sum(p.numel() for p in self._clipper.parameters)
-        self._say(describe(self._run, steps, size, self._clipper.mode.name))
-        if warning := hopeless(self._run, steps, size):
-            self._say(warning)
+        self._running_loop.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled, label_names=self.label_names)
         return prepared
-
-    def _data_rank(self) -> int:
-        """The data-parallel rank. The ranks of one tensor-parallel group share it, and work on the same examples."""
-        return distributed.rank() // self.get_tp_size()
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Broadcast them from rank 0. Trainer would also average their gradients over ranks; the private step adds
@@ -254,42 +236,35 @@ class DPTrainerMixin:
         distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        # ranks draw their dropout masks apart, except in a tensor-parallel group, which works on the same examples
-        secret = distributed.shared_secret(self._run.dp_seed)
-        self._seeds = SecretSeeds(secret, self._data_rank())
+        assert self._training is not None, "train() refuses a trainer without training data"
+        self._loop = TrainerLoop(self._training, self.args, self.get_tp_size(), self._say)
         try:
-            # args.seed is known, and would tell the masks of dropout
-            with seeded_global_generators([secret], self.args.device):
+            with self._loop.running():
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
-            if self._private_step is not None:
-                self._private_step.close()  # a step that was cut off leaves no gradient without noise
-                self._clipper.detach()
-            self._clipper = self._private_step = None
+            self._loop = None
 
-    def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then
         holds the result."""
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
-        loss = torch.zeros((), device=self.args.device)
-        for given in self._private_step.physical_batches(inputs):
+        if callable(train_mode := getattr(self.optimizer, "train", None)):
+            train_mode()
+        loss, step = torch.zeros((), device=self.args.device), self._running_loop.step
+        for given in step.physical_batches(inputs):
             rows = self._prepare_inputs(given.batch.rows)
-            self._private_step.check((), dict(rows), lambda **rows: self._example_losses(self.model, rows)[0])
+            step.check((), dict(rows), lambda **rows: self._example_losses(self.model, rows)[0])
             with self.compute_loss_context_manager():
                 losses, outputs = self._example_losses(self.model, rows)
             if given.draw & (given.draw - 1) == 0:  # at first, and ever more rarely
                 self._example_losses.refuse_losses_over_the_batch(losses, outputs, rows, given.draw)
-            self._clipper.backward(losses)
+            step.clipper.backward(losses)
             if self.args.log_train_loss and given.batch.weight:
-                loss += (
-                    losses.detach().nansum() / self._run.mechanism.at(self._private_step.number).expected_batch_size
-                )
-        self._private_step.release()
-        if self._run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
+                loss += losses.detach().nansum() / step.run.mechanism.at(step.number).expected_batch_size
+        step.release()
+        if step.run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning(
-                "the next step would exceed target_epsilon=%g: training stops here.", self._run.state.target_epsilon
+                "the next step would exceed target_epsilon=%g: training stops here.", step.run.state.target_epsilon
             )
             self.control.should_training_stop = self.control.should_save = True
         return loss
@@ -312,25 +287,15 @@ class DPTrainerMixin:
 
     def get_train_dataloader(self) -> DataLoader:
         """Make a loader of Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]."""
-        args, dataset, collator = self.args, self.train_dataset, self.data_collator
+        dataset: Any = self.train_dataset
+        collator = self.data_collator
         if _is_datasets(dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        sampler = self._training.sampler(self._data_rank(), distributed.world_size() // self.get_tp_size())
-        self._logical_batches = LogicalBatches(dataset, collator, args.per_device_train_batch_size, self._seeds)
-        return draws_dataloader(
-            self._logical_batches,
-            sampler,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            worker_init_fn=seed_worker,
-        )
+        return self._running_loop.loader(dataset, collator)
 
-    def get_total_train_batch_size(self, args: DPTrainingArguments) -> int:
+    def get_total_train_batch_size(self, args: Any) -> int:
         return args.expected_batch_size
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
@@ -346,18 +311,19 @@ class DPTrainerMixin:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log `epsilon` with every line, and the training loss only where `log_train_loss` asks for it."""
-        if self._clipper is not None and not self.args.log_train_loss:
+        if self._loop is not None and not self.args.log_train_loss:
             logs = {k: v for k, v in logs.items() if k not in ("loss", "train_loss")}
-        if self._run is not None and (self._clipper is not None or self._run.steps):
+        if self._training is not None and (self._loop is not None or self._run.steps):
             self._training.require_counted(self.state.global_step)
-            logs["epsilon"] = self._run.epsilon(self._run.state.delta)
+            logs["epsilon"] = self._training.epsilon
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint. It is complete when every rank has written its part, and only then are older ones
         deleted."""
         args, name = self.args, f"checkpoint-{self.state.global_step}"
-        folder = os.path.join(args.output_dir, name)
+        output_dir = self._get_output_dir(trial)
+        folder = os.path.join(output_dir, name)
         if args.should_save and os.path.exists(folder):
             # half-written before a kill, or left by an earlier run: nothing of it may mix with the new one
             shutil.rmtree(folder)
@@ -369,7 +335,7 @@ class DPTrainerMixin:
             args.save_total_limit = limit
         self._complete(folder)
         if args.should_save and limit is not None and limit > 0:
-            rotate(args.output_dir, limit, keep={name, os.path.basename(self.state.best_model_checkpoint or name)})
+            rotate(output_dir, limit, keep={name, os.path.basename(self.state.best_model_checkpoint or name)})
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save states that `args.seed` gives, and not the secret ones that dropout draws from."""
@@ -394,7 +360,9 @@ def _is_datasets(dataset: Any) -> bool:
     return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "column_names")
 
 
-def _refuse_arguments(args: Any, others: Mapping[str, Any]) -> None:
+def _private_arguments(args: Any, others: Mapping[str, Any]) -> DPTrainingArguments:
+    """Return the arguments of the trainer, or raise ValueError where they, or its other arguments, are none for
+    private training."""
     if not isinstance(args, DPTrainingArguments):
         folder = getattr(args, "output_dir", None) or "outputs"
         raise ValueError(
@@ -417,6 +385,7 @@ def _refuse_arguments(args: Any, others: Mapping[str, Any]) -> None:
             "together. Start one process per device (accelerate launch or torchrun), or set CUDA_VISIBLE_DEVICES to "
             "one."
         )
+    return args
 
 
 def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> None:
@@ -428,25 +397,6 @@ def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_d
     if args.load_best_model_at_end:
         logger.warning(
             "load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples."
-        )
-
-
-def _refuse_groups(clipper: PerExampleClipper, size: int) -> None:
-    """Raise ValueError unless each tensor-parallel group is ``size`` consecutive ranks, as the sampler assumes, and
-    all gradients are summed."""
-    parallel, shards, world = clipper.parallel, clipper.shards, distributed.world_size()
-    first = distributed.rank() // size * size
-    own = list(range(first, first + size))
-    if (parallel.mesh.mesh.flatten().tolist() if parallel else own[:1]) != own:
-        raise ValueError(
-            f"the model says tp_size={size}, but its parameters are not split over the {size} processes {own} that "
-            "this makes one group. Load it with from_pretrained(..., "
-            "distributed_config=DistributedConfig(tp_size=...)), and do not split it by hand."
-        )
-    if (parallel or shards) and size * (shards.mesh.size() if shards else 1) != world:
-        raise ValueError(
-            f"some of the {world} processes hold the same parameters, and nothing adds up their gradients: load the "
-            f"model with DistributedConfig(tp_size={size}, fsdp_size={world // size})."
         )
 
 

@@ -42,8 +42,11 @@ class TrainerRun:
     """
 
     def __init__(self, args: DPTrainingArguments, num_examples: int, say: Callable[[str], None]):
+        # None is replaced or refused when the arguments are made
+        assert args.output_dir is not None and args.target_delta is not None and args.expected_batch_size is not None
         self._args, self._num_examples, self._say = args, num_examples, say
-        self._ledger = Ledger(args.output_dir)
+        self._output_dir, self._delta = args.output_dir, args.target_delta
+        self._ledger = Ledger(self._output_dir)
         self.first_step, self.has_ended, self.self_check = 0, False, args.self_check
         steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
@@ -52,14 +55,17 @@ class TrainerRun:
                 "one of them above 0."
             )
         mechanism = args.mechanism_for(num_examples, steps)
-        self.run = self._run_of(
-            PrivacyState(PrivacyState.new_run_id(), mechanism, args.target_delta, args.target_epsilon)
-        )
+        self.run = self._run_of(PrivacyState(PrivacyState.new_run_id(), mechanism, self._delta, args.target_epsilon))
 
     def _run_of(self, state: PrivacyState) -> PrivateRun:
         args = self._args
         check_noise_source(dp_seed=args.dp_seed, secure=args.secure_rng)
         return PrivateRun(state, args.accountant, self._ledger, dp_seed=args.dp_seed, verified=self.self_check)
+
+    @property
+    def epsilon(self) -> float:
+        """ε of every step that was taken until now."""
+        return self.run.epsilon(self._delta)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -90,7 +96,7 @@ class TrainerRun:
         """
         distributed.call_on_rank_zero(self._ledger.open)
         try:
-            folder = self.restore(checkpoint) if checkpoint else None
+            folder = self.restore(None if checkpoint is True else checkpoint) if checkpoint else None
             if folder is None:
                 self.run.take_over(
                     distributed.call_on_rank_zero(lambda: self.run.state), self.run.executed, is_own=True
@@ -101,19 +107,19 @@ class TrainerRun:
         finally:
             self._ledger.close()
 
-    def restore(self, checkpoint: str | bool) -> str:
-        """Go on with the run that a checkpoint belongs to (True: the newest complete one), and return its folder."""
+    def restore(self, checkpoint: str | None) -> str:
+        """Go on with the run that a checkpoint belongs to (None: the newest complete one), and return its folder."""
         args = self._args
-        if checkpoint is True:
-            checkpoint = distributed.call_on_rank_zero(lambda: find_checkpoint(args.output_dir))
+        if checkpoint is None:
+            checkpoint = distributed.call_on_rank_zero(lambda: find_checkpoint(self._output_dir))
         state, steps_at_save = PrivacyState.load(checkpoint)
         steps = self._planned_steps(state.mechanism.at(0).expected_batch_size)
         mechanism = args.mechanism_for(self._num_examples, steps, saved=state.mechanism)
-        wanted = replace(state, mechanism=mechanism, delta=args.target_delta, target_epsilon=args.target_epsilon)
+        wanted = replace(state, mechanism=mechanism, delta=self._delta, target_epsilon=args.target_epsilon)
         state.require(wanted)
-        if os.path.abspath(os.path.dirname(os.path.normpath(checkpoint))) != os.path.abspath(args.output_dir):
+        if os.path.abspath(os.path.dirname(os.path.normpath(checkpoint))) != os.path.abspath(self._output_dir):
             raise PrivacyStateError(
-                f"checkpoint '{checkpoint}' does not lie in output_dir '{args.output_dir}'. The ledger of executed "
+                f"checkpoint '{checkpoint}' does not lie in output_dir '{self._output_dir}'. The ledger of executed "
                 "steps lies beside the checkpoints and must go on: set output_dir to the folder that holds the "
                 "checkpoint."
             )
@@ -127,6 +133,8 @@ class TrainerRun:
         self.run = self._run_of(state)
         at_least = [Counter({state.mechanism.at(0): steps_at_save})]
         self.run.take_over(state, at_least, facts=PrivacyState.facts(checkpoint))
+        # The flag is a whole number, as HfArgumentParser reads `int | None` alone, but a mechanism's need not be one.
+        # pyrefly: ignore[bad-assignment]
         args.expected_batch_size = state.mechanism.at(0).expected_batch_size
         return checkpoint
 
