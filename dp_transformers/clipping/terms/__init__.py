@@ -22,8 +22,8 @@ NormOnly   norm_b                          not known
 The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that
 sum (adding squared norms is wrong in both directions), which :func:`.tied_weights.norm_of_sum` gives for any mixture.
 
-All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4); the rule for when
-instantiating is cheaper is by floating-point operations: T²(d+p) against T·d·p.
+All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4); when the gradient is
+instantiated instead is decided in :mod:`.ghost_or_instantiate`.
 """
 
 from __future__ import annotations

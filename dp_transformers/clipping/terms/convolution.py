@@ -11,6 +11,7 @@ from ..norms import DirectNorm, Measured
 from .arithmetic import chunks, joined, zero_rows
 from .cache import LastResultCache
 from .dense import Dense
+from .ghost_or_instantiate import is_cheaper_instantiated
 from .gram import gram_of
 
 
@@ -70,8 +71,7 @@ class Convolved:
 
     @property
     def cheaper_instantiated(self) -> bool:
-        t, p, d = self._sizes
-        return t * (p + d) >= p * d
+        return is_cheaper_instantiated(*self._sizes)
 
     @property
     def store_instantiated(self) -> bool:

@@ -11,6 +11,7 @@ from ..precision import factor, is_bf16, product, split
 from .arithmetic import chunks, sum_of, zero_rows
 from .cache import LastResultCache
 from .dense import Dense
+from .ghost_or_instantiate import is_smaller_instantiated
 from .gram import lengths_of
 from .outer import Outer
 
@@ -34,8 +35,8 @@ class Routed:
 
     @property
     def store_instantiated(self) -> bool:
-        s, p, d = *self.left.shape[1:], self.right.shape[2]
-        return s * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * self.num_experts * p * d
+        numbers = self.num_experts * self.left.shape[2] * self.right.shape[2]
+        return is_smaller_instantiated(self.left, self.right, numbers)
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were

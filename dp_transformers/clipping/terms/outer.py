@@ -16,6 +16,7 @@ from . import arithmetic
 from .arithmetic import chunks, flat_norm, joined, sum_of, zero_rows
 from .cache import LastResultCache
 from .dense import Dense
+from .ghost_or_instantiate import is_cheaper_instantiated, is_smaller_instantiated
 from .gram import LEFT_GRAM, RIGHT_GRAM, gram_of, lengths_of
 
 
@@ -39,13 +40,13 @@ class Outer:
 
     @property
     def cheaper_instantiated(self) -> bool:
-        t, p, d = *self.left.shape[1:], self.right.shape[2]
-        return t * (p + d) >= p * d
+        t, p = self.left.shape[1:]
+        return is_cheaper_instantiated(t, p, self.right.shape[2])
 
     @property
     def store_instantiated(self) -> bool:
-        t, p, d = *self.left.shape[1:], self.right.shape[2]
-        return self.instance_memory * t * (p * self.left.element_size() + d * self.right.element_size()) >= 4 * p * d
+        numbers = self.left.shape[2] * self.right.shape[2]
+        return is_smaller_instantiated(self.left, self.right, numbers, times=self.instance_memory)
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         (b, t, p), d = self.left.shape, self.right.shape[2]
