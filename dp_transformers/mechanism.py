@@ -15,15 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .accounting import (
-    ACCOUNTANTS,
-    MAX_NOISE_MULTIPLIER,
-    event_epsilon,
-    guess_noise_multiplier,
-    most_steps,
-    smallest_noise,
-    unsupported,
-)
+from .accounting.arguments import ACCOUNTANTS
+from .accounting.calibration import guess_noise_multiplier, most_steps, smallest_noise
+from .accounting.events import event_epsilon, unsupported
+from .accounting.gaussian import MAX_NOISE_MULTIPLIER
 from .clipping.clipping_functions import ClippingFunction
 from .noise import Noise
 from .sampling import Sampling

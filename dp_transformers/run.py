@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import distributed
-from .accounting import unsupported
+from .accounting.events import unsupported
 from .checkpoint import PrivacyState
 from .ledger import Ledger, PrivacyStateError
 from .mechanism import Mechanism, PrivacyUnit

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .. import distributed
-from ..accounting import check_accountant
+from ..accounting.arguments import check_accountant
 from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
 from ..ledger import Ledger

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..accounting import ACCOUNTANTS
+from ..accounting.arguments import ACCOUNTANTS
 from ..clipping.clipping_functions import FlatClipping
 from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit

@@ -1,0 +1,125 @@
+"""The ε of a DP-SGD run, and the noise that meets a target ε.
+
+A step releases a Gaussian-noised sum over a Poisson draw: every example takes part with probability q (`sample_rate`),
+and the noise has standard deviation σ (`noise_multiplier`) times the clipping bound. Neighbouring data sets differ by
+adding or removing one example. All numbers come from Google's `dp_accounting`; both accountants give upper bounds:
+
+- `"pld"`: privacy loss distributions, discretised pessimistically by Connect-the-Dots (Doroshenko et al. 2022,
+  arXiv:2207.04380) and composed by FFT. Within 0.1% of the exact ε in ordinary settings; never above `"rdp"`.
+- `"rdp"`: Rényi DP of the sampled Gaussian (Mironov, Talwar and Zhang 2019, arXiv:1908.10530), turned into (ε, δ) by
+  Proposition 12 of Canonne, Kamath and Steinke (arXiv:2004.00010). Some 10% above PLD at ε = 8, more at either end.
+
+`gaussian` holds the numerics, `events` accounts for the releases of any mechanism, and `calibration` searches for
+noise and steps. `dp_accounting`, numpy and scipy are imported by the first call, not by importing this package.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .arguments import ACCOUNTANTS, check_accountant, check_count, check_delta, check_epsilon, check_noise, check_rate
+from .calibration import calibrate_noise_multiplier, most_steps
+from .events import event_epsilon
+from .gaussian import GaussianStep, Phase, epsilon_of_phases, group_epsilon
+
+__all__ = [
+    "ACCOUNTANTS",
+    "PrivacyAccountant",
+    "calibrate_noise_multiplier",
+    "compute_epsilon",
+    "event_epsilon",
+    "group_epsilon",
+]
+
+
+def compute_epsilon(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld"
+) -> float:
+    """ε spent by `steps` Poisson-subsampled Gaussian steps, at `delta`, under add/remove-one-example.
+
+    Args:
+        noise_multiplier: σ, the noise's standard deviation over the clipping bound; 0 (below 1e-6) spends ε = inf.
+        sample_rate: q, the probability with which an example takes part in a step, in [0, 1].
+        steps: Number of optimizer steps taken, empty draws included.
+        delta: The δ of (ε, δ)-DP, in (0, 1).
+        accountant: `"pld"` (tight) or `"rdp"`.
+
+    Returns:
+        An upper bound of ε, at least 0. Where PLD cannot be had in good time (σ below about 0.005, more than a million
+        steps) or in float64 (δ below about 4e-16 * `steps`), `"pld"` returns the RDP bound.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example::
+
+        >>> from dp_transformers import compute_epsilon
+        >>> round(compute_epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-5), 2)
+        1.83
+    """
+    run = PrivacyAccountant(accountant)
+    run.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
+    return run.epsilon(delta)
+
+
+class PrivacyAccountant:
+    """ε of a run whose (σ, q) may change on the way.
+
+    Args:
+        accountant: `"pld"` or `"rdp"`, see the module's docstring.
+    """
+
+    def __init__(self, accountant: str = "pld") -> None:
+        self.accountant = check_accountant(accountant)
+        self._counts: Counter[GaussianStep] = Counter()
+
+    def step(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
+        """Count `steps` steps taken with this σ and q. Composition does not depend on order: equal pairs are merged.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        mechanism = check_noise(noise_multiplier), check_rate(sample_rate)
+        if steps := check_count("steps", steps):
+            self._counts[mechanism] += steps
+
+    @property
+    def steps(self) -> int:
+        """Steps counted so far, over all phases."""
+        return self._counts.total()
+
+    @property
+    def history(self) -> list[Phase]:
+        """`(noise_multiplier, sample_rate, steps)` of each distinct mechanism, in order of first use."""
+        return [(sigma, q, n) for (sigma, q), n in self._counts.items()]
+
+    def epsilon(self, delta: float) -> float:
+        """ε spent so far at `delta`: what `compute_epsilon` says, for all phases together.
+
+        Cheap to repeat as steps accumulate: what the finished phases spent is kept (tens of milliseconds a call).
+        With more than 64 distinct mechanisms, σ is rounded down and q up to a common grid (an upper bound still).
+
+        Raises:
+            ValueError: `delta` is not in (0, 1).
+        """
+        return epsilon_of_phases(self.history, check_delta("delta", delta), self.accountant)
+
+    def max_steps(
+        self, *, target_epsilon: float, delta: float, noise_multiplier: float, sample_rate: float, limit: int
+    ) -> int:
+        """The largest k <= `limit` such that k more steps of (σ, q) keep `epsilon(delta)` <= `target_epsilon`.
+
+        0 when not one more step fits, or the target is already exceeded. Nothing is counted.
+
+        Raises:
+            ValueError: An argument is out of range.
+        """
+        target, delta = check_epsilon("target_epsilon", target_epsilon), check_delta("delta", delta)
+        mechanism, limit = (check_noise(noise_multiplier), check_rate(sample_rate)), check_count("limit", limit)
+
+        def fits(k: int) -> bool:
+            after = self._counts + Counter({mechanism: k})
+            phases = [(sigma, q, n) for (sigma, q), n in after.items()]
+            return epsilon_of_phases(phases, delta, self.accountant) <= target
+
+        return most_steps(fits, limit)

@@ -1,0 +1,118 @@
+"""The noise, and the number of steps, that a target ε leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from .arguments import check_accountant, check_count, check_delta, check_epsilon, check_rate, check_rows
+from .gaussian import MAX_NOISE_MULTIPLIER, epsilon_of_phases, group_epsilon, round_rate_up
+
+MIN_NOISE_MULTIPLIER = 1e-3  # of what is searched
+
+
+def calibrate_noise_multiplier(
+    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str = "pld", rows: int = 1
+) -> float:
+    """The smallest σ with which `steps` steps spend at most `target_epsilon`, found to 0.1% of ε.
+
+    `compute_epsilon` of the value returned was evaluated, and is at most the target. It is above 0.999 times the
+    target unless nothing is spent at all (`steps` or `sample_rate` 0: returns 0.0), the target is so large that
+    `MIN_NOISE_MULTIPLIER` meets it, or the bound jumps across it (RDP's, down to 0, at a large δ).
+
+    Args:
+        target_epsilon: ε to stay within, positive and finite.
+        target_delta: The δ it holds at, in (0, 1).
+        sample_rate: q, the probability with which an example takes part in a step, in [0, 1].
+        steps: Number of optimizer steps of the whole run.
+        accountant: `"pld"` (less noise) or `"rdp"`.
+        rows: Rows of one person: with more than one, the target is met for all of them together (`group_epsilon`).
+
+    Raises:
+        ValueError: An argument is out of range, or not even `MAX_NOISE_MULTIPLIER` meets the target.
+
+    Example::
+
+        >>> from dp_transformers import calibrate_noise_multiplier
+        >>> round(calibrate_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.01, steps=1000), 2)
+        0.96
+    """
+    check_accountant(accountant)
+    target, delta = check_epsilon("target_epsilon", target_epsilon), check_delta("target_delta", target_delta)
+    q, steps, rows = check_rate(sample_rate), check_count("steps", steps), check_rows(rows)
+    if q == 0 or steps == 0:
+        return 0.0
+
+    def epsilon_of(sigma: float) -> float:
+        phases = ((sigma, q, steps),)
+        return epsilon_of_phases(phases, delta, accountant) if rows == 1 else group_epsilon(phases, rows, delta)
+
+    sigma = smallest_noise(epsilon_of, target, rows * guess_noise_multiplier(target, delta, q, steps))
+    if sigma is None:
+        of_a_person = f", {rows} rows of one person" if rows > 1 else ""
+        raise ValueError(
+            f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {steps} steps at "
+            f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more "
+            f"(accountant={accountant!r}{of_a_person}). Choose a larger epsilon or delta, fewer steps or a smaller "
+            "sample rate (a smaller expected batch size, or more data)"
+            + (", fewer rows of one person" if rows > 1 else "")
+            + (", or accountant='pld'." if accountant == "rdp" else ".")
+        )
+    return sigma
+
+
+def most_steps(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest k <= `limit` with `fits(k)`, which no larger k does once one does not; 0 if none does."""
+    if fits(limit):
+        return limit
+    low, high = 0, limit  # low fits or is 0, high does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def smallest_noise(epsilon_of: Callable[[float], float], target: float, guess: float) -> float | None:
+    """The smallest σ with `epsilon_of(σ)` <= `target`, found to 0.1% of ε near `guess`; None if not even the largest
+    will do."""
+
+    def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
+        return math.log(min(max(epsilon_of(sigma) / target, 1e-3), 1e9))
+
+    return _decreasing_root(excess, guess)
+
+
+def guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) -> float:
+    """σ of a run whose privacy loss is normal with variance μ² = steps · log(1 + q²(e^{1/σ²} - 1)) and mean μ²/2."""
+    z = math.sqrt(-2 * math.log(delta))
+    mu = 2 * epsilon / (z + math.sqrt(z * z + 2 * epsilon))  # μ²/2 + z·μ = ε
+    sigma = math.log1p(math.expm1(min(max(mu * mu / steps, 1e-18), 700.0)) / round_rate_up(q) ** 2) ** -0.5
+    return min(max(sigma, 2 * MIN_NOISE_MULTIPLIER), MAX_NOISE_MULTIPLIER / 2)
+
+
+def _decreasing_root(excess: Callable[[float], float], guess: float) -> float | None:
+    """σ with log(0.999) <= excess(σ) <= 0, or just above a jump across that, or None if excess stays positive.
+
+    Brackets the root around `guess`, then regula falsi on log σ, aimed into the interval, bisecting every third time.
+    """
+    bottom, top = math.log(MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
+    low, high, at_low, at_high = -math.inf, math.inf, math.nan, math.nan
+    x, stride, count = math.log(guess), 0.1, 0
+    while True:
+        y = excess(math.exp(x))
+        if y > 0:
+            low, at_low = x, y
+        else:
+            high, at_high = x, y
+        if math.log(0.999) <= y <= 0 or high - low < 1e-6 or high == bottom:
+            return math.exp(high)
+        if low == top:
+            return None
+        if high == math.inf:
+            x, stride = min(x + stride, top), 2 * stride
+        elif low == -math.inf:
+            x, stride = max(x - stride, bottom), 2 * stride
+        else:
+            count += 1
+            share = 0.5 if count % 3 == 0 else (at_low - math.log(0.9995)) / (at_low - at_high)
+            x = low + min(max(share, 0.02), 0.98) * (high - low)

@@ -1,0 +1,97 @@
+"""ε of the events of `dp_accounting`, in which a mechanism says what its steps release."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .arguments import check_accountant, check_count, check_delta
+from .gaussian import ORDERS, GaussianStep, Phase, epsilon_of_phases, group_epsilon
+
+if TYPE_CHECKING:
+    from dp_accounting import DpEvent
+
+
+def event_epsilon(
+    event: DpEvent, delta: float, accountant: str = "pld", *, relation: str = "add_or_remove_one", rows: int = 1
+) -> float:
+    """ε of an event of `dp_accounting` at `delta`, for neighbours by `relation`, an upper bound.
+
+    Poisson-sampled and full Gaussian steps under add/remove-one are accounted for by :mod:`.gaussian`, all other
+    events by the accountant of `dp_accounting`.
+
+    Args:
+        rows: Size of the group that is added or removed; more than 1 for the former steps only (`group_epsilon`).
+
+    Raises:
+        ValueError: The accountant has no bound for this event.
+    """
+    delta, rows = check_delta("delta", delta), check_count("rows", rows)
+    phases = _phases(event) if relation == "add_or_remove_one" else None
+    if phases is not None:
+        return (
+            epsilon_of_phases(phases, delta, check_accountant(accountant))
+            if rows == 1
+            else group_epsilon(phases, rows, delta)
+        )
+    if rows > 1:
+        raise ValueError(
+            f"there is no bound for groups of {rows} rows (max_examples_per_person) of {type(event).__name__} under "
+            f"{relation}; only Poisson sampling has one. Take PoissonSampling, or leave max_examples_per_person at 1, "
+            "which protects one row."
+        )
+    counted = _accountant_of_events(accountant, relation)
+    if why := unsupported(event, accountant, relation=relation):
+        raise ValueError(
+            f"{why} Choose another accountant, or an event that it bounds (Gaussian steps, Poisson-sampled or of all "
+            "examples)."
+        )
+    return max(0.0, float(counted.compose(event).get_epsilon(delta)))
+
+
+def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remove_one") -> str | None:
+    """Why `accountant` has no bound for an event, if it has none."""
+    if (relation == "add_or_remove_one" and _phases(event) is not None) or _accountant_of_events(
+        accountant, relation
+    ).supports(event):
+        return None
+    return (
+        f"accountant={accountant!r} has no bound on epsilon for {event} under {relation}, so nothing is known of what "
+        "it spends."
+    )
+
+
+def _accountant_of_events(accountant: str, relation: str) -> Any:
+    import dp_accounting
+
+    neighbours = dp_accounting.NeighboringRelation[relation.upper()]
+    if check_accountant(accountant) == "pld":
+        return dp_accounting.pld.PLDAccountant(neighbours)
+    return dp_accounting.rdp.RdpAccountant(ORDERS, neighbours)
+
+
+def _phases(event: DpEvent) -> list[Phase] | None:
+    """The phases that an event is composed of, if those are all: equal ones are one, in order of first use."""
+    counts: Counter[GaussianStep] = Counter()
+    for part, count in _parts(event, 1):
+        if part is None:
+            return None
+        counts[part] += count
+    return [(sigma, q, n) for (sigma, q), n in counts.items() if n]
+
+
+def _parts(event: DpEvent, count: int) -> Iterator[tuple[GaussianStep | None, int]]:
+    import dp_accounting as dp
+
+    if isinstance(event, dp.ComposedDpEvent):
+        for part in event.events:
+            yield from _parts(part, count)
+    elif isinstance(event, dp.SelfComposedDpEvent):
+        yield from _parts(event.event, count * event.count)
+    elif isinstance(event, dp.GaussianDpEvent):
+        yield (event.noise_multiplier, 1.0), count
+    elif isinstance(event, dp.PoissonSampledDpEvent) and isinstance(event.event, dp.GaussianDpEvent):
+        yield (event.event.noise_multiplier, event.sampling_probability), count
+    elif not isinstance(event, dp.NoOpDpEvent):
+        yield None, count

@@ -1,0 +1,274 @@
+"""ε of Poisson-sampled and full Gaussian steps, by Rényi DP and by privacy loss distributions."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .arguments import check_delta, check_rows
+
+if TYPE_CHECKING:
+    import numpy as np
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+MAX_NOISE_MULTIPLIER = 1e6  # what more noise is taken for
+
+# dp_accounting's own grid of orders, with two lower ones (large ε) and a denser, longer upper end (small ε).
+ORDERS = (
+    1.02,
+    1.05,
+    *tuple(1 + k / 10 for k in range(1, 100)),
+    *tuple(range(11, 64)),
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    256,
+    320,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+)
+_RDP_ROUNDING = 1e-13  # per order and step: dp_accounting's float64 sums were seen 1.2e-14 too small at q = 1e-6
+_FLOAT_ROUNDING = 2.2e-16  # of δ, per step: tails composed by FFT were seen 7e-17 * steps too small
+_NO_NOISE = 1e-6  # σ taken for 0
+_MIN_RATE = 1e-9  # what a smaller positive q is taken for; one as close to 1 is taken for 1
+_NEGLIGIBLE = 1e-6  # share of δ given away to each truncation
+_CELLS = (1024, 32768)  # fewest and most grid cells for the losses of one step
+_COMPOSED_CELLS = 2**18  # most for those of the run: 0.1 s and 20 MB
+_MAX_STEPS = 10**6  # dp_accounting computes (cells of a step) ** steps as an exact integer when cells < 1000
+_MAX_INTERVAL = 100.0  # nats; exp(interval) overflows at 709
+_MAX_MECHANISMS = 64  # distinct ones, beyond which similar ones are merged
+
+GaussianStep = tuple[float, float]  # (σ, q)
+Phase = tuple[float, float, int]  # (σ, q, steps)
+
+
+def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
+    """ε for adding or removing up to ``rows`` rows at once, an upper bound.
+
+    With a group, a Poisson draw takes j of its rows with the probabilities of Binomial(rows, q), and the sum moves by
+    at most j bounds: a mixture of Gaussians, which dominates (Ganesh 2024, arXiv:2401.10294, Theorem 3.1).
+    ``group_epsilon(phases, 1, delta)`` is `epsilon`.
+
+    Args:
+        phases: `(noise_multiplier, sample_rate, steps)`, as `PrivacyAccountant.history`.
+        rows: Size of the group, at least 1.
+        delta: The δ of (ε, δ)-DP, in (0, 1).
+    """
+    rows = check_rows(rows)
+    phases = tuple((min(sigma, MAX_NOISE_MULTIPLIER), round_rate_up(q), n) for sigma, q, n in phases if q * n > 0)
+    if not phases:
+        return 0.0
+    if any(sigma < _NO_NOISE for sigma, _, _ in phases):
+        return math.inf
+    if rows == 1:
+        return epsilon_of_phases(phases, check_delta("delta", delta), "pld")
+    phases = _merge_similar(phases)
+    # the worst case of a group, as if each of its draws took all its rows, at the rate of drawing any: looser, and
+    # always to be had
+    bound = _rdp_epsilon(
+        tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases), check_delta("delta", delta)
+    )
+    return min(bound, _mixture_epsilon(phases, rows, delta))
+
+
+def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> float:
+    from dp_accounting.pld import privacy_loss_distribution as pld
+    from scipy import stats
+
+    steps = sum(n for _, _, n in phases)
+    usable = delta - _FLOAT_ROUNDING * (10 + steps)
+    alike = tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases)
+    grid = _grid(alike, steps, delta)
+    if usable < delta / 2 or grid.interval > _MAX_INTERVAL:
+        return math.inf
+    parts = []
+    for sigma, q, n in phases:
+        chances = stats.binom.pmf(range(rows + 1), rows, q)
+        one = pld.from_mixture_gaussian_mechanism(
+            sigma,
+            list(range(rows + 1)),
+            (chances / chances.sum()).tolist(),
+            value_discretization_interval=grid.interval,
+            log_mass_truncation_bound=grid.log_mass,
+        )
+        parts.append(one.self_compose(n, grid.tail_mass))
+    total = functools.reduce(lambda before, part: before.compose(part, grid.tail_mass), parts)
+    return float(total.get_epsilon_for_delta(usable))
+
+
+def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str) -> float:
+    # Less noise and more sampling bound ε from above, and spare the formulas below what float64 cannot hold.
+    phases = tuple((min(sigma, MAX_NOISE_MULTIPLIER), round_rate_up(q), n) for sigma, q, n in phases if q * n > 0)
+    if not phases:
+        return 0.0
+    if any(sigma < _NO_NOISE for sigma, _, _ in phases):
+        return math.inf
+    phases = _merge_similar(phases)
+    bound = _rdp_epsilon(phases, delta)
+    if accountant == "pld":  # both are upper bounds, so their minimum is one
+        exact = all(q == 1 for _, q, _ in phases)
+        bound = min(bound, _gaussian_epsilon(phases, delta) if exact else _pld_epsilon(phases, delta))
+    return max(0.0, bound)
+
+
+def round_rate_up(q: float) -> float:
+    return 1.0 if q > 1 - _MIN_RATE else max(q, _MIN_RATE)
+
+
+def _merge_similar(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """At most `_MAX_MECHANISMS` phases that spend no less: σ rounded down and q up, on the finest grid that will do.
+
+    More noise and a smaller q are both post-processing (add noise; replace the output by an empty draw's at random).
+    """
+    merged, ratio = phases, 1.0025
+    while len(merged) > _MAX_MECHANISMS:
+        ratio, counts = ratio**2, Counter()
+        for sigma, q, n in phases:
+            q_up = min(1.0, ratio ** math.ceil(math.log(q, ratio)))
+            counts[ratio ** math.floor(math.log(sigma, ratio)), q_up] += n
+        merged = tuple((sigma, q, n) for (sigma, q), n in counts.items())
+    return merged
+
+
+# --- RDP -------------------------------------------------------------------------------------------------------------
+
+
+def _rdp_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
+    from dp_accounting import rdp
+
+    # an array, where dp_accounting's types want a list
+    total: Any = sum(n * (_rdp(sigma, q) + _RDP_ROUNDING) for sigma, q, n in phases)
+    return float(rdp.compute_epsilon(ORDERS, total, delta)[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _rdp(sigma: float, q: float) -> np.ndarray:
+    """RDP of one step at each of `ORDERS`."""
+    import dp_accounting
+
+    accountant = dp_accounting.rdp.RdpAccountant(ORDERS)
+    with _without_excluded_order_warnings():
+        accountant.compose(_event(sigma, q))
+    return accountant.rdp
+
+
+def _event(sigma: float, q: float) -> Any:
+    import dp_accounting
+
+    gaussian = dp_accounting.GaussianDpEvent(sigma)
+    return gaussian if q == 1 else dp_accounting.PoissonSampledDpEvent(q, gaussian)
+
+
+@contextlib.contextmanager
+def _without_excluded_order_warnings() -> Iterator[None]:
+    """Drop the log lines of dp_accounting about fractional orders it leaves out because a series converges slowly.
+
+    That only loosens the bound, and small σ meets it in every call.
+    """
+    logger = logging.getLogger("absl")  # absl's own class of logger, provided absl was imported first
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("_compute_log_a_frac failed to converge")
+
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
+
+
+# --- PLD -------------------------------------------------------------------------------------------------------------
+
+
+class _Grid(NamedTuple):
+    interval: float  # of the privacy losses, in nats
+    log_mass: float  # log of the probability mass cut off one step's noise
+    tail_mass: float  # probability mass cut off a composition
+
+
+def _pld_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
+    """ε by PLD, or inf where that is not to be had."""
+    steps = sum(n for _, _, n in phases)
+    usable = delta - _FLOAT_ROUNDING * (10 + steps)
+    if usable < delta / 2 or steps > _MAX_STEPS:
+        return math.inf
+    grid = _grid(phases, steps, delta)
+    if grid.interval > _MAX_INTERVAL:
+        return math.inf
+    return float(_composed(phases, grid).get_epsilon_for_delta(usable))
+
+
+def _gaussian_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
+    """ε of full batches only, in closed form: they compose to one Gaussian mechanism (arXiv:1805.06530)."""
+    import dp_accounting
+    import numpy as np
+
+    usable = delta - 10 * _FLOAT_ROUNDING
+    if usable < delta / 2:
+        return math.inf
+    with np.errstate(divide="ignore"):  # log(0), for a large σ
+        return float(dp_accounting.get_epsilon_gaussian(sum(n / sigma**2 for sigma, _, n in phases) ** -0.5, usable))
+
+
+def _grid(phases: tuple[Phase, ...], steps: int, delta: float) -> _Grid:
+    """Connect-the-Dots is an upper bound on any grid; its cost goes with 1 / interval, its excess with interval².
+
+    Rounding a loss to the grid adds at most interval² / 4 to its variance, so the interval is a sixteenth of the
+    standard deviation of a step's loss (ε a few 1e-4 too large), or finer where that is free, or coarser where cost or
+    float64 require it. Interval and cut-off change in jumps only, so that one step's distribution is reused as the run
+    grows.
+    """
+    log_mass = math.log(_NEGLIGIBLE * delta) - math.log(4) * math.ceil(math.log(steps, 4))
+    variance = sum(n * _loss_variance(sigma, q) for sigma, q, n in phases)
+    widest = max(_loss_range(sigma, q, math.sqrt(-2 * log_mass)) for sigma, q, _ in phases)
+    composed = variance / widest + 16 * math.sqrt(variance)  # the range that dp_accounting's Chernoff bounds leave
+    fewest, most = _CELLS
+    interval = max(
+        min(math.sqrt(variance / steps) / 16, widest / fewest),
+        widest / most,
+        composed / _COMPOSED_CELLS,
+        3e-8 * math.sqrt(steps * widest),  # finer, and cancellation in Connect-the-Dots adds percents to the mass
+    )
+    return _Grid(2 ** (math.floor(4 * math.log2(interval)) / 4), log_mass, _NEGLIGIBLE * delta)
+
+
+def _loss_variance(sigma: float, q: float) -> float:
+    """Variance of one step's privacy loss, roughly: χ² where losses are small, else that of two separate modes."""
+    x = sigma**-2
+    return min(q * q * math.expm1(min(x, 700.0)), q * x + q * (1 - q) * x * x / 4)
+
+
+def _loss_range(sigma: float, q: float, z: float) -> float:
+    """Spread of one step's privacy loss over outcomes within z standard deviations."""
+    unsampled = z / sigma + 0.5 / sigma**2
+    upper = unsampled + math.log(q) if unsampled > 700 else math.log1p(q * math.expm1(unsampled))
+    lower = -unsampled if q == 1 else math.log1p(q * math.expm1(-unsampled))
+    return upper - lower
+
+
+@functools.lru_cache(maxsize=2 * _MAX_MECHANISMS)
+def _one_step(sigma: float, q: float, interval: float, log_mass: float) -> PrivacyLossDistribution:
+    from dp_accounting.pld import privacy_loss_distribution
+
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        sigma, sampling_prob=q, value_discretization_interval=interval, log_mass_truncation_bound=log_mass
+    )
+
+
+@functools.lru_cache(maxsize=8)  # the phases before the one that grows are asked for again at every call
+def _composed(phases: tuple[Phase, ...], grid: _Grid) -> PrivacyLossDistribution:
+    *earlier, (sigma, q, n) = phases
+    last = _one_step(sigma, q, grid.interval, grid.log_mass).self_compose(n, grid.tail_mass)
+    return _composed(tuple(earlier), grid).compose(last, grid.tail_mass) if earlier else last
