@@ -16,9 +16,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .accounting.arguments import ACCOUNTANTS
-from .accounting.calibration import guess_noise_multiplier, most_steps, smallest_noise
+from .accounting.calibration import most_steps, smallest_noise
 from .accounting.events import event_epsilon, unsupported
-from .accounting.gaussian import MAX_NOISE_MULTIPLIER
 from .clipping.clipping_functions import ClippingFunction
 from .noise import Noise
 from .sampling import Sampling
@@ -213,8 +212,6 @@ class Mechanism:
         """
         if self.steps is None:
             raise ValueError("noise is calibrated to a number of steps: give the mechanism steps=.")
-        if not 0 < target_epsilon < math.inf:
-            raise ValueError(f"target_epsilon must be a positive finite number, got {target_epsilon!r}.")
         rows = self.unit.max_examples_per_person
 
         def scaled_to(sigma: float) -> Mechanism:
@@ -223,16 +220,15 @@ class Mechanism:
         def epsilon_of(sigma: float) -> float:
             return scaled_to(sigma).epsilon(target_delta, accountant=accountant, rows=rows)
 
-        guess = rows * guess_noise_multiplier(target_epsilon, target_delta, self.sampling.at(0)[0], self.steps)
-        sigma = smallest_noise(epsilon_of, target_epsilon, guess)
-        if sigma is None:
-            raise ValueError(
-                f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {self.steps} "
-                f"steps: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more (accountant={accountant!r}"
-                f"{f', {rows} rows of one person' if rows > 1 else ''}). Choose a larger epsilon or delta, fewer "
-                f"steps, a smaller expected batch size{', a smaller max_examples_per_person' if rows > 1 else ''}, or "
-                "more data."
-            )
+        sigma = smallest_noise(
+            epsilon_of,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=self.at(0).sample_rate,
+            steps=self.steps,
+            accountant=accountant,
+            rows=rows,
+        )
         return scaled_to(sigma)
 
     def affordable_steps(

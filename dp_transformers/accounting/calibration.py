@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from .arguments import check_accountant, check_count, check_delta, check_epsilon, check_rate, check_rows
-from .gaussian import MAX_NOISE_MULTIPLIER, epsilon_of_phases, group_epsilon, round_rate_up
+from .gaussian import MAX_NOISE_MULTIPLIER, epsilon_of_phases, round_rate_up
 
 MIN_NOISE_MULTIPLIER = 1e-3  # of what is searched
 
@@ -38,24 +38,48 @@ def calibrate_noise_multiplier(
         0.96
     """
     check_accountant(accountant)
-    target, delta = check_epsilon("target_epsilon", target_epsilon), check_delta("target_delta", target_delta)
     q, steps, rows = check_rate(sample_rate), check_count("steps", steps), check_rows(rows)
-    if q == 0 or steps == 0:
+    return smallest_noise(
+        lambda sigma: epsilon_of_phases(((sigma, q, steps),), target_delta, accountant, rows=rows),
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        sample_rate=q,
+        steps=steps,
+        accountant=accountant,
+        rows=rows,
+    )
+
+
+def smallest_noise(
+    epsilon_of: Callable[[float], float],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str,
+    rows: int,
+) -> float:
+    """The smallest σ with `epsilon_of(σ)` <= `target_epsilon`, found to 0.1% of ε; 0 where nothing is spent.
+
+    The other arguments tell where to begin, and what to say where not even the largest σ will do.
+    """
+    target, delta = check_epsilon("target_epsilon", target_epsilon), check_delta("target_delta", target_delta)
+    if sample_rate == 0 or steps == 0:
         return 0.0
 
-    def epsilon_of(sigma: float) -> float:
-        phases = ((sigma, q, steps),)
-        return epsilon_of_phases(phases, delta, accountant) if rows == 1 else group_epsilon(phases, rows, delta)
+    def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
+        return math.log(min(max(epsilon_of(sigma) / target, 1e-3), 1e9))
 
-    sigma = smallest_noise(epsilon_of, target, rows * guess_noise_multiplier(target, delta, q, steps))
+    sigma = _decreasing_root(excess, rows * _guess_noise_multiplier(target, delta, sample_rate, steps))
     if sigma is None:
         of_a_person = f", {rows} rows of one person" if rows > 1 else ""
         raise ValueError(
             f"target_epsilon={target_epsilon} at target_delta={target_delta} is out of reach for {steps} steps at "
-            f"sample_rate={q}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more "
+            f"sample_rate={sample_rate}: even noise_multiplier={MAX_NOISE_MULTIPLIER:g} spends more "
             f"(accountant={accountant!r}{of_a_person}). Choose a larger epsilon or delta, fewer steps or a smaller "
             "sample rate (a smaller expected batch size, or more data)"
-            + (", fewer rows of one person" if rows > 1 else "")
+            + (", fewer rows of one person (max_examples_per_person)" if rows > 1 else "")
             + (", or accountant='pld'." if accountant == "rdp" else ".")
         )
     return sigma
@@ -72,17 +96,7 @@ def most_steps(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def smallest_noise(epsilon_of: Callable[[float], float], target: float, guess: float) -> float | None:
-    """The smallest σ with `epsilon_of(σ)` <= `target`, found to 0.1% of ε near `guess`; None if not even the largest
-    will do."""
-
-    def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
-        return math.log(min(max(epsilon_of(sigma) / target, 1e-3), 1e9))
-
-    return _decreasing_root(excess, guess)
-
-
-def guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) -> float:
+def _guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) -> float:
     """σ of a run whose privacy loss is normal with variance μ² = steps · log(1 + q²(e^{1/σ²} - 1)) and mean μ²/2."""
     z = math.sqrt(-2 * math.log(delta))
     mu = 2 * epsilon / (z + math.sqrt(z * z + 2 * epsilon))  # μ²/2 + z·μ = ε

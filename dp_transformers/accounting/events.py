@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .arguments import check_accountant, check_count, check_delta
-from .gaussian import ORDERS, GaussianStep, Phase, epsilon_of_phases, group_epsilon
+from .arguments import check_accountant, check_delta, check_rows
+from .gaussian import ORDERS, GaussianStep, Phase, epsilon_of_phases
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -27,14 +27,10 @@ def event_epsilon(
     Raises:
         ValueError: The accountant has no bound for this event.
     """
-    delta, rows = check_delta("delta", delta), check_count("rows", rows)
+    delta, rows = check_delta("delta", delta), check_rows(rows)
     phases = _phases(event) if relation == "add_or_remove_one" else None
     if phases is not None:
-        return (
-            epsilon_of_phases(phases, delta, check_accountant(accountant))
-            if rows == 1
-            else group_epsilon(phases, rows, delta)
-        )
+        return epsilon_of_phases(phases, delta, check_accountant(accountant), rows=rows)
     if rows > 1:
         raise ValueError(
             f"there is no bound for groups of {rows} rows (max_examples_per_person) of {type(event).__name__} under "

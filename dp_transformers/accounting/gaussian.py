@@ -108,7 +108,10 @@ def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> floa
     return float(total.get_epsilon_for_delta(usable))
 
 
-def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str) -> float:
+def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str = "pld", *, rows: int = 1) -> float:
+    """ε for adding or removing so many rows at once, an upper bound."""
+    if rows > 1:
+        return group_epsilon(phases, rows, delta)
     # Less noise and more sampling bound ε from above, and spare the formulas below what float64 cannot hold.
     phases = tuple((min(sigma, MAX_NOISE_MULTIPLIER), round_rate_up(q), n) for sigma, q, n in phases if q * n > 0)
     if not phases:
