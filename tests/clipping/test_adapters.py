@@ -80,7 +80,7 @@ REFUSED = {
         lora(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
         "target_parameters.*folded into the parameters",
     ),
-    "VeLoRA": ("Llama", lora(velora_config=peft.VeloraConfig()), "averages of private activations"),
+    "VeLoRA": ("Llama", lambda: lora(velora_config=peft.VeloraConfig())(), "averages of private activations"),
 }
 
 
