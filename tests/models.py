@@ -15,11 +15,16 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    TrainingArguments,
 )
 
 from dp_transformers.losses import find_per_example_loss
 
 VOCABULARY = 1000
+# how options and methods of checkpointing begin, before transformers 5.23 with the other name
+CHECKPOINTING = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
 SHORT, LONG = 8, 48  # on either side of the ghost crossover of a 32 x 64 layer, dp/(d+p) = 21
 
 

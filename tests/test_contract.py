@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
+from models import CHECKPOINTING
 from neighbours import LOOPS, Task, assert_bounded, moves, padded, points, texts, train
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -441,8 +442,8 @@ def test_a_generator_of_its_own_in_a_checkpointed_block(loop, mode, way_out):
 def test_gradient_checkpointing_that_does_not_restore_random_numbers():
     """Trainer's own option, for which "auto" takes ghost clipping."""
     arguments = {
-        "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False},
+        CHECKPOINTING: True,
+        f"{CHECKPOINTING}_kwargs": {"use_reentrant": False, "preserve_rng_state": False},
     }
     task = Task(lambda: bert(0.5), texts([12]), bound=0.01, steps=12, arguments=arguments)
     lengths = [float(total.norm()) for total in train("trainer", task)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from datasets import Dataset
-from models import DeepSpeedEngine, build, losses_function
+from models import CHECKPOINTING, DeepSpeedEngine, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -767,7 +767,7 @@ def test_parameters_outside_of_the_model_are_refused(tmp_path, reentrant):
     """Where checkpointing is reentrant, the loss filled their gradients, unclipped, and the optimizer stepped with
     them."""
     model, scale = build("bert"), nn.Parameter(torch.ones(3))
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
     optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
     loss = lambda outputs, labels: (outputs.logits * scale).gather(1, labels[:, None]).squeeze(1)  # noqa: E731
     trainer = DPTrainer(

@@ -6,6 +6,7 @@ import pickle
 import re
 
 import pytest
+from models import CHECKPOINTING
 from transformers import HfArgumentParser
 
 from dp_transformers import DPTrainingArguments, calibrate_noise_multiplier
@@ -72,8 +73,8 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"optim": "lomo"}, "during backward"),
         ({"debug": "underflow_overflow"}, "one example could stop the training; leave it out"),
         (
-            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-            "use_reentrant",
+            {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
+            f"{CHECKPOINTING}_kwargs={{'use_reentrant': True}} cannot be used",
         ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -14,7 +14,9 @@ def refuse_arguments(args: TrainingArguments) -> None:
     """Raise ValueError if an argument of Trainer's is set that differential privacy cannot be combined with."""
     optimizer = str(getattr(args.optim, "value", args.optim))
     # TrainingArguments have made dictionaries of texts
-    checkpointing = cast("dict[str, Any]", args.activation_checkpointing_kwargs or {})
+    # transformers before 5.23 knows the other name only
+    renamed = hasattr(args, "activation_checkpointing_kwargs")
+    checkpointing = "activation_checkpointing_kwargs" if renamed else "gradient_checkpointing_kwargs"
     fsdp_config = cast("dict[str, Any]", args.fsdp_config or {})
     refused = {
         "fp16": (
@@ -73,8 +75,8 @@ def refuse_arguments(args: TrainingArguments) -> None:
             optimizer.endswith("layerwise") or "lomo" in optimizer,
             f"{optimizer} updates parameters during backward, before noise is added; use for example adamw_torch",
         ),
-        "activation_checkpointing_kwargs": (
-            checkpointing.get("use_reentrant"),
+        checkpointing: (
+            (getattr(args, checkpointing) or {}).get("use_reentrant"),
             "reentrant checkpointing hides the graph that norms are taken from; use {'use_reentrant': False}",
         ),
     }

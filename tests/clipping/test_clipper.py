@@ -6,7 +6,18 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LONG, MODELS, SHORT, DeepSpeedEngine, Net, batch_for, build, losses_function, net_losses
+from models import (
+    CHECKPOINTING,
+    LONG,
+    MODELS,
+    SHORT,
+    DeepSpeedEngine,
+    Net,
+    batch_for,
+    build,
+    losses_function,
+    net_losses,
+)
 from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 
@@ -216,7 +227,7 @@ def test_activation_checkpointing_gives_the_same(mode, reentrant, lora):
         grads = [p.grad.clone() for p in trainable(model)]
         model.zero_grad()
         base = model.get_base_model() if lora else model
-        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+        getattr(base, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
         base.enable_input_require_grads()
         for p in trainable(model):  # what was there is added to, in every mode
             p.grad = torch.ones_like(p)
