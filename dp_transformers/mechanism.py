@@ -136,9 +136,13 @@ class Mechanism:
                 "IndependentNoise."
             )
         event, relation = self.event(Counter([self.at(0)])), self.sampling.relation
-        whys = [unsupported(event, accountant, relation=relation) for accountant in ACCOUNTANTS]
-        if all(whys):
-            raise ValueError(" ".join(filter(None, whys)))
+        if all(unsupported(event, accountant, relation=relation) for accountant in ACCOUNTANTS):
+            raise ValueError(
+                f"no accountant ({', '.join(ACCOUNTANTS)}) has a bound on epsilon for a step of sampling "
+                f"{self.sampling.kind!r} with noise {self.noise.kind!r}, which is {event} under {relation}. Let "
+                "event() of the sampling return one that an accountant of dp_accounting supports under its relation, "
+                "or take PoissonSampling."
+            )
         if self.unit.max_examples_per_person > 1:
             self.epsilon(0.5, executed=[Counter([self.at(0)])], rows=self.unit.max_examples_per_person)
 

@@ -197,7 +197,8 @@ class Shrinking(ClippingFunction):
         ),
         (
             {"sampling": Shuffled(1000, 50)},
-            "'pld' has no bound on epsilon for .*UnsupportedDpEvent.*'rdp' has no bound",
+            r"no accountant \(pld, rdp\) .* sampling 'shuffled' with noise 'independent', .*UnsupportedDpEvent.* under "
+            "add_or_remove_one. Let event.*or take PoissonSampling",
         ),
         ({"sampling": Capped(1000, 50, 80), "unit": PrivacyUnit(2)}, "groups of 2 rows"),
         ({"sampling": "poisson"}, "sampling must be a Sampling"),
