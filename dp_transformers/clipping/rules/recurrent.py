@@ -408,7 +408,10 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
         steps, batch = x.shape[:2][:: -1 if batch_first else 1]
         rows = _Rows(torch.full((steps,), batch))
     if rows.batch != call.batch_size:
-        raise _unsupported(call, f"it was called on {rows.batch} sequences in a batch of {call.batch_size} examples")
+        reason = f"it was called on {rows.batch} sequences in a batch of {call.batch_size} examples"
+        if not packed and x.shape[1 if batch_first else 0] == call.batch_size:
+            reason += f", which lie along its time dimension: build it with batch_first={not batch_first}"
+        raise _unsupported(call, reason)
 
     def as_rows(y: torch.Tensor) -> torch.Tensor:
         return y if packed else (y.transpose(0, 1) if batch_first else y).flatten(0, 1)
