@@ -151,9 +151,16 @@ class TensorParallel:
         below = any(is_dtensor(self._shards.unsharded(p)) for p in module.parameters()) or any(
             map(style_of, module.modules())
         )
-        if (is_rerun and below) or (splits and class_forward(module) not in (nn.Linear.forward, nn.Embedding.forward)):
+        if splits and class_forward(module) not in (nn.Linear.forward, nn.Embedding.forward):
             raise ValueError(
-                f"{owner} is tensor-parallel, which only nn.Linear, nn.Embedding and norms may be. {_HOW_TO_FIX}"
+                f"{owner} holds split parameters, and only the rules of nn.Linear and nn.Embedding are exact for "
+                f"those. {_HOW_TO_FIX}"
+            )
+        if is_rerun and below:
+            raise ValueError(
+                f"the gradients of {owner} are computed from inside of it or by running it again, which "
+                "tensor-parallel modules in it do not allow. Move its own parameters into a module that holds no "
+                f"parallel one, or freeze them. {_HOW_TO_FIX}"
             )
 
     # ---- activations ----
