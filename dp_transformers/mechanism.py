@@ -164,6 +164,12 @@ class Mechanism:
         rates, batches, sigmas, bounds = zip(*self.planned(0, steps), strict=True)
         return StepParameters(max(rates), max(batches), min(sigmas), max(bounds))
 
+    def known(self, segment: Mapping[StepParameters | None, int], executed: int) -> Counter[StepParameters]:
+        """Replace steps whose parameters are not known (None) by the costliest of the first ``executed`` ones."""
+        known = Counter({step: count for step, count in segment.items() if step is not None})
+        unknown = segment.get(None, 0)
+        return (Counter({self.costliest(executed): unknown}) if unknown else Counter()) + known
+
     @cached_property
     def is_silent(self) -> bool:
         """Whether no noise is added in some step, so that nothing is private."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,6 +138,8 @@ class PrivateRun:
         dp_seed: The fixed seed of draws and noise, if there is one: the run is then not private.
         verified: Whether the self-check is switched on. It becomes False when steps without it are taken or taken
             over.
+        about: Says what else the ledger is to hold of this run (data, model, software) whenever it begins or goes on;
+            called on rank 0.
     """
 
     def __init__(
@@ -148,8 +150,10 @@ class PrivateRun:
         *,
         dp_seed: int | None = None,
         verified: bool = True,
+        about: Callable[[], Mapping[str, Any]] = dict,
     ):
         self.state, self.accountant, self.ledger, self.verified = state, accountant, ledger, verified
+        self._about = about
         if why := unsupported(
             self.mechanism.event(self.mechanism.planned()), accountant, relation=self.mechanism.sampling.relation
         ):
@@ -240,7 +244,9 @@ class PrivateRun:
         self._segments.setdefault(self.state.run_id, []).append(Counter())
         if self.ledger is None:
             return
-        distributed.call_on_rank_zero(lambda: self.ledger.begin(self.state.to_dict(), self.facts()))
+        distributed.call_on_rank_zero(
+            lambda: self.ledger.begin(self.state.to_dict(), {**self._about(), **self.facts()})
+        )
 
     def facts(self) -> dict[str, Any]:
         """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is
@@ -287,7 +293,7 @@ class PrivateRun:
                     "make a new DPTrainer or PrivacyEngine and train the original model without this checkpoint. If "
                     "anything of this run is kept, its steps still count."
                 )
-            own[:] = [_known(segment, state.mechanism, executed) for segment in recorded if segment]
+            own[:] = [state.mechanism.known(segment, executed) for segment in recorded if segment]
             said += beginnings
         elif not is_own:
             own.extend(at_least)
@@ -355,10 +361,3 @@ def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:
         now, rows,
     )  # fmt: skip
     return replace(state, mechanism=replace(state.mechanism, unit=PrivacyUnit(rows)))
-
-
-def _known(segment: Counter[StepParameters | None], mechanism: Mechanism, executed: int) -> Counter[StepParameters]:
-    """Replace steps whose parameters the ledger does not say by the costliest ones that the mechanism can have
-    taken."""
-    unknown = Counter({mechanism.costliest(executed): segment[None]}) if segment[None] else Counter()
-    return unknown + Counter({step: count for step, count in segment.items() if step is not None})
