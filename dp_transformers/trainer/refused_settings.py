@@ -13,10 +13,10 @@ FSDP_FLAG = "ACCELERATE_USE_FSDP"  # `accelerate launch` sets this environment v
 def refuse_arguments(args: TrainingArguments) -> None:
     """Raise ValueError if an argument of Trainer's is set that differential privacy cannot be combined with."""
     optimizer = str(getattr(args.optim, "value", args.optim))
-    # TrainingArguments have made dictionaries of texts
     # transformers before 5.23 knows the other name only
     renamed = hasattr(args, "activation_checkpointing_kwargs")
     checkpointing = "activation_checkpointing_kwargs" if renamed else "gradient_checkpointing_kwargs"
+    # TrainingArguments have made dictionaries of texts
     fsdp_config = cast("dict[str, Any]", args.fsdp_config or {})
     refused = {
         "fp16": (
