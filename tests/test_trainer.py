@@ -41,6 +41,7 @@ from dp_transformers.checkpoint import STATE_NAME
 from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
 from dp_transformers.run import PrivateRun
 from dp_transformers.step import PrivateStep
+from dp_transformers.trainer.refused_settings import refuse_settings
 
 N = 60
 
@@ -879,3 +880,12 @@ def test_a_step_that_is_cut_off_leaves_no_gradient_without_noise(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_models_that_are_split_while_they_load_need_a_trainer_that_knows(tmp_path):
+    trainer = trainer_for(tmp_path)
+    vars(trainer).pop("is_distributed_loading_by_transformers", None)  # as before transformers 5.19
+    refuse_settings(trainer)
+    trainer.model._device_mesh = object()
+    with pytest.raises(ValueError, match=r"while it loads \(DistributedConfig\).*install transformers>=5.19"):
+        refuse_settings(trainer)

@@ -202,7 +202,8 @@ class DPTrainerMixin(Base):
             raise ValueError(
                 "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
             )
-        if resume_from_checkpoint and self.is_distributed_loading_by_transformers:
+        # before transformers 5.19 Trainer does not say, and refuse_settings refuses such a model
+        if resume_from_checkpoint and getattr(self, "is_distributed_loading_by_transformers", False):
             raise ValueError(
                 "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer "
                 "is not saved. Load the saved model and start a new run; what both spend adds up."

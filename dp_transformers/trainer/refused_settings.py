@@ -114,6 +114,12 @@ def _refused(trainer: Trainer) -> dict[str, tuple[Any, str]]:
             "arguments, fsdp_version: 2 in accelerate's configuration). If you did not ask for FSDP at all, something "
             f"else in this process did: take {FSDP_FLAG} out of os.environ",
         ),
+        "splitting the model while it loads (DistributedConfig)": (
+            getattr(trainer.model, "_device_mesh", None) is not None
+            and not hasattr(trainer, "is_distributed_loading_by_transformers"),
+            "Trainer of transformers before 5.19 does not know of it, and prepares the split model once more; install "
+            "transformers>=5.19",
+        ),
         "context or sequence parallelism": (
             trainer.get_cp_size() * trainer.get_sp_size() > 1,
             "the positions of an example would lie on several processes; use tensor parallelism or FSDP2",
