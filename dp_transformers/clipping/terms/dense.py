@@ -80,8 +80,9 @@ class NormOnly:
 
     def instantiate(self) -> Dense:
         raise TypeError(
-            "a norm sampler gave the norm of this gradient alone, in a pass that needs the gradient: give the layer a "
-            "grad sampler."
+            "a function registered with register_norm_sampler gave norms alone, where gradients are needed (as on a "
+            "split sequence, over whose parts they are added first): use clipping_mode='book_keeping', which asks for "
+            "gradients, or register no norm sampler for this layer."
         )
 
     def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
