@@ -20,12 +20,16 @@ from dp_transformers.sampling import PoissonSampling
 
 PINNED = json.loads(privacy_pins.PINS.read_text())
 VERSION_1 = json.loads((privacy_pins.PINS.parent / "version_1.json").read_text())
-SAME_MACHINE = PINNED["fingerprint"] == privacy_pins.fingerprint()
+HERE = privacy_pins.fingerprint()
+SAME_MACHINE = PINNED["fingerprint"] == HERE
+SAME_VERSIONS = {**PINNED["fingerprint"], "processor": ""} == {**HERE, "processor": ""}
 
 
 def same(seen: str, pinned: str) -> bool:
-    """The same digits on the machine of the pins; elsewhere libraries may sum in another order."""
-    return seen == pinned if SAME_MACHINE else float(seen) == pytest.approx(float(pinned), rel=1e-9, abs=1e-12)
+    """The same digits on the machine of the pins. Other processors sum in another order; other versions of NumPy and
+    SciPy have another FFT (with 2.0 and 1.13 the last of these pins moves by 1e-5)."""
+    rel = 1e-9 if SAME_VERSIONS else 2e-5
+    return seen == pinned if SAME_MACHINE else float(seen) == pytest.approx(float(pinned), rel=rel, abs=1e-12)
 
 
 def test_there_are_fifty():
