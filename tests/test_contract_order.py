@@ -444,7 +444,13 @@ class ScalesReleased(TrainerCallback):
             p.grad = p.grad * 10
 
 
-@pytest.mark.parametrize("callback", [OwnOptimizer, ScalesReleased])
+class ScalesReleasedInPlace(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            p.grad.mul_(10)
+
+
+@pytest.mark.parametrize("callback", [OwnOptimizer, ScalesReleased, ScalesReleasedInPlace])
 def test_optimizers_of_callbacks(callback):
     """No optimizer steps with gradients of the private parameters that were not released."""
     with pytest.raises(
