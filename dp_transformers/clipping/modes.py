@@ -89,9 +89,10 @@ class MeasuringPass:
         """At the last use that the forward pass has seen, the norm of all together is measured."""
         if parameter in self.kept:
             raise RuntimeError(
-                "the forward pass was run again inside backward by something else than torch's activation "
-                "checkpointing, so a parameter was used more often than was counted. Use torch.utils.checkpoint "
-                "(gradient_checkpointing=True, use_reentrant=False), or switch re-running off."
+                f"parameter '{self.forward.trainable.name_of(parameter)}' was used more often in backward than in the "
+                "forward pass: something else than torch's activation checkpointing ran a part of the forward pass "
+                "again. Use torch.utils.checkpoint with use_reentrant=False (gradient_checkpointing=True), or switch "
+                "off what runs it again."
             )
         seen = self._open[parameter]
         seen.append(term.instantiate() if self.keeps and isinstance(term, Dense) else term)
@@ -247,16 +248,19 @@ class _Recomputed:
         if self._forward.recomputes:
             self.sizes[call] = [torch.linalg.vector_norm(x.float(), 1) for x in saved if x.is_floating_point()]
 
-    def is_same_as(self, other: _Recomputed) -> bool:
+    def first_other_than(self, other: _Recomputed) -> Owner | None:
+        """The first module that was given something else; None if all were given the same."""
         # those before the first that was recomputed are in one of them only
-        calls = [call for call in self.sizes if call in other.sizes]
-        if not calls:
-            return True
+        owners = [call[0] for call in self.sizes if call in other.sizes for _ in self.sizes[call]]
+        if not owners:
+            return None
         device = self._forward.probe.device
         a, b = (
-            torch.stack([x.to(device) for call in calls for x in sizes[call]]) for sizes in (self.sizes, other.sizes)
+            torch.stack([x.to(device) for call in self.sizes if call in other.sizes for x in sizes[call]])
+            for sizes in (self.sizes, other.sizes)
         )
-        return bool(((a == b) | (a - b).abs().le(1e-5 * a) | ~torch.isfinite(a)).all())
+        differ = ~((a == b) | (a - b).abs().le(1e-5 * a) | ~torch.isfinite(a))
+        return owners[int(differ.int().argmax())] if differ.any() else None
 
 
 class _FirstOfTwo(MeasuringPass):
@@ -296,13 +300,14 @@ class _FirstOfTwo(MeasuringPass):
             set_global_state(self._graph.device, self._numbers)
             slack = second_pass_slack(self._graph.device, self._graph.dtypes, convolves=trainable.convolves)
             self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack))
-            same = self._recomputed.is_same_as(second.recomputed)
-            if trainable.shards.any_rank(not same, self.forward.probe.device):
+            other = self._recomputed.first_other_than(second.recomputed)
+            if trainable.shards.any_rank(other is not None, self.forward.probe.device):
                 trainable.drop_gradients()
                 raise ValueError(
                     "activation checkpointing recomputed other activations in the second backward pass of clipping "
-                    f"mode '{self._name}' than in the first, so the gradient that is summed is not the one whose norm "
-                    "was measured: a checkpointed module draws random numbers from a generator of its own. Use "
+                    f"mode '{self._name}' than in the first (first seen in what {other or 'a module on another rank'} "
+                    "was given), so the gradient that is summed is not the one whose norm was measured: a "
+                    "checkpointed module before it draws random numbers from a generator of its own. Use "
                     "clipping_mode='book_keeping', which goes back once, or torch's global generator."
                 )
         return clipped.norms_b

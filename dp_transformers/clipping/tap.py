@@ -126,6 +126,12 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
     owner, rule, trainable = call.owner, call.owner.rule, call.forward.trainable
     if rule.norms is not None and backward.wants_only_norms_of(owner.names):
         found = {p: NormOnly(norm_b) for p, norm_b in rule.norms(owner.module, *_by_example(call)).items()}
+        if shapes := [tuple(term.norm_b.shape) for term in found.values() if term.norm_b.shape != (call.batch_size,)]:
+            raise ValueError(
+                f"the function registered for {owner} with register_norm_sampler returned a tensor of shape "
+                f"{shapes[0]}. It must return one norm for each of the {call.batch_size} examples, "
+                f"({call.batch_size},), of every parameter."
+            )
     elif rule.terms is None:
         found = _rerun(call)
     elif rule.takes_call:
@@ -153,8 +159,8 @@ def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | 
     owner, batch = call.owner, call.batch_size
     if owner.rule.channels_second and any(batch_dim.flat for batch_dim in call.output_batch_dims):
         reason = (
-            f"{owner} was called on positions of examples as if they were examples, and its rule cannot tell them "
-            "from channels. "
+            f"{owner} was called on positions of examples as if they were examples, (B * T, C, ...), and its rule "
+            "takes the second dimension for channels: call it on (B, C, ...), one row for each example. "
         )
         raise UnsupportedModuleError(reason + how_to_fix(owner.path, owner.module), owner.module)
     inputs = [batch_dim.batch_first(x, batch) for x, batch_dim in zip(call.inputs, call.input_batch_dims, strict=True)]

@@ -111,10 +111,12 @@ class Shards:
 
     def refuse_rerun(self, path: str, module: nn.Module) -> None:
         """A module that gathers parameters on its own cannot be re-run inside backward with others in their place."""
-        if any(_is_fsdp(m) for m in module.modules()):
+        units = [name or path for name, m in module.named_modules(prefix=path) if _is_fsdp(m)]
+        if units:
             raise ValueError(
-                f"'{path}' ({type(module).__name__}) has no rule for per-example gradients and would be re-run, but "
-                "holds fully_shard units, which cannot be. Apply fully_shard to a module above it. "
+                f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, so it would be called "
+                f"again inside backward, where FSDP2 cannot gather the weights of '{units[0]}', which fully_shard was "
+                f"applied to. Apply fully_shard to a module that holds '{path}', and to nothing in it. "
                 f"{how_to_fix(path, module)}"
             )
 

@@ -363,8 +363,8 @@ def _require_same(call: RecordedCall, recorded_np: torch.Tensor, recomputed_np: 
     if not torch.where(finite, difference_np, 0).norm() <= tolerance * torch.where(finite, recorded_np, 0).norm():
         raise _unsupported(
             call,
-            "computing it again from its weights gives another output (a forward of its own, or weights written "
-            "since)",
+            "computing it again from its weights gives another output, so its forward method is not torch's, or its "
+            "weights were written to since",
         )
 
 
@@ -452,7 +452,11 @@ def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
     module, arguments = cast(nn.RNNCellBase, call.module), call.arguments
     x, hx = arguments["input"], arguments["hx"]
     if x.dim() != 2 or len(x) != call.batch_size:
-        raise _unsupported(call, f"its input has the shape {tuple(x.shape)} in a batch of {call.batch_size} examples")
+        reason = (
+            f"its input has the shape {tuple(x.shape)} in a batch of {call.batch_size} examples, where the cell takes "
+            f"({call.batch_size}, {module.input_size})"
+        )
+        raise _unsupported(call, reason)
     mode = (
         f"RNN_{module.nonlinearity.upper()}"
         if isinstance(module, nn.RNNCell)

@@ -65,13 +65,6 @@ class NormOnly:
 
     store_instantiated = is_bf16 = False
 
-    def __post_init__(self) -> None:
-        if self.norm_b.dim() != 1:
-            raise ValueError(
-                "a function registered with register_norm_sampler must return one norm for each example, (B,), of "
-                f"every parameter; it returned a tensor of shape {tuple(self.norm_b.shape)}."
-            )
-
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
         return DirectNorm(self.norm_b.float())
 
