@@ -1,11 +1,14 @@
 """The recipes as commands, on tiny local models and files; their assets without an index."""
 
+import contextlib
 import csv
 import gzip
 import hashlib
 import json
 import os
 import random
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +23,7 @@ import fine_tuning
 import image_classification
 import name_classification
 import numpy as np
+import psutil
 import pytest
 import text_classification
 import torch
@@ -49,7 +53,36 @@ def command(*flags, recipe, launcher=(), **environment):
     }  # where it is set, transformers shows its messages twice
     env = {**here, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
     words = [sys.executable, *launcher, str(ROOT / "recipes" / f"{recipe}.py"), *map(str, flags)]
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    return run_or_say_where_it_hangs(words, env, timeout=300)
+
+
+def run_or_say_where_it_hangs(words, env, timeout):
+    """Run a command to its end. One that takes too long is stopped with all the processes that it started, and the
+    stacks of all of them, which Python writes to stderr, are the message of the failure."""
+    process = subprocess.Popen(
+        words, env={**env, "PYTHONFAULTHANDLER": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        launched = psutil.Process(process.pid)
+        for each in [*launched.children(recursive=True), launched]:  # a launcher's workers have sessions of their own
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGABRT)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"{words} did not end within {timeout} s:\n{stdout[-2000:]}\n{stderr[-20000:]}")
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
+
+
+def test_a_command_that_hangs_says_where_and_leaves_no_process(tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import time\n\ndef wait_for_ever():\n    time.sleep(1000)\n\nwait_for_ever()\n")
+    launcher = f"import subprocess, sys; w = subprocess.Popen([sys.executable, {str(worker)!r}], start_new_session=True); print(w.pid, flush=True); w.wait()"
+    with pytest.raises(pytest.fail.Exception, match="did not end within 10 s") as failed:
+        run_or_say_where_it_hangs([sys.executable, "-c", launcher], dict(os.environ), timeout=10)
+    assert "in wait_for_ever" in str(failed.value) and "in wait\n" in str(failed.value)
+    pid = int(re.search(r"^(\d+)$", str(failed.value), re.MULTILINE)[1])
+    assert psutil.wait_procs([p for p in psutil.process_iter() if p.pid == pid], timeout=10)[1] == []
 
 
 @pytest.fixture
