@@ -119,7 +119,7 @@ def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):
     ):
         assert name in text
     assert all(
-        f.metadata.get("help")
+        re.fullmatch(r"[A-Z].* .*\.", f.metadata["help"])  # whole sentences
         for f in dataclasses.fields(DPTrainingArguments)
         if f.name in DPTrainingArguments.__annotations__
     )

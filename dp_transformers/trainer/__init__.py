@@ -1,4 +1,4 @@
-"""DPTrainer, DPTrainerMixin and DPTrainingArguments: transformers' Trainer with a differentially private step."""
+"""This package makes transformers' Trainer private: DPTrainer, DPTrainerMixin and DPTrainingArguments."""
 
 from .dp_config import DPTrainingArguments
 from .dp_trainer import DPTrainer

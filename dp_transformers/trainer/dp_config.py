@@ -1,4 +1,4 @@
-"""DPTrainingArguments: TrainingArguments plus the privacy parameters, minus what would silently break the
+"""DPTrainingArguments adds the privacy parameters to TrainingArguments, and refuses what would break the
 guarantee."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit
 from ..noise import IndependentNoise
 from ..sampling import PoissonSampling
-from .refused_settings import refuse_arguments
+from .refused_settings import refuse_arguments, refuse_other_trainers
 
 
 @dataclass
@@ -50,26 +50,29 @@ class DPTrainingArguments(TrainingArguments):
             met for all rows of one person together (σ is calibrated for groups of k rows), and both numbers are
             reported.
         clipping_mode (`str`, defaults to `"auto"`):
-            `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or `"per_sample"`: same result, different time and
-            memory.
+            How the gradients of examples are clipped: `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or
+            `"per_sample"`. All give the same result, and differ in time and memory.
         accountant (`str`, defaults to `"pld"`):
-            `"pld"` (tight) or `"rdp"`.
+            How ε is computed from the steps: `"pld"` gives the tightest value, `"rdp"` an upper bound that is mostly
+            larger.
         sampling (`str`, defaults to `"poisson"`):
-            How steps choose examples; `"poisson"` is the one that the accountants are for.
+            How a step chooses its examples. The only choice is `"poisson"`, which ε is computed for.
         mechanism ([`~dp_transformers.mechanism.Mechanism`], `dict` or `str`, *optional*):
             Sampling, clipping, noise and what else ε depends on, in the place of `noise_multiplier`,
             `expected_batch_size`, `max_grad_norm`, `max_examples_per_person` and `sampling`, from which a mechanism is
             built otherwise; also as the dictionary of its `to_dict()`, or as the path of a JSON file with that. With
             `target_epsilon` training stops before the step that would exceed it.
         secure_rng (`bool`, defaults to `False`):
-            Draw the noise from a cryptographic generator (needs the extra `secure`).
+            Whether the noise is drawn from a cryptographic generator, which needs the extra `secure`.
         dp_seed (`int`, *optional*):
-            Fixed seed of draws and noise, for tests only: the run is not private.
+            A fixed seed of draws and noise, for tests only: whoever knows it can reproduce the noise, so the run is
+            not private.
         self_check (`bool`, defaults to `True`):
-            Before the first step, check on synthetic data that clipping is exact for this model and that no parameter
-            escapes it.
+            Whether it is checked on synthetic data, before the first step, that clipping is exact for this model and
+            that no parameter escapes it.
         log_train_loss (`bool`, defaults to `False`):
-            Log the training loss. It is computed from private examples without noise and is not covered by ε.
+            Whether the training loss is logged. It is computed from private examples without noise, and ε does not
+            cover it.
 
     Example::
 
@@ -82,53 +85,109 @@ class DPTrainingArguments(TrainingArguments):
     """
 
     target_epsilon: float | None = field(
-        default=None, metadata={"help": "Privacy budget. Give this or noise_multiplier."}
+        default=None,
+        metadata={
+            "help": "The privacy budget of the whole training, epsilon. The noise is calibrated to it, and training "
+            "stops before the step that would exceed it. Give either this or noise_multiplier."
+        },
     )
     target_delta: float | None = field(
-        default=None, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."}
+        default=None,
+        metadata={
+            "help": "The delta of (epsilon, delta)-differential privacy: a probability, which must be given and must "
+            "be smaller than 1/N for N training examples; 1e-6 is common."
+        },
     )
     noise_multiplier: float | None = field(
         default=None,
-        metadata={"help": "Noise standard deviation in units of max_grad_norm; 0 trains without privacy."},
+        metadata={
+            "help": "The standard deviation of the noise, in units of max_grad_norm. Give it instead of "
+            "target_epsilon to choose the noise yourself; 0 trains without privacy."
+        },
     )
     expected_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Expected examples per step over all processes. Default: batch size x accumulation x processes."
+            "help": "The number of examples that one step takes on average, over all processes. By default it is "
+            "per_device_train_batch_size x gradient_accumulation_steps x the number of processes. The larger "
+            "it is, the less the noise weighs in a step."
         },
     )
     max_examples_per_person: int = field(
         default=1,
-        metadata={"help": "Rows that one person may have; target_epsilon is then met for all of them together."},
+        metadata={
+            "help": "The number of rows of the training data that one person may have. Raise it if a person may have "
+            "several: target_epsilon then holds for all rows of one person together."
+        },
     )
     clipping_mode: str = field(
         default="auto",
-        metadata={"help": "auto, book_keeping, ghost, fast_gradient or per_sample: same result, other cost."},
+        metadata={
+            "help": "How the gradients of examples are clipped: auto, book_keeping, ghost, fast_gradient or "
+            "per_sample. All give the same result, and differ in time and memory; auto suits most models."
+        },
     )
-    accountant: str = field(default="pld", metadata={"help": "pld (tight) or rdp."})
-    sampling: str = field(default="poisson", metadata={"help": "How steps choose examples: poisson."})
-    # HfArgumentParser takes the second of several types
+    accountant: str = field(
+        default="pld",
+        metadata={
+            "help": "How epsilon is computed from the steps: pld gives the tightest value, rdp an upper bound that "
+            "is mostly larger."
+        },
+    )
+    sampling: str = field(
+        default="poisson",
+        metadata={
+            "help": "How a step chooses its examples. The only choice is poisson, which epsilon is computed for."
+        },
+    )
+    # A Mechanism when the arguments are made. HfArgumentParser reads the second of several types, so a str.
     mechanism: Mechanism | str | dict[str, Any] | None = field(
         default=None,
-        metadata={"help": "A mechanism, or the path of its JSON file, in the place of the flags that describe one."},
+        metadata={
+            "help": "The path of a JSON file, or the JSON text, that describes a mechanism. It takes the place of "
+            "noise_multiplier, expected_batch_size, max_grad_norm, max_examples_per_person and sampling."
+        },
     )
     secure_rng: bool = field(
-        default=False, metadata={"help": "Draw noise from a cryptographic generator (extra 'secure')."}
+        default=False,
+        metadata={
+            "help": "Whether the noise is drawn from a cryptographic generator, which an attacker cannot predict. It "
+            "needs the extra 'secure' of this package (pip install 'dp-finetune[secure]')."
+        },
     )
     dp_seed: int | None = field(
-        default=None, metadata={"help": "Fixed seed of draws and noise; for tests: NOT private."}
+        default=None,
+        metadata={
+            "help": "A fixed seed of draws and noise, for tests only: whoever knows it can reproduce the noise, so "
+            "the run is NOT private."
+        },
     )
     self_check: bool = field(
-        default=True, metadata={"help": "Check exactness on synthetic data before the first step."}
+        default=True,
+        metadata={
+            "help": "Before the first step clipping is compared, on synthetic data, with the gradients of one example "
+            "at a time. --no_self_check leaves that out, and the run is then reported as not verified."
+        },
     )
     log_train_loss: bool = field(
-        default=False, metadata={"help": "Log the training loss, which is not covered by epsilon."}
+        default=False,
+        metadata={
+            "help": "Whether the training loss is logged. It is computed from private examples without noise, and "
+            "epsilon does not cover it."
+        },
     )
     max_grad_norm: float = field(
-        default=1.0, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
+        default=1.0,
+        metadata={
+            "help": "The clipping bound C: the largest L2 norm that the gradient of one example may keep. The noise "
+            "is proportional to it."
+        },
     )
     logging_steps: float = field(
-        default=10, metadata={"help": "Log every X steps; a fraction below 1 is a share of all."}
+        default=10,
+        metadata={
+            "help": "The number of steps between two lines of the log; a number below 1 is a share of all steps."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -145,36 +204,19 @@ class DPTrainingArguments(TrainingArguments):
 
     @property
     def train_batch_size(self) -> int:
-        """The physical batch size. Every Trainer reads it when it is made; one that is no DPTrainer would train
-        without privacy."""
-        from transformers import Trainer
+        """Return the physical batch size, which every Trainer reads when it is made.
 
-        reader = sys._getframe(1).f_locals.get("self")
-        if isinstance(reader, Trainer) and not getattr(reader, "trains_privately", False):
-            name = type(reader).__name__
-            derived = f"Make it private: class Private{name}(DPTrainerMixin, {name})."
-            way_out = "Make a DPTrainer instead." if type(reader) is Trainer else derived
-            raise ValueError(
-                f"these are DPTrainingArguments (epsilon, noise, clipping), but {name} is no DPTrainer and would "
-                f"train without privacy. {way_out} For evaluation alone use TrainingArguments."
-            )
+        Raises:
+            ValueError: the Trainer that reads it is no DPTrainer, so it would train without privacy.
+        """
+        refuse_other_trainers(sys._getframe(1).f_locals.get("self"))
         return super().train_batch_size
 
     def _take_mechanism(self) -> None:
-        """Let the flags say what ``mechanism`` says, if it is given."""
-        if isinstance(self.mechanism, str):
-            self.mechanism = json.loads(
-                self.mechanism if self.mechanism.startswith("{") else Path(self.mechanism).read_text()
-            )
-        if isinstance(self.mechanism, Mapping):
-            self.mechanism = Mechanism.from_dict(self.mechanism)
-        if (mechanism := self.mechanism) is None:
+        """Set the fields that describe a mechanism to what ``mechanism`` says, if it is given."""
+        if self.mechanism is None:
             return
-        if not isinstance(mechanism, Mechanism):
-            raise ValueError(
-                "mechanism must be a Mechanism, the dictionary of its to_dict() or the path of a JSON file, got "
-                f"{mechanism!r}."
-            )
+        self.mechanism = mechanism = _read_mechanism(self.mechanism)
         step = mechanism.at(0)
         said = {
             "noise_multiplier": None,
@@ -193,11 +235,11 @@ class DPTrainingArguments(TrainingArguments):
             setattr(self, name, value)
 
     def mechanism_for(self, num_examples: int, steps: int, saved: Mechanism | None = None) -> Mechanism:
-        """What these arguments say of ``steps`` steps on so many examples: ``mechanism``, or one that is built from
-        the flags.
+        """Return the mechanism of ``steps`` steps on so many examples: ``mechanism``, or one that is built from the
+        other fields.
 
         Args:
-            saved: The mechanism of a run that goes on; it says what the flags leave open.
+            saved: The mechanism of a run that is resumed. It says what the fields leave open.
 
         Raises:
             ValueError: the mechanism is for another number of examples, or no noise meets the target.
@@ -285,3 +327,17 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 "secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them."
             )
+
+
+def _read_mechanism(given: Mechanism | str | Mapping[str, Any]) -> Mechanism:
+    """Return the mechanism that a dictionary, its JSON text or the file with that text describes."""
+    if isinstance(given, str):
+        given = json.loads(given if given.startswith("{") else Path(given).read_text())
+    if isinstance(given, Mapping):
+        given = Mechanism.from_dict(given)
+    if not isinstance(given, Mechanism):
+        raise ValueError(
+            "mechanism must be a Mechanism, the dictionary of its to_dict() or the path of a JSON file, got "
+            f"{given!r}."
+        )
+    return given

@@ -1,4 +1,4 @@
-"""DPTrainer: transformers' Trainer made private."""
+"""DPTrainer is transformers' Trainer with the private step of DPTrainerMixin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses of a training batch, one for each example."""
+"""ExampleLosses computes the losses of a training batch, one for each example."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ExampleLosses:
         self._loss, self._label_names = loss, label_names
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """(B,) losses, and the model's outputs."""
+        """Return the (B,) losses, and the model's outputs."""
         inputs = dict(inputs)
         missing = [name for name in self._label_names if name not in inputs]
         if missing:

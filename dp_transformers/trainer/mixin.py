@@ -1,5 +1,5 @@
-"""DPTrainerMixin: the differentially private step for any subclass of transformers' Trainer. Overrides, and no
-maths."""
+"""DPTrainerMixin makes any subclass of transformers' Trainer private. It replaces methods of Trainer, and computes
+nothing itself."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class DPTrainerMixin(Base):
                 "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they "
                 "spend adds up. Run each trial with train() of a DPTrainer of its own, and add up their epsilon."
             )
-        if self._training is None:
+        if self._training is None or self.train_dataset is None:
             raise ValueError(
                 "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
             )
@@ -284,7 +284,7 @@ class DPTrainerMixin(Base):
         """Return the norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
         return _total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
-    # ---- batches: Trainer is given a LogicalBatch where it expects a batch ----
+    # ---- batches: Trainer gets a LogicalBatch where it expects a batch ----
 
     def get_train_dataloader(self) -> DataLoader:
         """Make a loader of Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]."""

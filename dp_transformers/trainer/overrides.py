@@ -1,4 +1,4 @@
-"""The methods of a trainer that the guarantee stands on, and the classes that may not replace them."""
+"""These functions refuse classes and attributes that replace a method which the guarantee stands on."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ def _private_class(cls: type) -> type:
 
 
 def _module_of(method: Any) -> str:
-    """Where a method was written; a partial and the like do not say it of themselves."""
+    """Return the module in which a method was written, or that of its type, as for a partial."""
     return getattr(method, "__module__", None) or type(method).__module__

@@ -1,4 +1,5 @@
-"""Settings of transformers and accelerate that differential privacy cannot be combined with."""
+"""These functions refuse settings of transformers and accelerate that differential privacy cannot be combined with,
+and trainers that would ignore the privacy parameters."""
 
 from __future__ import annotations
 
@@ -83,6 +84,18 @@ def refuse_arguments(args: TrainingArguments) -> None:
     for name, (is_set, why) in refused.items():
         if is_set:
             raise ValueError(f"{name}={getattr(args, name)!r} cannot be used with differential privacy: {why}.")
+
+
+def refuse_other_trainers(trainer: Any) -> None:
+    """Raise ValueError if ``trainer`` is a Trainer that would train without privacy."""
+    if isinstance(trainer, Trainer) and not getattr(trainer, "trains_privately", False):
+        name = type(trainer).__name__
+        derived = f"Make it private: class Private{name}(DPTrainerMixin, {name})."
+        way_out = "Make a DPTrainer instead." if type(trainer) is Trainer else derived
+        raise ValueError(
+            f"these are DPTrainingArguments (epsilon, noise, clipping), but {name} is no DPTrainer and would train "
+            f"without privacy. {way_out} For evaluation alone use TrainingArguments."
+        )
 
 
 def refuse_settings(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""One call of ``train()``: its random numbers, its loader of draws, and the private step that works on them."""
+"""A TrainerLoop lasts for one call of ``train()``. It holds the seeds, the loader of draws and the private step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private run of a trainer: how many steps its arguments plan, what its budget allows, and how it goes on from a
+"""A TrainerRun says how many steps a trainer's arguments plan, what its budget allows, and how it is resumed from a
 checkpoint."""
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class TrainerRun:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Draws in one pass over the data."""
+        """The number of draws in one pass over the data."""
         return self._steps_per_epoch(self.run.mechanism.at(0).expected_batch_size)
 
     @property
     def planned_steps(self) -> int:
-        """Steps of the whole training, those before a checkpoint included."""
+        """The number of steps of the whole training, with those before a checkpoint."""
         return self._planned_steps(self.run.mechanism.at(0).expected_batch_size)
 
     def _steps_per_epoch(self, expected_batch_size: float) -> int:
