@@ -498,8 +498,19 @@ def test_evaluation_only_needs_no_training_data(tmp_path):
     assert "eval_loss" in trainer.evaluate()
     with pytest.raises(ValueError, match="no train_dataset"):
         trainer.privacy_spent()
-    with pytest.raises(ValueError, match=r"requires a train_dataset: pass one"):
-        trainer.train()
+    for data in (None, dataset()):  # rows that come later were never looked at
+        trainer.train_dataset = data
+        with pytest.raises(ValueError, match=r"requires a train_dataset: pass one"):
+            trainer.train()
+
+
+def test_draws_are_made_only_while_train_runs(tmp_path):
+    trainer = trainer_for(tmp_path)
+    with pytest.raises(RuntimeError, match=r"exist only while train\(\) runs: call train\(\)"):
+        trainer.get_train_dataloader()
+    trainer.train()
+    with pytest.raises(RuntimeError, match=r"exist only while train\(\) runs: call train\(\)"):
+        trainer.training_step(trainer.model, None)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
