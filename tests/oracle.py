@@ -81,3 +81,13 @@ def errors(model, mode, batch, losses_of, oracle=None):
     norm_error = ((got - expected).abs() / expected.clamp(min=1e-12)).where(expected > 0, got).max()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
     return float(norm_error), distance(grads, total) / length(total), owners
+
+
+def assert_exact_in_modes(model, losses_of, batch, modes):
+    """Norms and clipped sum agree with the oracle in each of these modes, after its self-check; the owners found."""
+    with torch.random.fork_rng():
+        gradients = per_example_gradients(model, losses_of, batch)
+    for mode in modes:
+        norm_error, sum_error, owners = errors(model, mode, batch, losses_of, gradients)
+        assert norm_error <= 1e-5 and sum_error <= 1e-5, f"{mode}: norms {norm_error:.1e}, sum {sum_error:.1e}"
+    return owners

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import clipped_sum, distance, errors, length, per_example_gradients, trainable
+from oracle import assert_exact_in_modes, clipped_sum, distance, errors, length, per_example_gradients, trainable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,20 +103,8 @@ def batch_of(size=4, queries=5, keys=5, seed=0):
 
 def check(model, batch, modes=ALL_MODES, answers=multihead_attention):
     """Norms and clipped sums in every mode, by the rules alone; the self-check passes too."""
-    losses = losses_of(model)
-    with torch.random.fork_rng():
-        gradients = per_example_gradients(model, losses, batch)
-    bound = 0.9 * float(torch.tensor([length(g) for g in gradients]).median())
-    norms, total = clipped_sum(gradients, bound)
-    with PerExampleClipper(model, bound) as clipper:
-        for mode in modes:
-            clipper._engine.mode = MODES[mode]
-            model.zero_grad()
-            got = clipper.backward(losses(batch))
-            torch.testing.assert_close(got.double(), torch.tensor(norms).double(), rtol=1e-5, atol=0)
-            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
-            assert distance(found, total) <= 1e-5 * length(total), mode
-        rules = {owner.module: owner.rule.terms for owner in clipper.owners}
+    owners = assert_exact_in_modes(model, losses_of(model), batch, modes)
+    rules = {owner.module: owner.rule.terms for owner in owners}
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and any(
             p.requires_grad for p in module.parameters(recurse=False)

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients, trainable
+from oracle import assert_exact, assert_exact_in_modes, distance, length, trainable
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -86,19 +86,8 @@ def batch_of(size=4, length=6, seed=0):
 
 def check(model, batch, modes=ALL_MODES, *, by_rule=True):
     """Norms and clipped sum in every mode; the self-check passes too."""
-    losses = losses_of(model)
-    gradients = per_example_gradients(model, losses, batch)
-    bound = 0.9 * float(torch.tensor([length(g) for g in gradients]).median())
-    norms, total = clipped_sum(gradients, bound)
-    with PerExampleClipper(model, bound) as clipper:
-        for mode in modes:
-            clipper._engine.mode = MODES[mode]
-            model.zero_grad()
-            got = clipper.backward(losses(batch))
-            torch.testing.assert_close(got.double(), torch.tensor(norms).double(), rtol=1e-5, atol=0)
-            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable(model)]
-            assert distance(found, total) <= 1e-5 * length(total), mode
-        assert (experts in {owner.rule.terms for owner in clipper.owners}) is by_rule
+    owners = assert_exact_in_modes(model, losses_of(model), batch, modes)
+    assert (experts in {owner.rule.terms for owner in owners}) is by_rule
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
