@@ -22,7 +22,7 @@ from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
 from .clipping_functions import ClippingFunction
 from .coefficients import checked_clipping
-from .engine import ClippingEngine, Follower
+from .engine import ClippingEngine, TrainingLoop
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
@@ -42,8 +42,8 @@ class PerExampleClipper:
     Args:
         model: The module whose ``forward`` is called for the losses; its inputs have the batch in their first
             dimension. It is hooked, not wrapped: type, state dict, ``generate`` and pickling stay as they are.
-        max_grad_norm: The clipping bound C, or a function of the norm (:mod:`.functions`), whose sensitivity it then
-            is. Noise must be scaled by this same number: read it here.
+        max_grad_norm: The clipping bound C, or a function of the norm (:mod:`.clipping_functions`), whose
+            sensitivity it then is. Noise must be scaled by this same number: read it here.
         mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see
             :mod:`dp_transformers.clipping.modes`.
         self_check: Before the first training forward pass, check on synthetic input of the same shapes that every
@@ -150,8 +150,8 @@ class PerExampleClipper:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
-    def follow(self, follower: Follower, loss_reduction: str | None) -> None:
-        """Ask ``follower`` before every clipped sum for the examples' weights, and tell it afterwards.
+    def follow(self, loop: TrainingLoop, loss_reduction: str | None) -> None:
+        """Ask the loop before every clipped sum for the examples' weights, and tell it afterwards.
 
         With a ``loss_reduction`` ("mean" or "sum") the clipped sum is formed by an ordinary ``loss.backward()``, where
         ``loss`` is that reduction of the examples' losses over the batch. Only modes that keep what the sum is formed
@@ -161,7 +161,7 @@ class PerExampleClipper:
         engine.on_user_backward = (
             None if loss_reduction is None else UserBackward(engine, loss_reduction, self.clipping).begin
         )
-        engine.follower = follower
+        engine.loop = loop
         engine.install_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,8 +209,8 @@ class PerExampleClipper:
         self._engine.trainable.require_same()
 
     def _before_forward(self, args: tuple, kwargs: dict) -> None:
-        follower = self._engine.follower
-        if follower is not None:
+        loop = self._engine.loop
+        if loop is not None:
             self.require_same_parameters()
             self.recheck_if_changed()
         elif not self._engine.trainable.are_the_same():  # something was frozen or unfrozen since
@@ -221,8 +221,8 @@ class PerExampleClipper:
             self.attach()
         if not self.checked and batch_size_of(self.model, args, kwargs, self.batch_first) > 0:
             self.check(args, kwargs)  # an empty batch shows no shapes to check, and adds nothing
-        if follower is not None:
-            follower.before_forward(args, kwargs)
+        if loop is not None:
+            loop.before_forward(args, kwargs)
 
     # ---- backward ----
 

@@ -27,8 +27,9 @@ from .tap import tapped
 from .trainable import TrainableParameters
 
 
-class Follower(Protocol):
-    """Who follows a clipper from batch to batch (:meth:`.clipper.PerExampleClipper.follow`)."""
+class TrainingLoop(Protocol):
+    """What a clipper asks and tells the training loop that it follows (:meth:`.clipper.PerExampleClipper.follow`). In
+    a private training a ``PrivateStep`` answers for the loop."""
 
     def before_forward(self, args: tuple, kwargs: dict) -> None:
         """The model is called with these, by somebody who will go backward. May raise, or check the clipper."""
@@ -58,7 +59,7 @@ class ClippingEngine:
     Attributes:
         trainable, owners, state, sums: What :meth:`attach` found out.
         forward: The forward pass that a backward pass would use.
-        follower: Weighs the examples of every sum, and is told of it.
+        loop: Weighs the examples of every sum, and is told of it.
         on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
             :meth:`backward` goes back.
     """
@@ -78,13 +79,18 @@ class ClippingEngine:
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
         self.owners: list[Owner] = []
         self.forward: ForwardPass | None = None
-        self.follower: Follower | None = None
+        self.loop: TrainingLoop | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
         self._hooks = HookedModel(
             model, self._begin_forward, self._record, self._refuse_native_gradient, self._during_forward_without_graph
         )
         self._on_trial = False
         self._fills_gradients = False  # autograd may, for the second of two passes
+
+    @property
+    def _loop_in_charge(self) -> TrainingLoop | None:
+        """The loop, of which a check that tries out the engine asks nothing."""
+        return None if self._on_trial else self.loop
 
     # ---- attaching ----
 
@@ -181,11 +187,11 @@ class ClippingEngine:
             self.forget()  # that backward raised before its end
         self._hooks.reset()
         self.trainable.shards.reshard()
-        follower = None if self._on_trial else self.follower
+        loop = self._loop_in_charge
         if not self._on_trial:
             self._before_forward(args, kwargs)
-        batch = None if follower is None else follower.current_batch()
-        if follower is None or batch is not None:
+        batch = None if loop is None else loop.current_batch()
+        if loop is None or batch is not None:
             self.state.before_forward()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         forward = self.forward
@@ -202,8 +208,8 @@ class ClippingEngine:
     def _during_forward_without_graph(self) -> Iterator[None]:
         """Such a pass over a private batch may leave something in the model, which would tell later batches of it as a
         pass with a graph would."""
-        follower = None if self._on_trial else self.follower
-        watches = follower is not None and follower.current_batch() is not None and not self.state.is_watching
+        loop = self._loop_in_charge
+        watches = loop is not None and loop.current_batch() is not None and not self.state.is_watching
         if watches:
             self.state.before_forward()
         yield
@@ -296,9 +302,8 @@ class ClippingEngine:
 
     def begin_sum(self, forward: ForwardPass, weights_b: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
         """The examples' weights, None where all are one, and whether sums are reduced now."""
-        given, reduce = (
-            (None, True) if self.follower is None or self._on_trial else self.follower.before_sum(forward.batch_size)
-        )
+        loop = self._loop_in_charge
+        given, reduce = (None, True) if loop is None else loop.before_sum(forward.batch_size)
         if given is None or weights_b is None:
             return weights_b if given is None else given.to(forward.probe), reduce
         return weights_b * given.to(weights_b), reduce
@@ -309,8 +314,8 @@ class ClippingEngine:
         except ValueError:
             self.trainable.drop_gradients()
             raise
-        if self.follower is not None and not self._on_trial:
-            self.follower.after_sum()
+        if (loop := self._loop_in_charge) is not None:
+            loop.after_sum()
 
     # ---- gradients that no tap saw ----
 
