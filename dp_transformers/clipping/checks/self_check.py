@@ -264,7 +264,11 @@ def _compare(
     """
     with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         with evaluating(engine.model):
-            _discover_and_run(engine, losses_of, args, kwargs, batch, others)
+            _until_all_can_be_run(
+                engine,
+                lambda: _discover(engine, losses_of, args, kwargs, batch, others),
+                lambda: clip(engine, losses_of, args, kwargs),
+            )
         locality_error = locality_as_trained(engine, losses_of, args, kwargs, batch) if locality else 0.0
         with evaluating(engine.model):
             norms_b = clip(engine, losses_of, args, kwargs)[0]
@@ -315,19 +319,12 @@ def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], t
         )
 
 
-def _discover_and_run(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    batch: int,
-    others: Callable[[int], tuple[tuple, dict]],
-) -> None:
+def _until_all_can_be_run(engine: ClippingEngine, discover: Callable[[], None], run: Callable[[], object]) -> None:
     """Discover the owners, and let the parents own what modules hold that turn out not to be re-runnable."""
     while True:
-        _discover(engine, losses_of, args, kwargs, batch, others)
+        discover()
         try:
-            clip(engine, losses_of, args, kwargs)
+            run()
             break
         except UnsupportedModuleError as error:
             engine.trainable.shards.recover()
