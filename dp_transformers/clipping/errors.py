@@ -1,8 +1,14 @@
-"""The errors that clipping raises, and how their messages name the ways out."""
+"""The errors that clipping raises, how their messages name the ways out, and warnings that are given once."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Hashable
+from typing import Any
+
 from torch import nn
+
+_WARNED: set[Hashable] = set()
 
 
 class UnsupportedModuleError(ValueError):
@@ -26,3 +32,10 @@ def how_to_fix(path: str, module: nn.Module) -> str:
         f"Ways out: freeze the parameters of '{path}' (requires_grad_(False)), train adapters such as LoRA instead, "
         f"or register a rule with dp_transformers.register_grad_sampler({type(module).__name__})."
     )
+
+
+def warn_once(logger: logging.Logger, about: Hashable, message: str, *args: Any) -> None:
+    """Log the warning unless there was one about the same in this process."""
+    if about not in _WARNED:
+        _WARNED.add(about)
+        logger.warning(message, *args)

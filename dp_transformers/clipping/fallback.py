@@ -25,7 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..randomness import replayed
-from .errors import UnsupportedModuleError, how_to_fix
+from .errors import UnsupportedModuleError, how_to_fix, warn_once
 from .recorded_call import RecordedCall, differentiable_leaves
 from .terms import Dense, Term
 
@@ -54,7 +54,14 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
             reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             continue
         if way is not _vmapped:
-            _say_once(type(module), reasons[0] if reasons else "it uses random numbers")
+            warn_once(
+                logger,
+                type(module),
+                "%s cannot be re-run by vmap (%s) and is differentiated once for each example of a physical batch: "
+                "exact, and slow.",
+                type(module).__name__,
+                reasons[0] if reasons else "it uses random numbers",
+            )
         return {p: Dense(gradients[name].detach()) for p, name in parameters.items()}
     raise UnsupportedModuleError(
         f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at "
@@ -253,17 +260,3 @@ def without_fused_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-_SAID: set[type] = set()
-
-
-def _say_once(cls: type, reason: str) -> None:
-    if cls not in _SAID:
-        _SAID.add(cls)
-        logger.warning(
-            "%s cannot be re-run by vmap (%s) and is differentiated once for each example of a physical batch: exact, "
-            "and slow.",
-            cls.__name__,
-            reason,
-        )

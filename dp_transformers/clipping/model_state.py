@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from .errors import warn_once
+
 logger = logging.getLogger(__name__)
 
 _SMALL = 2**16  # numbers of a buffer up to which its content is kept; of larger ones a sum of its bits
@@ -304,22 +306,15 @@ def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:
         if place.path in grown and type(old) is type(new) is int and new > old:
             continue  # the length of the table, beside it
         holder[key] = old
-        _say_once(place.name_of(key), old)
-    return [place.name_of(key) for key in changed]
-
-
-_SAID: set[str] = set()
-
-
-def _say_once(name: str, value: Any) -> None:
-    if name not in _SAID:
-        _SAID.add(name)
-        logger.warning(
+        warn_once(
+            logger,
+            place.name_of(key),
             "'%s' of the model changes with every batch; it is put back to %r each time, so that no batch tells of "
             "others.",
-            name,
-            value,
+            place.name_of(key),
+            old,
         )
+    return [place.name_of(key) for key in changed]
 
 
 def _settle_list(place: _Place, before: list) -> list[str]:
