@@ -6,7 +6,10 @@ from oracle import assert_exact
 from torch import nn
 
 from dp_transformers import PerExampleClipper
+from dp_transformers.clipping import layer_rule
+from dp_transformers.clipping.layer_rule import LayerRule, rule_for
 from dp_transformers.clipping.modes import MODES
+from dp_transformers.clipping.terms import Outer
 
 ALL_MODES = sorted(MODES)
 drawn = settings(max_examples=30, deadline=None, derandomize=True, database=None)
@@ -40,3 +43,30 @@ def freeze(layer, what):
     if what != "nothing" and getattr(layer, what, None) is not None:
         getattr(layer, what).requires_grad_(False)
     return layer
+
+
+def scale_linear_rule(monkeypatch, factor):
+    """Let the rule of nn.Linear give ``factor(module, backprops)`` times the gradients of its weights."""
+    right = rule_for(nn.Linear(1, 1)).terms
+
+    def wrong(module, activations, backprops):
+        return {
+            p: Outer(factor(module, backprops) * t.left, t.right) if isinstance(t, Outer) else t
+            for p, t in right(module, activations, backprops).items()
+        }
+
+    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+
+
+class Attends(nn.Module):
+    """Attention whose first dimension is positions, given a batch there, as happens."""
+
+    def __init__(self, swap: bool):
+        super().__init__()
+        self.embed, self.attention, self.swap = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2), swap
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x.transpose(0, 1) if self.swap else x
+        y = self.attention(x, x, x, need_weights=False)[0]
+        return {"logits": y.transpose(0, 1) if self.swap else y}

@@ -2,24 +2,11 @@
 
 import pytest
 import torch
+from layers import Attends
 from models import SHORT, batch_for, build
 from torch import nn
 
 from dp_transformers.clipping.checks.example_mixing import find_example_mixing
-
-
-class Attends(nn.Module):
-    """Attention whose first dimension is positions, given a batch there, as happens."""
-
-    def __init__(self, swap: bool):
-        super().__init__()
-        self.embed, self.attention, self.swap = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2), swap
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        x = x.transpose(0, 1) if self.swap else x
-        y = self.attention(x, x, x, need_weights=False)[0]
-        return {"logits": y.transpose(0, 1) if self.swap else y}
 
 
 class Centred(nn.Module):

@@ -3,14 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from layers import scale_linear_rule
 from models import build
 from torch import nn
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping import layer_rule
 from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.clipping.layer_rule import LayerRule, rule_for
-from dp_transformers.clipping.terms import Outer
 
 WAYS_TO_BF16 = ["autocast", "bf16 parameters"]
 MODES_OF_BF16 = ["book_keeping", "ghost", "per_sample"]
@@ -117,15 +115,7 @@ def test_models_that_do_not_mix_train_in_bf16(make, way, mode, caplog):
 @pytest.mark.parametrize("mode", [*MODES_OF_BF16, "fast_gradient"])
 @pytest.mark.parametrize("way", WAYS_TO_BF16)
 def test_rule_that_is_wrong_by_eight_percent_in_bf16(monkeypatch, way, mode):
-    right = rule_for(nn.Linear(1, 1)).terms
-
-    def wrong(module, activations, backprops):
-        return {
-            p: Outer(0.92 * t.left, t.right) if isinstance(t, Outer) else t
-            for p, t in right(module, activations, backprops).items()
-        }
-
-    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+    scale_linear_rule(monkeypatch, lambda module, backprops: 0.92)
     with pytest.raises(SelfCheckError, match="not exact"):
         in_bf16(
             lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()),
@@ -193,16 +183,7 @@ def test_what_does_not_run_in_float32_is_checked_as_it_trains(inside, caplog):
 
 
 def test_a_rule_that_is_wrong_in_bf16_alone(monkeypatch):
-    right = rule_for(nn.Linear(1, 1)).terms
-
-    def wrong(module, activations, backprops):
-        factor = 0.7 if backprops.dtype == torch.bfloat16 else 1.0
-        return {
-            p: Outer(factor * t.left, t.right) if isinstance(t, Outer) else t
-            for p, t in right(module, activations, backprops).items()
-        }
-
-    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+    scale_linear_rule(monkeypatch, lambda module, backprops: 0.7 if backprops.dtype == torch.bfloat16 else 1.0)
     for way in WAYS_TO_BF16:
         with pytest.raises(SelfCheckError, match=r"not exact.*allowed 1e-01"):
             in_bf16(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from layers import Attends, scale_linear_rule
 from models import SHORT, batch_for, build, losses_function
 from torch import nn
 from transformers import (
@@ -21,7 +22,7 @@ from dp_transformers.clipping import layer_rule
 from dp_transformers.clipping.checks.synthetic import synthetic_inputs
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.layer_rule import LayerRule, rule_for
-from dp_transformers.clipping.terms import Dense, Outer
+from dp_transformers.clipping.terms import Dense
 
 
 class Bypass(nn.Module):
@@ -99,15 +100,7 @@ def test_a_layer_that_drops_the_batch(mode):
 
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost", "fast_gradient", "per_sample"])
 def test_rule_that_is_wrong_by_a_percent(monkeypatch, mode):
-    right = rule_for(nn.Linear(1, 1)).terms
-
-    def wrong(module, activations, backprops):
-        return {
-            p: Outer(1.01 * t.left, t.right) if isinstance(t, Outer) else t
-            for p, t in right(module, activations, backprops).items()
-        }
-
-    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+    scale_linear_rule(monkeypatch, lambda module, backprops: 1.01)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
     with pytest.raises(SelfCheckError, match="not exact"):
         PerExampleClipper(model, 1.0, mode=mode).model(torch.randn(4, 3, 5))
@@ -195,13 +188,7 @@ def test_batch_of_one_is_not_enough():
 
 
 def test_a_rule_behind_a_weight_that_starts_at_zero_is_checked(monkeypatch):
-    right = rule_for(nn.Linear(1, 1)).terms
-
-    def wrong(module, activations, backprops):
-        return {p: Outer(0.5 * t.left, t.right) if module.out_features == 7 and isinstance(t, Outer) else t
-                for p, t in right(module, activations, backprops).items()}  # fmt: skip
-
-    monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+    scale_linear_rule(monkeypatch, lambda module, backprops: 0.5 if module.out_features == 7 else 1.0)
     model = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 2))
     nn.init.zeros_(model[1].weight)
     with pytest.raises(SelfCheckError, match="not exact"):
@@ -350,20 +337,6 @@ def test_frozen_state_that_moves_is_refused_and_put_back(module):
     with pytest.raises(SelfCheckError, match=r"'part\..*changes in the forward pass"):
         PerExampleClipper(model, 1.0).model(x)
     assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
-
-
-class Attends(nn.Module):
-    """Attention whose first dimension is positions, given a batch there, as happens."""
-
-    def __init__(self, swap: bool):
-        super().__init__()
-        self.embed, self.attention, self.swap = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2), swap
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        x = x.transpose(0, 1) if self.swap else x
-        y = self.attention(x, x, x, need_weights=False)[0]
-        return {"logits": y.transpose(0, 1) if self.swap else y}
 
 
 def test_per_sample_gradients_are_correct(caplog):
