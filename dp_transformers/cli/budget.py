@@ -2,7 +2,220 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-def budget() -> None:
-    """Say what epsilon, noise, batch size, number of steps or of epochs a training needs, given the others."""
-    raise NotImplementedError
+from typer import Option
+
+from .extras import missing_extra
+
+if TYPE_CHECKING:
+    from .planning import Plan
+
+HOPELESS = 2.0  # noise over signal, both summed over the whole training
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+NAMES = {
+    "epsilon": "epsilon",
+    "sigma": "noise multiplier (sigma)",
+    "batch": "expected batch size (B)",
+    "steps": "steps",
+}
+
+
+def budget(
+    examples: Annotated[int, Option("--examples", min=1, help="Rows of the training data (N).")],
+    epsilon: Annotated[float | None, Option(help="The privacy budget.")] = None,
+    sigma: Annotated[float | None, Option(help="The noise multiplier: noise over clipping bound.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Expected number of examples in a step.")] = None,
+    epochs: Annotated[float | None, Option(help="Passes over the data, on average.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Number of steps, in the place of --epochs.")] = None,
+    delta: Annotated[
+        float | None, Option(help="Below 1/N. Default: the largest power of ten that is at most a tenth of 1/N.")
+    ] = None,
+    max_examples_per_person: Annotated[
+        int, Option(min=1, help="Rows that one person may have; epsilon is then for all of them together.")
+    ] = 1,
+    max_grad_norm: Annotated[float, Option(help="The clipping bound C.")] = 1.0,
+    trainable_parameters: Annotated[
+        int | None, Option(min=1, help="How many parameters are trained, to compare the noise with the signal.")
+    ] = None,
+    accountant: Annotated[str, Option(help="pld (tight) or rdp.")] = "pld",
+    table: Annotated[bool, Option("--table", help="Add epsilon for other sigmas, batch sizes and epochs.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Write the answer as JSON.")] = False,
+    plot: Annotated[Path | None, Option(help="Draw epsilon over steps and sigma into this file (.png, .svg).")] = None,
+) -> None:
+    """Say what a private training costs.
+
+    Give all but one of --epsilon, --sigma, --batch and --epochs (or --steps): the one left out is the answer. Nothing
+    is trained, and no data is read.
+    """
+    from .planning import Setting, default_delta, find
+
+    setting = Setting(
+        examples=examples,
+        delta=default_delta(examples) if delta is None else delta,
+        max_grad_norm=max_grad_norm,
+        max_examples_per_person=max_examples_per_person,
+        accountant=accountant,
+    )
+    plan, found = find(setting, epsilon=epsilon, sigma=sigma, batch=batch, steps=steps, epochs=epochs)
+    answer = _answer(plan, found, trainable_parameters)
+    rows = _table(plan) if table else []
+    if as_json:
+        print(json.dumps({**answer, "table": rows} if table else answer, indent=2, allow_nan=False))
+    else:
+        print(_in_words(plan, answer, delta_was_chosen=delta is None))
+        if table:
+            print(_table_in_words(plan, rows))
+    if plot is not None:
+        _draw(plan, plot)
+
+
+def _answer(plan: Plan, found: str, parameters: int | None) -> dict[str, Any]:
+    """Everything that is said of a plan, for JSON."""
+    answer = {
+        "found": found,
+        "num_examples": plan.setting.examples,
+        "expected_batch_size": plan.batch,
+        "sample_rate": plan.batch / plan.setting.examples,
+        "steps": plan.steps,
+        "epochs": plan.epochs,
+        "noise_multiplier": plan.sigma,
+        "max_grad_norm": plan.setting.max_grad_norm,
+        "epsilon": _finite(plan.epsilon),
+        "delta": plan.setting.delta,
+        "accountant": plan.setting.accountant,
+        "max_examples_per_person": plan.setting.max_examples_per_person,
+        "epsilon_of_one_row": _finite(
+            plan.setting.epsilon(plan.sigma, plan.batch, plan.steps, rows=1)
+            if plan.setting.max_examples_per_person > 1
+            else plan.epsilon
+        ),
+        "noise_on_mean": plan.noise_on_mean,
+        "d_ln_sigma_d_ln_batch": plan.batch_exponent(),
+        "mechanism": plan.setting.mechanism(plan.sigma, plan.batch, plan.steps).to_dict(),
+    }
+    if parameters is not None:
+        norm = plan.noise_norm(parameters)
+        answer |= {
+            "trainable_parameters": parameters,
+            "noise_norm": norm,
+            "noise_over_signal": norm / plan.setting.max_grad_norm,
+            "noise_over_signal_of_all_steps": norm / plan.setting.max_grad_norm / math.sqrt(plan.steps),
+        }
+    return answer
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no infinity: None is a plan that protects nothing."""
+    return value if math.isfinite(value) else None
+
+
+def _in_words(plan: Plan, answer: dict[str, Any], *, delta_was_chosen: bool) -> str:
+    rows = _rows(plan, answer, delta_was_chosen)
+    rows[NAMES[answer["found"]]] += "  <- the answer"
+    width = max(map(len, rows))
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows.items()]
+    if answer.get("noise_over_signal_of_all_steps", 0) > HOPELESS:
+        lines.append(
+            "Nothing will be learned: the noise of all steps together is longer than their signal. Take a larger "
+            "batch, fewer trainable parameters (LoRA), more examples or a larger epsilon."
+        )
+    if plan.sigma == 0:
+        lines.append("Without noise nothing is private: give a --sigma above 0, or --epsilon.")
+    else:
+        lines.append("The flags of a recipe that trains so:\n  " + _flags(plan, answer["found"]))
+    return "\n".join(lines)
+
+
+def _rows(plan: Plan, answer: dict[str, Any], delta_was_chosen: bool) -> dict[str, str]:
+    k, q = plan.setting.max_examples_per_person, answer["sample_rate"]
+    rows = {
+        "protected": "one row of the data" if k == 1 else f"all rows of one person, {k} at most",
+        "epsilon": f"{plan.epsilon:.4g}" if plan.epsilon < math.inf else "infinite: NOT PRIVATE",
+        "delta": f"{plan.setting.delta:g}"
+        + ("  (chosen: a power of ten, at most a tenth of 1/N)" if delta_was_chosen else ""),
+        "examples (N)": f"{plan.setting.examples:,}",
+        NAMES["batch"]: f"{plan.batch:,}  (each example with probability q = {q:.4g})",
+        NAMES["steps"]: f"{plan.steps:,}  ({plan.epochs:.4g} epochs)",
+        NAMES["sigma"]: f"{plan.sigma:.4f}",
+        "noise on the mean (sigma/B)": f"{plan.noise_on_mean:.3g} C in each coordinate",
+    }
+    if k > 1 and plan.epsilon < math.inf:
+        rows["epsilon"] += f"  (of one row alone: {answer['epsilon_of_one_row']:.3g})"
+    if (exponent := answer["d_ln_sigma_d_ln_batch"]) is not None:
+        rows["d ln sigma / d ln B"] = f"{exponent:.2f}  ({_what_a_larger_batch_does(exponent)})"
+    if (norm := answer.get("noise_norm")) is not None:
+        rows["noise beside signal"] = (
+            f"length {norm:.3g} beside at most C = {plan.setting.max_grad_norm:g} in a step; over all steps "
+            f"{answer['noise_over_signal_of_all_steps']:.2g} times the signal"
+        )
+    return rows
+
+
+def _flags(plan: Plan, found: str) -> str:
+    noise = f"--target_epsilon {plan.epsilon:g}" if found == "sigma" else f"--noise_multiplier {plan.sigma:g}"
+    k = plan.setting.max_examples_per_person
+    return (
+        f"{noise} --target_delta {plan.setting.delta:g} --expected_batch_size {plan.batch} --max_steps {plan.steps} "
+        f"--max_grad_norm {plan.setting.max_grad_norm:g}" + (f" --max_examples_per_person {k}" if k > 1 else "")
+    )
+
+
+def _what_a_larger_batch_does(exponent: float) -> str:
+    times = 2 ** (1 - exponent)
+    return (
+        f"at the same epsilon and epochs, twice the batch makes sigma/B {times:.2f} times smaller, in half the steps"
+    )
+
+
+def _table(plan: Plan) -> list[dict[str, float | None]]:
+    """Epsilon with one of sigma, batch and epochs changed and the others as planned; None where B would exceed N."""
+    return [
+        {"factor": factor, **{name: plan.varied_epsilon(name, factor) for name in ("sigma", "batch", "epochs")}}
+        for factor in FACTORS
+    ]
+
+
+def _table_in_words(plan: Plan, rows: list[dict[str, float | None]]) -> str:
+    def line(*cells: str) -> str:
+        return "  " + "".join(f"{cell:>18}" for cell in cells)
+
+    def epsilon(value: float | None) -> str:
+        return f"{value:.3g}" if value is not None else "B would exceed N"
+
+    lines = [
+        "",
+        "Epsilon where one number is multiplied and the others stay:",
+        line("", f"sigma {plan.sigma:.3g}", f"B {plan.batch}", f"epochs {plan.epochs:.3g}"),
+    ]
+    for row in rows:
+        lines.append(line(f"x {row['factor']:g}", *(epsilon(row[name]) for name in ("sigma", "batch", "epochs"))))
+    return "\n".join(lines)
+
+
+def _draw(plan: Plan, path: Path) -> None:
+    """Epsilon over the steps of the plan, and at its end for other sigmas."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise missing_extra("--plot", "matplotlib", "report") from error
+    if plan.sigma == 0:
+        raise ValueError("--plot has nothing to draw: with --sigma 0 epsilon is infinite from the first step on.")
+    steps = sorted({max(1, round(plan.steps * share / 10)) for share in range(1, 11)})
+    sigmas = [plan.sigma * 2 ** (k / 4) for k in range(-4, 5)]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    over_steps, over_sigma = figure.subplots(1, 2)
+    over_steps.plot(steps, [plan.setting.epsilon(plan.sigma, plan.batch, n) for n in steps])
+    over_steps.set(xlabel="steps", ylabel=f"epsilon at delta = {plan.setting.delta:g}")
+    over_sigma.plot(sigmas, [plan.setting.epsilon(s, plan.batch, plan.steps) for s in sigmas])
+    over_sigma.set(xlabel="noise multiplier (sigma)", xscale="log", yscale="log")
+    for axes, x in ((over_steps, plan.steps), (over_sigma, plan.sigma)):
+        axes.plot([x], [plan.epsilon], "o")
+        axes.grid(alpha=0.3)
+    figure.suptitle(
+        f"N = {plan.setting.examples:,}, B = {plan.batch:,}, {plan.epochs:.4g} epochs, sigma = {plan.sigma:.4f}"
+    )
+    figure.savefig(path)

@@ -30,7 +30,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(arguments, prog_name="dp-transformers", standalone_mode=False)
     except (typer.TyperException, ValueError, OSError) as error:
-        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {_message(error)}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def _message(error: Exception) -> str:
+    if not isinstance(error, typer.TyperException):
+        return str(error)
+    if close := getattr(error, "possibilities", None):
+        return f"{error.message}. Did you mean {' or '.join(sorted(close))}?"
+    return error.format_message()

@@ -1,0 +1,217 @@
+"""A training that is planned: what is known of it, and the one number that follows. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from .. import FlatClipping, IndependentNoise, Mechanism, PoissonSampling, PrivacyUnit
+
+MOST_STEPS = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is given of every training that is planned: Poisson sampling, flat clipping and independent noise.
+
+    Attributes:
+        examples: N, the rows of the training data.
+        max_examples_per_person: Rows that one person may have; epsilon is for all of them together.
+    """
+
+    examples: int
+    delta: float
+    max_grad_norm: float = 1.0
+    max_examples_per_person: int = 1
+    accountant: str = "pld"
+
+    def __post_init__(self) -> None:
+        _check_positive("max-grad-norm", self.max_grad_norm)
+        _check_positive("delta", self.delta)
+        if self.delta * self.examples >= 1:
+            raise ValueError(
+                f"--delta {self.delta:g} is not smaller than 1/N = {1 / self.examples:g}: at that delta, publishing "
+                f"one example outright would count as private. Leave it out for {default_delta(self.examples):g}."
+            )
+
+    def mechanism(self, sigma: float, batch: float, steps: int) -> Mechanism:
+        """The training as the library has it."""
+        return Mechanism(
+            sampling=PoissonSampling(self.examples, batch),
+            clipping=FlatClipping(self.max_grad_norm),
+            noise=IndependentNoise(sigma),
+            steps=steps,
+            unit=PrivacyUnit(self.max_examples_per_person),
+        )
+
+    def epsilon(self, sigma: float, batch: float, steps: int, rows: int | None = None) -> float:
+        """Epsilon for so many rows together; default: those that one person may have."""
+        rows = self.max_examples_per_person if rows is None else rows
+        return self.mechanism(sigma, batch, steps).epsilon(self.delta, accountant=self.accountant, rows=rows)
+
+    def steps_of(self, epochs: float, batch: int) -> int:
+        """The steps of so many passes over the data, as DPTrainer counts them."""
+        return math.ceil(epochs * max(1, round(self.examples / batch)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A training of which everything is known."""
+
+    setting: Setting
+    epsilon: float
+    sigma: float
+    batch: int
+    steps: int
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data, on average."""
+        return self.steps * self.batch / self.setting.examples
+
+    @property
+    def noise_on_mean(self) -> float:
+        """The standard deviation of the noise in each coordinate of the mean gradient, in units of C: sigma / batch.
+        It is what learning sees of the noise."""
+        return self.sigma / self.batch
+
+    def noise_norm(self, parameters: int) -> float:
+        """The expected length of the noise of a step, sigma * C * sqrt(d) / batch."""
+        return self.noise_on_mean * self.setting.max_grad_norm * math.sqrt(parameters)
+
+    def batch_exponent(self) -> float | None:
+        """d ln sigma / d ln batch where epsilon and the passes over the data stay as they are; None where so much
+        noise, so few steps or so large a batch leave nothing to compare with.
+
+        While sigma stays nearly flat this is near 0, and sigma / batch falls as 1 / batch; near 1/2 it falls as the
+        root only.
+        """
+        fewer = min(round(self.steps / 1.1), self.steps - 1)
+        if fewer < 1 or self.batch * self.steps / fewer > self.setting.examples or self.sigma == 0:
+            return None
+        growth = self.steps / fewer
+        here = self.setting.epsilon(self.sigma, self.batch, self.steps)
+        larger = self.setting.epsilon(self.sigma, self.batch * growth, fewer)
+        noisier = self.setting.epsilon(1.05 * self.sigma, self.batch, self.steps)
+        if not 0 < noisier < here < math.inf or larger <= 0:
+            return None
+        return -(math.log(larger / here) / math.log(growth)) / (math.log(noisier / here) / math.log(1.05))
+
+    def varied_epsilon(self, name: str, factor: float) -> float | None:
+        """Epsilon with one of sigma, batch and epochs multiplied and the others as they are, in as many steps as that
+        takes; None where the batch would exceed the data."""
+        sigma = self.sigma * (factor if name == "sigma" else 1)
+        batch = self.batch * (factor if name == "batch" else 1)
+        steps = self.steps * {"sigma": 1, "batch": 1 / factor, "epochs": factor}[name]
+        return self.setting.epsilon(sigma, batch, max(1, round(steps))) if batch <= self.setting.examples else None
+
+
+def find(
+    setting: Setting,
+    *,
+    epsilon: float | None = None,
+    sigma: float | None = None,
+    batch: int | None = None,
+    steps: int | None = None,
+    epochs: float | None = None,
+) -> tuple[Plan, str]:
+    """The plan with everything known, and the name of what was found.
+
+    Raises:
+        ValueError: too much or too little is given, or nothing meets the budget.
+    """
+    _check_numbers(setting, epsilon, sigma, batch, epochs)
+    if steps is not None and epochs is not None:
+        batch, epochs = _batch_of(setting, batch, steps, epochs), None
+    if batch is not None and epochs is not None:
+        steps = setting.steps_of(epochs, batch)
+    match epsilon, sigma, batch, steps, epochs:
+        case None, float(), int(), int(), _:
+            found, epsilon = "epsilon", setting.epsilon(sigma, batch, steps)
+        case float(), None, int(), int(), _:
+            found, sigma = "sigma", _least_sigma(setting, epsilon, batch, steps)
+        case float(), float(), int(), None, None:
+            found, steps = "steps", _most_steps(setting, epsilon, sigma, batch)
+        case float(), float(), None, int(), None:
+            found, batch = "batch", _largest_batch(setting, epsilon, lambda b: (sigma, b, steps))
+        case float(), float(), None, None, float():
+            found, batch = "batch", _largest_batch(setting, epsilon, lambda b: (sigma, b, setting.steps_of(epochs, b)))
+            steps = setting.steps_of(epochs, batch)
+        case _:
+            raise ValueError(_what_to_give(epsilon=epsilon, sigma=sigma, batch=batch, steps=steps or epochs))
+    return Plan(setting=setting, epsilon=epsilon, sigma=sigma, batch=batch, steps=steps), found
+
+
+def default_delta(examples: int) -> float:
+    """The largest power of ten that is at most a tenth of 1/N."""
+    return 10.0 ** -math.ceil(math.log10(10 * examples))
+
+
+def _least_sigma(setting: Setting, epsilon: float, batch: int, steps: int) -> float:
+    plan = setting.mechanism(1.0, batch, steps)
+    found = plan.calibrated(target_epsilon=epsilon, target_delta=setting.delta, accountant=setting.accountant)
+    return found.at(0).noise_multiplier
+
+
+def _most_steps(setting: Setting, epsilon: float, sigma: float, batch: int) -> int:
+    steps = setting.mechanism(sigma, batch, 1).affordable_steps(
+        target_epsilon=epsilon, delta=setting.delta, limit=MOST_STEPS, accountant=setting.accountant
+    )
+    if steps == 0:
+        _refuse("not one step", epsilon, setting.epsilon(sigma, batch, 1), "a smaller --batch")
+    return steps
+
+
+def _largest_batch(setting: Setting, epsilon: float, training: Callable[[int], tuple[float, int, int]]) -> int:
+    """The largest batch whose training, of (sigma, batch, steps), stays within epsilon."""
+    batch = bisect_right(range(1, setting.examples + 1), epsilon, key=lambda batch: setting.epsilon(*training(batch)))
+    if batch == 0:
+        spent = setting.epsilon(*training(1))
+        _refuse("not even a batch of one example", epsilon, spent, "fewer steps or epochs")
+    return batch
+
+
+def _refuse(what: str, epsilon: float, spent: float, way_out: str) -> NoReturn:
+    raise ValueError(
+        f"{what} stays within --epsilon {epsilon:g}: it spends {spent:.3g}. Take a larger --sigma or --epsilon, "
+        f"{way_out}, or more examples."
+    )
+
+
+def _batch_of(setting: Setting, batch: int | None, steps: int, epochs: float) -> int:
+    if batch is not None:
+        raise ValueError("--batch, --steps and --epochs say the same thing twice: leave one of them out.")
+    batch = max(1, round(epochs * setting.examples / steps))
+    if batch > setting.examples:
+        raise ValueError(
+            f"{epochs:g} epochs cannot be had in {steps} steps: a step draws {setting.examples} examples at most. "
+            "Raise --steps."
+        )
+    return batch
+
+
+def _check_numbers(
+    setting: Setting, epsilon: float | None, sigma: float | None, batch: int | None, epochs: float | None
+) -> None:
+    for name, value in (("epsilon", epsilon), ("epochs", epochs)):
+        if value is not None:
+            _check_positive(name, value)
+    if sigma is not None and not 0 <= sigma < math.inf:
+        raise ValueError(f"--sigma must be a finite number, at least 0, got {sigma:g}.")
+    if batch is not None and batch > setting.examples:
+        raise ValueError(f"--batch {batch} exceeds the {setting.examples} examples of --examples.")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"--{name} must be a positive finite number, got {value:g}.")
+
+
+def _what_to_give(**given: float | None) -> str:
+    flags = [f"--{name}" if name != "steps" else "--steps (or --epochs)" for name in given if given[name] is None]
+    if not flags:
+        return "nothing is asked for: leave out one of --epsilon, --sigma, --batch and --steps (or --epochs)."
+    return f"too little is given: give all but one of {', '.join(flags)}; that one is the answer."
