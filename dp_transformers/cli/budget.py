@@ -63,14 +63,14 @@ def budget(
     plan, found = find(setting, epsilon=epsilon, sigma=sigma, batch=batch, steps=steps, epochs=epochs)
     answer = _answer(plan, found, trainable_parameters)
     rows = _table(plan) if table else []
+    if plot is not None:
+        _draw(plan, plot)
     if as_json:
         print(json.dumps({**answer, "table": rows} if table else answer, indent=2, allow_nan=False))
     else:
         print(_in_words(plan, answer, delta_was_chosen=delta is None))
         if table:
             print(_table_in_words(plan, rows))
-    if plot is not None:
-        _draw(plan, plot)
 
 
 def _answer(plan: Plan, found: str, parameters: int | None) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _draw(plan: Plan, path: Path) -> None:
     over_steps.plot(steps, [plan.setting.epsilon(plan.sigma, plan.batch, n) for n in steps])
     over_steps.set(xlabel="steps", ylabel=f"epsilon at delta = {plan.setting.delta:g}")
     over_sigma.plot(sigmas, [plan.setting.epsilon(s, plan.batch, plan.steps) for s in sigmas])
-    over_sigma.set(xlabel="noise multiplier (sigma)", xscale="log", yscale="log")
+    over_sigma.set(xlabel="noise multiplier (sigma)", yscale="log")
     for axes, x in ((over_steps, plan.steps), (over_sigma, plan.sigma)):
         axes.plot([x], [plan.epsilon], "o")
         axes.grid(alpha=0.3)
