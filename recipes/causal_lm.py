@@ -67,7 +67,7 @@ class DataArguments(fine_tuning.DataArguments):
     max_length: int = field(
         default=64, metadata={"help": "Prompt, text and end are truncated to this many tokens together."}
     )
-    max_eval_samples: int = field(default=400, metadata={"help": "Use only this many held-out examples."})
+    max_eval_samples: int | None = field(default=400, metadata={"help": "Use only this many held-out examples."})
 
 
 @dataclass
@@ -223,7 +223,7 @@ def sample(model, tokenizer, args: ModelArguments, seed: int) -> str:
 def main() -> dict:
     data_args, model_args, args = fine_tuning.parse_arguments(__doc__, DataArguments, ModelArguments, Arguments)
     with args.main_process_first(desc="fetching and tokenizing"):
-        model_path = data_args.model_name_or_path or str(assets.smollm2_folder())
+        model_path = fine_tuning.check_model_name(data_args.model_name_or_path or str(assets.smollm2_folder()))
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -233,12 +233,10 @@ def main() -> dict:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         columns = {name: column for name in ("text_column", "prompt_column") if (column := getattr(data_args, name))}
-        most = data_args.max_eval_samples
-        data = fine_tuning.read_examples(
-            data_args, assets.movie_sentences, columns, seed=args.seed, most_held_out=most
-        )
-        data["test"] = data["test"].select(range(min(most, len(data["test"]))))
+        data = fine_tuning.read_examples(data_args, assets.movie_sentences, columns, seed=args.seed)
+        fine_tuning.check_length(data_args.max_length, tokenizer)
         data = tokenize(data, data_args, tokenizer)
+        fine_tuning.check_batch(args, len(data["train"]))
     by_length = sorted(range(len(data["test"])), key=lambda i: len(data["test"][i]["input_ids"]))
     data["test"] = data["test"].select(by_length)  # so that batches hold little padding
     model = build_model(model_path, model_args)
@@ -256,7 +254,7 @@ def main() -> dict:
     results, samples = {}, {}
     for when in ("before", "after"):
         if when == "after":
-            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+            fine_tuning.train(trainer)
         results[f"perplexity_{when}"] = trainer.evaluate()["eval_perplexity"]
         if model_args.max_new_tokens and (model_args.is_split or trainer.is_world_process_zero()):
             samples[f"sample_{when}"] = sample(model, tokenizer, model_args, args.seed)

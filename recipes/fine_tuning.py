@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import warnings
-from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import assets
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
+from flags import RecipeParser
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
-from transformers import HfArgumentParser, PretrainedConfig, PreTrainedModel, set_seed
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.pytorch_utils import Conv1D
 
 from dp_transformers import DPTrainer, DPTrainingArguments
@@ -46,6 +47,7 @@ class DataArguments:
     text_column: str = field(default="text", metadata={"help": "Column with the text."})
     max_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Use only this many training examples."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only this many held-out examples."})
 
 
 @dataclass
@@ -74,7 +76,13 @@ class Arguments(DPTrainingArguments):
     target_delta: float | None = field(
         default=1e-5, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."}
     )
-    save_strategy: str = field(default="no", metadata={"help": "When to save checkpoints to resume from."})
+    save_strategy: str = field(
+        default="steps", metadata={"help": "When to save checkpoints, from which a command that is repeated goes on."}
+    )
+    save_steps: float = field(
+        default=0.1, metadata={"help": "Save every X steps; a fraction below 1 is a share of all."}
+    )
+    save_total_limit: int | None = field(default=2, metadata={"help": "Keep the newest checkpoints only."})
     dataloader_pin_memory: bool = field(
         default_factory=torch.cuda.is_available, metadata={"help": "Pin batches for the GPU."}
     )
@@ -82,20 +90,44 @@ class Arguments(DPTrainingArguments):
     def __post_init__(self) -> None:
         if self.target_epsilon is None and self.noise_multiplier is None:
             self.target_epsilon = 8.0
+        if str(self.fsdp).lower() in ("true", "false"):
+            self.fsdp = str(self.fsdp).lower() == "true"
+        if self.fsdp and "LOCAL_RANK" not in os.environ:
+            raise ValueError(
+                "--fsdp needs several processes: dp-transformers train RECIPE --num_processes 2 --accelerate_config "
+                "fsdp2 ..., without --fsdp."
+            )
         super().__post_init__()
 
 
-class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """The description as it is written, and defaults."""
+PRIVACY = [name for name in DPTrainingArguments.__annotations__ if name != "logging_steps"]
+ALSO_TRAINING = [
+    "max_steps",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "optim",
+    "bf16",
+    "activation_checkpointing",
+    "seed",
+    "use_cpu",
+    "save_steps",
+    "resume_from_checkpoint",
+    "logging_steps",
+    "report_to",
+]
 
 
-def parse_arguments(description: str, *classes: type) -> tuple:
-    """Arguments from the command line, of which the last class is [`Arguments`]; logging and seeds are set
-    accordingly."""
-    parser = HfArgumentParser(
-        classes, usage="%(prog)s [flags]", description=description, formatter_class=HelpFormatter
-    )
-    parsed = parser.parse_args_into_dataclasses()
+def parse_arguments(description: str, data: type, model: type, training: type) -> tuple:
+    """Arguments from the command line and its ``--config``; logging and seeds are set accordingly."""
+    model_flags = ["model_name_or_path", *(field.name for field in fields(model))]
+    own = [name for cls in reversed(training.__mro__) if issubclass(cls, Arguments) for name in cls.__annotations__]
+    groups = {
+        "Privacy": PRIVACY,
+        "Model": model_flags,
+        "Data": [field.name for field in fields(data) if field.name not in model_flags],
+        "Training": [name for name in dict.fromkeys([*own, *ALSO_TRAINING]) if name not in PRIVACY],
+    }
+    parsed = RecipeParser((data, model, training), groups, description).parse()
     args = parsed[-1]
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("dp_transformers").setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
@@ -110,14 +142,12 @@ def read_examples(
     default: Callable[[], list[dict]],
     columns: dict[str, str],
     seed: int,
-    most_held_out: int | None = None,
 ) -> DatasetDict:
     """The splits "train" and "test", from a file, a dataset of the Hub, or ``default()``.
 
     Args:
         columns: Flag -> column that the data must have; those of text_column and prompt_column must hold text.
         seed: Of the random split and choice of examples.
-        most_held_out: Where a part of the training data is held out: a fifth, but not more rows than this.
 
     Raises:
         ValueError: the file or dataset cannot be read, or lacks a column.
@@ -139,9 +169,8 @@ def read_examples(
             raise ValueError(f"the data ('{split}') has no rows.")
         for flag, column in columns.items():
             if column not in rows.column_names:
-                flags = " and ".join(f"--{name}" for name in columns)
                 raise ValueError(
-                    f"the data ('{split}') has no column '{column}', only {rows.column_names}: set {flags}."
+                    f"the data ('{split}') has no column '{column}', only {rows.column_names}: set --{flag}."
                 )
             if flag in ("text_column", "prompt_column") and getattr(rows.features[column], "dtype", None) not in (
                 "string",
@@ -150,9 +179,12 @@ def read_examples(
                 raise ValueError(
                     f"column '{column}' of the data ('{split}') holds no text: its type is {rows.features[column]}."
                 )
+    most = args.max_eval_samples
     if "test" not in data:
-        fifth = 0.2 if most_held_out is None or len(data["train"]) < 5 * most_held_out else most_held_out
+        fifth = 0.2 if most is None or len(data["train"]) < 5 * most else most
         data = data["train"].train_test_split(test_size=fifth, seed=seed)
+    if most:
+        data["test"] = data["test"].select(range(min(most, len(data["test"]))))
     if args.max_train_samples:
         data["train"] = data["train"].shuffle(seed=seed).select(range(min(args.max_train_samples, len(data["train"]))))
     return data
@@ -171,6 +203,38 @@ def _read_files(files: dict[str, str]) -> DatasetDict:
     except DatasetsError as error:
         raise ValueError(f"cannot read {list(files.values())} as {reader}: {error.__cause__ or error}") from error
     return data.filter(lambda row: row["text"].strip()) if reader == "text" else data  # blank lines are no examples
+
+
+def check_model_name(name: str) -> str:
+    """``name`` back, unless it is the path of a folder that does not exist.
+
+    Raises:
+        ValueError: it can be no name of the Hub, and there is no such folder.
+    """
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not os.path.isdir(name):
+        raise ValueError(f"there is no folder '{name}' for --model_name_or_path.")
+    return name
+
+
+def check_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if texts of so many tokens are longer than the model reads."""
+    config = AutoConfig.from_pretrained(tokenizer.name_or_path)
+    most = min(getattr(config, "max_position_embeddings", math.inf), tokenizer.model_max_length)
+    if max_length > most:
+        raise ValueError(
+            f"--max_length {max_length} exceeds the {most} tokens that the model reads: give --max_length {most}."
+        )
+
+
+def check_batch(args: Arguments, num_examples: int) -> None:
+    """Raise ValueError if a step would draw more examples than there are."""
+    if args.expected_batch_size > num_examples:
+        default = type(args).__dataclass_fields__["expected_batch_size"].default
+        of_recipe = " (the recipe's default)" if args.expected_batch_size == default else ""
+        raise ValueError(
+            f"--expected_batch_size {args.expected_batch_size}{of_recipe} exceeds the {num_examples} training "
+            f"examples: lower it, to --expected_batch_size {max(1, num_examples // 8)} for example."
+        )
 
 
 def set_dropout(config: PretrainedConfig, dropout: float) -> PretrainedConfig:
@@ -231,6 +295,15 @@ def lora_movement(model: nn.Module) -> float | None:
     return float(torch.stack(products).sum().sqrt()) if products else None
 
 
+def train(trainer: DPTrainer) -> None:
+    """Train; where output_dir holds checkpoints, go on from the newest."""
+    args = trainer.args
+    checkpoint = args.resume_from_checkpoint or any(Path(args.output_dir).glob("checkpoint-*"))
+    if checkpoint and trainer.is_world_process_zero():
+        print(f"going on with the training in {args.output_dir}; take another --output_dir for a new one", flush=True)
+    trainer.train(resume_from_checkpoint=checkpoint or None)
+
+
 def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
     """What was spent and ``results``, written to privacy_report.json; the main process prints it as a table, with
     ``rows`` in it."""
@@ -258,11 +331,12 @@ def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
 
 
 def run(main: Callable[[], dict]) -> dict:
-    """Run a recipe; what the user can set right is an error of one line."""
+    """Run a recipe. An error of one line tells what the user can set right; the exit code is 2 if it is a flag."""
     try:
         result = main()
     except (assets.AssetError, ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # a group that outlives the interpreter can abort the process
     return result

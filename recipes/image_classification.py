@@ -11,6 +11,8 @@ The same training without privacy, for comparison:
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import assets
 import fine_tuning
 import plain_loop
@@ -38,38 +40,54 @@ def build_model() -> nn.Module:
     )
 
 
+@dataclass
+class Arguments(plain_loop.Arguments):
+    """The recipe's defaults."""
+
+    output_dir: str = field(
+        default="outputs/image_classification", metadata={"help": "Where model, ledger and report go."}
+    )
+    expected_batch_size: int = field(default=256, metadata={"help": "Expected number of examples in a step."})
+
+
 def main() -> dict:
-    args = plain_loop.parse_arguments(__doc__, epochs=20, batch_size=256, learning_rate=5e-3)
+    args = plain_loop.parse_arguments(__doc__, Arguments)
     images, digits = assets.mnist_digits()
     inputs = (images[:, None].float() / 255 - 0.1307) / 0.3081  # mean and deviation of all of MNIST, which are public
     train_data, test = plain_loop.hold_out(inputs, digits.long(), args.seed)
     model = build_model().to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
-    loader = DataLoader(train_data, batch_size=args.batch_size, shuffle=True)
+    loader = DataLoader(train_data, batch_size=args.expected_batch_size, shuffle=True)
     before = plain_loop.accuracy(model, *test)
 
+    engine, first_epoch = None, 0
     if not args.no_privacy:
-        engine = PrivacyEngine(accountant="pld")
+        engine = PrivacyEngine(accountant="pld", ledger_dir=args.output_dir)
         model, optimizer, loader = engine.make_private_with_epsilon(
             module=model,
             optimizer=optimizer,
             data_loader=loader,
             target_epsilon=args.target_epsilon,
             target_delta=args.target_delta,
-            epochs=args.epochs,
+            epochs=args.num_train_epochs,
             max_grad_norm=args.max_grad_norm,
-            max_physical_batch_size=args.max_physical_batch_size,
+            max_physical_batch_size=args.per_device_train_batch_size,
         )
-    for epoch in range(args.epochs):
+        first_epoch = plain_loop.epochs_done(engine, args, model, optimizer)
+    for epoch in range(first_epoch, args.num_train_epochs):
         for x_bchw, y_b in loader:
             loss = F.cross_entropy(model(x_bchw.to(args.device)), y_b.to(args.device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        if engine is not None:
+            done = {"epochs": epoch + 1}
+            engine.save_checkpoint(
+                plain_loop.checkpoint_of(args), module=model, optimizer=optimizer, checkpoint_dict=done
+            )
         print(f"epoch {epoch + 1:2}: test accuracy {plain_loop.accuracy(model, *test):.4f}", flush=True)
 
-    epsilon = float("inf") if args.no_privacy else engine.get_epsilon(args.target_delta)
-    return plain_loop.report(args, epsilon, before, plain_loop.accuracy(model, *test))
+    return plain_loop.report(args, engine, before, plain_loop.accuracy(model, *test))
 
 
 if __name__ == "__main__":

@@ -1,39 +1,53 @@
-"""What the recipes with a loop of their own share: command-line arguments, a held-out fifth, accuracy, and the report
-at the end."""
+"""What the recipes with a loop of their own share: flags, a held-out fifth, training, accuracy, and the report at the
+end."""
 
 from __future__ import annotations
 
+import json
 import logging
-from argparse import ArgumentParser, Namespace
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import torch
-from fine_tuning import HelpFormatter
+from flags import RecipeParser
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset, random_split
 
+from dp_transformers import PrivacyEngine
 
-def parse_arguments(description: str, *, epochs: float, batch_size: int, learning_rate: float) -> Namespace:
+PRIVACY = ["target_epsilon", "target_delta", "expected_batch_size", "max_grad_norm", "no_privacy"]
+
+
+@dataclass
+class Arguments:
+    """The flags of a loop, by the names that they have in the other recipes."""
+
+    target_epsilon: float = field(default=8.0, metadata={"help": "Privacy budget."})
+    target_delta: float = field(default=1e-5, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."})
+    expected_batch_size: int = field(default=512, metadata={"help": "Expected number of examples in a step."})
+    max_grad_norm: float = field(
+        default=1.0, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
+    )
+    no_privacy: bool = field(default=False, metadata={"help": "Train the same without privacy, for comparison."})
+    output_dir: str = field(default="outputs/plain_loop", metadata={"help": "Where model, ledger and report go."})
+    num_train_epochs: int = field(default=20, metadata={"help": "Passes over the data, on average."})
+    per_device_train_batch_size: int | None = field(
+        default=None, metadata={"help": "Examples at once; no influence on the result."}
+    )
+    learning_rate: float = field(default=5e-3, metadata={"help": "Of Adam; private training wants larger ones."})
+    seed: int = field(default=0, metadata={"help": "Of split and initial weights, never of the noise."})
+    use_cpu: bool = field(default=False, metadata={"help": "Train on the CPU, also where there is a GPU."})
+
+    @property
+    def device(self) -> str:
+        return "cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu"
+
+
+def parse_arguments(description: str, arguments: type[Arguments]) -> Arguments:
     """Arguments from the command line; logging and seeds are set accordingly."""
-    parser = ArgumentParser(description=description, formatter_class=HelpFormatter)
-    parser.add_argument("--no_privacy", action="store_true", help="Train the same without privacy, for comparison.")
-    parser.add_argument("--target_epsilon", type=float, default=8.0, help="The privacy budget.")
-    parser.add_argument(
-        "--target_delta", type=float, default=1e-5, help="The delta of (epsilon, delta); smaller than 1/N."
-    )
-    parser.add_argument(
-        "--max_grad_norm", type=float, default=1.0, help="The clipping bound C: L2 norm of one example's gradient."
-    )
-    parser.add_argument("--batch_size", type=int, default=batch_size, help="Expected number of examples in a step.")
-    parser.add_argument(
-        "--max_physical_batch_size", type=int, default=None, help="Examples at once; no influence on the result."
-    )
-    parser.add_argument("--epochs", type=int, default=epochs, help="Passes over the data, on average.")
-    parser.add_argument(
-        "--learning_rate", type=float, default=learning_rate, help="Of Adam; private training wants larger ones."
-    )
-    parser.add_argument("--seed", type=int, default=0, help="Of split and initial weights, never of the noise.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to train.")
-    args = parser.parse_args()
+    training = [each.name for each in fields(arguments) if each.name not in PRIVACY]
+    (args,) = RecipeParser((arguments,), {"Privacy": PRIVACY, "Training": training}, description).parse()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("dp_transformers").setLevel(logging.INFO)
     torch.manual_seed(args.seed)
@@ -48,6 +62,19 @@ def hold_out(
     return train, test.dataset[test.indices]
 
 
+def checkpoint_of(args: Arguments) -> Path:
+    """The file that every epoch is saved to."""
+    return Path(args.output_dir, "checkpoint.pt")
+
+
+def epochs_done(engine: PrivacyEngine, args: Arguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """How many epochs an earlier start of the same command has trained; model and optimizer go on from there."""
+    if not checkpoint_of(args).is_file():
+        return 0
+    print(f"going on with the training in {args.output_dir}; take another --output_dir for a new one", flush=True)
+    return engine.load_checkpoint(checkpoint_of(args), module=model, optimizer=optimizer)["epochs"]
+
+
 def accuracy(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     device = next(model.parameters()).device
     model.eval()
@@ -60,11 +87,16 @@ def accuracy(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> fl
     return float(sum(right)) / len(labels)
 
 
-def report(args: Namespace, epsilon: float, before: float, after: float) -> dict[str, float]:
-    """Print and return what was spent and what was learned."""
+def report(args: Arguments, engine: PrivacyEngine | None, before: float, after: float) -> dict:
+    """Print and return what was spent and what was learned, and write it to privacy_report.json."""
+    spent = {"epsilon": math.inf} if engine is None else engine.privacy_spent(args.target_delta).to_dict()
+    full = {**spent, "accuracy_before": before, "test_accuracy": after}
+    if engine is not None:
+        engine.detach()
+        Path(args.output_dir, "privacy_report.json").write_text(json.dumps(full, indent=2))
     print(
-        f"\n  epsilon        {epsilon:.3f} at delta = {args.target_delta:g}"
-        + ("  NOT PRIVATE" if args.no_privacy else "")
+        f"\n  epsilon        {full['epsilon']:.3f} at delta = {args.target_delta:g}"
+        + ("  NOT PRIVATE" if engine is None else "")
     )
     print(f"  test accuracy  {after:.4f}  ({before:.4f} before training)")
-    return {"epsilon": epsilon, "accuracy_before": before, "test_accuracy": after}
+    return full

@@ -98,11 +98,13 @@ def build_model(path: str, num_labels: int, args: ModelArguments):
 def main() -> dict:
     data_args, model_args, args = fine_tuning.parse_arguments(__doc__, DataArguments, ModelArguments, Arguments)
     with args.main_process_first(desc="fetching and tokenizing"):
-        model_path = data_args.model_name_or_path or str(assets.minilm_folder())
+        model_path = fine_tuning.check_model_name(data_args.model_name_or_path or str(assets.minilm_folder()))
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         columns = {"text_column": data_args.text_column, "label_column": data_args.label_column}
         data = fine_tuning.read_examples(data_args, assets.movie_sentences, columns, seed=args.seed)
+        fine_tuning.check_length(data_args.max_length, tokenizer)
         data, classes = tokenize(data, data_args, tokenizer)
+        fine_tuning.check_batch(args, len(data["train"]))
     model = build_model(model_path, len(classes), model_args)
     majority = Counter(data["test"]["labels"]).most_common(1)[0][1] / len(data["test"])
 
@@ -115,7 +117,7 @@ def main() -> dict:
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda p: {"accuracy": float((np.argmax(p.predictions, -1) == p.label_ids).mean())},
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    fine_tuning.train(trainer)
     accuracy = trainer.evaluate()["eval_accuracy"]
     trainer.save_model()
     return fine_tuning.report(

@@ -86,8 +86,8 @@ def test_a_command_that_hangs_says_where_and_leaves_no_process(tmp_path):
 
 
 @pytest.fixture
-def call(tmp_path, monkeypatch):
-    """Run a recipe in this process, or give back the message it ends with."""
+def call(tmp_path, monkeypatch, capsys):
+    """Run a recipe in this process, or give back the message that it ends with."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets_cache")
 
     def call(recipe, *flags):
@@ -95,7 +95,9 @@ def call(tmp_path, monkeypatch):
         try:
             return fine_tuning.run(recipe.main)
         except SystemExit as stopped:
-            return str(stopped.code)
+            return (
+                "error: " + capsys.readouterr().err.partition("error: ")[2].strip() if stopped.code else stopped.code
+            )
 
     return call
 
@@ -161,7 +163,45 @@ def test_errors_are_one_line_with_the_way_out(task, tmp_path, call):
     flags = classifier_flags(task, tmp_path / "o")
     assert "no column 'text'" in call(text_classification, *flags, "--text_column", "text")
     assert "not smaller than 1/N" in call(text_classification, *flags, "--target_delta", 0.5)
+    for wrong, message in {
+        (
+            "--max_length",
+            "2000",
+        ): "--max_length 2000 exceeds the 512 tokens that the model reads: give --max_length 512.",
+        ("--model_name_or_path", "/no/such/model"): "there is no folder '/no/such/model' for --model_name_or_path.",
+        (
+            "--expected_batch_size",
+            "512",
+        ): "--expected_batch_size 512 (the recipe's default) exceeds the 120 training examples: lower it, "
+        "to --expected_batch_size 15 for example.",
+        (
+            "--label_column",
+            "grade",
+        ): "the data ('train') has no column 'grade', only ['sentence', 'verdict']: set --label_column.",
+        (
+            "--fsdp",
+            "full_shard",
+        ): "--fsdp needs several processes: dp-transformers train RECIPE --num_processes 2 --accelerate_config fsdp2 "
+        "..., without --fsdp.",
+    }.items():
+        assert call(text_classification, *flags, *wrong) == f"error: {message}"
     assert not (tmp_path / "o").exists()
+
+
+def test_a_command_that_is_repeated_goes_on(task, tmp_path, call, capsys):
+    flags = [*classifier_flags(task, tmp_path), "--max_eval_samples", 7]
+    first = call(text_classification, *flags, "--noise_multiplier", 1)
+    assert (first["steps"], "going on" in capsys.readouterr().out) == (3, False)
+    longer = call(text_classification, *flags, "--noise_multiplier", 1, "--max_steps", 5)
+    assert longer["steps"] == 5
+    assert (
+        f"going on with the training in {tmp_path}; take another --output_dir for a new one" in capsys.readouterr().out
+    )
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    weights = {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
+    again = call(text_classification, *flags, "--noise_multiplier", 1, "--max_steps", 5)
+    assert again == longer
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")} == weights
 
 
 def test_a_tampered_archive_is_refused(tmp_path, monkeypatch):
@@ -180,7 +220,7 @@ def test_a_tampered_archive_is_refused(tmp_path, monkeypatch):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_help_helps(recipe, own_flags, call, capsys):
-    assert call(recipe, "--help") == "0"
+    assert call(recipe, "--help") == 0
     stdout = capsys.readouterr().out
     for flag in ("--full", "--target_epsilon", "--train_file", "--lora_r", *own_flags):
         assert flag in stdout
@@ -387,7 +427,7 @@ def test_perplexity_is_over_all_tokens_and_blind_to_padding():
             "rows.jsonl",
             '{"text": "good film"}',
             ["--prompt_column", "question"],
-            "set --text_column and --prompt_column",
+            "only ['text']: set --prompt_column.",
         ),
         ("rows.jsonl", '{"text": 3}', [], "column 'text' of the data ('train') holds no text"),
         ("rows.jsonl", '{"text": "good"}\n{"text": " "}', [], "has an empty text"),
@@ -559,23 +599,37 @@ def test_what_the_archives_hold(tiny_assets):
 
 
 @pytest.mark.parametrize("recipe", [name_classification, image_classification], ids=lambda recipe: recipe.__name__)
-def test_a_plain_loop_and_its_twin(recipe, tiny_assets, call, capsys):
-    flags = ["--target_delta", 1e-3, "--batch_size", 50, "--epochs", 2]
-    private = call(recipe, *flags, "--target_epsilon", 4, "--max_physical_batch_size", 32)
+def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
+    flags = [
+        "--target_delta",
+        1e-3,
+        "--expected_batch_size",
+        50,
+        "--num_train_epochs",
+        2,
+        "--output_dir",
+        tmp_path / "o",
+    ]
+    private = call(recipe, *flags, "--target_epsilon", 4, "--per_device_train_batch_size", 32)
     assert private["epsilon"] == pytest.approx(4, rel=0.01)
     assert 0 <= private["test_accuracy"] <= 1
     stdout = capsys.readouterr().out
     for word in ("epoch  2: test accuracy", "epsilon", "at delta = 0.001", "before training"):
         assert word in stdout
     assert "NOT PRIVATE" not in stdout
-    twin = call(recipe, *flags, "--no_privacy", "--epochs", 25, "--learning_rate", 0.01)
+    assert json.loads((tmp_path / "o" / "privacy_report.json").read_text()) == private
+    again = call(recipe, *flags, "--target_epsilon", 4, "--per_device_train_batch_size", 32)
+    assert again == private  # there is nothing left to train
+    stdout = capsys.readouterr().out
+    assert "going on with the training" in stdout and "epoch" not in stdout
+    twin = call(recipe, *flags, "--no_privacy", "--num_train_epochs", 25, "--learning_rate", 0.01)
     assert twin["accuracy_before"] == private["accuracy_before"]  # the same start and split
     assert twin["epsilon"] == float("inf")
     assert "NOT PRIVATE" in capsys.readouterr().out
     assert (
         twin["test_accuracy"] > {name_classification: 0.12, image_classification: 0.8}[recipe]
     )  # guessing: 0.07 and 0.1
-    assert call(recipe, "--help") == "0"
+    assert call(recipe, "--help") == 0
     assert "--no_privacy" in capsys.readouterr().out
 
 

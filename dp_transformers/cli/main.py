@@ -21,7 +21,10 @@ app = typer.Typer(
 )
 app.command()(budget)
 app.command()(check)
-app.command()(train)
+# the flags of a recipe, --help among them, are the recipe's to read
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(train)
 app.command()(report)
 
 

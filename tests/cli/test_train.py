@@ -1,0 +1,207 @@
+"""`dp-transformers train`: recipes are found, their flags grouped and read, also from files, and run as commands."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import causal_lm
+import fine_tuning
+import flags
+import image_classification
+import name_classification
+import plain_loop
+import pytest
+import text_classification
+import yaml
+
+from dp_transformers.cli import train
+
+CONFIGS = Path(text_classification.__file__).parent / "configs"
+CLASSES = {
+    "text_classification": text_classification,
+    "causal_lm": causal_lm,
+    "name_classification": name_classification,
+    "image_classification": image_classification,
+}
+
+
+def parse(monkeypatch, recipe, *words):
+    module = CLASSES[recipe]
+    monkeypatch.setattr(sys, "argv", [recipe, *map(str, words)])
+    if hasattr(module, "DataArguments"):
+        return fine_tuning.parse_arguments("", module.DataArguments, module.ModelArguments, module.Arguments)
+    return (plain_loop.parse_arguments("", module.Arguments),)
+
+
+def test_every_recipe_has_a_configuration_and_is_found():
+    assert train.recipes().keys() == CLASSES.keys() == {path.stem for path in CONFIGS.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("recipe", CLASSES)
+def test_a_configuration_says_the_defaults(recipe, monkeypatch):
+    """So that a copy of it is a beginning that changes nothing."""
+    by_file = parse(monkeypatch, recipe, "--config", CONFIGS / f"{recipe}.yaml")
+    plain = parse(monkeypatch, recipe)
+    for mine, theirs in zip(by_file, plain, strict=True):
+        assert vars(mine).keys() == vars(theirs).keys()
+        for name in yaml.safe_load((CONFIGS / f"{recipe}.yaml").read_text()):
+            if hasattr(theirs, name):
+                assert getattr(mine, name) == getattr(theirs, name), name
+                assert type(getattr(mine, name)) is type(getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+def test_flags_win_over_the_file(kind, tmp_path, monkeypatch):
+    values = {"target_epsilon": 3, "learning_rate": "2e-3", "full": True, "text_column": "sentence", "seed": 7}
+    file = tmp_path / f"mine.{kind}"
+    file.write_text(json.dumps(values) if kind == "json" else yaml.safe_dump(values))
+    data, model, args = parse(monkeypatch, "text_classification", "--config", file, "--seed", 8)
+    assert (args.target_epsilon, args.learning_rate, args.seed) == (3, 2e-3, 8)
+    assert model.full is True
+    assert data.text_column == "sentence"
+    assert args.num_train_epochs == 3.0
+
+
+def shown(capsys, monkeypatch, *words):
+    with pytest.raises(SystemExit) as stopped:
+        parse(monkeypatch, *words)
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_privacy_stands_first_in_the_help_and_the_rest_is_left_out(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, "text_classification", "--help")
+    titles = [line for line in text.splitlines() if line.endswith(":") and line[0] not in " " and " " not in line]
+    assert titles == ["Privacy:", "Model:", "Data:", "Training:", "More:"]
+    assert text.index("Privacy:") < text.index("--target_epsilon") < text.index("Model:")
+    assert "--neftune_noise_alpha" not in text
+    assert len(text.splitlines()) < 180
+    everything = shown(capsys, monkeypatch, "text_classification", "--help_all")
+    assert "--neftune_noise_alpha" in everything and "--target_epsilon" in everything
+
+
+def test_every_privacy_argument_of_the_trainer_is_in_the_group(capsys, monkeypatch):
+    from transformers import TrainingArguments
+
+    from dp_transformers import DPTrainingArguments
+
+    text = shown(capsys, monkeypatch, "causal_lm", "--help")
+    privacy = text[text.index("Privacy:") : text.index("Model:")]
+    own = DPTrainingArguments.__dataclass_fields__.keys() - TrainingArguments.__dataclass_fields__.keys()
+    for name in [*own, "max_grad_norm"]:
+        assert f"--{name}" in privacy
+
+
+def test_all_recipes_name_the_same_things_alike():
+    shared = {"target_epsilon", "target_delta", "expected_batch_size", "max_grad_norm", "output_dir", "learning_rate"}
+    shared |= {"num_train_epochs", "per_device_train_batch_size", "seed", "use_cpu"}
+    for module in CLASSES.values():
+        assert shared <= module.Arguments.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epsilon", "8"], "there is no flag --epsilon; did you mean --target_epsilon?"),
+        (["--delta", "1e-6"], "there is no flag --delta; did you mean --target_delta?"),
+        (["--lerning_rate=1"], "there is no flag --lerning_rate=1; did you mean --learning_rate?"),
+        (["--neftune_alpha", "1"], "there is no flag --neftune_alpha; did you mean --neftune_noise_alpha?"),
+        (["--xyzzy"], "there is no flag --xyzzy. See --help, or --help_all for every flag."),
+        (
+            ["config.yaml"],
+            "'config.yaml' stands where a flag should stand. A file of flags is given as --config config.yaml.",
+        ),
+        (["--config", "nowhere.yaml"], "--config: there is no file 'nowhere.yaml'."),
+        (
+            ["--expected_batch_size", "many"],
+            "argument --expected_batch_size/--expected-batch-size: invalid int value: 'many'",
+        ),
+    ],
+)
+def test_wrong_flags_end_in_one_line(words, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse(monkeypatch, "text_classification", *words)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("epsilon: 8", "there is no flag 'epsilon'; did you mean --target_epsilon?"),
+        ("help: true", "there is no flag 'help'"),
+        ("[1, 2]", "must hold lines of the form 'flag: value'."),
+        ("a: [", "cannot be read: while parsing"),
+    ],
+)
+def test_a_wrong_file_ends_in_one_line(content, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "c.yaml").write_text(content)
+    with pytest.raises(SystemExit) as stopped:
+        parse(monkeypatch, "text_classification", "--config", tmp_path / "c.yaml")
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --config {tmp_path / 'c.yaml'}") and message in said and said.count("\n") == 1
+
+
+def test_flags_reach_the_recipe_as_they_stand(monkeypatch):
+    ran = []
+    monkeypatch.setattr(train, "_run", lambda path, words: ran.append((path.stem, words)))
+    for words in (["--max_steps", "-1", "--full"], ["--help"], ["--config", "x.yaml", "--help_all"]):
+        call_main(["train", "causal_lm", *words], 0)
+    assert ran == [
+        ("causal_lm", ["--max_steps", "-1", "--full"]),
+        ("causal_lm", ["--help"]),
+        ("causal_lm", ["--config", "x.yaml", "--help_all"]),
+    ]
+
+
+def call_main(words, code):
+    from dp_transformers.cli.main import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert (stopped.value.code or 0) == code
+
+
+def test_processes_are_launched_with_accelerate(monkeypatch):
+    import accelerate.commands.launch as launcher
+
+    launched = []
+    monkeypatch.setattr(launcher, "launch_command", launched.append)
+    call_main(["train", "causal_lm", "--num_processes", "2", "--max_steps", "3", "--use_cpu"], 0)
+    call_main(["train", "causal_lm", "--accelerate_config", "fsdp2", "--full"], 0)
+    plain, sharded = launched
+    assert (plain.num_processes, plain.cpu, plain.mixed_precision) == (2, True, "no")
+    assert plain.training_script == str(train.recipes()["causal_lm"])
+    assert plain.training_script_args == ["--max_steps", "3", "--use_cpu"]
+    assert Path(sharded.config_file) == CONFIGS.parent / "accelerate" / "fsdp2.yaml"
+    assert sharded.training_script_args == ["--full"]
+
+
+def test_help_of_the_command_lists_the_recipes(capsys):
+    call_main(["train", "--help"], 0)
+    text = capsys.readouterr().out
+    for name in CLASSES:
+        assert f"\n  {name} " in text
+
+
+def test_a_recipe_runs_as_a_command(tmp_path):
+    words = [
+        sys.executable,
+        "-m",
+        "dp_transformers",
+        "train",
+        "image_classification",
+        "--config",
+        tmp_path / "none.yaml",
+    ]
+    result = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == f"error: --config: there is no file '{tmp_path / 'none.yaml'}'.\n"
+
+
+def test_modules_that_are_no_recipes_are_left_out():
+    assert set(train.NOT_RECIPES) == {assets_like.__name__ for assets_like in (fine_tuning, flags, plain_loop)} | {
+        "assets"
+    }
