@@ -187,12 +187,14 @@ def _covered(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str,
     """How many parameters are covered by which kind of module, and how."""
     modules: Counter[tuple[str, str]] = Counter()
     parameters: Counter[tuple[str, str]] = Counter()
+    counted: set[nn.Parameter] = set()  # a tied weight has several owners
     with PerExampleClipper(model, 1.0) as clipper:
         clipper.check((), batch)
         for owner in clipper.owners:
             key = type(owner.module).__name__, "re-running each example" if owner.is_rerun else "a rule"
             modules[key] += 1
-            parameters[key] += sum(p.numel() for p in owner.names)
+            parameters[key] += sum(p.numel() for p in owner.names.keys() - counted)
+            counted |= owner.names.keys()
     return [
         {"module": kind, "gradients by": by, "modules": modules[kind, by], "parameters": count}
         for (kind, by), count in parameters.most_common()
