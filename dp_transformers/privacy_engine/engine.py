@@ -20,6 +20,9 @@ from ..clipping import PerExampleClipper
 from ..ledger import Ledger
 from ..mechanism import Mechanism
 from ..noise.generators import check_noise_source
+from ..reports import certificate
+from ..reports.certificate import circumstances
+from ..reports.digest import describe_data
 from ..run import PrivacySpent, PrivateRun
 from ..startup_message import describe, hopeless
 from .checkpoints import load, save
@@ -47,6 +50,12 @@ class SpentSteps:
     @property
     def history(self) -> list[tuple[float, float, int]]:
         return self._engine.history
+
+    def _about(self, loop: PlainLoop) -> dict[str, Any]:
+        """What the ledger says of a training besides its mechanism."""
+        assert self._ledger is not None, "it is asked for by the ledger"
+        data = describe_data(loop.data_loader.dataset, self._ledger.path.parent)
+        return circumstances(accountant=self._accountant, data=data, model=loop.module)
 
     def get_epsilon(self, delta: float) -> float:
         """Return ε as :meth:`PrivacyEngine.get_epsilon` does."""
@@ -269,7 +278,14 @@ class PrivacyEngine:
         """Begin the run, and return what the loop is to use from now on."""
         run_id = distributed.call_on_rank_zero(PrivacyState.new_run_id)
         state = PrivacyState(run_id, mechanism, delta, target_epsilon)
-        run = PrivateRun(state, self._accountant, self._ledger, dp_seed=self._dp_seed, verified=loop.self_check)
+        run = PrivateRun(
+            state,
+            self._accountant,
+            self._ledger,
+            dp_seed=self._dp_seed,
+            verified=loop.self_check,
+            about=lambda: self._about(loop),
+        )
         with contextlib.ExitStack() as undo:
             if self._ledger is not None:
                 undo.callback(self._ledger.close)
@@ -303,6 +319,23 @@ class PrivacyEngine:
         if delta is not None:
             loop.require_delta(delta)
         return loop.run.spent(delta)
+
+    def write_certificate(self, delta: float | None = None) -> dict[str, Any]:
+        """Write ``privacy.json`` into ``ledger_dir``, and return what it says: what was spent by all runs in that
+        folder, at ``delta`` (default: the ``target_delta`` of each), on which data, with which code.
+
+        ``dp-transformers report`` makes a page of it. Call it on all ranks, after training.
+
+        Raises:
+            ValueError: there is no ``ledger_dir``, or no delta is known.
+        """
+        run = self._made_private().run
+        if run.ledger is None:
+            raise ValueError(
+                "a certificate is a summary of a ledger, and this engine keeps none: PrivacyEngine(ledger_dir=...)."
+            )
+        folder, unfinished = run.ledger.path.parent, {run.state.run_id: run.unfinished}
+        return distributed.call_on_rank_zero(lambda: certificate.write(folder, delta=delta, unfinished=unfinished))
 
     def drop_draw(self) -> None:
         """Give up the draw that the loop was stopped in, and count it as a step.

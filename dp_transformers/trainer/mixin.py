@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,8 @@ from ..checkpoint import rotate
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..losses import PerExampleLoss, find_per_example_loss
 from ..randomness import seeded_global_generators
+from ..reports.certificate import circumstances
+from ..reports.digest import describe_data
 from ..run import PrivacySpent, PrivateRun
 from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
@@ -143,7 +145,7 @@ class DPTrainerMixin(Base):
                 dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
             )
             validate_lengths(self.model, dataset)
-            self._training = TrainerRun(args, len(dataset), self._say)
+            self._training = TrainerRun(args, len(dataset), self._say, self._about)
 
     def create_accelerator_and_postprocess(self) -> None:
         with meshes_on_cpu(self.args, self.model):
@@ -217,6 +219,17 @@ class DPTrainerMixin(Base):
             return output._replace(metrics=metrics)
         metrics.pop("train_loss", None)  # it was never computed: see log_train_loss
         return output._replace(training_loss=math.nan, metrics=metrics)
+
+    def _about(self) -> dict[str, Any]:
+        """What the ledger says of a training besides its mechanism."""
+        args, dataset = self.args, self.train_dataset
+        assert dataset is not None and args.output_dir is not None, "there is no training without them"
+        return circumstances(
+            accountant=args.accountant,
+            data=describe_data(dataset, args.output_dir),
+            model=self.model,
+            also_released=_also_released(args, self.eval_dataset),
+        )
 
     def _say(self, text: str) -> None:
         """Show a sentence once, on rank 0, also in scripts that configure no logging."""
@@ -350,6 +363,8 @@ class DPTrainerMixin(Base):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self._run.state.save(checkpoint, self._run.steps, self._run.facts())
+            assert self._training is not None, "there is no checkpoint without training data"
+            self._training.write_certificate()
         self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -399,6 +414,16 @@ def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_d
         logger.warning(
             "load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples."
         )
+
+
+def _also_released(args: DPTrainingArguments, eval_dataset: Any) -> Iterator[dict[str, Any]]:
+    """What leaves the training besides the noised gradients, and whether epsilon covers it."""
+    if args.log_train_loss:
+        yield {"what": "the loss of training batches, without noise (log_train_loss)", "covered": False}
+    if eval_dataset is not None:
+        yield {"what": "metrics on evaluation data, which tell of the rows of that data", "covered": False}
+    if args.load_best_model_at_end:
+        yield {"what": "the choice of the best checkpoint by evaluation data", "covered": False}
 
 
 def _total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,9 +7,10 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -18,6 +19,7 @@ from .. import distributed
 from ..checkpoint import PrivacyState, find_checkpoint
 from ..ledger import Ledger, PrivacyStateError
 from ..noise.generators import check_noise_source
+from ..reports import certificate
 from ..run import PrivateRun
 from ..sampling import DrawSampler
 from .dp_config import DPTrainingArguments
@@ -32,6 +34,7 @@ class TrainerRun:
         args: The trainer's arguments. What they say of privacy is read here, once.
         num_examples: The number of rows of the training data.
         say: Shows a sentence to the user, once over all processes.
+        about: What the ledger is to hold of the run besides its mechanism.
 
     Attributes:
         run: Counts the steps.
@@ -41,10 +44,16 @@ class TrainerRun:
         has_ended: Whether the checkpoint is that of a run that took all of its steps.
     """
 
-    def __init__(self, args: DPTrainingArguments, num_examples: int, say: Callable[[str], None]):
+    def __init__(
+        self,
+        args: DPTrainingArguments,
+        num_examples: int,
+        say: Callable[[str], None],
+        about: Callable[[], Mapping[str, Any]],
+    ):
         # None is replaced or refused when the arguments are made
         assert args.output_dir is not None and args.target_delta is not None and args.expected_batch_size is not None
-        self._args, self._num_examples, self._say = args, num_examples, say
+        self._args, self._num_examples, self._say, self._about = args, num_examples, say, about
         self._output_dir, self._delta = args.output_dir, args.target_delta
         self._ledger = Ledger(self._output_dir)
         self.first_step, self.has_ended, self.self_check = 0, False, args.self_check
@@ -60,7 +69,14 @@ class TrainerRun:
     def _run_of(self, state: PrivacyState) -> PrivateRun:
         args = self._args
         check_noise_source(dp_seed=args.dp_seed, secure=args.secure_rng)
-        return PrivateRun(state, args.accountant, self._ledger, dp_seed=args.dp_seed, verified=self.self_check)
+        return PrivateRun(
+            state,
+            args.accountant,
+            self._ledger,
+            dp_seed=args.dp_seed,
+            verified=self.self_check,
+            about=self._about,
+        )
 
     @property
     def epsilon(self) -> float:
@@ -105,7 +121,13 @@ class TrainerRun:
             self._begin()
             yield folder
         finally:
+            self.write_certificate()
             self._ledger.close()
+
+    def write_certificate(self) -> None:
+        """Write ``privacy.json`` by what the ledger holds now, on rank 0. Training does not end where that fails."""
+        if distributed.rank() == 0:
+            certificate.write_or_warn(self._output_dir)
 
     def restore(self, checkpoint: str | None) -> str:
         """Go on with the run that a checkpoint belongs to (None: the newest complete one), and return its folder."""

@@ -1,0 +1,305 @@
+"""The certificate of a folder of trainings (``privacy.json``): what was spent, on which data, with which code.
+
+It is a summary of the ledger beside it, and nothing is in it that the ledger does not say, but for draws that were
+shown to a loop and not stepped. Whoever has both files builds it anew and compares (:func:`disagreements`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..ledger import LEDGER_NAME, Ledger, flush_to_disk
+from .recompute import RecordedRun, Spent, recorded_runs, spent
+
+CERTIFICATE_NAME = "privacy.json"
+SCHEMA, VERSION = "dp-transformers/privacy", 1
+UNIT = "one row of the training data"
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets", "dp-accounting", "numpy", "scipy")
+TOLERANCE = 2e-3  # of ε, relative: another machine or release of dp_accounting may round in another way
+
+logger = logging.getLogger(__name__)
+
+_FACTS = ("time", "data", "model", "software", "code", "also_released")
+
+
+class CertificateError(ValueError):
+    """A certificate that is missing or cannot be read."""
+
+
+# ---- what is known of a run when it begins ----
+
+
+def circumstances(
+    *, accountant: str, data: Mapping[str, Any], model: Any, also_released: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """What the line that begins a run says besides its mechanism, for :meth:`dp_transformers.run.PrivateRun.begin`.
+
+    Args:
+        data: From :func:`dp_transformers.reports.digest.describe_data`.
+        model: The module that is trained.
+        also_released: What else leaves the training, each as ``{"what": ..., "covered": whether by epsilon}``.
+    """
+    return {
+        "accountant": accountant,
+        "time": _now(),
+        "data": dict(data),
+        "model": describe_model(model),
+        "software": software(),
+        "code": code(),
+        "also_released": [dict(each) for each in also_released],
+    }
+
+
+def describe_model(model: Any) -> dict[str, Any]:
+    parameters = list(model.parameters())
+    return {
+        "class": type(model).__name__,
+        "name": getattr(getattr(model, "config", None), "_name_or_path", "") or None,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def software() -> dict[str, str | None]:
+    """The versions of Python, of this package and of what it stands on."""
+    package = __name__.partition(".")[0]
+    own = {"python": platform.python_version(), package: sys.modules[package].__version__}
+    return own | {name: _version(name) for name in LIBRARIES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def code() -> dict[str, Any] | None:
+    """The script that runs and the commit of git in the folder that it runs in; None outside of one."""
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return {
+        "script": Path(sys.argv[0]).name,
+        "git_commit": commit,
+        "has_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+# ---- the certificate ----
+
+
+def build(
+    folder: str | os.PathLike, *, delta: float | None = None, unfinished: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The certificate of a folder by its ledger.
+
+    Args:
+        delta: The δ at which ε is stated; by default that of each run, and the smallest for their sum.
+        unfinished: Draws of each run, by its id, that were shown to a loop and not stepped.
+
+    Raises:
+        ValueError: the ledger does not say what was released.
+    """
+    ledger = Ledger(folder)
+    runs = recorded_runs(ledger, unfinished)
+    if not runs:
+        raise CertificateError(
+            f"'{ledger.path}' holds no run: nothing was trained there, or its lines were taken out."
+        )
+    size, digest = ledger.digest()
+    chain = ledger.chain()
+    each = [spent([run], delta) for run in runs]
+    reasons = list(dict.fromkeys(why for run in runs for why in run.not_private_because))
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "written": _now(),
+        "private": not reasons,
+        "not_private_because": reasons,
+        "verified": all(run.verified for run in runs),
+        "unit": UNIT,
+        "delta": delta,
+        "total": _numbers(each[0] if len(runs) == 1 else spent(runs, delta)),
+        "runs": [
+            _describe(run, what, (unfinished or {}).get(run.state.run_id, 0))
+            for run, what in zip(runs, each, strict=True)
+        ],
+        "ledger": {
+            "file": LEDGER_NAME,
+            "lines": chain.lines,
+            "unchained_lines": chain.unchained,
+            "bytes": size,
+            "sha256": digest,
+        },
+    }
+
+
+def _describe(run: RecordedRun, what: Spent, unfinished: int) -> dict[str, Any]:
+    return {
+        "run": run.state.run_id,
+        **_numbers(what),
+        "num_examples": run.mechanism.sampling.num_examples,
+        "target_epsilon": run.state.target_epsilon,
+        "unfinished_draws": unfinished,
+        "private": not run.not_private_because,
+        "not_private_because": list(run.not_private_because),
+        "verified": run.verified,
+        "mechanism": run.mechanism.to_dict(),
+        **{name: run.facts.get(name) for name in _FACTS},
+    }
+
+
+def _numbers(what: Spent) -> dict[str, Any]:
+    """For JSON, which knows no infinity: an infinite ε is None."""
+    values = vars(what)
+    return {name: None if value == math.inf else value for name, value in values.items()}
+
+
+def write(
+    folder: str | os.PathLike, *, delta: float | None = None, unfinished: Mapping[str, int] | None = None
+) -> dict[str, Any] | None:
+    """Write the certificate of a folder by its ledger, completely or not at all. None if nothing was trained there.
+
+    Args:
+        delta, unfinished: As in :func:`build`. Unfinished draws of runs that are not named stay as they were.
+    """
+    folder = Path(folder)
+    if not Ledger(folder).run_ids():
+        return None
+    kept = unfinished_draws(read(folder)) if (folder / CERTIFICATE_NAME).exists() else {}
+    content = build(folder, delta=delta, unfinished={**kept, **(unfinished or {})})
+    temporary = folder / f".{CERTIFICATE_NAME}"
+    with open(temporary, "w") as file:
+        json.dump(content, file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / CERTIFICATE_NAME)
+    flush_to_disk(folder)
+    return content
+
+
+def write_or_warn(folder: str | os.PathLike, **options: Any) -> None:
+    """:func:`write`, where a training must not fail because it cannot be done."""
+    try:
+        write(folder, **options)
+    except (OSError, ValueError) as error:
+        logger.warning("%s was not written in '%s': %s", CERTIFICATE_NAME, folder, error)
+
+
+def read(folder: str | os.PathLike) -> dict[str, Any]:
+    """The certificate in a folder.
+
+    Raises:
+        CertificateError: it is missing, of a later version, or no certificate.
+    """
+    path = Path(folder) / CERTIFICATE_NAME
+    try:
+        content = json.loads(path.read_text())
+        schema, version = content["schema"], content["version"]
+        content["delta"], content["total"]["epsilon"], content["ledger"]["sha256"], unfinished_draws(content)
+    except FileNotFoundError:
+        raise CertificateError(
+            f"'{path}' is missing: the training was killed before it was written, or it was taken away. Let the "
+            "training go on to its end, which writes it."
+        ) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CertificateError(f"'{path}' is no certificate ({type(error).__name__}: {error}).") from error
+    if schema != SCHEMA or version != VERSION:
+        raise CertificateError(
+            f"'{path}' is of schema {schema!r}, version {version!r}, and this release reads {SCHEMA!r}, version "
+            f"{VERSION}: install the release that wrote it."
+        )
+    return content
+
+
+def unfinished_draws(content: Mapping[str, Any]) -> dict[str, int]:
+    """The unfinished draws of each run, by its id."""
+    return {run["run"]: int(run["unfinished_draws"]) for run in content["runs"]}
+
+
+# ---- comparing ----
+
+
+def disagreements(folder: str | os.PathLike, said: Mapping[str, Any]) -> list[str]:
+    """In what the certificate ``said`` differs from what the ledger in the folder says now, in sentences."""
+    ledger = Ledger(folder)
+    faults = _faults_of_ledger(ledger, said["ledger"])
+    try:
+        now = build(folder, delta=said["delta"], unfinished=unfinished_draws(said))
+    except ValueError as error:
+        return [*faults, str(error)]
+    before, after = dict(_flat(said)), dict(_flat(json.loads(json.dumps(now))))
+    paths = [path for path in {**before, **after} if not path.startswith(("written", "ledger."))]
+    return faults + [
+        f"{CERTIFICATE_NAME} says {path} = {before.get(path)!r}, by the ledger it is {after.get(path)!r}."
+        for path in paths
+        if not _same(path, before.get(path), after.get(path))
+    ]
+
+
+def _faults_of_ledger(ledger: Ledger, said: Mapping[str, Any]) -> list[str]:
+    chain, faults = ledger.chain(), []
+    if chain.broken_at is not None:
+        faults.append(
+            f"line {chain.broken_at} of {LEDGER_NAME} does not follow from what stands before it: a line was taken "
+            "out, changed or put in there or before."
+        )
+    size, digest = ledger.digest(said["bytes"])
+    if (size, digest) != (said["bytes"], said["sha256"]):
+        what = "was cut off" if size < said["bytes"] else "was changed"
+        faults.append(
+            f"{LEDGER_NAME} {what} after {CERTIFICATE_NAME} was written: the SHA-256 of its first {said['bytes']} "
+            "bytes is another one."
+        )
+    elif chain.lines > said["lines"]:
+        faults.append(
+            f"{LEDGER_NAME} goes on for {chain.lines - said['lines']} lines after {CERTIFICATE_NAME} was written: the "
+            "training was killed, or is not over yet. Let it go on to its end, which writes the certificate anew."
+        )
+    return faults
+
+
+def _same(path: str, a: Any, b: Any) -> bool:
+    if path.endswith((".epsilon", ".epsilon_per_person")) and isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=TOLERANCE)
+    return a == b and type(a) is type(b)
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _flat(each, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        yield f"{path}.length", len(value)
+        for number, each in enumerate(value):
+            yield from _flat(each, f"{path}[{number}]")
+    else:
+        yield path, value

@@ -1,0 +1,130 @@
+"""A keyed digest of training data: it tells the owner whether two trainings used the same rows, and others nothing.
+
+A plain hash would answer the very question that privacy hides: whoever has all rows but one could try which last row
+gives it. HMAC-SHA256 (RFC 2104) needs a key for that. The key is made once for each owner, in a file that only the
+owner can read, and is written nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+KEY_NAME = "data_digest.key"
+_KEY_BYTES = 32
+_BATCH = 1000  # rows that are read at once
+
+
+def key_path() -> Path:
+    """Where the owner's key lies: ``~/.config/dp_transformers/data_digest.key``, or below ``XDG_CONFIG_HOME``."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dp_transformers" / KEY_NAME
+
+
+def owner_key() -> bytes:
+    """Read the owner's key, or make it.
+
+    Raises:
+        ValueError: others can read the file, or it holds no key.
+        OSError: it can be neither read nor written.
+    """
+    path = key_path()
+    if not path.exists():
+        _make(path)
+    if os.name != "nt" and path.stat().st_mode & 0o077:
+        raise ValueError(f"others than its owner can read the key '{path}': chmod 600 '{path}'")
+    try:
+        key = bytes.fromhex(path.read_text())
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_BYTES:
+        raise ValueError(f"'{path}' holds no key: restore it from a backup, or delete it to have another one made")
+    return key
+
+
+def _make(path: Path) -> None:
+    """Write a new key, completely or not at all, unless another process was faster."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(_KEY_BYTES) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
+
+
+def name_of(key: bytes) -> str:
+    """Name a key without telling it: only digests with the same key can be compared."""
+    return hmac.digest(key, b"name of this key", "sha256")[:8].hex()
+
+
+def digest(rows: Iterable[Any], key: bytes) -> str:
+    """The digest of rows in any order: HMAC-SHA256 over the sorted HMAC-SHA256 of each row's JSON.
+
+    Raises:
+        TypeError: a row holds what JSON cannot, nor arrays, bytes or dates.
+    """
+    each = sorted(hmac.digest(key, _content(row), "sha256") for row in rows)
+    return "hmac-sha256:" + hmac.new(key, b"".join(each), hashlib.sha256).hexdigest()
+
+
+def _content(row: Any) -> bytes:
+    return json.dumps(row, sort_keys=True, separators=(",", ":"), default=_plain).encode()
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # arrays and tensors
+        return value.tolist()
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise TypeError(f"a row holds a {type(value).__name__}, of which no digest is defined")
+
+
+def rows_of(dataset: Any) -> Iterator[Any]:
+    """The rows of a data set as they are stored: of ``datasets.Dataset`` without its transforms, of lists and of
+    ``TensorDataset``.
+
+    Raises:
+        TypeError: it is another data set, which may make its rows at random.
+    """
+    if isinstance(dataset, (list, tuple)):
+        return iter(dataset)
+    if hasattr(dataset, "with_format") and hasattr(dataset, "iter"):
+        stored = dataset.with_format("arrow")
+        return (row for table in stored.iter(_BATCH) for row in table.to_pylist())
+    if hasattr(dataset, "tensors"):
+        return zip(*(tensor.tolist() for tensor in dataset.tensors), strict=True)
+    raise TypeError(
+        f"the data set is a {type(dataset).__name__}, whose rows may differ each time that they are read; lists, "
+        "TensorDataset and datasets.Dataset have a digest"
+    )
+
+
+def describe_data(dataset: Any, public_folder: str | os.PathLike) -> dict[str, Any]:
+    """Say of training data how many rows it has, and its digest or why it has none.
+
+    Args:
+        public_folder: What is handed over or pushed. A key that lies there is not used.
+    """
+    facts: dict[str, Any] = {"rows": len(dataset), "digest": None, "key": None}
+    try:
+        if key_path().resolve().is_relative_to(Path(public_folder).resolve()):
+            raise ValueError(f"the key would lie in '{public_folder}', which is handed over: set XDG_CONFIG_HOME")
+        key = owner_key()
+        return {**facts, "digest": digest(rows_of(dataset), key), "key": name_of(key)}
+    except (OSError, TypeError, ValueError) as error:
+        return {**facts, "no_digest_because": str(error)}

@@ -1,0 +1,93 @@
+"""Signatures of certificates (Ed25519, RFC 8032). A certificate holds the SHA-256 of its ledger, so both are signed.
+
+The chain of a ledger shows a line that was changed to whoever has the digests of before; a signature shows it to
+everybody who knows the signer's public key.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .certificate import CERTIFICATE_NAME
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+SIGNATURE_NAME = f"{CERTIFICATE_NAME}.sig"
+
+
+class SignatureError(ValueError):
+    """A signature that is missing or not of this certificate."""
+
+
+def new_key(path: str | os.PathLike) -> str:
+    """Write a new private key into a file that only its owner can read (PEM), and return its public key (hex)."""
+    ed25519, serialization = _cryptography()
+    key = ed25519.Ed25519PrivateKey.generate()
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(pem)
+    return _public(key)
+
+
+def sign(folder: str | os.PathLike, key_file: str | os.PathLike) -> str:
+    """Sign the certificate in a folder (``privacy.json.sig``), and return the public key (hex).
+
+    Raises:
+        SignatureError: the file holds no Ed25519 key.
+    """
+    ed25519, serialization = _cryptography()
+    try:
+        key = serialization.load_pem_private_key(Path(key_file).read_bytes(), password=None)
+    except (ValueError, TypeError) as error:
+        raise SignatureError(f"'{key_file}' holds no private key without a password ({error}).") from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise SignatureError(f"'{key_file}' holds a {type(key).__name__}: make an Ed25519 key with new_key().")
+    content = (Path(folder) / CERTIFICATE_NAME).read_bytes()
+    signed = {"algorithm": "Ed25519", "public_key": _public(key), "signature": key.sign(content).hex()}
+    (Path(folder) / SIGNATURE_NAME).write_text(json.dumps(signed, indent=2) + "\n")
+    return signed["public_key"]
+
+
+def signer(folder: str | os.PathLike) -> str | None:
+    """The public key (hex) with which the certificate in a folder is signed; None if it is not.
+
+    Raises:
+        SignatureError: the signature is not of this certificate.
+    """
+    path = Path(folder) / SIGNATURE_NAME
+    if not path.exists():
+        return None
+    ed25519, _ = _cryptography()
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        said = json.loads(path.read_text())
+        key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(said["public_key"]))
+        key.verify(bytes.fromhex(said["signature"]), (Path(folder) / CERTIFICATE_NAME).read_bytes())
+    except InvalidSignature:
+        raise SignatureError(
+            f"'{path}' is no signature of this {CERTIFICATE_NAME}: the certificate was changed after it was signed, "
+            "or training went on. Sign it again if you trust it."
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise SignatureError(f"'{path}' is no signature ({type(error).__name__}: {error}).") from error
+    return said["public_key"]
+
+
+def _public(key: Ed25519PrivateKey) -> str:
+    return key.public_key().public_bytes_raw().hex()
+
+
+def _cryptography() -> tuple[Any, Any]:
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise SignatureError("signatures need the package cryptography: pip install 'dp-finetune[secure]'") from None
+    return ed25519, serialization

@@ -1,0 +1,254 @@
+"""The certificate of a folder, and what is found out when it or the ledger is changed."""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+from recorded import DATA, DELTA, mechanism, record, writing
+
+from dp_transformers import compute_epsilon
+from dp_transformers.ledger import LEDGER_NAME, Ledger
+from dp_transformers.reports import certificate
+from dp_transformers.reports.certificate import CERTIFICATE_NAME, CertificateError, disagreements, read
+
+
+def lines_of(folder):
+    return (folder / LEDGER_NAME).read_bytes().splitlines(keepends=True)
+
+
+def write_lines(folder, lines):
+    (folder / LEDGER_NAME).write_bytes(b"".join(lines))
+
+
+def rewrite(folder, change):
+    content = json.loads((folder / CERTIFICATE_NAME).read_text())
+    change(content)
+    (folder / CERTIFICATE_NAME).write_text(json.dumps(content))
+
+
+def faults(folder):
+    return disagreements(folder, read(folder))
+
+
+def test_an_honest_run(tmp_path):
+    record(tmp_path)
+    said = read(tmp_path)
+    assert faults(tmp_path) == []
+    assert (said["schema"], said["version"]) == ("dp-transformers/privacy", 1)
+    assert said["private"] is True and said["verified"] is True and said["not_private_because"] == []
+    assert said["total"]["epsilon"] == compute_epsilon(1.0, 0.05, 20, DELTA) and said["total"]["steps"] == 20
+    assert said["total"]["relation"] == "add_or_remove_one" and said["total"]["delta"] == DELTA
+    (run,) = said["runs"]
+    assert run["mechanism"] == mechanism().to_dict() and run["num_examples"] == 1000 and run["data"] == DATA
+    assert run["software"]["torch"] == "2.13.0" and run["also_released"][0]["covered"] is False
+    size, digest = Ledger(tmp_path).digest()
+    assert said["ledger"] == {"file": LEDGER_NAME, "lines": 21, "unchained_lines": 0, "bytes": size, "sha256": digest}
+
+
+def test_two_runs_in_one_folder_add_up(tmp_path):
+    record(tmp_path, run_id="a1")
+    record(tmp_path, run_id="b2", how=mechanism(sigma=2.0))
+    said = read(tmp_path)
+    assert faults(tmp_path) == [] and [run["run"] for run in said["runs"]] == ["a1", "b2"]
+    first, second = (run["epsilon"] for run in said["runs"])
+    both = mechanism().epsilon(DELTA, executed=[Counter({mechanism().at(0): 20}), Counter({mechanism(2.0).at(0): 20})])
+    assert said["total"]["epsilon"] == both and max(first, second) < both < first + second
+    assert second == compute_epsilon(2.0, 0.05, 20, DELTA)
+
+
+def test_the_smallest_delta_is_common_unless_another_is_asked_for(tmp_path):
+    record(tmp_path, run_id="a1", delta=1e-4)
+    record(tmp_path, run_id="b2", delta=1e-6)
+    said = read(tmp_path)
+    assert said["total"]["delta"] == 1e-6 and [run["delta"] for run in said["runs"]] == [1e-4, 1e-6]
+    asked = certificate.write(tmp_path, delta=1e-5)
+    assert {asked["total"]["delta"], *(run["delta"] for run in asked["runs"])} == {1e-5} and faults(tmp_path) == []
+
+
+def test_no_delta_is_known(tmp_path):
+    with pytest.raises(ValueError, match="at which delta"):
+        record(tmp_path, delta=None)
+    assert certificate.write(tmp_path, delta=1e-5)["total"]["epsilon"] == compute_epsilon(1.0, 0.05, 20, 1e-5)
+    assert faults(tmp_path) == []
+
+
+def test_a_resumed_run_counts_every_part(tmp_path):
+    record(tmp_path, steps=12, verified=False)
+    record(tmp_path, first=8, steps=12)
+    said = read(tmp_path)
+    assert said["total"]["steps"] == 24 and len(said["runs"]) == 1 and faults(tmp_path) == []
+    assert said["total"]["epsilon"] == compute_epsilon(1.0, 0.05, 24, DELTA)
+    assert said["verified"] is False, "as its first part"
+
+
+def test_killed_in_the_middle(tmp_path):
+    record(tmp_path, steps=6)
+    record(tmp_path, first=6, steps=3, certified=False)
+    with open(tmp_path / LEDGER_NAME, "ab") as file:
+        file.write(b'{"run": "a1", "st')
+    found = faults(tmp_path)
+    assert "goes on for 5 lines after privacy.json was written: the training was killed" in found[0]
+    assert any("says total.steps = 6, by the ledger it is 10" in fault for fault in found), "the torn line counts"
+    record(tmp_path, first=9, steps=1)
+    assert faults(tmp_path) == [] and read(tmp_path)["total"]["steps"] == 11
+
+
+def test_no_certificate_was_written(tmp_path):
+    record(tmp_path, certified=False)
+    with pytest.raises(CertificateError, match="is missing: the training was killed before it was written"):
+        read(tmp_path)
+    assert certificate.build(tmp_path)["total"]["steps"] == 20
+
+
+def test_nothing_was_trained(tmp_path):
+    with writing(tmp_path):
+        pass
+    assert certificate.write(tmp_path) is None and not (tmp_path / CERTIFICATE_NAME).exists()
+    with pytest.raises(CertificateError, match="holds no run"):
+        certificate.build(tmp_path)
+
+
+def test_what_is_not_private_says_so(tmp_path):
+    record(tmp_path, run_id="a1")
+    record(tmp_path, run_id="b2", not_private_because=["dp_seed=1: draws and noise can be reproduced"], private=False)
+    text = (tmp_path / CERTIFICATE_NAME).read_text()
+    said = json.loads(text, parse_constant=pytest.fail)
+    assert said["private"] is False and said["not_private_because"] == ["dp_seed=1: draws and noise can be reproduced"]
+    assert said["total"]["epsilon"] is None and [run["private"] for run in said["runs"]] == [True, False]
+    assert said["runs"][0]["epsilon"] is not None and said["runs"][1]["epsilon"] is None and faults(tmp_path) == []
+    record(tmp_path / "silent", how=mechanism(sigma=0.0))
+    said = read(tmp_path / "silent")
+    assert said["private"] is False and said["not_private_because"] == ["noise_multiplier=0: no noise is added"]
+    assert said["total"]["epsilon"] is None and faults(tmp_path / "silent") == []
+
+
+def test_rows_of_one_person(tmp_path):
+    record(tmp_path, how=mechanism(rows=3))
+    total = read(tmp_path)["total"]
+    assert total["max_examples_per_person"] == 3
+    assert total["epsilon_per_person"] == mechanism().epsilon(DELTA, rows=3) > 2 * total["epsilon"]
+
+
+def test_a_draw_that_was_not_finished_counts_and_is_kept(tmp_path):
+    record(tmp_path)
+    said = certificate.write(tmp_path, unfinished={"a1": 1})
+    assert said["total"]["epsilon"] == compute_epsilon(1.0, 0.05, 21, DELTA) and faults(tmp_path) == []
+    record(tmp_path, run_id="b2")
+    assert [run["steps"] for run in read(tmp_path)["runs"]] == [21, 20] and faults(tmp_path) == []
+    rewrite(tmp_path, lambda content: content["runs"][0].update(unfinished_draws=0))
+    assert any("says runs[0].steps = 21, by the ledger it is 20" in fault for fault in faults(tmp_path))
+
+
+# ---- changed files ----
+
+
+def test_a_step_taken_out_of_the_ledger(tmp_path):
+    record(tmp_path)
+    lines = lines_of(tmp_path)
+    write_lines(tmp_path, lines[:7] + lines[8:])
+    found = faults(tmp_path)
+    assert found[0].startswith("line 8 of privacy_ledger.jsonl does not follow from what stands before it")
+    assert "was cut off" in found[1] and any(
+        "says total.steps = 20, by the ledger it is 19" in fault for fault in found
+    )
+
+
+def test_a_step_changed_in_the_ledger(tmp_path):
+    record(tmp_path)
+    lines = lines_of(tmp_path)
+    lines[5] = lines[5].replace(b'"noise_multiplier": 1.0', b'"noise_multiplier": 9.0')
+    write_lines(tmp_path, lines)
+    found = faults(tmp_path)
+    assert "line 7 of" in found[0] and "was changed after privacy.json" in found[1]
+    assert any("total.epsilon" in fault for fault in found)
+
+
+def test_a_step_put_into_the_ledger(tmp_path):
+    record(tmp_path)
+    lines = lines_of(tmp_path)
+    write_lines(tmp_path, [*lines[:5], lines[5], *lines[5:]])
+    assert "line 7 of" in faults(tmp_path)[0]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_ledger_cut_off_at_the_end(tmp_path, cut):
+    record(tmp_path)
+    write_lines(tmp_path, lines_of(tmp_path)[:-cut])
+    found = faults(tmp_path)
+    assert "was cut off after privacy.json was written" in found[0], "the chain is whole"
+    assert any("by the ledger it is" in fault for fault in found)
+
+
+def test_a_chain_that_was_made_anew(tmp_path):
+    """All digests are right, those of privacy.json are not."""
+    record(tmp_path)
+    said = (tmp_path / CERTIFICATE_NAME).read_text()
+    (tmp_path / LEDGER_NAME).unlink()
+    record(tmp_path, how=mechanism(sigma=3.0))
+    (tmp_path / CERTIFICATE_NAME).write_text(said)
+    assert Ledger(tmp_path).chain().broken_at is None
+    assert "was changed after" in faults(tmp_path)[0] or "was cut off" in faults(tmp_path)[0]
+
+
+def test_the_first_line_of_a_run_taken_out(tmp_path):
+    record(tmp_path)
+    write_lines(tmp_path, lines_of(tmp_path)[1:])
+    found = faults(tmp_path)
+    assert any("no line that says how it began" in fault for fault in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda c: c["total"].update(epsilon=c["total"]["epsilon"] * 0.9), "total.epsilon"),
+        (lambda c: c["total"].update(steps=2), "total.steps"),
+        (lambda c: c["total"].update(relation="replace_one"), "total.relation"),
+        (lambda c: c.update(private=False), "private"),
+        (lambda c: c.update(verified=1), "verified"),
+        (lambda c: c["runs"][0].update(epsilon=None), "runs[0].epsilon"),
+        (lambda c: c["runs"][0]["mechanism"]["noise"].update(noise_multiplier=1.0001), "noise_multiplier"),
+        (lambda c: c["runs"][0]["data"].update(digest="hmac-sha256:0"), "data.digest"),
+        (lambda c: c["runs"][0]["also_released"].clear(), "also_released"),
+        (lambda c: c["runs"][0].update(extra=1), "runs[0].extra"),
+        (lambda c: c["runs"].append(c["runs"][0]), "runs.length"),
+        (lambda c: c["ledger"].update(sha256="0" * 64), "SHA-256"),
+    ],
+)
+def test_a_changed_certificate(tmp_path, change, named):
+    record(tmp_path)
+    rewrite(tmp_path, change)
+    assert any(named in fault for fault in faults(tmp_path))
+
+
+def test_epsilon_may_be_rounded_in_another_way(tmp_path):
+    record(tmp_path)
+    rewrite(tmp_path, lambda c: c["total"].update(epsilon=c["total"]["epsilon"] * (1 + 1e-4)))
+    assert faults(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "x", "version": 1}'])
+def test_what_is_no_certificate(tmp_path, text):
+    (tmp_path / CERTIFICATE_NAME).write_text(text)
+    with pytest.raises(CertificateError, match="is no certificate"):
+        read(tmp_path)
+
+
+def test_a_certificate_of_a_later_release(tmp_path):
+    record(tmp_path)
+    rewrite(tmp_path, lambda c: c.update(version=2))
+    with pytest.raises(CertificateError, match=r"version 2, and this release reads .*, version 1"):
+        read(tmp_path)
+
+
+def test_a_training_does_not_end_where_the_certificate_cannot_be_written(tmp_path, caplog):
+    record(tmp_path)
+    (tmp_path / CERTIFICATE_NAME).write_text("{}")
+    certificate.write_or_warn(tmp_path)
+    assert "was not written" in caplog.text and (tmp_path / CERTIFICATE_NAME).read_text() == "{}"
+
+
+def test_infinite_numbers_are_null():
+    assert certificate._numbers(
+        certificate.Spent(math.inf, math.inf, 1e-5, "pld", "add_or_remove_one", 1, 3)
+    )["epsilon"] is None  # fmt: skip
