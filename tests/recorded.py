@@ -4,7 +4,7 @@ import contextlib
 import os
 
 from dp_transformers.checkpoint import PrivacyState
-from dp_transformers.clipping.functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.ledger import Ledger
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise

@@ -1,11 +1,87 @@
-"""`dp-transformers report`: what a finished run may claim. Free of torch."""
+"""``dp-transformers report``: recompute ε from the ledgers of finished trainings, compare it with their certificates,
+and write the report."""
 
 from __future__ import annotations
 
-from importlib import import_module
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..reports.findings import Report
 
 
-def report(run_dirs: list[Path]) -> None:
-    """Recompute and report what the runs in RUN_DIRS spent together."""
-    import_module("dp_transformers.reports").command(run_dirs)
+def report(
+    run_dirs: Annotated[
+        list[Path], typer.Argument(help="Output folders of trainings; several on the same data add up.", exists=True)
+    ],
+    out: Annotated[Path | None, typer.Option(help="Where the page goes. Default: the first folder.")] = None,
+    delta: Annotated[
+        float | None, typer.Option(min=0, max=1, help="The delta to state epsilon at. Default: the smallest.")
+    ] = None,
+    same_data: Annotated[
+        bool, typer.Option("--same-data", help="Add up folders though no digest shows that their data is the same.")
+    ] = False,
+    sign: Annotated[
+        Path | None, typer.Option(help="Sign the certificates with this Ed25519 key (PEM), made if it is missing.")
+    ] = None,
+    signed_by: Annotated[
+        str | None, typer.Option(help="Fail unless the certificates are signed by this public key (hex).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON, and write no page.")] = False,
+) -> None:
+    """Recompute epsilon from the ledger of RUN_DIRS, compare it with privacy.json, and write an HTML report.
+
+    Needs neither torch, nor the model, nor the data. Exits with 1 where certificate, ledger and signature disagree.
+    """
+    from ..reports.findings import Report, look
+    from ..reports.html import write
+
+    try:
+        if sign is not None:
+            _sign(run_dirs, sign)
+        folders = [look(run_dir, signed_by) for run_dir in run_dirs]
+        found = Report(folders, delta, same_data=same_data)
+        if as_json:
+            typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+        else:
+            _print(found, write(found, out or run_dirs[0]))
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if found.faults:
+        raise typer.Exit(1)
+
+
+def _sign(run_dirs: list[Path], key: Path) -> None:
+    """Sign the certificates that agree with their ledgers."""
+    from ..reports.certificate import disagreements, read
+    from ..reports.signatures import new_key, sign
+
+    if not key.exists():
+        new_key(key)
+        typer.echo(f"made the private key '{key}': nobody else may have it.", err=True)
+    for run_dir in run_dirs:
+        if disagreements(run_dir, read(run_dir)):
+            typer.echo(f"not signed: certificate and ledger in '{run_dir}' do not agree.", err=True)
+        else:
+            typer.echo(f"signed the certificate in '{run_dir}': public key {sign(run_dir, key)}", err=True)
+
+
+def _print(found: Report, written: list[Path]) -> None:
+    from ..reports.words import paragraph, table
+
+    typer.echo(paragraph(found.certificate, found.curve) + "\n")
+    width = max(len(name) for name, _ in table(found.certificate, found.curve))
+    for name, value in table(found.certificate, found.curve):
+        typer.echo(f"  {name:{width}}  {value}")
+    if found.unchained_lines:
+        typer.echo(
+            f"\n{found.unchained_lines} lines of the ledger are of an earlier release, which did not chain them: a "
+            "change in them would not show."
+        )
+    for fault in found.faults:
+        typer.echo(f"\nDISAGREES: {fault}", err=True)
+    typer.echo("\n" + "\n".join(f"wrote {path}" for path in written))

@@ -45,11 +45,12 @@ def privacy_curve(event: DpEvent, relation: str, accountant: str = "pld") -> Pri
     neighbours = dp_accounting.NeighboringRelation[relation.upper()]
     if accountant == "pld":
         counted = dp_accounting.pld.PLDAccountant(neighbours, value_discretization_interval=_INTERVAL)
+        epsilons: Any = _EPSILONS  # where its types want a float
+        deltas = counted.compose(event).get_delta(epsilons)
     else:
-        counted = dp_accounting.rdp.RdpAccountant(neighboring_relation=neighbours)
-    counted.compose(event)
-    epsilons: Any = list(_EPSILONS)  # where its types want a float
-    return PrivacyCurve(_EPSILONS, np.clip(counted.get_delta(epsilons), 0, 1))
+        counted = dp_accounting.rdp.RdpAccountant(neighboring_relation=neighbours).compose(event)
+        deltas = [counted.get_delta(epsilon) for epsilon in _EPSILONS]
+    return PrivacyCurve(_EPSILONS, np.clip(deltas, 0, 1))
 
 
 def no_privacy() -> PrivacyCurve:

@@ -14,7 +14,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -135,22 +135,12 @@ def build(
         )
     size, digest = ledger.digest()
     chain = ledger.chain()
-    each = [spent([run], delta) for run in runs]
-    reasons = list(dict.fromkeys(why for run in runs for why in run.not_private_because))
     return {
         "schema": SCHEMA,
         "version": VERSION,
         "written": _now(),
-        "private": not reasons,
-        "not_private_because": reasons,
-        "verified": all(run.verified for run in runs),
-        "unit": UNIT,
         "delta": delta,
-        "total": _numbers(each[0] if len(runs) == 1 else spent(runs, delta)),
-        "runs": [
-            _describe(run, what, (unfinished or {}).get(run.state.run_id, 0))
-            for run, what in zip(runs, each, strict=True)
-        ],
+        **summary(runs, delta),
         "ledger": {
             "file": LEDGER_NAME,
             "lines": chain.lines,
@@ -161,13 +151,27 @@ def build(
     }
 
 
-def _describe(run: RecordedRun, what: Spent, unfinished: int) -> dict[str, Any]:
+def summary(runs: Sequence[RecordedRun], delta: float | None = None) -> dict[str, Any]:
+    """What several runs have spent together, and each of them."""
+    each = [spent([run], delta) for run in runs]
+    reasons = list(dict.fromkeys(why for run in runs for why in run.not_private_because))
+    return {
+        "private": not reasons,
+        "not_private_because": reasons,
+        "verified": all(run.verified for run in runs),
+        "unit": UNIT,
+        "total": _numbers(each[0] if len(runs) == 1 else spent(runs, delta)),
+        "runs": [_describe(run, what) for run, what in zip(runs, each, strict=True)],
+    }
+
+
+def _describe(run: RecordedRun, what: Spent) -> dict[str, Any]:
     return {
         "run": run.state.run_id,
         **_numbers(what),
         "num_examples": run.mechanism.sampling.num_examples,
         "target_epsilon": run.state.target_epsilon,
-        "unfinished_draws": unfinished,
+        "unfinished_draws": run.unfinished,
         "private": not run.not_private_because,
         "not_private_because": list(run.not_private_because),
         "verified": run.verified,

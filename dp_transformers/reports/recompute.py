@@ -21,6 +21,7 @@ class RecordedRun:
     Attributes:
         state: As of when it began or went on for the last time, with the most rows of one person that were ever said.
         segments: The parameters of its executed steps, in one counter for each noise source.
+        unfinished: How many of these were drawn and shown to a loop, and not taken.
         facts: What its last beginning says besides the state: data, model, software.
     """
 
@@ -28,6 +29,7 @@ class RecordedRun:
     segments: tuple[Steps, ...]
     not_private_because: tuple[str, ...] = ()
     verified: bool = True
+    unfinished: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -99,6 +101,7 @@ def _recorded(ledger: Ledger, run_id: str, unfinished: int) -> RecordedRun:
         segments=tuple(known),
         not_private_because=_reasons(beginnings, mechanism),
         verified=all(line.get("verified", True) for line in beginnings),
+        unfinished=unfinished,
         facts=beginnings[-1],
     )
 
@@ -170,7 +173,7 @@ def over_steps(
     """ε after a few numbers of steps, from none to all, in the order in which the ledger has them."""
     pieces = [(run, step, count) for run in runs for segment in run.segments for step, count in segment.items()]
     total = sum(count for _, _, count in pieces)
-    at = sorted({round(total * k / points) for k in range(points + 1)})
+    at = sorted({min(1, total), *(round(total * k / points) for k in range(points + 1))})
     return [(steps, epsilon_of(_first(pieces, steps), delta, accountant)) for steps in at]
 
 

@@ -1,0 +1,64 @@
+"""The report as one HTML page that needs no other file, and its pictures as PNG."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from .attack import FALSE_ALARMS
+from .findings import Report
+from .plots import NoPictures, detection, epsilon_over_steps
+from .words import paragraph, percent, run_table, table
+
+PAGE_NAME = "privacy_report.html"
+_PICTURES = {
+    "epsilon_over_steps": ("privacy_epsilon.png", "What was spent over the steps of all trainings together."),
+    "detection": (
+        "privacy_detection.png",
+        "The most that an attacker can detect, by the accountant's privacy curve.",
+    ),
+}
+
+
+def write(report: Report, folder: str | os.PathLike) -> list[Path]:
+    """Write the page and its pictures into a folder, and return their paths."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures, missing = _pictures(report)
+    page = render(report, pictures, missing)
+    paths = [folder / PAGE_NAME, *(folder / _PICTURES[name][0] for name in pictures)]
+    for path, content in zip(paths, [page.encode(), *pictures.values()], strict=True):
+        path.write_bytes(content)
+    return paths
+
+
+def render(report: Report, pictures: Mapping[str, bytes], missing: str | None) -> str:
+    """The page, with the pictures in it, or with what is said in their place."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
+    template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    certificate, curve = report.certificate, report.curve
+    return template.get_template("report.html").render(
+        report=report,
+        certificate=certificate,
+        paragraph=paragraph(certificate, curve),
+        table=table(certificate, curve),
+        runs=[run_table(run) for run in certificate["runs"]],
+        attack=[(percent(alarm), percent(curve.detection(alarm)), curve.detection(alarm)) for alarm in FALSE_ALARMS],
+        pictures=[(base64.b64encode(png).decode(), _PICTURES[name][1]) for name, png in pictures.items()],
+        missing=missing,
+    )
+
+
+def _pictures(report: Report) -> tuple[dict[str, bytes], str | None]:
+    """The pictures by name, or why there are none."""
+    if not report.certificate["private"]:
+        return {}, None
+    try:
+        drawn = [epsilon_over_steps(report.over_steps, report.certificate["total"]["delta"]), detection(report.curve)]
+    except NoPictures as error:
+        return {}, str(error)
+    return dict(zip(_PICTURES, drawn, strict=True)), None

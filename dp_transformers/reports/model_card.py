@@ -1,0 +1,31 @@
+"""The section "Privacy" of a model card, and of peft's README."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .attack import PrivacyCurve
+from .words import paragraph, table
+
+_BEGIN, _END = "<!-- privacy: begin -->", "<!-- privacy: end -->"
+
+
+def section(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
+    """The section as Markdown: one paragraph and one table."""
+    rows = [f"| {name} | {value.replace('|', '/')} |" for name, value in table(certificate, curve)]
+    lines = ["## Privacy", "", paragraph(certificate, curve), "", "| | |", "|---|---|", *rows]
+    return "\n".join([_BEGIN, *lines, _END])
+
+
+def put_into(card: Path, text: str) -> None:
+    """Put a section into a model card, in the place of the one that it has, else at its end."""
+    content = card.read_text(encoding="utf-8")
+    old = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.S)
+    if old.search(content):
+        content = old.sub(lambda _: text, content, count=1)
+    else:
+        content = f"{content.rstrip()}\n\n{text}\n"
+    card.write_text(content, encoding="utf-8")

@@ -1,0 +1,140 @@
+"""The numbers of a certificate in words: a paragraph for whoever decides, a table for whoever checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .attack import PrivacyCurve, ceilings
+
+# what neighbouring data sets differ by
+CHANGES = {
+    "add_or_remove_one": "adding or removing one row of the training data",
+    "replace_special": "replacing one row of the training data by an empty one",
+    "replace_one": "replacing one row of the training data by another",
+}
+
+
+def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
+    """What is guaranteed, in sentences that need no knowledge of the field."""
+    if not certificate["private"]:
+        reasons = "; ".join(certificate["not_private_because"])
+        return f"This training gives no guarantee of privacy ({reasons}). Do not claim one for any model from it."
+    total = certificate["total"]
+    epsilon, delta, k = total["epsilon"], total["delta"], total["max_examples_per_person"]
+    sentences = [
+        f"The training was differentially private with ε = {epsilon:.4g} at δ = {delta:g}, for "
+        f"{CHANGES[total['relation']]}: everything that was released would have come out with nearly the same "
+        "probability without any one of the rows.",
+        "Suppose that somebody has the model, every intermediate result and all other rows, and takes one row in a "
+        "hundred for used that was not: a row that was used is then recognised with a probability of at most "
+        f"{percent(curve.detection(0.01))}, where guessing gives 1%.",
+    ]
+    if k > 1:
+        sentences.append(
+            f"All rows of one person, {k} at most, are protected together with ε = "
+            f"{total['epsilon_per_person']:.4g} at the same δ."
+        )
+    else:
+        sentences.append("Somebody who has several rows in the data is protected less than somebody who has one.")
+    runs = certificate["runs"]
+    if len(runs) > 1:
+        sentences.append(f"This covers all {len(runs)} trainings together, {total['steps']} steps.")
+    uncovered = [each["what"] for each in also_released(certificate) if not each["covered"]]
+    if uncovered:
+        sentences.append(f"It does not cover what else was shown: {'; '.join(uncovered)}.")
+    if not certificate["verified"]:
+        sentences.append("The program was not checked against one example at a time before the first step.")
+    return " ".join(sentences)
+
+
+def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str, str]]:
+    """Names and values of what holds for all trainings together."""
+    total = certificate["total"]
+    rows = [
+        ("Private", "yes" if certificate["private"] else "NO: " + "; ".join(certificate["not_private_because"])),
+        ("ε", _epsilon(total["epsilon"])),
+        ("δ", f"{total['delta']:g}"),
+        ("Protected unit", certificate["unit"]),
+        ("Neighbouring data sets", f"{CHANGES[total['relation']]} ({total['relation']})"),
+        ("Most rows of one person", str(total["max_examples_per_person"])),
+        ("ε for all rows of one person", _epsilon(total["epsilon_per_person"])),
+        ("Accountant", total["accountant"]),
+        ("Steps", str(total["steps"])),
+        ("Trainings", str(len(certificate["runs"]))),
+        ("Self-check", "passed before the first step" if certificate["verified"] else "NOT done for every training"),
+    ]
+    detections = ceilings(curve).items()
+    return rows + [(f"Largest detection rate at {percent(a)} false alarms", percent(d)) for a, d in detections]
+
+
+def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of one training."""
+    model, data, code = (run.get(name) or {} for name in ("model", "data", "code"))
+    return [
+        ("Began or went on last", run["time"] or "not recorded"),
+        ("Spent", f"ε = {_epsilon(run['epsilon'])} at δ = {run['delta']:g} ({run['accountant']})"),
+        ("Target ε", "none" if run["target_epsilon"] is None else f"{run['target_epsilon']:g}"),
+        ("Steps", f"{run['steps']}" + _unfinished(run["unfinished_draws"])),
+        ("Rows (N)", f"{run['num_examples']:,}"),
+        *((part.capitalize(), _values(run["mechanism"][part])) for part in ("sampling", "clipping", "noise")),
+        ("Also in each step", "; ".join(map(_values, run["mechanism"]["releases"])) or "nothing"),
+        ("Self-check", "passed before the first step" if run["verified"] else "NOT done"),
+        ("Private", "yes" if run["private"] else "NO: " + "; ".join(run["not_private_because"])),
+        ("Data digest", data.get("digest") or f"none: {data.get('no_digest_because', 'not recorded')}"),
+        ("Key of the digest", data.get("key") or "none"),
+        ("Model", _model(model)),
+        ("Code", _code(code)),
+        ("Software", ", ".join(f"{name} {version}" for name, version in (run["software"] or {}).items() if version)),
+        ("Also shown", _released(run["also_released"] or ())),
+    ]
+
+
+def also_released(certificate: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What else was shown by any training, each once."""
+    seen = []
+    for run in certificate["runs"]:
+        for each in run["also_released"] or ():
+            if each not in seen:
+                seen.append(each)
+                yield each
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def _epsilon(value: float | None) -> str:
+    return "∞" if value is None else f"{value:.6g}"
+
+
+def _unfinished(draws: int) -> str:
+    return f", {draws} of them drawn and not taken" if draws else ""
+
+
+def _values(part: Mapping[str, Any]) -> str:
+    return ", ".join(
+        str(value) if name in ("kind", "name") else f"{name} {_short(value)}" for name, value in part.items()
+    )
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    if not model:
+        return "not recorded"
+    of = f" ({model['name']})" if model.get("name") else ""
+    return f"{model['class']}{of}, {model['trainable']:,} of {model['parameters']:,} parameters trained"
+
+
+def _code(code: Mapping[str, Any]) -> str:
+    if not code:
+        return "not in a git repository"
+    return f"{code['script']}, git {code['git_commit'][:12]}" + (", with changes" if code["has_changes"] else "")
+
+
+def _released(each: Any) -> str:
+    shown = [f"{one['what']} ({'covered' if one['covered'] else 'NOT covered'} by ε)" for one in each]
+    return "; ".join(shown) or "nothing"

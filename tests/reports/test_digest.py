@@ -1,0 +1,148 @@
+"""The keyed digest of training data: who has the key can compare, nobody else learns anything."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from dp_transformers.reports import digest as digests
+from dp_transformers.reports.digest import KEY_NAME, describe_data, digest, key_path, name_of, owner_key, rows_of
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+ROWS = [{"text": "a", "labels": 0}, {"text": "b", "labels": 1}, {"text": "b", "labels": 1}]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "dp_transformers"
+
+
+def test_the_key_is_made_once_and_only_its_owner_reads_it(home):
+    key = owner_key()
+    assert key_path() == home / KEY_NAME and len(key) == 32 and owner_key() == key
+    assert stat.S_IMODE(key_path().stat().st_mode) == 0o600 and stat.S_IMODE(home.stat().st_mode) == 0o700
+    assert os.listdir(home) == [KEY_NAME]
+    key_path().unlink()
+    assert owner_key() != key
+
+
+def test_processes_that_begin_at_once_have_one_key(home):
+    code = "from dp_transformers.reports.digest import owner_key; print(owner_key().hex())"
+    started = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert len({process.communicate()[0] for process in started}) == 1 and os.listdir(home) == [KEY_NAME]
+    key_path().unlink()
+    keys, threads = set(), [threading.Thread(target=lambda: keys.add(owner_key())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(keys) == 1
+
+
+def test_without_the_variable_it_lies_in_the_home(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert key_path() == tmp_path / ".config" / "dp_transformers" / KEY_NAME
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
+def test_a_key_that_others_can_read_is_not_used(mode, tmp_path):
+    owner_key()
+    key_path().chmod(mode)
+    with pytest.raises(ValueError, match="others than its owner can read the key .*: chmod 600"):
+        owner_key()
+    facts = describe_data(ROWS, tmp_path / "out")
+    assert facts["digest"] is None and "chmod 600" in facts["no_digest_because"]
+
+
+@pytest.mark.parametrize("text", ["", "no key", "00" * 31])
+def test_a_file_without_a_key(text):
+    owner_key()
+    key_path().write_text(text)
+    with pytest.raises(ValueError, match="holds no key: restore it"):
+        owner_key()
+
+
+def test_equal_rows_have_equal_digests_in_any_order():
+    assert digest(ROWS, KEY) == digest(ROWS[::-1], KEY) == digest(iter(ROWS), KEY)
+    assert digest(ROWS, KEY) == digest([dict(reversed(row.items())) for row in ROWS], KEY)
+    assert digest(ROWS, KEY) == digest([{**row, "labels": torch.tensor(row["labels"])} for row in ROWS], KEY)
+    assert digest(ROWS, KEY).startswith("hmac-sha256:") and len(digest(ROWS, KEY)) == 12 + 64
+
+
+@pytest.mark.parametrize(
+    "other",
+    [ROWS[:2], [*ROWS, ROWS[0]], [*ROWS[:2], ROWS[0]], [*ROWS[:2], {"text": "b", "labels": 2}], [*ROWS[:2], {"text": "b", "labels": "1"}],
+     [*ROWS[:2], {"text": "b"}], []],
+)  # fmt: skip
+def test_other_rows_have_other_digests(other):
+    assert digest(other, KEY) != digest(ROWS, KEY)
+
+
+def test_nobody_without_the_key_can_try_out_rows():
+    assert digest(ROWS, KEY) != digest(ROWS, OTHER) and name_of(KEY) != name_of(OTHER)
+    assert name_of(KEY) == name_of(KEY) and name_of(KEY) not in KEY.hex()
+    facts = describe_data(ROWS, "elsewhere")
+    assert owner_key().hex() not in str(facts) and facts["key"] == name_of(owner_key())
+    assert facts["digest"] == digest(ROWS, owner_key()) and facts["rows"] == 3
+
+
+def test_rows_of_data_sets():
+    stored = datasets.Dataset.from_list(ROWS)
+    for same in (stored, stored.with_format("torch"), stored.shuffle(seed=1), stored.select([2, 0, 1])):
+        assert digest(rows_of(same), KEY) == digest(ROWS, KEY)
+    assert digest(rows_of(stored.select([0, 1])), KEY) == digest(ROWS[:2], KEY)
+    tensors = TensorDataset(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 1]))
+    rows = [([0.0, 1.0], 0), ([2.0, 3.0], 1), ([4.0, 5.0], 1)]
+    assert digest(rows_of(tensors), KEY) == digest(rows_of(rows), KEY)
+    assert digest([np.arange(3)], KEY) == digest([[0, 1, 2]], KEY)
+
+
+def test_transforms_do_not_run(tmp_path):
+    """They may draw at random, and their draws would be no secret's."""
+    stored = datasets.Dataset.from_list(ROWS)
+    stored.set_transform(lambda batch: pytest.fail("the transform ran"))
+    assert describe_data(stored, tmp_path / "out")["digest"] == digest(ROWS, owner_key())
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        pytest.fail("a row was made")
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [(Augmented(), "is a Augmented, whose rows may differ"), ([{"x": object()}], "a row holds a object"), ([{"x": [[]], 1: 2}], "not supported")],
+)  # fmt: skip
+def test_data_without_a_digest_says_why(data, why, tmp_path):
+    facts = describe_data(data, tmp_path / "out")
+    assert facts["digest"] is None and facts["key"] is None and why in facts["no_digest_because"]
+
+
+def test_the_key_never_lies_in_what_is_handed_over(tmp_path, home):
+    facts = describe_data(ROWS, tmp_path)
+    assert facts["digest"] is None and "the key would lie in" in facts["no_digest_because"]
+    assert not home.exists()
+    assert describe_data(ROWS, tmp_path / "out")["digest"]
+
+
+def test_a_home_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    assert "Not a directory" in describe_data(ROWS, "out")["no_digest_because"]
+
+
+def test_many_rows_are_read_in_batches(monkeypatch):
+    monkeypatch.setattr(digests, "_BATCH", 2)
+    assert digest(rows_of(datasets.Dataset.from_list(ROWS)), KEY) == digest(ROWS, KEY)

@@ -1,0 +1,78 @@
+"""Ed25519 signatures of certificates."""
+
+import json
+import stat
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from recorded import record
+
+from dp_transformers.reports.certificate import CERTIFICATE_NAME
+from dp_transformers.reports.signatures import SIGNATURE_NAME, SignatureError, new_key, sign, signer
+
+
+@pytest.fixture
+def key(tmp_path):
+    new_key(tmp_path / "key.pem")
+    return tmp_path / "key.pem"
+
+
+def test_sign_and_verify(tmp_path, key):
+    folder = record(tmp_path / "run")
+    assert signer(folder) is None
+    public = sign(folder, key)
+    assert signer(folder) == public and stat.S_IMODE(key.stat().st_mode) == 0o600
+    said = json.loads((tmp_path / "run" / SIGNATURE_NAME).read_text())
+    content = (tmp_path / "run" / CERTIFICATE_NAME).read_bytes()
+    ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(said["signature"]), content)
+
+
+@pytest.mark.parametrize("name", [CERTIFICATE_NAME, SIGNATURE_NAME])
+def test_what_was_changed_after_it_was_signed(tmp_path, key, name):
+    folder = record(tmp_path / "run")
+    sign(folder, key)
+    path = tmp_path / "run" / name
+    path.write_text(
+        path.read_text().replace('"public_key": "', '"public_key": "0').replace('"steps": 20', '"steps": 19')
+    )
+    with pytest.raises(SignatureError, match="is no signature"):
+        signer(folder)
+
+
+def test_another_signer_is_another(tmp_path, key):
+    folder = record(tmp_path / "run")
+    first = sign(folder, key)
+    new_key(tmp_path / "other.pem")
+    assert sign(folder, tmp_path / "other.pem") == signer(folder) != first
+
+
+def test_a_key_is_never_overwritten(key):
+    with pytest.raises(FileExistsError):
+        new_key(key)
+
+
+def test_files_that_are_no_key(tmp_path):
+    folder = record(tmp_path / "run")
+    (tmp_path / "text").write_text("key")
+    with pytest.raises(SignatureError, match="holds no private key"):
+        sign(folder, tmp_path / "text")
+    other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    (tmp_path / "rsa").write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(SignatureError, match="make an Ed25519 key"):
+        sign(folder, tmp_path / "rsa")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"public_key": "zz", "signature": ""}'])
+def test_what_is_no_signature(tmp_path, text):
+    folder = record(tmp_path / "run")
+    (tmp_path / "run" / SIGNATURE_NAME).write_text(text)
+    with pytest.raises(SignatureError, match="is no signature"):
+        signer(folder)
+
+
+def test_without_cryptography_the_line_to_type(tmp_path, key, monkeypatch):
+    folder = record(tmp_path / "run")
+    monkeypatch.setitem(__import__("sys").modules, "cryptography.hazmat.primitives", None)
+    with pytest.raises(SignatureError, match=r"pip install 'dp-finetune\[secure\]'"):
+        sign(folder, key)
