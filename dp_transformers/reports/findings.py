@@ -4,7 +4,8 @@ differ."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,11 +72,12 @@ class Report:
         same_data: Add them up although nothing shows that they are of the same data.
 
     Raises:
-        ValueError: the folders are not of the same data.
+        ValueError: the folders are not of the same data, or one is given twice.
     """
 
     def __init__(self, folders: Sequence[Folder], delta: float | None = None, *, same_data: bool = False):
         self.folders, self._delta = list(folders), delta
+        _refuse_twice(folder.path for folder in self.folders)
         self.runs = [run for folder in self.folders for run in folder.runs]
         if len(self.folders) > 1 and not same_data:
             self._refuse_other_data()
@@ -127,3 +129,10 @@ class Report:
             **self.certificate,
             "largest_detection_rate": {str(a): detected for a, detected in ceilings(self.curve).items()},
         }
+
+
+def _refuse_twice(paths: Iterable[Path]) -> None:
+    """Raise ValueError if a folder would be counted twice."""
+    for path, count in Counter(path.resolve() for path in paths).items():
+        if count > 1:
+            raise ValueError(f"the folder '{path}' is given twice: its steps would be counted twice. Give it once.")

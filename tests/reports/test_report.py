@@ -1,0 +1,248 @@
+"""The command `report`, its page and pictures, in an interpreter without torch."""
+
+import html
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from recorded import DELTA, mechanism, record
+from typer.testing import CliRunner
+
+from dp_transformers import compute_epsilon
+from dp_transformers.cli.report import report
+from dp_transformers.ledger import LEDGER_NAME
+from dp_transformers.reports.certificate import CERTIFICATE_NAME, read
+from dp_transformers.reports.findings import Report, look
+from dp_transformers.reports.html import PAGE_NAME
+
+ROOT = Path(__file__).parents[2]
+APP = typer.Typer()
+APP.command()(report)
+
+# torch cannot be imported, nor anything that stands on it
+WITHOUT = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, Blocked())
+import typer
+from dp_transformers.cli.report import report
+app = typer.Typer()
+app.command()(report)
+app()
+"""
+HEAVY = {"torch", "transformers", "peft", "accelerate", "datasets"}
+
+
+def run(*arguments):
+    return CliRunner().invoke(APP, [str(each) for each in arguments])
+
+
+def run_without(blocked, *arguments):
+    code = WITHOUT.format(blocked=blocked)
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def page(folder):
+    return (folder / PAGE_NAME).read_text()
+
+
+def test_an_honest_run_without_torch(tmp_path):
+    record(tmp_path)
+    result = run_without(HEAVY, tmp_path)
+    assert result.returncode == 0, result.stderr
+    epsilon = compute_epsilon(1.0, 0.05, 20, DELTA)
+    assert f"ε = {epsilon:.4g} at δ = 1e-05" in result.stdout and "add_or_remove_one" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {
+        CERTIFICATE_NAME, LEDGER_NAME, PAGE_NAME, "privacy_epsilon.png", "privacy_detection.png"
+    }  # fmt: skip
+    assert (tmp_path / "privacy_detection.png").read_bytes().startswith(b"\x89PNG")
+    text = page(tmp_path)
+    assert "Certificate and ledger agree." in text and f"{epsilon:.6g}" in text
+    assert text.count("data:image/png;base64,") == 2
+    assert not re.search(r'(src|href)="(?!data:)', text) and "@import" not in text, "it needs no other file"
+
+
+def test_torch_cannot_be_imported_there():
+    code = WITHOUT.format(blocked=HEAVY).replace("import typer\n", "import torch\n", 1)
+    assert (
+        "torch is not installed here"
+        in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    )
+
+
+def test_without_matplotlib_the_page_has_the_line_to_type(tmp_path):
+    record(tmp_path)
+    result = run_without({*HEAVY, "matplotlib"}, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "pip install 'dp-finetune[report]'" in html.unescape(page(tmp_path))
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_without_cryptography(tmp_path):
+    record(tmp_path)
+    assert run_without({*HEAVY, "cryptography"}, tmp_path).returncode == 0
+    result = run_without({*HEAVY, "cryptography"}, tmp_path, "--sign", tmp_path / "key.pem")
+    assert result.returncode == 2 and "pip install 'dp-finetune[secure]'" in result.stderr
+
+
+def test_what_differs_fails_and_is_on_the_page(tmp_path):
+    record(tmp_path)
+    lines = (tmp_path / LEDGER_NAME).read_bytes().splitlines(keepends=True)
+    (tmp_path / LEDGER_NAME).write_bytes(b"".join(lines[:7] + lines[8:]))
+    result = run(tmp_path)
+    assert result.exit_code == 1
+    assert "DISAGREES: line 8 of privacy_ledger.jsonl does not follow" in result.stderr
+    text = html.unescape(page(tmp_path))
+    assert "do not agree" in text and "line 8 of privacy_ledger.jsonl" in text and "by the ledger it is 19" in text
+    assert f"ε = {compute_epsilon(1.0, 0.05, 19, DELTA):.4g}" in text, "by the ledger as it is"
+
+
+def test_a_changed_certificate_fails(tmp_path):
+    record(tmp_path)
+    content = read(tmp_path)
+    content["total"]["epsilon"] = 0.5
+    (tmp_path / CERTIFICATE_NAME).write_text(json.dumps(content))
+    result = run(tmp_path)
+    assert result.exit_code == 1 and "says total.epsilon = 0.5, by the ledger it is" in result.stderr
+    assert "ε = 0.5" not in page(tmp_path)
+
+
+def test_a_run_that_was_killed_before_it_had_a_certificate(tmp_path):
+    record(tmp_path, certified=False)
+    result = run(tmp_path)
+    assert result.exit_code == 1 and "the training was killed before it was written" in result.stderr
+    assert f"ε = {compute_epsilon(1.0, 0.05, 20, DELTA):.4g}" in result.stdout
+
+
+def test_a_ledger_of_an_earlier_release(tmp_path):
+    seen = json.loads((ROOT / "tests" / "version_1.json").read_text())["trainer"]
+    (tmp_path / LEDGER_NAME).write_text(seen["ledger"])
+    result = run(tmp_path)
+    assert result.exit_code == 1, "it has no certificate"
+    assert re.search(r"\d+ lines of the ledger are of an earlier release, which did not chain them", result.stdout)
+    record(tmp_path, how=mechanism(), run_id="new", delta=1e-3)
+    result = run(tmp_path)
+    assert result.exit_code == 0 and "were written by an earlier release" in page(tmp_path)
+    assert "not recorded" in page(tmp_path)
+
+
+def test_several_folders_on_the_same_data_add_up(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    record(folders[0], run_id="a1")
+    record(folders[1], run_id="b2", how=mechanism(sigma=1.0), delta=1e-6)
+    result = run(*folders, "--json", "--delta", "1e-5")
+    said = json.loads(result.stdout)
+    assert result.exit_code == 0 and said["total"]["delta"] == 1e-5 and said["total"]["steps"] == 40
+    assert said["total"]["epsilon"] == compute_epsilon(1.0, 0.05, 40, 1e-5) and len(said["runs"]) == 2
+    assert json.loads(run(*folders, "--json").stdout)["total"]["delta"] == 1e-6, "the smallest is common"
+    assert list(said["largest_detection_rate"]) == ["0.1", "0.01", "0.001"]
+    result = run(*folders, "--out", tmp_path / "both")
+    assert result.exit_code == 0 and "Training 2 of 2" in page(tmp_path / "both")
+    assert not (folders[0] / PAGE_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    "data", [{"rows": 1000, "digest": "hmac-sha256:0", "key": "2"}, {"rows": 1000, "digest": None, "key": None}, None]
+)
+def test_folders_on_other_data_do_not_add_up_unless_one_says_so(tmp_path, data):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    record(folders[0], run_id="a1")
+    record(folders[1], run_id="b2", data=data)
+    result = run(*folders)
+    assert result.exit_code == 2 and "nothing shows that the folders are of the same data" in result.stderr
+    assert "--same-data" in result.stderr
+    result = run(*folders, "--same-data", "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["total"]["steps"] == 40
+
+
+def test_the_same_folder_twice_is_one_folder(tmp_path):
+    record(tmp_path)
+    result = run(tmp_path, tmp_path / ".", "--json")
+    assert result.exit_code == 2 and "is given twice" in result.stderr
+
+
+def test_not_private(tmp_path):
+    record(tmp_path, not_private_because=["dp_seed=1: draws and noise can be reproduced"], private=False)
+    result = run(tmp_path)
+    assert result.exit_code == 0 and "This training gives no guarantee of privacy (dp_seed=1" in result.stdout
+    assert "Not private." in page(tmp_path) and "∞" in page(tmp_path) and "base64" not in page(tmp_path)
+    said = json.loads(run(tmp_path, "--json").stdout, parse_constant=pytest.fail)
+    assert said["private"] is False and set(said["largest_detection_rate"].values()) == {1.0}
+
+
+def test_wrong_folders(tmp_path):
+    result = run(tmp_path / "nowhere")
+    assert result.exit_code == 2 and "does not exist" in result.stderr
+    result = run(tmp_path)
+    assert result.exit_code == 2 and "holds no run: nothing was trained there" in result.stderr
+
+
+def test_nothing_that_a_training_says_gets_into_the_page_as_html(tmp_path):
+    evil = "<script>alert(1)</script>"
+    record(
+        tmp_path,
+        model={"class": evil, "name": '"><img src=x>', "parameters": 1, "trainable": 1},
+        also_released=[{"what": evil, "covered": False}],
+    )
+    assert run(tmp_path).exit_code == 0
+    assert (
+        "<script" not in page(tmp_path) and "<img src=x" not in page(tmp_path) and "&lt;script&gt;" in page(tmp_path)
+    )
+
+
+def test_sign_and_require_a_signer(tmp_path):
+    folder, key = tmp_path / "run", tmp_path / "key.pem"
+    record(folder)
+    result = run(folder, "--sign", key)
+    assert result.exit_code == 0, result.output
+    (public,) = re.findall(r"public key ([0-9a-f]{64})", result.stderr)
+    assert public in page(folder)
+    assert run(folder, "--signed-by", public).exit_code == 0
+    result = run(folder, "--signed-by", "00")
+    assert result.exit_code == 1 and f"is signed by {public}, not by 00" in result.stderr
+    record(folder, first=20, steps=1)
+    result = run(folder)
+    assert result.exit_code == 1 and "was changed after it was signed, or training went on" in result.stderr
+    assert run(folder, "--sign", key).exit_code == 0, "it is signed again"
+    (folder / LEDGER_NAME).write_bytes((folder / LEDGER_NAME).read_bytes()[:-300])
+    result = run(folder, "--sign", key)
+    assert result.exit_code == 1 and "not signed: certificate and ledger" in result.stderr
+
+
+def test_an_unsigned_certificate_where_a_signer_is_required(tmp_path):
+    record(tmp_path)
+    result = run(tmp_path, "--signed-by", "00")
+    assert result.exit_code == 1 and "is signed by nobody, not by 00" in result.stderr
+
+
+def test_epsilon_over_steps_ends_at_epsilon(tmp_path):
+    record(tmp_path, run_id="a1")
+    record(tmp_path, run_id="b2", how=mechanism(sigma=3.0))
+    found = Report([look(tmp_path)])
+    steps, epsilons = zip(*found.over_steps, strict=True)
+    assert (
+        steps[0] == 0 and epsilons[0] == 0 and (steps[-1], epsilons[-1]) == (40, found.certificate["total"]["epsilon"])
+    )
+    assert list(epsilons) == sorted(epsilons)
+    assert dict(found.over_steps)[20] == compute_epsilon(1.0, 0.05, 20, DELTA), "the first run alone"
+
+
+def test_what_was_shown_besides_is_said(tmp_path):
+    record(tmp_path)
+    result = run(tmp_path)
+    assert "It does not cover what else was shown: metrics on evaluation data." in result.stdout
+
+
+def test_rows_of_one_person_are_said(tmp_path):
+    record(tmp_path, how=mechanism(rows=3))
+    person = mechanism().epsilon(DELTA, rows=3)
+    assert f"All rows of one person, 3 at most, are protected together with ε = {person:.4g}" in run(tmp_path).stdout
