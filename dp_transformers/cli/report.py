@@ -39,18 +39,13 @@ def report(
     from ..reports.findings import Report, look
     from ..reports.html import write
 
-    try:
-        if sign is not None:
-            _sign(run_dirs, sign)
-        folders = [look(run_dir, signed_by) for run_dir in run_dirs]
-        found = Report(folders, delta, same_data=same_data)
-        if as_json:
-            typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
-        else:
-            _print(found, write(found, out or run_dirs[0]))
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+    if sign is not None:
+        _sign(run_dirs, sign)
+    found = Report([look(run_dir, signed_by) for run_dir in run_dirs], delta, same_data=same_data)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
+    else:
+        _print(found, write(found, out or run_dirs[0]))
     if found.faults:
         raise typer.Exit(1)
 

@@ -1,6 +1,9 @@
 """The command `report`, its page and pictures, in an interpreter without torch."""
 
+import collections
+import contextlib
 import html
+import io
 import json
 import re
 import subprocess
@@ -8,20 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from recorded import DELTA, mechanism, record
-from typer.testing import CliRunner
 
 from dp_transformers import compute_epsilon
-from dp_transformers.cli.report import report
+from dp_transformers.cli.main import main
 from dp_transformers.ledger import LEDGER_NAME
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, read
 from dp_transformers.reports.findings import Report, look
 from dp_transformers.reports.html import PAGE_NAME
 
 ROOT = Path(__file__).parents[2]
-APP = typer.Typer()
-APP.command()(report)
 
 # torch cannot be imported, nor anything that stands on it
 WITHOUT = """
@@ -31,17 +30,19 @@ class Blocked:
         if name.partition(".")[0] in {blocked!r}:
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Blocked())
-import typer
-from dp_transformers.cli.report import report
-app = typer.Typer()
-app.command()(report)
-app()
+from dp_transformers.cli.main import main
+main(["report", *sys.argv[1:]])
 """
+Result = collections.namedtuple("Result", "exit_code stdout stderr")
 HEAVY = {"torch", "transformers", "peft", "accelerate", "datasets"}
 
 
 def run(*arguments):
-    return CliRunner().invoke(APP, [str(each) for each in arguments])
+    """Call the command, with what a shell would see of it."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, arguments)])
+    return Result(ended.value.code or 0, out.getvalue(), err.getvalue())
 
 
 def run_without(blocked, *arguments):
@@ -72,7 +73,7 @@ def test_an_honest_run_without_torch(tmp_path):
 
 
 def test_torch_cannot_be_imported_there():
-    code = WITHOUT.format(blocked=HEAVY).replace("import typer\n", "import torch\n", 1)
+    code = WITHOUT.format(blocked=HEAVY).replace("from dp_transformers", "import torch\nfrom dp_transformers", 1)
     assert (
         "torch is not installed here"
         in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
@@ -203,7 +204,7 @@ def test_sign_and_require_a_signer(tmp_path):
     folder, key = tmp_path / "run", tmp_path / "key.pem"
     record(folder)
     result = run(folder, "--sign", key)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, result.stderr
     (public,) = re.findall(r"public key ([0-9a-f]{64})", result.stderr)
     assert public in page(folder)
     assert run(folder, "--signed-by", public).exit_code == 0
