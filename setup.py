@@ -5,5 +5,8 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["dp_transformers*"]), "dp_transformers.recipes"],
     package_dir={"dp_transformers.recipes": "recipes"},
-    package_data={"dp_transformers": ["py.typed", "reports/templates/*"], "dp_transformers.recipes": ["accelerate/*.yaml", "configs/*.yaml"]},
+    package_data={
+        "dp_transformers": ["py.typed", "reports/templates/*"],
+        "dp_transformers.recipes": ["accelerate/*.yaml", "configs/*.yaml"],
+    },
 )

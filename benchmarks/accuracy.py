@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "text_classification.py"
 RESULTS = Path(__file__).with_name("accuracy.jsonl")
 PICTURE = ROOT / "docs" / "accuracy.png"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "before.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "before-you-train.md")
 PLACE = re.compile(r"(<!-- table: accuracy -->\n).*?(\n\n|\Z)", re.S)
 NOT_PRIVATE = ("--noise_multiplier", "0", "--max_grad_norm", "1000000")
 KEPT = ("noise_multiplier", "steps", "num_examples", "expected_batch_size", "delta", "test_accuracy")
@@ -115,11 +115,14 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def write(rows: Sequence[Row]) -> None:
-    """The table into every page that has a place for it, and the picture."""
+    """The table into the pages that have a place for it, and the picture."""
     for page in PAGES:
-        if page.exists():
-            page.write_text(PLACE.sub(lambda place: place[1] + "\n".join(table(rows)) + place[2], page.read_text()))
+        page.write_text(PLACE.sub(in_place(rows), page.read_text()))
     draw(rows, PICTURE)
+
+
+def in_place(rows: Sequence[Row]) -> Callable[[re.Match[str]], str]:
+    return lambda place: place[1] + "\n".join(table(rows)) + place[2]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

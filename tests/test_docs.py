@@ -1,10 +1,12 @@
-"""docs/extending.md: every block runs, and what each example claims is so. docs/architecture.md: its lists are those
-of the code."""
+"""The pages of docs/ and the README: their blocks run, and what they claim of the code, name or quote is so."""
 
+import ast
 import doctest
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import dp_accounting as dp
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from layers import ALL_MODES, check
 from scipy import stats
 from test_resume import Classifier, build
@@ -108,13 +111,6 @@ def test_the_map_has_every_term_and_mode(table, names):
     assert sorted(re.findall(r"^\| `(\w+)` \|", shown, re.M)) == sorted(names)
 
 
-def test_the_glossary_is_sorted_and_in_whole_sentences():
-    (glossary,) = re.findall(r"^## Glossary\n.*?\|---\|---\|\n(.*)", MAP, re.M | re.S)
-    entries = [line.strip("| ").split(" | ") for line in glossary.splitlines()]
-    words = [word.lower() for word, _ in entries]
-    assert words == sorted(words) and all(meaning.endswith(".") for _, meaning in entries)
-
-
 @pytest.mark.parametrize(
     "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
 )
@@ -126,40 +122,152 @@ def test_files_and_pages_that_are_named_exist(page):
     assert all((page.parent / link).exists() for link in linked), linked
 
 
-def test_the_blocks_of_the_readme_run(tmp_path, monkeypatch):
-    """From top to bottom, with data and a small model of what each of them is about."""
-    monkeypatch.chdir(tmp_path)
+# ---- the blocks of all other pages ----
+
+
+class Net(nn.Linear):
+    """What a page calls the reader's own model."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+
+
+def of_the_trainer():
+    """A classifier, data for it, and a collator."""
     config = BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    data = TensorDataset(torch.randn(60, 3), torch.arange(60) % 2)
     train = [{"input_ids": [i % 30, 1, 2], "attention_mask": [1, 1, 1], "labels": i % 2} for i in range(1100)]
-    names = {
-        "model": BertForSequenceClassification(config),
-        "train": train,
-        "test": train[:8],
-        "collator": default_data_collator,
-        "torch": torch,
+    model = BertForSequenceClassification(config)
+    return {"model": model, "train": train, "test": train[:8], "collator": default_data_collator}
+
+
+def of_a_loop(num_outputs=2, positions=()):
+    """A model of one layer, its optimizer, and data in a DataLoader."""
+    x, y = torch.randn(60, *positions, 3), torch.randint(num_outputs, (60, *positions))
+    model, dataset = nn.Linear(3, num_outputs), TensorDataset(x, y)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(dataset, batch_size=30)
+    names = {"model": model, "optimizer": optimizer, "loader": loader, "data_loader": loader, "x": x, "y": y}
+    return {**names, "dataset": TensorDataset(torch.randn(1100, 3), torch.arange(1100) % 2)}
+
+
+def of_a_generator(names):
+    """A generator for the discriminator that the block before has made private."""
+    generator = nn.Linear(4, 3)
+    return {
+        "engine": names["privacy_engine"],
+        "discriminator": names["model"],
+        "generator": generator,
+        "generator_optimizer": torch.optim.SGD(generator.parameters(), lr=0.1),
+        "generator_loss": torch.Tensor.mean,
+        "z": torch.randn(5, 4),
     }
-    trainer, loop, clipper, mechanism = blocks((ROOT / "README.md").read_text())
-    exec(compile(trainer, "README.md", "exec"), names)
-    spent = names["trainer"].privacy_spent()
-    assert 0 < spent.epsilon <= 8 and spent.verified
-    model = nn.Linear(3, 2)
-    names |= {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "loader": DataLoader(data, batch_size=30),
-    }
-    exec(compile(loop, "README.md", "exec"), names)
-    spent = names["engine"].privacy_spent(1e-6)
-    assert 7.9 < spent.epsilon <= 8 and spent.steps == 20, (
-        "the loop takes as many steps as the noise is calibrated for"
+
+
+def of_shards():
+    """A model of two layers, and a batch."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model.layers = list(model)
+    return {"model": model, "x": torch.randn(5, 3), "y": torch.arange(5) % 2, "noise_multiplier": 1.0}
+
+
+# for each block of a page, what a reader has before it
+PREPARED = {
+    "README.md": [of_the_trainer, of_a_loop],
+    "docs/quick-start.md": [of_the_trainer, dict, of_a_loop],
+    "docs/before-you-train.md": [dict],
+    "docs/how-it-works.md": [dict, dict],
+    "docs/from-opacus.md": [of_a_loop, of_a_generator, lambda: of_a_loop(5, positions=(7,))],
+    "docs/scaling.md": [of_shards],
+}
+NOT_RUN = re.compile(r"<!-- not run: .* -->\n```python\n.*?```", re.S)
+
+
+@pytest.fixture
+def one_process_group():
+    """The process group of a machine with one process, for blocks about several."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("page", PREPARED)
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    """From top to bottom, each with what a reader has at that point."""
+    monkeypatch.chdir(tmp_path)
+    names = {"torch": torch, "nn": nn, "F": nn.functional, "cross_entropy": nn.functional.cross_entropy, "Net": Net}
+    found = blocks(NOT_RUN.sub("", (ROOT / page).read_text()))
+    assert len(found) == len(PREPARED[page]), "each block is prepared"
+    for block, prepare in zip(found, PREPARED[page], strict=True):
+        names |= prepare(names) if prepare is of_a_generator else prepare()
+        exec(compile(block, page, "exec"), names)
+        for name, target in (("trainer", 8), ("engine", 8)):
+            if f"{name} = " in block and "target_epsilon" in block:
+                spent = names[name].privacy_spent(*([1e-6] if name == "engine" else []))
+                assert 0 < spent.epsilon <= target and spent.verified and spent.private
+
+
+def test_every_page_with_blocks_is_run():
+    pages = {str(path.relative_to(ROOT)) for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]}
+    assert {page for page in pages if blocks((ROOT / page).read_text())} == {*PREPARED, "docs/extending.md"}
+    left_out = [block for page in pages for block in NOT_RUN.findall((ROOT / page).read_text())]
+    assert len(left_out) == 1, "tensor parallelism alone"
+    for block in left_out:
+        compile(*blocks(block), "scaling.md", "exec")
+
+
+# ---- the site ----
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
-    names["engine"].detach()
-    model.zero_grad()
-    names["x"], names["y"] = data.tensors
-    exec(compile(clipper, "README.md", "exec"), names)
-    assert names["norms"].shape == (60,) and model.weight.grad.norm() > 0
-    exec(compile(mechanism, "README.md", "exec"), names)
+    assert built.returncode == 0, built.stderr
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= {path.stem for path in (tmp_path / "site").glob("*.html")}
+    home = (tmp_path / "site" / "index.html").read_text()
+    loaded = re.findall(r"<(?:script|link|img)[^>]* (?:src|href)=\"?([^\" >]+)", home)
+    assert loaded and not [address for address in loaded if "//" in address], "nothing is loaded from elsewhere"
+    shown = (tmp_path / "site" / "api.html").read_text()
+    assert all(f"{name}</span>" in shown for name in dp_transformers.__all__)
+
+
+# ---- what pages quote from the code ----
+
+
+def messages():
+    """Every text of the package that may be a message, with "…" for what is filled in."""
+    for path in (ROOT / "dp_transformers").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_page_of_errors_quotes_messages():
+    rows = re.findall(r"^\| `(.*?)` \|", (ROOT / "docs" / "errors.md").read_text(), re.M)
+    assert len(rows) > 35
+    said = list(messages())
+    wrong = [row for row in rows if not any(all(part.strip() in text for part in row.split("…")) for text in said)]
+    assert not wrong
+
+
+def test_the_page_of_the_interface_has_every_public_name():
+    shown = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted(name.rpartition(".")[2] for name in shown) == sorted(dp_transformers.__all__)
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "glossary.md"])
+def test_glossaries_are_sorted_and_in_whole_sentences(page):
+    (glossary,) = re.findall(r"Glossary\n.*?\|---\|---\|\n(.*)", (ROOT / "docs" / page).read_text(), re.S)
+    entries = [line.strip("| ").split(" | ") for line in glossary.splitlines()]
+    words = [word.lower() for word, _ in entries]
+    assert words == sorted(words) and all(meaning.endswith(".") for _, meaning in entries)
 
 
 # ---- the layer ----
