@@ -1,15 +1,17 @@
-"""What privacy costs in accuracy: the text classification recipe with its defaults, for several epsilon and seeds.
+"""What privacy costs in accuracy: movie-review sentences and MiniLM, for several epsilon and seeds.
 
     python -m benchmarks.accuracy
-    python -m benchmarks.accuracy --seeds 43 44 --results mine.jsonl -- --lora_r 16
+    python -m benchmarks.accuracy --trained head --seeds 45 46 47
 
-Every run is the recipe as a command of its own, and its result is one line of the results file. Runs that are in the
-file are not run again, so a sweep that was stopped goes on, and several processes with seeds of their own can share
-one file. From the file come the table (also in the pages that have a place for it) and the picture.
+*lora* is the text classification recipe with its defaults, run as a command of its own. *head* trains a linear layer
+alone, on the sentence embeddings of the frozen model, with as many examples, draws and steps, so with the same noise.
 
-A seed chooses the split, the start of the adapters and of the head. Draws and noise never depend on it: they come
-from the operating system. Epsilon inf is the recipe without noise and without clipping. What follows `--` goes to the
-recipe.
+The result of a run is one line of the results file. Runs that are in the file are not run again, so a sweep that was
+stopped goes on, and several processes with seeds of their own can share one file. From the file come the table (also
+in the pages that have a place for it) and the picture.
+
+A seed chooses the split and the start of what is trained. Draws and noise never depend on it: they come from the
+operating system. Epsilon inf is the same training without noise and without clipping.
 """
 
 from __future__ import annotations
@@ -25,9 +27,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dp_transformers import PrivacyEngine
 
 from .harness import Row, machine
 
@@ -37,67 +44,145 @@ RESULTS = Path(__file__).with_name("accuracy.jsonl")
 PICTURE = ROOT / "docs" / "accuracy.png"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "before-you-train.md")
 PLACE = re.compile(r"(<!-- table: accuracy -->\n).*?(\n\n|\Z)", re.S)
-NOT_PRIVATE = ("--noise_multiplier", "0", "--max_grad_norm", "1000000")
-KEPT = ("noise_multiplier", "steps", "num_examples", "expected_batch_size", "delta", "test_accuracy")
+TRAINED = {"lora": "LoRA and head (the recipe)", "head": "head alone, on frozen embeddings"}
+NO_CLIPPING = 1e6  # a bound that no gradient reaches
+BATCH, EPOCHS, DELTA = 512, 3, 1e-5  # the recipe's
+HEAD_LEARNING_RATE = 0.1  # chosen among 0.01, 0.03, 0.1, 0.3 at epsilon 8, as the recipe's was at epsilon 8
+
+sys.path.insert(0, str(RECIPE.parent))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    p.add_argument("--trained", nargs="+", choices=list(TRAINED), default=["head", "lora"])
     p.add_argument("--epsilons", nargs="+", type=float, default=[8.0, 1.0, math.inf, 2.0, 4.0])
     p.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44])
     p.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     p.add_argument("--results", type=Path, default=RESULTS, help="one line of JSON for every finished run")
-    p.add_argument("flags", nargs="*", help="of the recipe, after --")
     args = p.parse_args(argv)
-    for seed in args.seeds:
-        for epsilon in args.epsilons:
-            if (epsilon, seed) not in {(row["epsilon"], row["seed"]) for row in read(args.results, args.flags)}:
-                row = run(epsilon, seed, args.flags, args.threads)
-                with args.results.open("a") as file:
-                    file.write(json.dumps(row | {"epsilon": str(epsilon)}) + "\n")
-                print(
-                    f"epsilon {epsilon:g}, seed {seed}: {row['test_accuracy']:.4f} ({row['seconds']:.0f} s)",
-                    flush=True,
-                )
-    rows = read(args.results, args.flags)
+    torch.set_num_threads(args.threads)
+    for case in [(t, s, e) for t in args.trained for s in args.seeds for e in args.epsilons]:
+        if case in {(row["trained"], row["seed"], row["epsilon"]) for row in read(args.results)}:
+            continue
+        trained, seed, epsilon = case
+        start = time.perf_counter()
+        result = RUNS[trained](epsilon, seed, args.threads)
+        row = {"trained": trained, "epsilon": str(epsilon), "seed": seed, **result}
+        row |= {"seconds": round(time.perf_counter() - start, 1), "machine": machine(torch.device("cpu"))}
+        with args.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{trained}, epsilon {epsilon:g}, seed {seed}: {row['test_accuracy']:.4f}", flush=True)
+    rows = read(args.results)
     print("\n".join(table(rows)))
     if args.results == RESULTS:
         write(rows)
 
 
-def read(results: Path, flags: Sequence[str] | None = None) -> list[Row]:
-    """The finished runs of these flags, of all flags if None."""
+def read(results: Path) -> list[Row]:
+    """The finished runs."""
     lines = results.read_text().splitlines() if results.exists() else []
-    rows = [row | {"epsilon": float(row["epsilon"])} for row in map(json.loads, lines)]  # JSON has no infinity
-    return [row for row in rows if flags is None or row["flags"] == list(flags)]
+    return [row | {"epsilon": float(row["epsilon"])} for row in map(json.loads, lines)]  # JSON has no infinity
 
 
-def run(epsilon: float, seed: int, flags: Sequence[str], threads: int) -> Row:
-    """One training from the beginning to its evaluation."""
+# ---- runs ----
+
+
+def run_recipe(epsilon: float, seed: int, threads: int) -> Row:
+    """The recipe from its beginning to its evaluation."""
     with tempfile.TemporaryDirectory() as folder:
-        privacy = NOT_PRIVATE if epsilon == math.inf else ("--target_epsilon", str(epsilon))
-        command = [sys.executable, RECIPE, *privacy, "--seed", str(seed), *flags]
-        command += ["--output_dir", folder, "--report_to", "none", "--disable_tqdm", "True"]
+        open_ended = ("--noise_multiplier", "0", "--max_grad_norm", str(NO_CLIPPING))
+        command = [sys.executable, RECIPE, "--seed", str(seed), "--output_dir", folder, "--disable_tqdm", "True"]
+        command += open_ended if epsilon == math.inf else ("--target_epsilon", str(epsilon))
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = subprocess.run([*command, "--report_to", "none"], capture_output=True, text=True, env=environment)
         if done.returncode != 0:
             sys.exit(f"the recipe stopped at epsilon {epsilon:g}, seed {seed}:\n{done.stderr[-2000:]}")
         report = json.loads(Path(folder, "privacy_report.json").read_text())
+    kept = ("noise_multiplier", "steps", "num_examples", "expected_batch_size", "delta", "test_accuracy")
+    return {name: report[name] for name in kept} | {"majority": report["majority_baseline"]}
+
+
+def run_head(epsilon: float, seed: int, threads: int) -> Row:
+    """A linear layer on embeddings, split and shuffled as the recipe does it."""
+    (x, y), (x_test, y_test) = split(seed)
+    torch.manual_seed(seed)
+    model, engine = nn.Linear(x.shape[1], 2), PrivacyEngine()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=HEAD_LEARNING_RATE, weight_decay=0.0)
+    parts = {
+        "module": model,
+        "optimizer": optimizer,
+        "data_loader": DataLoader(TensorDataset(x, y), batch_size=BATCH),
+    }
+    if epsilon == math.inf:
+        _, _, loader = engine.make_private(**parts, noise_multiplier=0.0, max_grad_norm=NO_CLIPPING)
+    else:
+        budget = {"target_epsilon": epsilon, "target_delta": DELTA, "epochs": EPOCHS}
+        _, _, loader = engine.make_private_with_epsilon(**parts, **budget, max_grad_norm=1.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, EPOCHS * loader.steps_per_epoch)
+    for _ in range(EPOCHS):
+        for features, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(features), labels).backward()
+            optimizer.step()
+            schedule.step()
+    engine.detach()
+    spent = engine.privacy_spent(DELTA)
+    with torch.no_grad():
+        accuracy = float((model(x_test).argmax(1) == y_test).float().mean())
     return {
-        "epsilon": epsilon,
-        "seed": seed,
-        **{name: report[name] for name in KEPT},
-        "majority": report["majority_baseline"],
-        "flags": list(flags),
-        "seconds": round(time.perf_counter() - start, 1),
-        "machine": machine(torch.device("cpu")),
+        "noise_multiplier": spent.noise_multiplier,
+        "steps": spent.steps,
+        "num_examples": spent.num_examples,
+        "expected_batch_size": BATCH,
+        "delta": DELTA,
+        "test_accuracy": accuracy,
+        "majority": float(y_test.bincount().max() / len(y_test)),
     }
 
 
-def by_epsilon(rows: Sequence[Row]) -> dict[float, list[Row]]:
+RUNS: dict[str, Callable[[float, int, int], Row]] = {"lora": run_recipe, "head": run_head}
+
+
+def split(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Embeddings and labels for training and for the test, of the split that the recipe makes with this seed."""
+    import assets
+    import fine_tuning
+
+    data = fine_tuning.read_examples(fine_tuning.DataArguments(), assets.movie_sentences, {}, seed)
+    of = embeddings()
+    return [
+        (torch.stack([of[text] for text in data[part]["text"]]), torch.tensor(data[part]["label"]))
+        for part in ("train", "test")
+    ]
+
+
+@cache
+def embeddings() -> dict[str, torch.Tensor]:
+    """Every sentence's embedding by the frozen model, the mean over its tokens, of length 1."""
+    import assets
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = assets.minilm_folder()
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    texts = sorted({row["text"] for row in assets.movie_sentences()}, key=len)
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for start in range(0, len(texts), 64):
+            some = texts[start : start + 64]
+            batch = tokenizer(some, padding=True, truncation=True, max_length=128, return_tensors="pt")
+            weights = batch["attention_mask"][..., None]
+            means = (model(**batch).last_hidden_state * weights).sum(1) / weights.sum(1)
+            found |= zip(some, nn.functional.normalize(means), strict=True)
+    return found
+
+
+# ---- what is shown ----
+
+
+def groups(rows: Sequence[Row]) -> dict[float, list[Row]]:
+    """The runs of each epsilon."""
     return {
         epsilon: [row for row in rows if row["epsilon"] == epsilon] for epsilon in sorted({r["epsilon"] for r in rows})
     }
@@ -105,13 +190,20 @@ def by_epsilon(rows: Sequence[Row]) -> dict[float, list[Row]]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """One line for every epsilon: median and range over the seeds."""
-    lines = ["| ε | noise multiplier σ | test accuracy, median | lowest to highest | seeds |", "|---|---|---|---|---|"]
-    for epsilon, runs in by_epsilon(rows).items():
-        accuracies = [row["test_accuracy"] for row in runs]
-        low, middle, high = (f"{100 * f(accuracies):.1f}%" for f in (min, statistics.median, max))
+    lines = [f"| ε | noise multiplier σ | {' | '.join(TRAINED.values())} |", "|---|---|---|---|"]
+    for epsilon, runs in groups(rows).items():
+        cells = []
+        for trained in TRAINED:
+            scores = [row["test_accuracy"] for row in runs if row["trained"] == trained]
+            cells.append(cell(scores) if scores else "not measured")
         name = "∞ (not private)" if epsilon == math.inf else f"{epsilon:g}"
-        lines.append(f"| {name} | {runs[0]['noise_multiplier']:.2f} | {middle} | {low} to {high} | {len(runs)} |")
+        lines.append(f"| {name} | {runs[0]['noise_multiplier']:.2f} | {' | '.join(cells)} |")
     return lines
+
+
+def cell(scores: Sequence[float]) -> str:
+    low, middle, high = (f"{100 * f(scores):.1f}" for f in (min, statistics.median, max))
+    return f"{middle}% ({low} to {high}, {len(scores)} seeds)" if len(scores) > 1 else f"{middle}% (1 seed)"
 
 
 def write(rows: Sequence[Row]) -> None:
@@ -128,21 +220,21 @@ def in_place(rows: Sequence[Row]) -> Callable[[re.Match[str]], str]:
 def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    groups = by_epsilon(rows)
     figure = Figure(figsize=(6, 3.4), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for place, runs in enumerate(groups.values()):
-        accuracies = [100 * row["test_accuracy"] for row in runs]
-        axes.plot([place, place], [min(accuracies), max(accuracies)], color="#5c6bc0", linewidth=6, alpha=0.35)
-        axes.plot([place], [statistics.median(accuracies)], "o", color="#303f9f", markersize=7)
+    axes, by_epsilon = figure.subplots(), groups(rows)
+    for (trained, name), color, shift in zip(TRAINED.items(), ("#e65100", "#303f9f"), (-0.08, 0.08), strict=True):
+        for place, runs in enumerate(by_epsilon.values()):
+            scores = [100 * row["test_accuracy"] for row in runs if row["trained"] == trained]
+            if scores:
+                axes.vlines(place + shift, min(scores), max(scores), color=color, linewidth=6, alpha=0.3)
+                axes.plot(place + shift, statistics.median(scores), "o", color=color)
+        axes.plot([], [], "o", color=color, label=name)
     guess = 100 * statistics.median(row["majority"] for row in rows)
-    axes.axhline(guess, color="grey", linestyle=":")
-    axes.annotate(
-        "always the more frequent class", (0, guess), xytext=(0, 4), textcoords="offset points", color="grey"
-    )
-    axes.set_xticks(range(len(groups)), ["∞" if epsilon == math.inf else f"{epsilon:g}" for epsilon in groups])
+    axes.axhline(guess, color="grey", linestyle=":", label="always the more frequent class")
+    axes.set_xticks(range(len(by_epsilon)), ["∞" if epsilon == math.inf else f"{epsilon:g}" for epsilon in by_epsilon])
     axes.set(xlabel="ε (∞: not private)", ylabel="test accuracy, %", ylim=(guess - 3, None))
     axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8, loc="center")
     figure.savefig(path, metadata={"Software": None})
 
 

@@ -4,45 +4,58 @@ import json
 import math
 
 import pytest
+import torch
 
 from benchmarks import accuracy
+from dp_transformers import compute_epsilon
 
 
-def row(epsilon, seed, score, flags=()):
+def row(epsilon, seed, score, trained="head"):
     return {
+        "trained": trained,
         "epsilon": epsilon,
         "seed": seed,
         "test_accuracy": score,
         "noise_multiplier": 1.5,
         "majority": 0.5,
-        "flags": list(flags),
-        "seconds": 1.0,
     }
 
 
 @pytest.fixture
-def recipe(monkeypatch):
-    """Runs that cost nothing; the list of those that were asked for."""
+def asked(monkeypatch):
+    """Runs that cost nothing, and the list of those that were asked for."""
     asked = []
 
-    def run(epsilon, seed, flags, threads):
+    def run(epsilon, seed, threads):
         asked.append((epsilon, seed))
-        return row(epsilon, seed, 0.7 + seed / 100, flags)
+        return row(epsilon, seed, 0.7 + seed / 100)
 
-    monkeypatch.setattr(accuracy, "run", run)
+    monkeypatch.setattr(accuracy, "RUNS", {"head": run, "lora": run})
     return asked
 
 
-def test_a_sweep_goes_on_where_it_was_stopped(recipe, tmp_path, capsys):
-    results = tmp_path / "runs.jsonl"
-    accuracy.main(["--results", str(results), "--epsilons", "2", "inf", "--seeds", "1"])
-    assert recipe == [(2.0, 1), (math.inf, 1)]
-    accuracy.main(["--results", str(results), "--epsilons", "2", "inf", "--seeds", "1", "5", "3"])
-    assert recipe[2:] == [(2.0, 5), (math.inf, 5), (2.0, 3), (math.inf, 3)]
-    assert len([json.loads(line) for line in results.read_text().splitlines()]) == 6
-    assert "| 2 | 1.50 | 73.0% | 71.0% to 75.0% | 3 |" in capsys.readouterr().out
-    accuracy.main(["--results", str(results), "--epsilons", "2", "--seeds", "1", "--", "--lora_r", "4"])
-    assert recipe[6:] == [(2.0, 1)], "runs with other flags are others"
+def test_a_sweep_goes_on_where_it_was_stopped(asked, tmp_path, capsys):
+    options = ["--results", str(tmp_path / "runs.jsonl"), "--epsilons", "2", "inf"]
+    accuracy.main([*options, "--trained", "head", "--seeds", "1"])
+    assert asked == [(2.0, 1), (math.inf, 1)]
+    accuracy.main([*options, "--trained", "head", "--seeds", "1", "5", "3"])
+    assert asked[2:] == [(2.0, 5), (math.inf, 5), (2.0, 3), (math.inf, 3)]
+    assert len([json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]) == 6
+    assert "| 2 | 1.50 | not measured | 73.0% (71.0 to 75.0, 3 seeds) |" in capsys.readouterr().out
+    accuracy.main([*options, "--trained", "lora", "--seeds", "1"])
+    assert asked[6:] == [(2.0, 1), (math.inf, 1)], "what is trained makes another run"
+
+
+def test_the_head_is_trained_as_private_as_it_says(monkeypatch):
+    x = torch.nn.functional.normalize(torch.randn(3000, 4))
+    y = (x[:, 0] > 0).long()
+    monkeypatch.setattr(accuracy, "split", lambda seed: [(x[:2500], y[:2500]), (x[2500:], y[2500:])])
+    monkeypatch.setattr(accuracy, "BATCH", 500)
+    private, open_ended = (accuracy.run_head(epsilon, 1, 1) for epsilon in (2.0, math.inf))
+    assert private["test_accuracy"] > 0.8 and open_ended["test_accuracy"] > 0.9
+    spent = compute_epsilon(private["noise_multiplier"], 500 / 2500, private["steps"], accuracy.DELTA)
+    assert 1.98 < spent <= 2 and private["steps"] == open_ended["steps"] == 15
+    assert open_ended["noise_multiplier"] == 0
 
 
 def test_the_table_is_sorted_and_ends_without_privacy():
@@ -51,7 +64,8 @@ def test_the_table_is_sorted_and_ends_without_privacy():
 
 
 def test_the_picture_is_drawn(tmp_path):
-    accuracy.draw([row(1.0, 1, 0.6), row(math.inf, 1, 0.8), row(math.inf, 2, 0.9)], tmp_path / "accuracy.png")
+    rows = [row(1.0, 1, 0.6), row(math.inf, 1, 0.8, "lora"), row(math.inf, 2, 0.9, "lora")]
+    accuracy.draw(rows, tmp_path / "accuracy.png")
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -59,4 +73,4 @@ def test_the_picture_is_drawn(tmp_path):
 def test_pages_have_the_table_of_the_results(page):
     text = page.read_text()
     assert len(accuracy.PLACE.findall(text)) == 1
-    assert accuracy.PLACE.sub(accuracy.in_place(accuracy.read(accuracy.RESULTS, [])), text) == text
+    assert accuracy.PLACE.sub(accuracy.in_place(accuracy.read(accuracy.RESULTS)), text) == text
