@@ -51,12 +51,6 @@ class SpentSteps:
     def history(self) -> list[tuple[float, float, int]]:
         return self._engine.history
 
-    def _about(self, loop: PlainLoop) -> dict[str, Any]:
-        """What the ledger says of a training besides its mechanism."""
-        assert self._ledger is not None, "it is asked for by the ledger"
-        data = describe_data(loop.data_loader.dataset, self._ledger.path.parent)
-        return circumstances(accountant=self._accountant, data=data, model=loop.module)
-
     def get_epsilon(self, delta: float) -> float:
         """Return ε as :meth:`PrivacyEngine.get_epsilon` does."""
         return self._engine.get_epsilon(delta)
@@ -300,6 +294,12 @@ class PrivacyEngine:
         given_back = (loop.module, loop.optimizer)
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
 
+    def _about(self, loop: PlainLoop) -> dict[str, Any]:
+        """What the ledger says of a training besides its mechanism."""
+        assert self._ledger is not None, "it is asked for by the ledger"
+        data = describe_data(loop.data_loader.dataset, self._ledger.path.parent)
+        return circumstances(accountant=self._accountant, data=data, model=loop.module)
+
     def get_epsilon(self, delta: float) -> float:
         """Return ε at ``delta`` of every step taken so far, and of a draw that the loop was given and did not step. It
         is infinite where the run is not private.
@@ -320,9 +320,9 @@ class PrivacyEngine:
             loop.require_delta(delta)
         return loop.run.spent(delta)
 
-    def write_certificate(self, delta: float | None = None) -> dict[str, Any]:
-        """Write ``privacy.json`` into ``ledger_dir``, and return what it says: what was spent by all runs in that
-        folder, at ``delta`` (default: the ``target_delta`` of each), on which data, with which code.
+    def write_certificate(self, delta: float | None = None) -> None:
+        """Write ``privacy.json`` into ``ledger_dir``: what was spent by all runs in that folder, at ``delta``
+        (default: the ``target_delta`` of each), on which data, with which code.
 
         ``dp-transformers report`` makes a page of it. Call it on all ranks, after training.
 
@@ -335,7 +335,7 @@ class PrivacyEngine:
                 "a certificate is a summary of a ledger, and this engine keeps none: PrivacyEngine(ledger_dir=...)."
             )
         folder, unfinished = run.ledger.path.parent, {run.state.run_id: run.unfinished}
-        return distributed.call_on_rank_zero(lambda: certificate.write(folder, delta=delta, unfinished=unfinished))
+        distributed.call_on_rank_zero(lambda: certificate.write(folder, delta=delta, unfinished=unfinished))
 
     def drop_draw(self) -> None:
         """Give up the draw that the loop was stopped in, and count it as a step.

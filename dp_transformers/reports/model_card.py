@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..ledger import Ledger
 from .attack import PrivacyCurve
+from .findings import Report, look
 from .words import paragraph, table
+
+logger = logging.getLogger(__name__)
 
 _BEGIN, _END = "<!-- privacy: begin -->", "<!-- privacy: end -->"
 
@@ -18,6 +24,18 @@ def section(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
     rows = [f"| {name} | {value.replace('|', '/')} |" for name, value in table(certificate, curve)]
     lines = ["## Privacy", "", paragraph(certificate, curve), "", "| | |", "|---|---|", *rows]
     return "\n".join([_BEGIN, *lines, _END])
+
+
+def add_to(card: Path, run_dir: str | os.PathLike) -> None:
+    """Put the section on a folder of trainings into a model card, if both are there. A model is saved also where that
+    fails."""
+    if not card.exists() or not Ledger(run_dir).run_ids():
+        return
+    try:
+        found = Report([look(run_dir)])
+        put_into(card, section(found.certificate, found.curve))
+    except (OSError, ValueError) as error:
+        logger.warning("'%s' says nothing of privacy: %s", card, error)
 
 
 def put_into(card: Path, text: str) -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from ..losses import PerExampleLoss, find_per_example_loss
 from ..randomness import seeded_global_generators
 from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
+from ..reports.model_card import add_to
 from ..run import PrivacySpent, PrivateRun
 from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
@@ -366,6 +368,22 @@ class DPTrainerMixin(Base):
             assert self._training is not None, "there is no checkpoint without training data"
             self._training.write_certificate()
         self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, and say in its README, which peft writes, what was spent."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call:
+            self._say_privacy_in(output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the model card, with what was spent."""
+        super().create_model_card(*args, **kwargs)
+        self._say_privacy_in(None)
+
+    def _say_privacy_in(self, folder: str | None) -> None:
+        output_dir = self.args.output_dir
+        if self.is_world_process_zero() and output_dir is not None:
+            add_to(Path(folder or output_dir) / "README.md", output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._complete(checkpoint_folder)

@@ -1,0 +1,67 @@
+"""The section "Privacy" of model cards."""
+
+import pytest
+from recorded import record
+
+from dp_transformers.reports.findings import Report, look
+from dp_transformers.reports.model_card import add_to, put_into, section
+
+
+@pytest.fixture
+def card(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\n# A model\n")
+    return tmp_path / "README.md"
+
+
+def test_one_paragraph_and_one_table(tmp_path, card):
+    record(tmp_path / "run", also_released=[{"what": "a|b", "covered": False}])
+    add_to(card, tmp_path / "run")
+    text = card.read_text()
+    assert text.startswith(
+        "---\nlicense: mit\n---\n\n# A model\n\n<!-- privacy: begin -->\n## Privacy\n\nThe training was differentially private"
+    )
+    assert (
+        text.count("## Privacy") == 1
+        and "| δ | 1e-05 |" in text
+        and "| Largest detection rate at 1% false alarms |" in text
+    )
+    assert all(line.count("|") == 3 for line in text.splitlines() if line.startswith("|"))
+
+
+def test_the_section_is_put_in_the_place_of_an_older_one(tmp_path, card):
+    record(tmp_path / "run", steps=10)
+    add_to(card, tmp_path / "run")
+    card.write_text(card.read_text() + "\n## Later\n")
+    record(tmp_path / "run", first=10, steps=10)
+    add_to(card, tmp_path / "run")
+    found = Report([look(tmp_path / "run")])
+    assert (
+        card.read_text()
+        == "---\nlicense: mit\n---\n\n# A model\n\n" + section(found.certificate, found.curve) + "\n\n## Later\n"
+    )
+    put_into(card, r"<!-- privacy: begin -->\1 \g<0><!-- privacy: end -->")
+    assert r"\1 \g<0>" in card.read_text()
+
+
+def test_what_is_not_private_says_so(tmp_path, card):
+    record(tmp_path / "run", private=False, not_private_because=["dp_seed=1: draws and noise can be reproduced"])
+    add_to(card, tmp_path / "run")
+    assert "This training gives no guarantee of privacy (dp_seed=1" in card.read_text()
+    assert "| ε | ∞ |" in card.read_text()
+
+
+def test_no_card_or_no_training(tmp_path, card):
+    before = card.read_text()
+    add_to(card, tmp_path / "run")
+    assert card.read_text() == before
+    record(tmp_path / "run")
+    add_to(tmp_path / "run" / "README.md", tmp_path / "run")
+    assert not (tmp_path / "run" / "README.md").exists()
+
+
+def test_a_model_is_saved_all_the_same(tmp_path, card, caplog):
+    record(tmp_path / "run")
+    ledger = tmp_path / "run" / "privacy_ledger.jsonl"
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[1:]))
+    add_to(card, tmp_path / "run")
+    assert "says nothing of privacy" in caplog.text and "## Privacy" not in card.read_text()

@@ -1,0 +1,186 @@
+"""What DPTrainer and PrivacyEngine leave for a report."""
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from test_resume import Classifier, build, rows
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import PretrainedConfig, TrainerCallback
+
+from dp_transformers import DPTrainer, PrivacyEngine
+from dp_transformers.reports.certificate import disagreements, read
+from dp_transformers.reports.digest import key_path, name_of, owner_key
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(folder, resume=None, **changes):
+    options = {"max_steps": 4, "save_steps": 2, "save_total_limit": 3, "target_epsilon": None, "noise_multiplier": 1.0}
+    trainer = build(DPTrainer, folder, **{**options, **changes})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def same(folder, trainer):
+    """The certificate of one run says what the trainer says."""
+    said, spent = read(folder), trainer.privacy_spent()
+    assert disagreements(folder, said) == []
+    run = next(run for run in said["runs"] if run["run"] == trainer._run.state.run_id)
+    assert (run["epsilon"], run["steps"], run["delta"]) == (spent.epsilon, spent.steps, spent.delta)
+    assert (run["verified"], run["private"]) == (spent.verified, spent.private)
+    return said
+
+
+def test_a_trainer(tmp_path):
+    trainer = train(tmp_path, self_check=True, log_train_loss=True)
+    said = same(tmp_path, trainer)
+    (run,) = said["runs"]
+    assert said["verified"] and run["model"] == {
+        "class": "Classifier",
+        "name": None,
+        "parameters": 50,
+        "trainable": 50,
+    }
+    assert run["data"]["rows"] == 40 and run["data"]["digest"].startswith("hmac-sha256:")
+    assert run["data"]["key"] == name_of(owner_key())
+    assert (
+        run["software"]["torch"] == torch.__version__.partition("+")[0]
+        or run["software"]["torch"] == torch.__version__
+    )
+    assert run["also_released"] == [
+        {"what": "the loss of training batches, without noise (log_train_loss)", "covered": False}
+    ]
+    assert run["accountant"] == "rdp" and run["time"].startswith("20")
+    assert stat.S_IMODE(key_path().stat().st_mode) == 0o600
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert owner_key() not in written and owner_key().hex().encode() not in written
+
+
+def test_a_second_training_and_a_resumed_one(tmp_path):
+    first = train(tmp_path)
+    resumed = train(tmp_path, resume=str(tmp_path / "checkpoint-2"), max_steps=4)
+    assert resumed.privacy_spent().steps == 6
+    assert same(tmp_path, resumed)["total"]["steps"] == 6
+    second = train(tmp_path, max_steps=2, max_grad_norm=0.5)
+    said = same(tmp_path, second)
+    assert said["total"]["steps"] == 8 and len(said["runs"]) == 2
+    assert said["total"]["epsilon"] > max(run["epsilon"] for run in said["runs"])
+    assert said["runs"][0]["data"]["digest"] == said["runs"][1]["data"]["digest"]
+    assert first._run.state.run_id == said["runs"][0]["run"]
+
+
+def test_other_rows_have_another_digest(tmp_path):
+    train(tmp_path / "a")
+    train(tmp_path / "b", data=[*rows()[:39], {"x": [0.5, 1.0, 0.5], "labels": 1}])
+    train(tmp_path / "c", data=rows()[::-1])
+    digests = [read(tmp_path / name)["runs"][0]["data"]["digest"] for name in "abc"]
+    assert digests[0] == digests[2] != digests[1]
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_error_in_the_middle_leaves_the_certificate_up_to_date(tmp_path):
+    trainer = build(DPTrainer, tmp_path, [Interrupt()], max_steps=4, save_strategy="no")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert same(tmp_path, trainer)["total"]["steps"] == 2
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}]
+from test_resume import build
+from transformers import PretrainedConfig, TrainerCallback
+from dp_transformers import DPTrainer
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+build(DPTrainer, {folder!r}, [Kill()], max_steps=4, save_steps=2, target_epsilon=None, noise_multiplier=1.0).train()
+"""
+
+
+def test_killed_in_the_middle_and_resumed(tmp_path):
+    code = KILLED.format(tests=str(ROOT / "tests"), folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    assert done.returncode == -signal.SIGKILL
+    said = read(tmp_path)
+    assert said["total"]["steps"] == 2, "as of the checkpoint"
+    assert "goes on for 1 lines after privacy.json was written" in disagreements(tmp_path, said)[0]
+    resumed = train(tmp_path, resume=True)
+    assert same(tmp_path, resumed)["total"]["steps"] == 5
+
+
+def test_not_private(tmp_path):
+    with pytest.warns(UserWarning, match="NOT private"):
+        train(tmp_path, dp_seed=1)
+    said = read(tmp_path)
+    assert said["private"] is False and said["total"]["epsilon"] is None and disagreements(tmp_path, said) == []
+    assert said["not_private_because"] == ["dp_seed=1: draws and noise can be reproduced"]
+
+
+def test_the_model_card_says_what_was_spent(tmp_path):
+    trainer = train(tmp_path)
+    trainer.model.config = PretrainedConfig()  # the card names it
+    trainer.create_model_card(model_name="mine")
+    assert f"ε = {trainer.privacy_spent().epsilon:.4g} at δ = 0.001" in (tmp_path / "README.md").read_text()
+
+
+def test_the_readme_of_an_adapter_says_what_was_spent(tmp_path):
+    model = peft.get_peft_model(Classifier(), peft.LoraConfig(r=2, target_modules=["hidden"]))
+    trainer = train(tmp_path, model=model)
+    trainer.save_model(str(tmp_path / "adapter"))
+    text = (tmp_path / "adapter" / "README.md").read_text()
+    assert "## Privacy" in text and f"ε = {trainer.privacy_spent().epsilon:.4g}" in text
+
+
+def test_an_engine(tmp_path):
+    data = TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
+    engine, model = PrivacyEngine(ledger_dir=tmp_path), Classifier()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=10),
+        noise_multiplier=1.5,
+        max_grad_norm=0.5,
+        max_physical_batch_size=4,
+    )
+    for steps, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if steps == 3:
+            break
+    with pytest.raises(ValueError, match="at which delta"):
+        engine.write_certificate()
+    with contextlib.suppress(ValueError):  # where the loop was left within a draw, which counts
+        engine.detach()
+    engine.write_certificate(delta=1e-3)
+    said = read(tmp_path)
+    assert disagreements(tmp_path, said) == []
+    assert said["total"]["epsilon"] == engine.get_epsilon(1e-3) and said["total"]["steps"] >= engine.steps
+    assert said["runs"][0]["data"]["digest"] and said["runs"][0]["model"]["class"] == "Classifier"
+
+
+def test_an_engine_without_a_ledger_has_no_certificate():
+    engine, model = PrivacyEngine(), Classifier()
+    engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 3), torch.arange(40) % 2), batch_size=10),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"keeps none: PrivacyEngine\(ledger_dir=...\)"):
+        engine.write_certificate(delta=1e-3)
