@@ -222,6 +222,8 @@ def sample(model, tokenizer, args: ModelArguments, seed: int) -> str:
 
 def main() -> dict:
     data_args, model_args, args = fine_tuning.parse_arguments(__doc__, DataArguments, ModelArguments, Arguments)
+    if model_args.is_split:
+        args.save_strategy = "no"  # transformers cannot resume a model that is split while it loads
     with args.main_process_first(desc="fetching and tokenizing"):
         model_path = fine_tuning.check_model_name(data_args.model_name_or_path or str(assets.smollm2_folder()))
         tokenizer = AutoTokenizer.from_pretrained(model_path)
