@@ -325,6 +325,7 @@ def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
     if full["lora_BA_norm"] is not None:
         table["LoRA moved: |BA|"] = f"{full['lora_BA_norm']:.4f}  (0 before training)"
     table["model, ledger, report"] = args.output_dir
+    table["to hand over"] = f"dp-transformers report {args.output_dir}"
     width = max(map(len, table))
     print("\n" + "\n".join(f"  {name:<{width}}  {value}" for name, value in table.items()))
     return full

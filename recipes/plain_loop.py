@@ -88,10 +88,12 @@ def accuracy(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def report(args: Arguments, engine: PrivacyEngine | None, before: float, after: float) -> dict:
-    """Print and return what was spent and what was learned, and write it to privacy_report.json."""
+    """Print and return what was spent and what was learned, and write it to privacy_report.json, beside the
+    certificate."""
     spent = {"epsilon": math.inf} if engine is None else engine.privacy_spent(args.target_delta).to_dict()
     full = {**spent, "accuracy_before": before, "test_accuracy": after}
     if engine is not None:
+        engine.write_certificate(args.target_delta)
         engine.detach()
         Path(args.output_dir, "privacy_report.json").write_text(json.dumps(full, indent=2))
     print(
@@ -99,4 +101,6 @@ def report(args: Arguments, engine: PrivacyEngine | None, before: float, after: 
         + ("  NOT PRIVATE" if engine is None else "")
     )
     print(f"  test accuracy  {after:.4f}  ({before:.4f} before training)")
+    if engine is not None:
+        print(f"  to hand over   dp-transformers report {args.output_dir}")
     return full

@@ -618,6 +618,7 @@ def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
         assert word in stdout
     assert "NOT PRIVATE" not in stdout
     assert json.loads((tmp_path / "o" / "privacy_report.json").read_text()) == private
+    assert json.loads((tmp_path / "o" / "privacy.json").read_text())["private"] is True
     again = call(recipe, *flags, "--target_epsilon", 4, "--per_device_train_batch_size", 32)
     assert again == private  # there is nothing left to train
     stdout = capsys.readouterr().out
