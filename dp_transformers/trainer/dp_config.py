@@ -70,6 +70,9 @@ class DPTrainingArguments(TrainingArguments):
         self_check (`bool`, defaults to `True`):
             Whether it is checked on synthetic data, before the first step, that clipping is exact for this model and
             that no parameter escapes it.
+        data_digest (`bool`, defaults to `True`):
+            Write a keyed digest of the training data into the certificate (`privacy.json`), so that its owner can tell
+            trainings on the same data. Every row is read once for it.
         log_train_loss (`bool`, defaults to `False`):
             Whether the training loss is logged. It is computed from private examples without noise, and ε does not
             cover it.
@@ -168,6 +171,9 @@ class DPTrainingArguments(TrainingArguments):
             "help": "Before the first step clipping is compared, on synthetic data, with the gradients of one example "
             "at a time. --no_self_check leaves that out, and the run is then reported as not verified."
         },
+    )
+    data_digest: bool = field(
+        default=True, metadata={"help": "Write a keyed digest of the training data into privacy.json."}
     )
     log_train_loss: bool = field(
         default=False,

@@ -91,6 +91,17 @@ class Interrupt(TrainerCallback):
             raise KeyboardInterrupt
 
 
+def test_no_digest_where_none_is_wanted(tmp_path):
+    data = train(tmp_path, data_digest=False)._about()["data"]
+    assert data == {
+        "rows": 40,
+        "digest": None,
+        "key": None,
+        "no_digest_because": "none was wanted (data_digest=False)",
+    }
+    assert read(tmp_path)["runs"][0]["data"] == data
+
+
 def test_an_error_in_the_middle_leaves_the_certificate_up_to_date(tmp_path):
     trainer = build(DPTrainer, tmp_path, [Interrupt()], max_steps=4, save_strategy="no")
     with pytest.raises(KeyboardInterrupt):
