@@ -66,9 +66,9 @@ def _sign(run_dirs: list[Path], key: Path) -> None:
 
 
 def _print(found: Report, written: list[Path]) -> None:
-    from ..reports.words import paragraph, table
+    from ..reports.words import table
 
-    typer.echo(paragraph(found.certificate, found.curve) + "\n")
+    typer.echo(found.guarantee + "\n")
     width = max(len(name) for name, _ in table(found.certificate, found.curve))
     for name, value in table(found.certificate, found.curve):
         typer.echo(f"  {name:{width}}  {value}")

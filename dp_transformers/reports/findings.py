@@ -16,6 +16,7 @@ from .attack import PrivacyCurve, ceilings, no_privacy, privacy_curve
 from .certificate import CertificateError, build, disagreements, read, summary, unfinished_draws
 from .recompute import RecordedRun, composed, over_steps, recorded_runs
 from .signatures import SignatureError, signer
+from .words import paragraph
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,19 @@ class Report:
         total = self.certificate["total"]
         return over_steps(self.runs, total["delta"], total["accountant"]) if self.certificate["private"] else []
 
+    @property
+    def guarantee(self) -> str:
+        """What is guaranteed, in sentences that need no knowledge of the field."""
+        said = paragraph(self.certificate, self.curve)
+        if not self.faults:
+            return said
+        return f"Nothing is guaranteed as long as certificate and ledger do not agree. By the ledger as it is: {said}"
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "agrees": not self.faults,
+            "guarantee": self.guarantee,
             "faults": self.faults,
             "unchained_lines": self.unchained_lines,
             "signed_by": [folder.signed_by for folder in self.folders],

@@ -10,7 +10,7 @@ from pathlib import Path
 from .attack import FALSE_ALARMS
 from .findings import Report
 from .plots import NoPictures, detection, epsilon_over_steps
-from .words import paragraph, percent, run_table, table
+from .words import percent, run_table, table
 
 PAGE_NAME = "privacy_report.html"
 _PICTURES = {
@@ -44,7 +44,7 @@ def render(report: Report, pictures: Mapping[str, bytes], missing: str | None) -
     return template.get_template("report.html").render(
         report=report,
         certificate=certificate,
-        paragraph=paragraph(certificate, curve),
+        paragraph=report.guarantee,
         table=table(certificate, curve),
         runs=[run_table(run) for run in certificate["runs"]],
         attack=[(percent(alarm), percent(curve.detection(alarm)), curve.detection(alarm)) for alarm in FALSE_ALARMS],

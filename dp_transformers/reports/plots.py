@@ -26,15 +26,10 @@ def epsilon_over_steps(points: list[tuple[int, float]], delta: float) -> bytes:
     figure, axes = _figure()
     steps, epsilons = zip(*points, strict=True)
     axes.plot(steps, epsilons, color=_BLUE, linewidth=2)
-    axes.set(xlabel="steps", ylabel=f"ε at δ = {delta:g}", xlim=(0, None), ylim=(0, None))
-    axes.annotate(
-        f"{epsilons[-1]:.3g}",
-        (steps[-1], epsilons[-1]),
-        (-6, -14),
-        textcoords="offset points",
-        ha="right",
-        color=_BLUE,
-    )
+    axes.plot(steps[-1:], epsilons[-1:], "o", color=_BLUE, markersize=5)
+    axes.set(xlabel="steps", ylabel=f"ε at δ = {delta:g}", xlim=(0, None), ylim=(0, 1.1 * max(epsilons) or 1))
+    axes.locator_params(axis="x", integer=True)
+    _say(axes, f"{epsilons[-1]:.4g}", steps[-1], epsilons[-1], (-9, 3))
     return _png(figure)
 
 

@@ -102,8 +102,15 @@ def test_what_differs_fails_and_is_on_the_page(tmp_path):
     result = run(tmp_path)
     assert result.exit_code == 1
     assert "DISAGREES: line 8 of privacy_ledger.jsonl does not follow" in result.stderr
+    said = "Nothing is guaranteed as long as certificate and ledger do not agree. By the ledger as it is: "
+    assert result.stdout.startswith(said)
     text = html.unescape(page(tmp_path))
-    assert "do not agree" in text and "line 8 of privacy_ledger.jsonl" in text and "by the ledger it is 19" in text
+    assert (
+        said in text
+        and "do not agree" in text
+        and "line 8 of privacy_ledger.jsonl" in text
+        and "by the ledger it is 19" in text
+    )
     assert f"ε = {compute_epsilon(1.0, 0.05, 19, DELTA):.4g}" in text, "by the ledger as it is"
 
 
