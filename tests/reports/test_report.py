@@ -254,3 +254,11 @@ def test_rows_of_one_person_are_said(tmp_path):
     record(tmp_path, how=mechanism(rows=3))
     person = mechanism().epsilon(DELTA, rows=3)
     assert f"All rows of one person, 3 at most, are protected together with ε = {person:.4g}" in run(tmp_path).stdout
+
+
+def test_folders_without_any_digest_do_not_add_up(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        record(folder, run_id=folder.name, data=None)
+    result = run(*folders, "--json")
+    assert result.exit_code == 2 and "not all have a digest" in result.stderr
