@@ -5,4 +5,5 @@ import re
 
 def on_page_content(html, **_):
     html = re.sub(r"\[(<code>)~?(?:\w+\.)*(\w+)(</code>)\]", r"\1\2\3", html)  # [`~transformers.Trainer`]
+    html = re.sub(r":(?:mod|class|func|meth|attr):(?=<code>)", "", html)
     return html.replace("Example::", "Example:")
