@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from layers import ALL_MODES, check
 from scipy import stats
 from test_resume import Classifier, build
@@ -28,6 +29,7 @@ from transformers import BertConfig, BertForSequenceClassification, default_data
 import dp_transformers
 from dp_transformers import DPTrainer, Mechanism, PerExampleClipper, clipping
 from dp_transformers.accounting import PrivacyAccountant
+from dp_transformers.cli.main import app
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.layer_rule import layer_rule
 from dp_transformers.clipping.modes import MODES
@@ -255,6 +257,19 @@ def test_the_page_of_errors_quotes_messages():
     said = list(messages())
     wrong = [row for row in rows if not any(all(part.strip() in text for part in row.split("…")) for text in said)]
     assert not wrong
+
+
+def test_commands_have_the_flags_that_pages_give_them():
+    known = typer.main.get_command(app).commands
+    of_recipes = {"--config"}  # read by the recipe
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    typed = [line for page in pages for line in re.findall(r"dp-transformers ([a-z]+\b[^`\n#]*)", page.read_text())]
+    typed = [line for line in typed if line.split()[0] in known or "--" in line]  # not "dp-transformers on PyPI"
+    assert {line.split()[0] for line in typed} == {*known}
+    for line in typed:
+        name, *words = line.split()
+        flags = {flag for parameter in known[name].params for flag in parameter.opts} | of_recipes
+        assert {word for word in words if word.startswith("--")} <= flags, line
 
 
 def test_the_page_of_the_interface_has_every_public_name():
