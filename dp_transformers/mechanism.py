@@ -127,7 +127,7 @@ class Mechanism:
                 f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, but by sampling "
                 f"{self.sampling.kind!r} an example may take part again after {self.sampling.min_separation}: its "
                 "share in all of them would not be covered. Take a sampling with min_separation of at least "
-                f"{self.noise.bands}, or independent noise."
+                f"{self.noise.bands} (CyclicPoissonSampling, FixedOrderSampling), or independent noise."
             )
         if self.noise.bands > 1 and len({step.max_grad_norm for step in self.planned()}) > 1:
             raise ValueError(
@@ -209,6 +209,12 @@ class Mechanism:
             rows: With more than one, for so many rows added or removed together.
         """
         segments = (self.planned(),) if executed is None else tuple(executed)
+        if rows > 1 and self.sampling.min_separation > 1:
+            raise ValueError(
+                f"there is no bound for groups of {rows} rows (max_examples_per_person) of sampling "
+                f"{self.sampling.kind!r}, by which rows of one person have different steps. Take PoissonSampling, or "
+                "leave max_examples_per_person at 1, which protects one row."
+            )
         if not segments:
             return 0.0
         return event_epsilon(self.event(*segments), delta, accountant, relation=self.sampling.relation, rows=rows)

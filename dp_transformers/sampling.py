@@ -7,6 +7,7 @@ it draws is :meth:`Sampling.draws`, and what it costs is :meth:`Sampling.event`.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -25,8 +26,10 @@ class Sampling(Value):
     Attributes:
         num_examples: N.
         expected_batch_size: The expected size of a draw, over all processes.
-        min_separation: Number of steps between two participations of one example, at least; 1 where it may take part
-            in any step. Noise that is correlated over b steps needs b.
+        min_separation: Number of steps, at least, between two steps in which one example may take part, where chance
+            decides at most whether it does; 1 where it may take part in any step. Noise that is correlated over b
+            steps needs b. An example whose steps themselves are random (one of each epoch, or any but those just
+            after its last) has 1: steps that share noise hide less which of them it was.
         relation: Which data sets are neighbours in :meth:`event`: "add_or_remove_one", "replace_special" (one example
             becomes a null one, and N is public) or "replace_one".
     """
@@ -55,7 +58,8 @@ class Sampling(Value):
         """The event of steps that follow each other, in any order: which parameters were used, and in how many of
         them.
 
-        The noise of each step is Gaussian and independent of that of all others.
+        The noise of each step is Gaussian and independent of that of all others. In a step of sample rate 1 every
+        example takes part that may.
         """
         raise NotImplementedError
 
@@ -100,6 +104,112 @@ class PoissonSampling(Sampling):
                 for step, count in steps
             ]
         )
+
+
+@dataclass(frozen=True)
+class CyclicPoissonSampling(Sampling):
+    """Every example is in one of ``min_separation`` groups, chosen uniformly and independently of others, and groups
+    take turns: a step draws each example of its group independently with the same probability.
+
+    It costs what Poisson sampling from one group costs for the number of turns, with independent noise and with noise
+    that has no more bands than there are groups.
+
+    Example::
+
+        >>> from dp_transformers import CyclicPoissonSampling
+        >>> CyclicPoissonSampling(60_000, 300, min_separation=16).rate_in_group
+        0.08
+    """
+
+    kind: ClassVar[str] = "cyclic_poisson"
+    num_examples: int  # pyrefly: ignore[bad-override]  (frozen here, and nobody assigns to them in the base)
+    expected_batch_size: float  # pyrefly: ignore[bad-override]
+    min_separation: int  # pyrefly: ignore[bad-override]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.min_separation, int) or self.min_separation < 1:
+            raise ValueError(f"min_separation must be a whole number of at least 1, got {self.min_separation!r}.")
+        if not 0 < self.expected_batch_size * self.min_separation <= self.num_examples:
+            raise ValueError(
+                f"each of min_separation={self.min_separation} groups has {self.num_examples} / {self.min_separation} "
+                f"examples on average, so expected_batch_size must be above 0 and at most that, got "
+                f"{self.expected_batch_size}. Take a smaller batch, or fewer groups."
+            )
+
+    @property
+    def rate_in_group(self) -> float:
+        """The probability with which an example takes part in a step of its group."""
+        return self.expected_batch_size * self.min_separation / self.num_examples
+
+    def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
+        groups = generator.integers(self.min_separation, size=self.num_examples)
+        members = [np.flatnonzero(groups == group) for group in range(self.min_separation)]
+        for step in itertools.count(first_step):
+            eligible = members[step % self.min_separation]
+            yield eligible[generator.random(len(eligible)) < self.rate_in_group]
+
+    def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
+        """That of the turns of one group, which are public here."""
+        import dp_accounting as dp
+
+        turns, worst = _turns(steps, self.min_separation)
+        rate = min(1.0, worst.sample_rate * self.min_separation)
+        return dp.SelfComposedDpEvent(
+            dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(worst.noise_multiplier)), turns
+        )
+
+
+@dataclass(frozen=True)
+class FixedOrderSampling(Sampling):
+    """Examples are shuffled once and cut into batches of just ``expected_batch_size``, which take turns. Those that
+    fill no whole batch take no part.
+
+    All batches have one size, and nothing is gained by not knowing who is in which: an example's appearances are
+    released as Gaussian sums, by the closed form. Neighbours make an example a null one, since adding one would move
+    all others.
+
+    Example::
+
+        >>> from dp_transformers import FixedOrderSampling
+        >>> FixedOrderSampling(60_000, 256).min_separation
+        234
+    """
+
+    kind: ClassVar[str] = "fixed_order"
+    relation: ClassVar[str] = "replace_special"
+    num_examples: int  # pyrefly: ignore[bad-override]  (frozen here, and nobody assigns to them in the base)
+    expected_batch_size: int  # pyrefly: ignore[bad-override]
+
+    def __post_init__(self) -> None:
+        size = self.expected_batch_size
+        if not isinstance(size, int) or not 0 < size <= self.num_examples:
+            raise ValueError(
+                f"expected_batch_size is the size of every batch here: a whole number from 1 to "
+                f"num_examples={self.num_examples}, got {size!r}."
+            )
+
+    @property
+    def min_separation(self) -> int:  # pyrefly: ignore[bad-override]
+        return self.num_examples // self.expected_batch_size
+
+    def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
+        order = generator.permutation(self.num_examples)
+        batches = order[: self.min_separation * self.expected_batch_size].reshape(self.min_separation, -1)
+        for step in itertools.count(first_step):
+            yield batches[step % self.min_separation]
+
+    def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
+        import dp_accounting as dp
+
+        turns, worst = _turns(steps, self.min_separation)
+        return dp.SelfComposedDpEvent(dp.GaussianDpEvent(worst.noise_multiplier), turns)
+
+
+def _turns(steps: Iterable[tuple[StepParameters, int]], separation: int) -> tuple[int, StepParameters]:
+    """In how many of the steps one example may take part, and parameters that cost no less than those of any."""
+    parameters, counts = zip(*steps, strict=True)
+    rates, batches, sigmas, bounds = zip(*parameters, strict=True)
+    return math.ceil(sum(counts) / separation), StepParameters(max(rates), max(batches), min(sigmas), max(bounds))
 
 
 @dataclass(frozen=True)

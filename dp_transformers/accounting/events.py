@@ -12,14 +12,17 @@ from .gaussian import ORDERS, GaussianStep, Phase, epsilon_of_phases
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+_MOVED_BY_ONE = ("add_or_remove_one", "replace_special")  # relations by which a sum moves by one gradient
+
 
 def event_epsilon(
     event: DpEvent, delta: float, accountant: str = "pld", *, relation: str = "add_or_remove_one", rows: int = 1
 ) -> float:
     """ε of an event of `dp_accounting` at `delta`, for neighbours by `relation`, an upper bound.
 
-    Poisson-sampled and full Gaussian steps under add/remove-one are accounted for by :mod:`.gaussian`, all other
-    events by the accountant of `dp_accounting`.
+    Poisson-sampled and full Gaussian steps are accounted for by :mod:`.gaussian`, where neighbours differ by adding or
+    removing an example or by making it a null one, which moves a sum alike. All other events are accounted for by the
+    accountant of `dp_accounting`.
 
     Args:
         rows: Size of the group that is added or removed; more than 1 for the former steps only (`group_epsilon`).
@@ -28,7 +31,8 @@ def event_epsilon(
         ValueError: The accountant has no bound for this event.
     """
     delta, rows = check_delta("delta", delta), check_rows(rows)
-    phases = _phases(event) if relation == "add_or_remove_one" else None
+    moves_by_one = relation == "add_or_remove_one" or (relation in _MOVED_BY_ONE and rows == 1)
+    phases = _phases(event) if moves_by_one else None
     if phases is not None:
         return epsilon_of_phases(phases, delta, check_accountant(accountant), rows=rows)
     if rows > 1:
@@ -48,7 +52,7 @@ def event_epsilon(
 
 def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remove_one") -> str | None:
     """Why `accountant` has no bound for an event, if it has none."""
-    if (relation == "add_or_remove_one" and _phases(event) is not None) or _accountant_of_events(
+    if (relation in _MOVED_BY_ONE and _phases(event) is not None) or _accountant_of_events(
         accountant, relation
     ).supports(event):
         return None
