@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "BandedInverseNoise": "noise",
+    "BandedNoise": "noise",
+    "BufferedNoise": "noise",
+    "CyclicPoissonSampling": "sampling",
     "DPTrainer": "trainer",
     "DPTrainerMixin": "trainer",
     "DPTrainingArguments": "trainer",
+    "FixedOrderSampling": "sampling",
     "FlatClipping": "clipping.clipping_functions",
     "IndependentNoise": "noise",
     "Mechanism": "mechanism",
@@ -28,9 +33,14 @@ _WHERE = {
     "register_norm_sampler": "clipping",
 }
 __all__ = [
+    "BandedInverseNoise",
+    "BandedNoise",
+    "BufferedNoise",
+    "CyclicPoissonSampling",
     "DPTrainer",
     "DPTrainerMixin",
     "DPTrainingArguments",
+    "FixedOrderSampling",
     "FlatClipping",
     "IndependentNoise",
     "Mechanism",
@@ -59,10 +69,10 @@ if TYPE_CHECKING:
     )
     from .clipping.clipping_functions import FlatClipping
     from .mechanism import Mechanism, PrivacyUnit
-    from .noise import IndependentNoise
+    from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
     from .privacy_engine import PrivacyEngine
     from .run import PrivacySpent
-    from .sampling import PoissonSampling
+    from .sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling
     from .trainer import DPTrainer, DPTrainerMixin, DPTrainingArguments
     from .validation import ModuleValidator
 

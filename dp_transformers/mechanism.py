@@ -186,8 +186,8 @@ class Mechanism:
         import dp_accounting
 
         events = []
-        for steps in executed or (self.planned(),):
-            independent = self.noise.independent_steps(steps)
+        for steps in filter(None, executed or (self.planned(),)):
+            independent = self.noise.independent_steps(steps, self.sampling.min_separation)
             events.append(self.sampling.event([(self._with_releases(step), count) for step, count in independent]))
         return dp_accounting.ComposedDpEvent(events)
 

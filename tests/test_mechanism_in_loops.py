@@ -396,7 +396,7 @@ class PairsOfSteps(Shifting):
     kind: ClassVar[str] = "pairs of steps"
     bands: ClassVar[int] = 2
 
-    def independent_steps(self, steps):
+    def independent_steps(self, steps, min_separation):
         return list(steps.items())
 
 

@@ -2,8 +2,8 @@
 torch.
 
 Noise of your own is a frozen dataclass derived from :class:`Noise`: :meth:`Noise.independent_steps` says what it is
-worth, and :meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of :class:`IndependentNoise`;
-``add_noise`` adds what a source draws to the gradients of a step.
+worth, and :meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of :class:`IndependentNoise`,
+``streams`` that of ``correlated``; ``add_noise`` adds what a source draws to the gradients of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ N = TypeVar("N", bound="Noise")
 class NoiseSource(Protocol):
     """What draws the noise of one process. It holds secrets and is neither copied nor pickled."""
 
-    def add_(self, grads: Sequence[Tensor], std: float) -> None:
+    def add_(self, grads: Sequence[Tensor], /, std: float) -> None:
         """Add the noise of the next step, whose independent part has this standard deviation, in place. Gradients are
         in float32."""
 
@@ -33,7 +33,8 @@ class Noise(Value):
 
     Attributes:
         noise_multiplier: σ, its standard deviation over the sensitivity of the clipping.
-        bands: Number of consecutive steps over which the noise is correlated; 1 where each step's is independent.
+        bands: How many steps apart an example's appearances have to be for :meth:`independent_steps` to hold; 1 where
+            each step's noise is independent.
     """
 
     noise_multiplier: float
@@ -47,11 +48,14 @@ class Noise(Value):
         """The same noise at another level, for calibration."""
         return replace(self, noise_multiplier=noise_multiplier)
 
-    def independent_steps(self, steps: Mapping[StepParameters, int]) -> Iterable[tuple[StepParameters, int]]:
+    def independent_steps(
+        self, steps: Mapping[StepParameters, int], min_separation: int
+    ) -> Iterable[tuple[StepParameters, int]]:
         """Steps with independent noise that release no less than these: parameters, and how many steps use them.
 
         Args:
-            steps: The steps that one noise source served.
+            steps: The steps that one noise source served, at least one.
+            min_separation: That of the sampling.
         """
         return steps.items()
 
@@ -87,3 +91,6 @@ class IndependentNoise(Noise):
         from .sharded import ShardedNoise
 
         return ShardedNoise(clipper, dp_seed=dp_seed, secure=secure, warn=False)
+
+
+from .correlated import BandedInverseNoise, BandedNoise, BufferedNoise  # noqa: E402, F401  (Noise.from_dict knows them)

@@ -82,6 +82,12 @@ class GaussianNoise:
             )
             del numbers  # before the next are drawn
 
+    def of_step(self, step: int) -> GaussianNoise:
+        """A source of the same secret whose numbers depend on the step alone, so that they can be drawn again."""
+        again = GaussianNoise(secure=self._is_secure, entropy=[*self._entropy, step])
+        again._process = self._process
+        return again
+
     def _standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" or self._is_secure:
             return standard_normal(self._bits, count).to(device)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .. import distributed
 from ..clipping import PerExampleClipper
 from ..clipping.parallel.dtensor import is_dtensor, to_local
+from . import NoiseSource
 from .generators import GaussianNoise, check_noise_source
 
 
 class ShardedNoise:
-    """:class:`~dp_transformers.noise.generators.GaussianNoise` for the gradients of ``clipper.parameters``, which may
-    be DTensors.
+    """:class:`~dp_transformers.noise.generators.GaussianNoise`, or another ``stream``, for the gradients of
+    ``clipper.parameters``, which may be DTensors.
 
     Parameters with the same device mesh and placements share one random stream. Ranks that hold different shards of a
     parameter add independent noise to them; ranks that hold replicas of a shard add the same noise. All ranks must
@@ -24,14 +25,21 @@ class ShardedNoise:
         clipper: The clipper of the model on this rank.
         dp_seed, secure: As in ``GaussianNoise``.
         warn: Whether to warn that noise with a ``dp_seed`` is not private; False if the caller has warned already.
+        stream: Makes what draws one random stream, given ``secure`` and ``entropy``.
     """
 
     def __init__(
-        self, clipper: PerExampleClipper, *, dp_seed: int | None = None, secure: bool = False, warn: bool = True
+        self,
+        clipper: PerExampleClipper,
+        *,
+        dp_seed: int | None = None,
+        secure: bool = False,
+        warn: bool = True,
+        stream: Callable[..., NoiseSource] = GaussianNoise,
     ):
         if warn:
             check_noise_source(dp_seed=dp_seed, secure=secure)
-        self._streams: dict[object, GaussianNoise] = {}
+        self._streams: dict[object, NoiseSource] = {}
         self._placements = [(p.device_mesh, p.placements) if is_dtensor(p) else None for p in clipper.parameters]
         for p, key in zip(clipper.parameters, self._placements, strict=True):
             if key not in self._streams:
@@ -39,7 +47,7 @@ class ShardedNoise:
                 entropy = distributed.noise_entropy(p, dp_seed, layout=len(self._streams), replicas=replicas)
                 if entropy is None and dp_seed is not None:
                     entropy = [dp_seed]
-                self._streams[key] = GaussianNoise(secure=secure, entropy=entropy)
+                self._streams[key] = stream(secure=secure, entropy=entropy)
 
     def add_(self, grads: Sequence[torch.Tensor], std: float) -> None:
         """Add noise of standard deviation ``std`` to this rank's shards of the gradients, which come in the order of

@@ -1,0 +1,91 @@
+"""Correlated noise in both loops: what is stepped with, what it costs, and how such a run goes on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_mechanism_in_loops import EMPTY, LOOPS, STEPS, Stop, by_engine, by_trainer, mechanism, step_through, train
+from test_resume import DELTA
+
+from dp_transformers.ledger import Ledger
+from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise
+from dp_transformers.noise.correlated import ToeplitzNoise
+from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, FixedOrderSampling
+
+N, EXPECTED = 40, 8
+IN_ORDER, IN_GROUPS = FixedOrderSampling(N, EXPECTED), CyclicPoissonSampling(N, EXPECTED, 3)
+PAIRS = [
+    (IN_ORDER, BandedInverseNoise(1.3, (1.0, -0.9))),
+    (IN_ORDER, BandedInverseNoise.square_root(1.3, bands=4)),
+    (IN_ORDER, BufferedNoise.optimal(1.3, steps=STEPS, min_separation=5, buffers=2)),
+    (IN_GROUPS, BandedNoise.optimal(1.3, steps=STEPS, bands=3)),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("sampling", "noise"), PAIRS)
+def test_it_trains_and_costs_what_the_mechanism_says(tmp_path, loop, sampling, noise):
+    given = mechanism(sampling=sampling, noise=noise)
+    spent, gradients = train(loop, tmp_path, given)
+    assert len(gradients) == STEPS and spent.mechanism == given and spent.private
+    assert spent.epsilon == given.epsilon(DELTA) and spent.neighboring_relation == sampling.relation
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_noise_of_a_step_takes_back_that_of_the_step_before(tmp_path, loop, monkeypatch):
+    """With z_t - z_(t-1) all that is left of 10 steps is one z: a twentieth of what independent noise leaves."""
+    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(EMPTY, number=next(sampler._number)))
+    noise = BandedInverseNoise(1.3, (1.0, -1.0))
+    _, gradients = train(loop, tmp_path, mechanism(sampling=IN_ORDER, noise=noise))
+    left, added = torch.stack(gradients).sum(0).square().sum(), torch.stack(gradients).square().sum()
+    assert float(added) > 0 and float(left / added) < 0.15
+
+
+def test_a_resumed_run_has_a_noise_source_of_its_own_and_is_composed(tmp_path, monkeypatch):
+    sources, source = [], ToeplitzNoise.source
+    monkeypatch.setattr(
+        ToeplitzNoise,
+        "source",
+        lambda self, *args, **options: sources.append(source(self, *args, **options)) or sources[-1],
+    )
+    given = mechanism(sampling=IN_ORDER, noise=PAIRS[0][1])
+    by_trainer(tmp_path, given, Stop(7)).train()
+    trainer = by_trainer(tmp_path, given)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert len(sources) == 2
+    segments = Ledger(tmp_path).segments(trainer._run.state.run_id)
+    assert [segment.total() for segment in segments] == [7, 4]
+    spent = trainer.privacy_spent()
+    assert spent.steps == 11 and spent.epsilon == given.epsilon(DELTA, executed=segments)
+    secrets = [stream._normal._entropy for it in sources for stream in it._streams.values()]
+    assert len(secrets) == 2 and secrets[0] != secrets[1]
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert all(str(secret).encode() not in written for (secret,) in secrets)
+    assert all(secret.to_bytes(32, order) not in written for (secret,) in secrets for order in ("little", "big"))
+
+
+@pytest.mark.parametrize("noise", [PAIRS[0][1], PAIRS[2][1]])
+def test_an_engine_goes_on_in_a_new_engine_alone(tmp_path, noise):
+    """Its source would take back noise of before, which no segment's epsilon covers."""
+    given = mechanism(sampling=IN_ORDER, noise=noise)
+    engine, model, optimizer, loader = by_engine(given)
+    step_through(model, optimizer, loader, 5)
+    engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"has taken draws already, and its noise .* into a new engine"):
+        engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+    engine.detach()
+    engine, model, optimizer, loader = by_engine(given)
+    engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+    step_through(model, optimizer, loader, 4)
+    composed = given.epsilon(DELTA, executed=[given.planned(0, 5), given.planned(5, 4)])
+    assert engine.steps == 9 and engine.get_epsilon(DELTA) == composed
+
+
+def test_an_engine_stops_where_a_draw_is_left_out():
+    engine, model, optimizer, loader = by_engine(mechanism(sampling=IN_ORDER, noise=PAIRS[0][1]))
+    step_through(model, optimizer, loader, 2)
+    for _ in loader:
+        break
+    engine.drop_draw()
+    with pytest.raises(ValueError, match=r"were left out"):
+        step_through(model, optimizer, loader, 1)
