@@ -32,12 +32,18 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distributed
 from dp_transformers.ledger import Ledger
+from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.noise.sharded import ShardedNoise
 from dp_transformers.step import PrivateStep
 from dp_transformers.trainer.accelerate_patches import allow_meshes_on_cpu
 
 SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0
+CORRELATED = {
+    "bands": BandedNoise(1.0, (0.8, 0.5, 0.3)),
+    "inverse": BandedInverseNoise(1.0, (1.0, -0.5, -0.125)),
+    "buffers": BufferedNoise(1.0, (0.3, 0.1), (0.9, 0.5)),
+}
 LENGTH, ROWS = 12, 3  # of the batches that are clipped by hand: rows on each rank
 
 
@@ -306,6 +312,19 @@ def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **opt
         "placements": {str(p.grad.placements) for p in parameters},
         "noise": noised,
     }
+
+
+def correlated(folder, kind="bands", steps=6, hsdp=False):
+    """The correlated noise of so many steps on this rank's shards: (steps, coordinates)."""
+    net = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 200))
+    mesh = replicas() if hsdp else init_device_mesh("cpu", (dist.get_world_size(),))
+    clipper = PerExampleClipper(fully_shard(net, mesh=mesh), 1.0)
+    source, rows = CORRELATED[kind].source(clipper), []
+    for _ in range(steps):
+        shards = [torch.zeros_like(p.to_local()) for p in clipper.parameters]
+        source.add_(shards, 0.5)
+        rows.append(torch.cat([shard.flatten() for shard in shards]))
+    return {"noise": torch.stack(rows)}
 
 
 def sensitivity(folder, mode="book_keeping", rows=8):
@@ -783,6 +802,8 @@ CASES |= {
     "hand-bf16-sensitivity-book_keeping": (sensitivity, {"mode": "book_keeping"}),
     "hand-bf16-sensitivity-ghost": (sensitivity, {"mode": "ghost"}),
     "hand-refusals": (refusals, {}),
+    **{f"correlated-fsdp-{kind}": (correlated, {"kind": kind}) for kind in CORRELATED},
+    **{f"correlated-hsdp-{kind}": (correlated, {"kind": kind, "hsdp": True}) for kind in CORRELATED},
     # tensor parallelism: two processes to a group
     **{f"tp-full-{mode}": (parts, {"mode": mode}) for mode in ("book_keeping", "ghost", "fast_gradient")},
     "tp-odd-book_keeping": (parts, {"model": "llama-odd"}),

@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import distributed_worker as worker
+import numpy as np
 import pytest
 import torch
 from models import batch_for, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients
+from toeplitz import matrix
 
 from dp_transformers.sampling import DrawSampler, PoissonSampling
 
@@ -236,6 +238,28 @@ def test_shards_get_independent_noise(ranks):
         assert float(a.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.02)
         for b in streams[:i]:
             assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
+
+
+@pytest.mark.parametrize("kind", worker.CORRELATED)
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+def test_correlated_noise_is_as_designed_over_steps_and_shards(ranks, layout, kind):
+    """Each entry of the covariance over steps, within a shard and of one with another, to 5.5 standard errors; replicas
+    get the same noise."""
+    noises = [rank["noise"].numpy() / 0.5 for rank in ranks[f"correlated-{layout}-{kind}"]]
+    if layout == "hsdp":
+        shards = PROCESSES // 2
+        assert all(np.array_equal(noises[i], noises[i + shards]) for i in range(shards))
+        noises = noises[:shards]
+    assert sum(noise.shape[1] for noise in noises) == 200 * 300 + 300 + 300 * 200 + 200
+    backward = np.linalg.inv(matrix(worker.CORRELATED[kind].strategy(6), 6))
+    designed = backward @ backward.T
+    variances = np.diag(designed)
+    for i, a in enumerate(noises):
+        for j, b in enumerate(noises):
+            n = min(a.shape[1], b.shape[1])
+            expected = designed if i == j else np.zeros((6, 6))
+            errors = np.sqrt((np.outer(variances, variances) + expected**2) / n)
+            assert (np.abs(a[:, :n] @ b[:, :n].T / n - expected) / errors).max() < 5.5
 
 
 def test_tensor_parallel_training_gets_noise_once(ranks):

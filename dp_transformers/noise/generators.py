@@ -84,7 +84,7 @@ class GaussianNoise:
 
     def of_step(self, step: int) -> GaussianNoise:
         """A source of the same secret whose numbers depend on the step alone, so that they can be drawn again."""
-        again = GaussianNoise(secure=self._is_secure, entropy=[*self._entropy, step])
+        again = GaussianNoise(secure=self._is_secure, entropy=[*self._entropy, step + 1])  # 0 at the end is nothing
         again._process = self._process
         return again
 
