@@ -7,14 +7,19 @@ import math
 from .run import UNIT, PrivateRun
 
 HOPELESS = 2.0  # noise over signal, both summed over the whole training
+_NEIGHBOURS = {
+    "add_or_remove_one": "adding or removing it",
+    "replace_special": "replacing it by a row without gradient (not N)",
+    "replace_one": "replacing it by another row (not N)",
+}
 
 
 def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> str:
     """Describe the training to whoever starts it. ``steps`` is None where the loop decides."""
     state, k, step = run.state, run.mechanism.unit.max_examples_per_person, run.mechanism.at(0)
     lines = [
-        f"private training protects: {UNIT} (N = {run.mechanism.sampling.num_examples}); adding or removing it is "
-        "hidden."
+        f"private training protects: {UNIT} (N = {run.mechanism.sampling.num_examples}); "
+        f"{_NEIGHBOURS[run.mechanism.sampling.relation]} is hidden."
         + (
             f" All rows of one person, {k} at most, are hidden together."
             if k > 1

@@ -8,9 +8,10 @@ from test_mechanism_in_loops import EMPTY, LOOPS, STEPS, Stop, by_engine, by_tra
 from test_resume import DELTA
 
 from dp_transformers.ledger import Ledger
-from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise
+from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
 from dp_transformers.noise.correlated import ToeplitzNoise
 from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, FixedOrderSampling
+from dp_transformers.startup_message import describe
 
 N, EXPECTED = 40, 8
 IN_ORDER, IN_GROUPS = FixedOrderSampling(N, EXPECTED), CyclicPoissonSampling(N, EXPECTED, 3)
@@ -39,6 +40,16 @@ def test_the_noise_of_a_step_takes_back_that_of_the_step_before(tmp_path, loop, 
     _, gradients = train(loop, tmp_path, mechanism(sampling=IN_ORDER, noise=noise))
     left, added = torch.stack(gradients).sum(0).square().sum(), torch.stack(gradients).square().sum()
     assert float(added) > 0 and float(left / added) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [(IN_ORDER, "replacing it by a row without gradient (not N) is"), (IN_GROUPS, "adding or removing it is")],
+)
+def test_the_plan_says_what_is_hidden(sampling, words):
+    engine, *_ = by_engine(mechanism(sampling=sampling, noise=IndependentNoise(1.0)))
+    run = engine._loop.run
+    assert f"(N = 40); {words} hidden." in describe(run, STEPS, 50, "auto")
 
 
 def test_a_resumed_run_has_a_noise_source_of_its_own_and_is_composed(tmp_path, monkeypatch):
