@@ -10,7 +10,7 @@ from pathlib import Path
 from .attack import FALSE_ALARMS
 from .findings import Report
 from .plots import NoPictures, detection, epsilon_over_steps
-from .words import percent, run_table, table
+from .words import percent, run_table, table, up
 
 PAGE_NAME = "privacy_report.html"
 _PICTURES = {
@@ -42,6 +42,7 @@ def render(report: Report, pictures: Mapping[str, bytes], missing: str | None) -
     template = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     certificate, curve = report.certificate, report.curve
     return template.get_template("report.html").render(
+        up=up,
         report=report,
         certificate=certificate,
         paragraph=report.guarantee,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .attack import FALSE_ALARMS, PrivacyCurve
-from .words import percent
+from .words import percent, up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def epsilon_over_steps(points: list[tuple[int, float]], delta: float) -> bytes:
     axes.plot(steps[-1:], epsilons[-1:], "o", color=_BLUE, markersize=5)
     axes.set(xlabel="steps", ylabel=f"ε at δ = {delta:g}", xlim=(0, None), ylim=(0, 1.1 * max(epsilons) or 1))
     axes.locator_params(axis="x", integer=True)
-    _say(axes, f"{epsilons[-1]:.4g}", steps[-1], epsilons[-1], (-9, 3))
+    _say(axes, up(epsilons[-1]), steps[-1], epsilons[-1], (-9, 3))
     return _png(figure)
 
 

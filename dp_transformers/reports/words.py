@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from decimal import ROUND_CEILING, Context
 from typing import Any
 
 from .attack import PrivacyCurve, ceilings
@@ -23,7 +24,7 @@ def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
     total = certificate["total"]
     epsilon, delta, k = total["epsilon"], total["delta"], total["max_examples_per_person"]
     sentences = [
-        f"The training was differentially private with ε = {epsilon:.4g} at δ = {delta:g}, for "
+        f"The training was differentially private with ε = {up(epsilon)} at δ = {delta:g}, for "
         f"{CHANGES[total['relation']]}: everything that was released would have come out with nearly the same "
         "probability without any one of the rows.",
         "Suppose that somebody has the model, every intermediate result and all other rows, and takes one row in a "
@@ -33,7 +34,7 @@ def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
     if k > 1:
         sentences.append(
             f"All rows of one person, {k} at most, are protected together with ε = "
-            f"{total['epsilon_per_person']:.4g} at the same δ."
+            f"{up(total['epsilon_per_person'])} at the same δ."
         )
     else:
         sentences.append("Somebody who has several rows in the data is protected less than somebody who has one.")
@@ -100,12 +101,20 @@ def also_released(certificate: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
                 yield each
 
 
+def up(value: float | None, digits: int = 4) -> str:
+    """Rounded up, as what is promised must be; None is infinite."""
+    if value is None:
+        return "∞"
+    rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(f"{value:.12g}")  # 7.000000000000001 is 7
+    return f"{rounded:f}"
+
+
 def percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
+    return f"{up(100 * share, 3)}%"
 
 
 def _epsilon(value: float | None) -> str:
-    return "∞" if value is None else f"{value:.6g}"
+    return up(value, 6)
 
 
 def _unfinished(draws: int) -> str:

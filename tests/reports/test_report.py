@@ -19,6 +19,7 @@ from dp_transformers.ledger import LEDGER_NAME
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, read
 from dp_transformers.reports.findings import Report, look
 from dp_transformers.reports.html import PAGE_NAME
+from dp_transformers.reports.words import up
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +68,7 @@ def test_an_honest_run_without_torch(tmp_path):
     }  # fmt: skip
     assert (tmp_path / "privacy_detection.png").read_bytes().startswith(b"\x89PNG")
     text = page(tmp_path)
-    assert "Certificate and ledger agree." in text and f"{epsilon:.6g}" in text
+    assert "Certificate and ledger agree." in text and up(epsilon, 6) in text
     assert text.count("data:image/png;base64,") == 2
     assert not re.search(r'(src|href)="(?!data:)', text) and "@import" not in text, "it needs no other file"
 
