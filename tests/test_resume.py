@@ -603,6 +603,27 @@ def test_an_incomplete_checkpoint_is_refused_by_name_and_passed_over_otherwise(t
     assert trainer.privacy_spent().steps == 6 + 4 == lines(tmp_path)
 
 
+def test_a_full_disk_says_what_is_counted_and_how_to_go_on(tmp_path, monkeypatch, caplog):
+    save = Trainer._save_checkpoint
+
+    def full(self, model, trial):
+        if self.state.global_step > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, model, trial)
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
+    options = {"target_epsilon": None, "noise_multiplier": 1.0, "max_steps": 6, "save_total_limit": 2}
+    trainer = build(DPTrainer, tmp_path, **options)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert trainer.args.save_total_limit == 2
+    assert "counts all 6 steps" in caplog.text and "resume_from_checkpoint=True" in caplog.text
+    monkeypatch.undo()
+    trainer = build(DPTrainer, tmp_path, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.privacy_spent().steps == 6 + 3 == lines(tmp_path)
+
+
 def test_rotation_keeps_the_limit_and_the_argument(tmp_path):
     trainer = build(DPTrainer, tmp_path, save_total_limit=2)
     trainer.train()

@@ -347,6 +347,13 @@ class DPTrainerMixin(Base):
         limit, args.save_total_limit = args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
+        except Exception as error:  # those of safetensors and torch have no class in common
+            logger.error(
+                "'%s' could not be written: %s. The ledger counts all %d steps, also those after the last complete "
+                "checkpoint. When there is room again, go on from that with resume_from_checkpoint=True.",
+                folder, error, self._run.steps,
+            )  # fmt: skip
+            raise
         finally:
             args.save_total_limit = limit
         self._complete(folder)
