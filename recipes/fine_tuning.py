@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -339,5 +340,6 @@ def run(main: Callable[[], dict]) -> dict:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # a group that outlives the interpreter can abort the process
+        gc.collect()  # models of DDP hold the group, and one that outlives the interpreter can abort the process
+        torch.distributed.destroy_process_group()
     return result
