@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -98,18 +99,29 @@ def check_model_in_all_modes(model: PreTrainedModel | PeftModel, examples: int, 
     )
     if found.refusals:
         return found
-    logging.getLogger("dp_transformers").setLevel(logging.ERROR)  # what is logged is in the table
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nn.Module.to(model, device).train()
     batch = random_batch(model, inner.config, examples, tokens)
     try:
-        found.modes = [_try_mode(model, batch, mode) for mode in MODES]
+        with _errors_alone():  # what else is logged is in the table
+            found.modes = [_try_mode(model, batch, mode) for mode in MODES]
     except ValueError as error:
         found.refusals.append(str(error))
         return found
     found.modes.append(_measured(PLAIN, lambda: _losses(model, batch).sum().backward(), model))
     found.covered = _covered(model, batch)
     return found
+
+
+@contextlib.contextmanager
+def _errors_alone() -> Iterator[None]:
+    logger = logging.getLogger("dp_transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def random_batch(model: nn.Module, config: PretrainedConfig, examples: int, tokens: int) -> dict[str, torch.Tensor]:
