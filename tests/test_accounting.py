@@ -195,6 +195,14 @@ def test_no_noise_is_no_privacy(accountant):
     assert run.max_steps(target_epsilon=9.0, delta=1e-5, noise_multiplier=1.0, sample_rate=0.01, limit=10) == 0
 
 
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("sigma", "q"), [(math.nan, 0.1), (math.nan, 1.0), (1.0, math.nan)])
+def test_numbers_that_are_not_known_are_no_privacy(sigma, q, rows, accountant):
+    phases = [(1.0, 0.1, 10), (sigma, q, 10)]
+    assert gaussian.epsilon_of_phases(phases, 1e-5, accountant, rows=rows) == math.inf
+
+
 @pytest.mark.parametrize(
     ("sigma", "q", "steps", "delta", "rough"),
     [

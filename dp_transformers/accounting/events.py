@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,8 @@ def event_epsilon(
             f"{why} Choose another accountant, or an event that it bounds (Gaussian steps, Poisson-sampled or of all "
             "examples)."
         )
-    return max(0.0, float(counted.compose(event).get_epsilon(delta)))
+    epsilon = float(counted.compose(event).get_epsilon(delta))
+    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
 
 
 def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remove_one") -> str | None:

@@ -67,10 +67,10 @@ def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
         delta: The δ of (ε, δ)-DP, in (0, 1).
     """
     rows = check_rows(rows)
-    phases = tuple((min(sigma, MAX_NOISE_MULTIPLIER), round_rate_up(q), n) for sigma, q, n in phases if q * n > 0)
+    phases = _with_limits(phases)
     if not phases:
         return 0.0
-    if any(sigma < _NO_NOISE for sigma, _, _ in phases):
+    if _say_nothing(phases):
         return math.inf
     if rows == 1:
         return epsilon_of_phases(phases, check_delta("delta", delta), "pld")
@@ -113,10 +113,10 @@ def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str = "
     if rows > 1:
         return group_epsilon(phases, rows, delta)
     # Less noise and more sampling bound ε from above, and spare the formulas below what float64 cannot hold.
-    phases = tuple((min(sigma, MAX_NOISE_MULTIPLIER), round_rate_up(q), n) for sigma, q, n in phases if q * n > 0)
+    phases = _with_limits(phases)
     if not phases:
         return 0.0
-    if any(sigma < _NO_NOISE for sigma, _, _ in phases):
+    if _say_nothing(phases):
         return math.inf
     phases = _merge_similar(phases)
     bound = _rdp_epsilon(phases, delta)
@@ -124,6 +124,15 @@ def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str = "
         exact = all(q == 1 for _, q, _ in phases)
         bound = min(bound, _gaussian_epsilon(phases, delta) if exact else _pld_epsilon(phases, delta))
     return max(0.0, bound)
+
+
+def _with_limits(phases: Iterable[Phase]) -> tuple[Phase, ...]:
+    return tuple((min(sigma, MAX_NOISE_MULTIPLIER), round_rate_up(q), n) for sigma, q, n in phases if q * n != 0)
+
+
+def _say_nothing(phases: Iterable[Phase]) -> bool:
+    """Whether a step has no noise, or numbers that are not known (NaN)."""
+    return any(not (sigma >= _NO_NOISE and q <= 1) for sigma, q, _ in phases)
 
 
 def round_rate_up(q: float) -> float:

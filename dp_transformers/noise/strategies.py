@@ -41,14 +41,15 @@ def sensitivity(coefficients: Coefficients, steps: int, separation: int) -> floa
 
     It is exact where coefficients are not negative and do not increase: then the columns 0, b, 2b, ... are the worst
     (Kalinin and Lampert 2024, arXiv 2405.13763, Theorem 2). Others are bounded by the smallest such sequence that no
-    absolute value exceeds.
+    absolute value exceeds. It is infinite where coefficients are, or are not known since they overflowed.
     """
     c = np.abs(np.asarray(coefficients, float)[:steps])
     majorant = np.zeros(steps)
     majorant[: len(c)] = np.maximum.accumulate(c[::-1])[::-1]
     for position in range(separation, steps):
         majorant[position] += majorant[position - separation]
-    return float(np.linalg.norm(majorant))
+    norm = float(np.linalg.norm(majorant))
+    return math.inf if math.isnan(norm) else norm
 
 
 def prefix_error(inverse_coefficients: Coefficients) -> float:

@@ -50,6 +50,19 @@ def test_inverse(coefficients):
 # ---- sensitivity ----
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("coefficients", [(1.0, 3.0, 5.0), (1.0, -2.0, 5.0)])
+def test_noise_whose_coefficients_overflow_hides_nothing(coefficients, accountant):
+    """The inverse grows and changes its sign until it is inf - inf, of which nothing is known."""
+    noise = BandedInverseNoise(1.0, coefficients)
+    assert np.isnan(noise.strategy(5000)).any()
+    assert sensitivity(noise.strategy(5000), 5000, 100) == math.inf
+    given = Mechanism(sampling=FixedOrderSampling(1000, 10), clipping=FlatClipping(1.0), noise=noise, steps=5000)
+    assert given.epsilon(1e-5, accountant=accountant) == math.inf
+    assert given.affordable_steps(target_epsilon=8.0, delta=1e-5, limit=5000, accountant=accountant) < 100
+
+
 def test_published_sensitivities():
     decaying = 0.9 ** np.arange(12)
     assert sensitivity(decaying, 12, 4) ** 2 == pytest.approx(24.269380674339, rel=1e-12)
