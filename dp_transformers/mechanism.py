@@ -175,6 +175,12 @@ class Mechanism:
         """Whether no noise is added in some step, so that nothing is private."""
         return any(step.noise_multiplier == 0 for step in self.planned())
 
+    @property
+    def needs_every_draw(self) -> bool:
+        """Whether epsilon is that of draws that follow each other, none of which is left out: noise is correlated over
+        steps, or examples take turns."""
+        return self.noise.bands > 1 or self.sampling.min_separation > 1
+
     # ---- what it costs ----
 
     def event(self, *executed: Steps) -> DpEvent:

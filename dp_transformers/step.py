@@ -308,14 +308,15 @@ class PrivateStep:
             given.stage = _Stage.DONE
 
     def _require_no_gap(self) -> None:
-        """Raise ValueError if draws were left out under correlated noise, whose ε is that of consecutive draws."""
-        noise, before = self.run.mechanism.noise, self._last_released
-        if noise.bands > 1 and before is not None and self._last_draw != before + 1:
+        """Raise ValueError if draws were left out under a mechanism whose ε is that of consecutive draws."""
+        mechanism, before = self.run.mechanism, self._last_released
+        if mechanism.needs_every_draw and before is not None and self._last_draw != before + 1:
             raise ValueError(
                 f"draws {before + 1} to {self._last_draw - 1} were left out (engine.drop_draw(), or a loop that left "
-                f"the loader before its end), but noise {noise.kind!r} is correlated over {noise.bands} steps, and "
-                "epsilon is that of draws that follow each other. Start another training from the original model, or "
-                "take independent noise."
+                f"the loader before its end), but with sampling {mechanism.sampling.kind!r} and noise "
+                f"{mechanism.noise.kind!r} epsilon is that of draws that follow each other. Load a checkpoint into a "
+                "new engine, start another training from the original model, or take PoissonSampling and "
+                "IndependentNoise."
             )
 
     def finish_batch(self) -> None:

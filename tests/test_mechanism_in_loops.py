@@ -417,7 +417,8 @@ def test_correlated_noise_stops_where_a_draw_is_left_out():
     engine.drop_draw()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(
-        ValueError, match=r"draws 2 to 2 were left out.*'pairs of steps' is correlated over 2 steps.*independent noise"
+        ValueError,
+        match=r"draws 2 to 2 were left out.*sampling 'in turn' and noise 'pairs of steps'.*IndependentNoise",
     ):
         step()
     assert all(map(torch.equal, before, model.parameters()))

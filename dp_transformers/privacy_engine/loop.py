@@ -132,12 +132,13 @@ class PrivateLoop:
                 "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a "
                 "new engine."
             )
-        noise = self.run.mechanism.noise
-        if noise.bands > 1 and self.step.number >= 0:
+        mechanism = self.run.mechanism
+        if mechanism.needs_every_draw and self.step.number >= 0:
             raise ValueError(
-                f"this engine has taken draws already, and its noise {noise.kind!r} would go on from them, but "
-                "epsilon is that of a noise source of its own for what follows a checkpoint. Load the checkpoint into "
-                "a new engine, right after make_private."
+                f"this engine has taken draws already, and its noise {mechanism.noise.kind!r} and the turns of its "
+                f"sampling {mechanism.sampling.kind!r} would go on from them, but epsilon is that of noise and draws "
+                "of their own for what follows a checkpoint. Load the checkpoint into a new engine, right after "
+                "make_private."
             )
         state = PrivacyState.from_dict(saved)
         state.require(self.run.state)

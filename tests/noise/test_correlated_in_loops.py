@@ -6,7 +6,9 @@ import pytest
 import torch
 from test_mechanism_in_loops import EMPTY, LOOPS, STEPS, Stop, by_engine, by_trainer, mechanism, step_through, train
 from test_resume import DELTA
+from torch.utils.data import DataLoader
 
+from dp_transformers import PrivacyEngine
 from dp_transformers.ledger import Ledger
 from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
 from dp_transformers.noise.correlated import ToeplitzNoise
@@ -75,7 +77,7 @@ def test_a_resumed_run_has_a_noise_source_of_its_own_and_is_composed(tmp_path, m
     assert all(secret.to_bytes(32, order) not in written for (secret,) in secrets for order in ("little", "big"))
 
 
-@pytest.mark.parametrize("noise", [PAIRS[0][1], PAIRS[2][1]])
+@pytest.mark.parametrize("noise", [PAIRS[0][1], PAIRS[2][1], IndependentNoise(1.3)])
 def test_an_engine_goes_on_in_a_new_engine_alone(tmp_path, noise):
     """Its source would take back noise of before, which no segment's epsilon covers."""
     given = mechanism(sampling=IN_ORDER, noise=noise)
@@ -92,11 +94,41 @@ def test_an_engine_goes_on_in_a_new_engine_alone(tmp_path, noise):
     assert engine.steps == 9 and engine.get_epsilon(DELTA) == composed
 
 
-def test_an_engine_stops_where_a_draw_is_left_out():
-    engine, model, optimizer, loader = by_engine(mechanism(sampling=IN_ORDER, noise=PAIRS[0][1]))
+@pytest.mark.parametrize(
+    ("sampling", "noise"),
+    [PAIRS[0], (IN_ORDER, IndependentNoise(1.3)), (IN_GROUPS, IndependentNoise(1.3))],
+    ids=["correlated", "in order", "in groups"],
+)
+def test_an_engine_stops_where_a_draw_is_left_out(sampling, noise):
+    engine, model, optimizer, loader = by_engine(mechanism(sampling=sampling, noise=noise))
     step_through(model, optimizer, loader, 2)
     for _ in loader:
         break
     engine.drop_draw()
     with pytest.raises(ValueError, match=r"were left out"):
         step_through(model, optimizer, loader, 1)
+
+
+def test_leaving_the_loader_early_gives_nobody_more_turns_than_epsilon_counts():
+    """Workers load ahead, so a loop that takes the first batch of every pass would meet draws 0, 5, 10, ...: in each
+    of them the same examples."""
+    loader = DataLoader([(torch.zeros(3), 0)] * N, batch_size=EXPECTED, num_workers=2, prefetch_factor=2)
+    model = torch.nn.Linear(3, 2)
+    engine, taken = PrivacyEngine(), []
+    _, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader,
+        mechanism=mechanism(sampling=IN_ORDER),
+        self_check=False,
+    )
+    with pytest.raises(
+        ValueError, match=r"draws 1 to \d were left out .* sampling 'fixed_order' .* follow each other"
+    ):
+        for _ in range(3):
+            for x, y in loader:
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                taken.append(engine._loop.step.number)
+                break
+    assert taken == [0] and engine.steps == 1
