@@ -198,8 +198,10 @@ class PrivateRun:
     def _with_unfinished(self) -> list[Counter[StepParameters]]:
         if not self.unfinished or self.steps_left < 1:
             return self.executed
-        *earlier, last = self.executed or [Counter()]
-        return [*earlier, last + Counter({self.mechanism.costliest(self.steps + 1): self.unfinished})]
+        *earlier, last = self._segments.get(self.state.run_id) or [Counter()]
+        others = [each for run_id, own in self._segments.items() if run_id != self.state.run_id for each in own]
+        shown = Counter({self.mechanism.costliest(self.steps + 1): self.unfinished})
+        return [segment for segment in (*others, *earlier, last + shown) if segment]
 
     def spent(self, delta: float | None = None) -> PrivacySpent:
         """Return what was spent at ``delta`` (default: the delta of the run)."""

@@ -12,7 +12,7 @@ from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.run import PrivateRun
-from dp_transformers.sampling import PoissonSampling
+from dp_transformers.sampling import FixedOrderSampling, PoissonSampling
 from dp_transformers.startup_message import describe, hopeless
 
 
@@ -140,6 +140,21 @@ def test_a_draw_that_was_shown_counts():
     spend(run)
     run.unfinished = 1
     assert run.epsilon(1e-5) == compute_epsilon(1.0, 0.05, 2, 1e-5) and run.steps == 1
+
+
+def test_a_draw_that_was_shown_belongs_to_what_was_begun_last():
+    """Its examples may have had their turn before the run went on with another order."""
+    mechanism = Mechanism(
+        sampling=FixedOrderSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(4.0)
+    )
+    run = PrivateRun(PrivacyState("1", mechanism, 1e-5, None))
+    run.begin()
+    spend(run, 5)
+    run.begin()
+    run.unfinished = 1
+    assert run.epsilon(1e-5) == compute_epsilon(4.0, 1.0, 2, 1e-5)
+    run.unfinished = 0
+    assert run.epsilon(1e-5) == compute_epsilon(4.0, 1.0, 1, 1e-5)
 
 
 # Ganesh 2024 (arXiv 2401.10294): mixtures of Gaussians; composed by dp_accounting at its own discretisation of 1e-4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,16 +89,16 @@ def _recorded(ledger: Ledger, run_id: str, unfinished: int) -> RecordedRun:
             "changed. Restore the file from a backup."
         ) from error
     mechanism = states[-1].mechanism
-    segments = [segment for segment in ledger.segments(run_id) if segment]
+    segments = ledger.segments(run_id)
     executed = sum(segment.total() for segment in segments)
     known = [mechanism.known(segment, executed) for segment in segments]
     if unfinished:
-        *known, last = known or [Counter()]
+        *known, last = known
         known = [*known, last + Counter({mechanism.costliest(executed + 1): unfinished})]
     unit = max((state.mechanism.unit for state in states), key=lambda unit: unit.max_examples_per_person)
     return RecordedRun(
         state=_with_unit(states[-1], unit),
-        segments=tuple(known),
+        segments=tuple(filter(None, known)),
         not_private_because=_reasons(beginnings, mechanism),
         verified=all(line.get("verified", True) for line in beginnings),
         unfinished=unfinished,
@@ -171,17 +171,22 @@ def over_steps(
     runs: Sequence[RecordedRun], delta: float, accountant: str, points: int = 12
 ) -> list[tuple[int, float]]:
     """ε after a few numbers of steps, from none to all, in the order in which the ledger has them."""
-    pieces = [(run, step, count) for run in runs for segment in run.segments for step, count in segment.items()]
-    total = sum(count for _, _, count in pieces)
+    pieces = [
+        (run, number, step, count)
+        for run in runs
+        for number, segment in enumerate(run.segments)
+        for step, count in segment.items()
+    ]
+    total = sum(count for *_, count in pieces)
     at = sorted({min(1, total), *(round(total * k / points) for k in range(points + 1))})
     return [(steps, epsilon_of(_first(pieces, steps), delta, accountant)) for steps in at]
 
 
-def _first(pieces: Iterable[tuple[RecordedRun, Any, int]], steps: int) -> list[RecordedRun]:
+def _first(pieces: Iterable[tuple[RecordedRun, int, Any, int]], steps: int) -> list[RecordedRun]:
     """The runs, as if they had been stopped after so many steps."""
-    taken: dict[int, tuple[RecordedRun, Counter]] = {}
-    for run, step, count in pieces:
+    taken: dict[int, tuple[RecordedRun, defaultdict[int, Counter]]] = {}
+    for run, number, step, count in pieces:
         if now := min(count, steps):
-            taken.setdefault(id(run), (run, Counter()))[1][step] += now
+            taken.setdefault(id(run), (run, defaultdict(Counter)))[1][number][step] += now
             steps -= now
-    return [replace(run, segments=(segment,)) for run, segment in taken.values()]
+    return [replace(run, segments=tuple(segments.values())) for run, segments in taken.values()]

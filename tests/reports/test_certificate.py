@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from recorded import DATA, DELTA, mechanism, record, writing
@@ -11,6 +12,7 @@ from dp_transformers import compute_epsilon
 from dp_transformers.ledger import LEDGER_NAME, Ledger
 from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, CertificateError, disagreements, read
+from dp_transformers.sampling import FixedOrderSampling
 
 
 def lines_of(folder):
@@ -138,6 +140,17 @@ def test_a_draw_that_was_not_finished_counts_and_is_kept(tmp_path):
     assert [run["steps"] for run in read(tmp_path)["runs"]] == [21, 20] and faults(tmp_path) == []
     rewrite(tmp_path, lambda content: content["runs"][0].update(unfinished_draws=0))
     assert any("says runs[0].steps = 21, by the ledger it is 20" in fault for fault in faults(tmp_path))
+
+
+def test_a_draw_that_was_not_finished_belongs_to_what_was_begun_last(tmp_path):
+    """A run whose examples have had one turn goes on with another order, and is stopped in its first draw: somebody
+    may have a second turn."""
+    how = replace(mechanism(sigma=4.0), sampling=FixedOrderSampling(1000, 50))
+    record(tmp_path, how=how, steps=5)
+    record(tmp_path, how=how, steps=0)
+    said = certificate.write(tmp_path, unfinished={"a1": 1})
+    assert said["total"]["steps"] == 6
+    assert said["total"]["epsilon"] == compute_epsilon(4.0, 1.0, 2, DELTA) and faults(tmp_path) == []
 
 
 # ---- changed files ----

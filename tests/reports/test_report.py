@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from dp_transformers.reports.certificate import CERTIFICATE_NAME, read
 from dp_transformers.reports.findings import Report, look
 from dp_transformers.reports.html import PAGE_NAME
 from dp_transformers.reports.words import up
+from dp_transformers.sampling import FixedOrderSampling
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,6 +245,17 @@ def test_epsilon_over_steps_ends_at_epsilon(tmp_path):
     )
     assert list(epsilons) == sorted(epsilons)
     assert dict(found.over_steps)[20] == compute_epsilon(1.0, 0.05, 20, DELTA), "the first run alone"
+
+
+def test_epsilon_over_steps_of_a_resumed_run_ends_at_epsilon(tmp_path):
+    """Each part has turns of its own: 5 and 5 of 20 steps are two turns of one example."""
+    how = replace(mechanism(sigma=4.0), sampling=FixedOrderSampling(1000, 50))
+    for first in (0, 5):
+        record(tmp_path, how=how, steps=5, first=first)
+    found = Report([look(tmp_path)])
+    total = found.certificate["total"]["epsilon"]
+    assert total == compute_epsilon(4.0, 1.0, 2, DELTA) and found.over_steps[-1] == (10, total)
+    assert dict(found.over_steps)[5] == compute_epsilon(4.0, 1.0, 1, DELTA)
 
 
 def test_what_was_shown_besides_is_said(tmp_path):
