@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Steps = Mapping[StepParameters, int]  # how many steps used these parameters
 
+NO_BOUND = "epsilon is infinite: there is no bound for so little noise"  # why nothing is private all the same
+
 
 @dataclass(frozen=True)
 class PrivacyUnit:

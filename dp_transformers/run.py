@@ -17,7 +17,7 @@ from . import distributed
 from .accounting.events import unsupported
 from .checkpoint import PrivacyState
 from .ledger import Ledger, PrivacyStateError
-from .mechanism import Mechanism, PrivacyUnit
+from .mechanism import NO_BOUND, Mechanism, PrivacyUnit
 from .values import StepParameters
 
 logger = logging.getLogger(__name__)
@@ -212,14 +212,15 @@ class PrivateRun:
             person = self.mechanism.epsilon(
                 delta, accountant=self.accountant, executed=self._with_unfinished(), rows=rows
             )
+        reasons = self.not_private_because or ((NO_BOUND,) if epsilon == math.inf else ())
         return PrivacySpent(
             epsilon=epsilon,
             delta=delta,
             steps=self.steps,
             mechanism=self.mechanism,
             accountant=self.accountant,
-            private=not self.not_private_because,
-            not_private_because=self.not_private_because,
+            private=not reasons,
+            not_private_because=reasons,
             verified=self.verified,
             epsilon_per_person=person,
         )

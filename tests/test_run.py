@@ -135,6 +135,14 @@ def test_budget():
     assert run.steps == steps
 
 
+def test_noise_that_hides_nothing_is_not_said_to_be_private():
+    run = run_of(noise_multiplier=1e-7)
+    assert run.spent().private
+    spend(run)
+    spent = run.spent()
+    assert spent.epsilon == math.inf and not spent.private and "epsilon is infinite" in spent.not_private_because[0]
+
+
 def test_a_draw_that_was_shown_counts():
     run = run_of()
     spend(run)

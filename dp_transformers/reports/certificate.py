@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ledger import LEDGER_NAME, Ledger, flush_to_disk
+from ..mechanism import NO_BOUND
 from .recompute import RecordedRun, Spent, recorded_runs, spent
 
 CERTIFICATE_NAME = "privacy.json"
@@ -154,26 +155,33 @@ def build(
 def summary(runs: Sequence[RecordedRun], delta: float | None = None) -> dict[str, Any]:
     """What several runs have spent together, and each of them."""
     each = [spent([run], delta) for run in runs]
-    reasons = list(dict.fromkeys(why for run in runs for why in run.not_private_because))
+    total = each[0] if len(runs) == 1 else spent(runs, delta)
+    reasons = _not_private_because(runs, total)
     return {
         "private": not reasons,
         "not_private_because": reasons,
         "verified": all(run.verified for run in runs),
         "unit": UNIT,
-        "total": _numbers(each[0] if len(runs) == 1 else spent(runs, delta)),
+        "total": _numbers(total),
         "runs": [_describe(run, what) for run, what in zip(runs, each, strict=True)],
     }
 
 
+def _not_private_because(runs: Iterable[RecordedRun], what: Spent) -> list[str]:
+    reasons = list(dict.fromkeys(why for run in runs for why in run.not_private_because))
+    return reasons or ([NO_BOUND] if what.epsilon == math.inf else [])
+
+
 def _describe(run: RecordedRun, what: Spent) -> dict[str, Any]:
+    reasons = _not_private_because([run], what)
     return {
         "run": run.state.run_id,
         **_numbers(what),
         "num_examples": run.mechanism.sampling.num_examples,
         "target_epsilon": run.state.target_epsilon,
         "unfinished_draws": run.unfinished,
-        "private": not run.not_private_because,
-        "not_private_because": list(run.not_private_because),
+        "private": not reasons,
+        "not_private_because": reasons,
         "verified": run.verified,
         "mechanism": run.mechanism.to_dict(),
         **{name: run.facts.get(name) for name in _FACTS},

@@ -150,10 +150,12 @@ def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
 
 
 def epsilon_of(runs: Sequence[RecordedRun], delta: float, accountant: str, rows: int = 1) -> float:
-    """ε of all steps of all runs; infinite where one with steps is not private."""
+    """ε of all steps of all runs; infinite where one with steps is not private, or has no bound for so many rows."""
     counted = [run for run in runs if run.steps]
     if any(run.not_private_because for run in counted):
         return math.inf
+    if rows > 1 and any(run.mechanism.sampling.min_separation > 1 for run in counted):
+        return math.inf  # rows of one person have different turns
     if not counted:
         return 0.0
     relation = counted[0].mechanism.sampling.relation

@@ -31,7 +31,9 @@ def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
         "hundred for used that was not: a row that was used is then recognised with a probability of at most "
         f"{percent(curve.detection(0.01))}, where guessing gives 1%.",
     ]
-    if k > 1:
+    if k > 1 and total["epsilon_per_person"] is None:
+        sentences.append(f"For all rows of one person, {k} at most, together nothing is guaranteed.")
+    elif k > 1:
         sentences.append(
             f"All rows of one person, {k} at most, are protected together with ε = "
             f"{up(total['epsilon_per_person'])} at the same δ."

@@ -12,7 +12,8 @@ from dp_transformers import compute_epsilon
 from dp_transformers.ledger import LEDGER_NAME, Ledger
 from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, CertificateError, disagreements, read
-from dp_transformers.sampling import FixedOrderSampling
+from dp_transformers.reports.findings import Report, look
+from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling
 
 
 def lines_of(folder):
@@ -130,6 +131,27 @@ def test_rows_of_one_person(tmp_path):
     total = read(tmp_path)["total"]
     assert total["max_examples_per_person"] == 3
     assert total["epsilon_per_person"] == mechanism().epsilon(DELTA, rows=3) > 2 * total["epsilon"]
+
+
+def test_rows_of_one_person_that_have_different_turns_have_no_bound(tmp_path):
+    record(tmp_path, how=mechanism(sigma=4.0, rows=3))
+    record(tmp_path, run_id="b2", how=replace(mechanism(sigma=4.0), sampling=CyclicPoissonSampling(1000, 50, 5)))
+    said = read(tmp_path)
+    assert said["private"] and said["total"]["epsilon"] > 0 and said["total"]["epsilon_per_person"] is None
+    assert [run["epsilon_per_person"] is None for run in said["runs"]] == [False, False], "each says for its own rows"
+    found = Report([look(tmp_path)])
+    assert "For all rows of one person, 3 at most, together nothing is guaranteed." in found.guarantee
+
+
+@pytest.mark.parametrize("sigma", [1e-7, 1e-300])
+def test_noise_that_hides_nothing_is_not_said_to_be_private(tmp_path, sigma):
+    record(tmp_path, how=mechanism(sigma=sigma))
+    said, found = read(tmp_path), Report([look(tmp_path)])
+    assert said["total"]["epsilon"] is None and faults(tmp_path) == []
+    for each in (said, said["runs"][0]):
+        assert not each["private"] and "epsilon is infinite" in each["not_private_because"][0]
+    assert found.guarantee.startswith("This training gives no guarantee of privacy (epsilon is infinite")
+    assert found.curve.detection(0.01) == 1
 
 
 def test_a_draw_that_was_not_finished_counts_and_is_kept(tmp_path):
