@@ -21,6 +21,10 @@ _KEY_BYTES = 32
 _BATCH = 1000  # rows that are read at once
 
 
+class UndefinedDigestError(TypeError):
+    """A row holds something of which no digest is defined."""
+
+
 def key_path() -> Path:
     """Where the owner's key lies: ``~/.config/dp_transformers/data_digest.key``, or below ``XDG_CONFIG_HOME``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dp_transformers" / KEY_NAME
@@ -72,7 +76,7 @@ def digest(rows: Iterable[Any], key: bytes) -> str:
     """The digest of rows in any order: HMAC-SHA256 over the sorted HMAC-SHA256 of each row's JSON.
 
     Raises:
-        TypeError: a row holds what JSON cannot, nor arrays, bytes or dates.
+        UndefinedDigestError: a row holds what JSON cannot, nor arrays, bytes or dates.
     """
     each = sorted(hmac.digest(key, _content(row), "sha256") for row in rows)
     return "hmac-sha256:" + hmac.new(key, b"".join(each), hashlib.sha256).hexdigest()
@@ -91,7 +95,7 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if hasattr(value, "isoformat"):
         return value.isoformat()
-    raise TypeError(f"a row holds a {type(value).__name__}, of which no digest is defined")
+    raise UndefinedDigestError(f"a row holds a {type(value).__name__}, of which no digest is defined")
 
 
 def rows_of(dataset: Any) -> Iterator[Any]:
@@ -127,7 +131,15 @@ def describe_data(dataset: Any, public_folder: str | os.PathLike, *, wanted: boo
             raise ValueError("none was wanted (data_digest=False)")
         if key_path().resolve().is_relative_to(Path(public_folder).resolve()):
             raise ValueError(f"the key would lie in '{public_folder}', which is handed over: set XDG_CONFIG_HOME")
-        key = owner_key()
-        return {**facts, "digest": digest(rows_of(dataset), key), "key": name_of(key)}
+        key, rows = owner_key(), rows_of(dataset)
     except (OSError, TypeError, ValueError) as error:
         return {**facts, "no_digest_because": str(error)}
+    try:
+        return {**facts, "digest": digest(rows, key), "key": name_of(key)}
+    except UndefinedDigestError as error:
+        return {**facts, "no_digest_because": str(error)}
+    except Exception as error:  # its words may quote the row, and no row is to stop a training
+        return {
+            **facts,
+            "no_digest_because": f"a row cannot be read, or not be written as JSON ({type(error).__name__})",
+        }

@@ -8,6 +8,7 @@ import threading
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -123,11 +124,47 @@ class Augmented(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [(Augmented(), "is a Augmented, whose rows may differ"), ([{"x": object()}], "a row holds a object"), ([{"x": [[]], 1: 2}], "not supported")],
+    [(Augmented(), "is a Augmented, whose rows may differ"), ([{"x": object()}], "a row holds a object"), ([{"x": [[]], 1: 2}], "(TypeError)")],
 )  # fmt: skip
 def test_data_without_a_digest_says_why(data, why, tmp_path):
     facts = describe_data(data, tmp_path / "out")
     assert facts["digest"] is None and facts["key"] is None and why in facts["no_digest_because"]
+
+
+class Quoting:
+    def __init__(self, error):
+        self.error = error
+
+    def tolist(self):
+        raise self.error("patient 4711")
+
+
+def nested(depth=100_000):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda: {"x": Quoting(ValueError)},
+        lambda: {"x": Quoting(KeyError)},
+        lambda: {"x": Quoting(RuntimeError)},
+        lambda: {"x": nested()},
+    ],
+)
+def test_an_error_of_a_row_is_not_quoted_and_stops_no_training(row, tmp_path):
+    """What is said here is handed over in privacy.json."""
+    facts = describe_data([{"x": 1}, row()], tmp_path / "out")
+    assert facts["digest"] is None and facts["no_digest_because"].startswith("a row cannot be read")
+    assert "4711" not in str(facts)
+
+
+def test_a_date_that_python_does_not_know_stops_no_training(tmp_path):
+    stored = datasets.Dataset(pa.table({"x": pa.array([2**30], pa.date32())}))
+    assert "(OverflowError)" in describe_data(stored, tmp_path / "out")["no_digest_because"]
 
 
 def test_the_key_never_lies_in_what_is_handed_over(tmp_path, home):
