@@ -69,10 +69,9 @@ class PrivateGradients:
             raise ValueError(
                 "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum "
                 "that was clipped. Clear gradients with optimizer.zero_grad(set_to_none=True), and write to no p.grad "
-                "before optimizer.step(), not through .data, .numpy() or a view either. If a backward pass was "
-                "interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
+                "before optimizer.step(), not through .data, .numpy() or a view either. If a backward pass or a step "
+                "was interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
             )
-        self._checksums = None
         for p in self._clipper.parameters:
             set_gradient(p, self._sums.get(p))
 

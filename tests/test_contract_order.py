@@ -24,7 +24,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, check_model
+from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, check_model, distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 both_loops = pytest.mark.parametrize("loop", LOOPS)
@@ -92,6 +92,38 @@ def test_gradients_edited_between_backward_and_step(change, physical):
             optimizer.step()
     assert engine.get_epsilon(1e-5) in (0, math.inf) and engine.clipper is not None
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("interrupted", ["the ledger", "the noise", "the sum over ranks"])
+def test_a_step_that_was_interrupted_is_tried_again_with_what_was_clipped_alone(interrupted, monkeypatch):
+    """What was written to the sum meanwhile, by a loop or by half a step, is no clipped sum."""
+    chosen, engine, model, optimizer, loader = private_loop(expected=12)
+    before, step = copy.deepcopy(model.state_dict()), loader._step
+
+    def stop(grads=(), **options):
+        for grad in grads:
+            grad.mul_(2)  # what a sum over two ranks does
+        raise KeyboardInterrupt
+
+    backward(chosen, engine, model, next(iter(loader)))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        where, name = {
+            "the ledger": (step.run, "spend_step"),
+            "the noise": (step._noise, "add_"),
+            "the sum over ranks": (distributed, "sum_over_ranks"),
+        }[interrupted]
+        patch.setattr(where, name, stop if name != "spend_step" else lambda number: stop())
+        optimizer.step()
+    for p in model.parameters():
+        p.grad.data.mul_(1000)
+    with pytest.raises(
+        ValueError, match=r"gradient sum of an unfinished draw was overwritten.*a step was interrupted"
+    ):
+        optimizer.step()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    engine.drop_draw()
+    backward(chosen, engine, model, next(iter(loader)))
+    optimizer.step()
 
 
 @pytest.mark.parametrize("when", ["before the step", "between physical batches"])
