@@ -17,6 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import IterableDataset
 
+from .accounting.arguments import require_small_delta
 from .clipping.checks.example_mixing import ExampleMixing, find_example_mixing
 from .clipping.owners import unsupported_wrapper_reason
 from .clipping.precision import TRAINABLE
@@ -362,18 +363,6 @@ def validate_training_data(dataset: Any, *, target_delta: float | None, expected
             f"expected_batch_size={expected_batch_size} exceeds the {n} training examples: no draw takes more than "
             "all of them. Lower expected_batch_size (or per_device_train_batch_size x gradient_accumulation_steps x "
             "processes, from which it derives; with PrivacyEngine the DataLoader's batch_size)."
-        )
-
-
-def require_small_delta(delta: float, num_examples: int, *, name: str = "delta") -> None:
-    """Raise ValueError unless 0 < δ < 1/N."""
-    if not delta > 0:
-        raise ValueError(f"{name} must be above 0, got {delta!r}; 1e-6 is common.")
-    if delta >= 1 / num_examples:
-        raise ValueError(
-            f"{name}={delta:g} is not smaller than 1/N = {1 / num_examples:.3g} for N = {num_examples} training "
-            "examples: at that delta, publishing one example outright would count as private. Choose it well below, "
-            "for example 1e-6."
         )
 
 

@@ -41,6 +41,18 @@ def check_delta(name: str, value: float) -> float:
     return _check_number(name, value, lambda x: 0 < x < 1, rule)
 
 
+def require_small_delta(delta: float, num_examples: int, *, name: str = "delta") -> None:
+    """Raise ValueError unless 0 < δ < 1/N."""
+    if not delta > 0:
+        raise ValueError(f"{name} must be above 0, got {delta!r}; 1e-6 is common.")
+    if delta >= 1 / num_examples:
+        raise ValueError(
+            f"{name}={delta:g} is not smaller than 1/N = {1 / num_examples:.3g} for N = {num_examples} training "
+            "examples: at that delta, publishing one example outright would count as private. Choose it well below, "
+            "for example 1e-6."
+        )
+
+
 def check_epsilon(name: str, value: float) -> float:
     rule = "a finite number > 0 (for a run without privacy, set noise_multiplier=0 instead)"
     return _check_number(name, value, lambda x: 0 < x < math.inf, rule)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accounting.arguments import require_small_delta
 from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
 from ..run import PrivateRun
 from ..step import Given, PrivateStep
-from ..validation import require_small_delta, validate_optimizer
+from ..validation import validate_optimizer
 from ..values import StepParameters
 from .loader import PoissonLoader
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..accounting import event_epsilon
+from ..accounting.arguments import require_small_delta
 from ..checkpoint import PrivacyState
 from ..ledger import Ledger
 from ..mechanism import Mechanism, PrivacyUnit, Steps
@@ -123,7 +124,8 @@ def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
         delta: The δ at which ε is stated; by default the smallest of the runs.
 
     Raises:
-        ValueError: no run says a δ, or they hide different things, so that there is no common ε.
+        ValueError: no run says a δ, it is not below 1/N, or the runs hide different things, so that there is no common
+            ε.
     """
     relations = {run.mechanism.sampling.relation for run in runs}
     if len(relations) > 1:
@@ -135,6 +137,7 @@ def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
     if delta is None and not deltas:
         raise ValueError("no run says at which delta its epsilon is to be stated: give one (delta=, --delta).")
     delta = min(deltas) if delta is None else delta
+    require_small_delta(delta, max(run.mechanism.sampling.num_examples for run in runs))
     accountant = "pld" if all(run.accountant == "pld" for run in runs) else "rdp"
     rows = max(run.mechanism.unit.max_examples_per_person for run in runs)
     epsilon = epsilon_of(runs, delta, accountant)

@@ -69,6 +69,20 @@ def test_the_smallest_delta_is_common_unless_another_is_asked_for(tmp_path):
     assert {asked["total"]["delta"], *(run["delta"] for run in asked["runs"])} == {1e-5} and faults(tmp_path) == []
 
 
+@pytest.mark.parametrize("delta", [0.0, 1e-3, 0.5, 1.0])
+def test_a_delta_at_which_a_row_could_be_published_is_refused(tmp_path, delta):
+    """At δ = 1/N nearly no noise has an epsilon of 0."""
+    record(tmp_path)
+    before = (tmp_path / CERTIFICATE_NAME).read_bytes()
+    with pytest.raises(ValueError, match=r"delta.*(not smaller than 1/N = 0.001|must be above 0)"):
+        certificate.write(tmp_path, delta=delta)
+    with pytest.raises(ValueError, match="delta"):
+        _ = Report([look(tmp_path)], delta=delta).certificate
+    assert (tmp_path / CERTIFICATE_NAME).read_bytes() == before
+    rewrite(tmp_path, lambda content: content.update(delta=delta))
+    assert faults(tmp_path)
+
+
 def test_no_delta_is_known(tmp_path):
     with pytest.raises(ValueError, match="at which delta"):
         record(tmp_path, delta=None)
