@@ -27,15 +27,15 @@ UNIT = "one row of train_dataset"
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a training has spent so far: (epsilon, delta)-differential privacy for adding or removing one row of the
-    training data.
+    """What a training has spent so far: (epsilon, delta)-differential privacy for one row of the training data, which
+    is added or removed, or what else ``neighboring_relation`` says.
 
     Attributes:
         epsilon: Infinite where the run is not private.
         mechanism: What every step released.
         private: Whether there is a guarantee at all; ``not_private_because`` says why not.
         verified: Whether clipping was compared with one example at a time before the first step (``self_check``).
-        epsilon_per_person: ε at the same delta for adding or removing all rows of one person.
+        epsilon_per_person: ε at the same delta for all rows of one person.
 
     Example::
 

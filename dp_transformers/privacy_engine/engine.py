@@ -126,7 +126,8 @@ class PrivacyEngine:
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
-        """``(noise_multiplier, sample_rate, steps)`` of all steps counted until now, in order of first use."""
+        """``(noise_multiplier, sample_rate, steps)`` of all steps counted until now, in order of first use. An
+        accountant of Poisson draws makes ε of them only where the mechanism has these, and independent noise."""
         return [] if self._loop is None else self._loop.history
 
     @property
