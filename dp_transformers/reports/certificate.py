@@ -253,8 +253,15 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def unfinished_draws(content: Mapping[str, Any]) -> dict[str, int]:
-    """The unfinished draws of each run, by its id."""
-    return {run["run"]: int(run["unfinished_draws"]) for run in content["runs"]}
+    """The unfinished draws of each run, by its id.
+
+    Raises:
+        ValueError: there are fewer than none, which would take steps away that the ledger has.
+    """
+    draws = {run["run"]: int(run["unfinished_draws"]) for run in content["runs"]}
+    if any(count < 0 for count in draws.values()):
+        raise ValueError(f"unfinished_draws must not be negative, got {min(draws.values())}")
+    return draws
 
 
 # ---- comparing ----

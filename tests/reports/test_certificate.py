@@ -270,6 +270,19 @@ def test_a_changed_certificate(tmp_path, change, named):
     assert any(named in fault for fault in faults(tmp_path))
 
 
+@pytest.mark.parametrize("draws", [-1, -19, -20])
+def test_unfinished_draws_take_no_steps_away(tmp_path, draws):
+    """They are what a certificate may say beside the ledger, which is untouched here."""
+    record(tmp_path)
+    honest, forged = read(tmp_path)["total"]["epsilon"], certificate.build(tmp_path, unfinished={"a1": draws})
+    (tmp_path / CERTIFICATE_NAME).write_text(json.dumps(forged))
+    with pytest.raises(CertificateError, match="must not be negative"):
+        read(tmp_path)
+    found = Report([look(tmp_path)])
+    assert found.certificate["total"]["epsilon"] == honest and "must not be negative" in found.faults[0]
+    assert found.guarantee.startswith("Nothing is guaranteed")
+
+
 def test_epsilon_may_be_rounded_in_another_way(tmp_path):
     record(tmp_path)
     rewrite(tmp_path, lambda c: c["total"].update(epsilon=c["total"]["epsilon"] * (1 + 1e-4)))
