@@ -35,6 +35,9 @@ def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> 
         f"  clipping mode {mode}; {parameters:,} trainable parameters; noise {noise_norm(run, parameters):.3g} beside "
         f"a signal of at most {step.max_grad_norm:g} in each step",
     ]
+    sampling, noise = run.mechanism.sampling.kind, run.mechanism.noise.kind
+    if (sampling, noise) != ("poisson", "independent"):
+        lines.append(f"  sampling {sampling!r}, noise {noise!r}")
     if run.not_private_because:
         lines.insert(0, "NOT PRIVATE: " + "; ".join(run.not_private_because))
     if not run.verified:

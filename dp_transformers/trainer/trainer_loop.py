@@ -104,6 +104,8 @@ class TrainerLoop:
         clipper.follow(self._step, None)
         steps, size = self._training.planned_steps, sum(p.numel() for p in clipper.parameters)
         self._say(describe(run, steps, size, clipper.mode.name))
+        if not args.log_train_loss:
+            self._say("  the loss of training batches is not logged, for it has no noise (log_train_loss)")
         if warning := hopeless(run, steps, size):
             self._say(warning)
 
