@@ -1,7 +1,7 @@
 """Fine-tune a transformer for text classification with differential privacy.
 
-With no arguments: MiniLM (22.7 M parameters) with LoRA on 10,568 movie-review sentences at epsilon = 8, on the CPU in
-a few minutes:
+With no arguments: MiniLM (22.7 M parameters) with LoRA on 8,454 movie-review sentences at epsilon = 8, on the CPU in a
+few minutes:
 
     python recipes/text_classification.py
 
