@@ -22,8 +22,10 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.pytorch_utils import Conv1D
+from transformers.trainer_utils import get_last_checkpoint
 
 from dp_transformers import DPTrainer, DPTrainingArguments
+from dp_transformers.reports.words import up
 
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
@@ -302,7 +304,13 @@ def train(trainer: DPTrainer) -> None:
     checkpoint = args.resume_from_checkpoint or any(Path(args.output_dir).glob("checkpoint-*"))
     if checkpoint and trainer.is_world_process_zero():
         print(f"going on with the training in {args.output_dir}; take another --output_dir for a new one", flush=True)
-    trainer.train(resume_from_checkpoint=checkpoint or None)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint or None)
+    except KeyboardInterrupt:
+        newest = get_last_checkpoint(args.output_dir)
+        way_out = f"go on from {os.path.basename(newest)}" if newest else "begin again, as no checkpoint was saved yet"
+        done = trainer.state.global_step
+        raise KeyboardInterrupt(f" after {done} steps; type the same command to {way_out}") from None
 
 
 def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
@@ -314,7 +322,7 @@ def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
         return full
     Path(args.output_dir, "privacy_report.json").write_text(json.dumps(full, indent=2))
     table = {
-        "epsilon": f"{full['epsilon']:.3f}" if full["private"] else "infinite: NOT PRIVATE",
+        **epsilon_in_words(full),
         "delta": f"{full['delta']:g}",
         "noise multiplier (sigma)": f"{full['noise_multiplier']:.4f}",
         "sampling rate (q)": f"{full['sample_rate']:.5f}  ({full['expected_batch_size']} of {full['num_examples']} "
@@ -332,13 +340,29 @@ def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
     return full
 
 
+def epsilon_in_words(spent: dict) -> dict[str, str]:
+    """What is promised, rounded up: to a person first if one may have several rows, as the target is for them."""
+    if not spent["private"]:
+        return {"epsilon": "infinite: NOT PRIVATE"}
+    if (rows := spent["max_examples_per_person"]) == 1:
+        return {"epsilon": up(spent["epsilon"])}
+    return {
+        "epsilon": f"{up(spent['epsilon_per_person'])} for all rows of one person, {rows} at most",
+        "epsilon of one row": up(spent["epsilon"]),
+    }
+
+
 def run(main: Callable[[], dict]) -> dict:
-    """Run a recipe. An error of one line tells what the user can set right; the exit code is 2 if it is a flag."""
+    """Run a recipe. An error of one line tells what the user can set right; the exit code is 2 if it is a flag, and
+    130 after Ctrl-C."""
     try:
         result = main()
     except (assets.AssetError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
+    except KeyboardInterrupt as error:
+        print(f"\nstopped{error}", file=sys.stderr)
+        sys.exit(130)
     if torch.distributed.is_initialized():
         gc.collect()  # models of DDP hold the group, and one that outlives the interpreter can abort the process
         torch.distributed.destroy_process_group()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset, random_split
 
 from dp_transformers import PrivacyEngine
+from dp_transformers.reports.words import up
 
 PRIVACY = ["target_epsilon", "target_delta", "expected_batch_size", "max_grad_norm", "no_privacy"]
 
@@ -97,8 +98,8 @@ def report(args: Arguments, engine: PrivacyEngine | None, before: float, after: 
         engine.detach()
         Path(args.output_dir, "privacy_report.json").write_text(json.dumps(full, indent=2))
     print(
-        f"\n  epsilon        {full['epsilon']:.3f} at delta = {args.target_delta:g}"
-        + ("  NOT PRIVATE" if engine is None else "")
+        "\n  epsilon        "
+        + ("infinite: NOT PRIVATE" if engine is None else f"{up(full['epsilon'])} at delta = {args.target_delta:g}")
     )
     print(f"  test accuracy  {after:.4f}  ({before:.4f} before training)")
     if engine is not None:

@@ -95,6 +95,11 @@ def build_model(path: str, num_labels: int, args: ModelArguments):
     return fine_tuning.add_lora(model, args, TaskType.SEQ_CLS)
 
 
+def accuracy_in_words(accuracy: float, baseline: float) -> str:
+    learned = "" if accuracy > baseline else "  (not above the baseline: nothing was learned)"
+    return f"{accuracy:.4f}{learned}"
+
+
 def main() -> dict:
     data_args, model_args, args = fine_tuning.parse_arguments(__doc__, DataArguments, ModelArguments, Arguments)
     with args.main_process_first(desc="fetching and tokenizing"):
@@ -123,7 +128,7 @@ def main() -> dict:
     return fine_tuning.report(
         trainer,
         {"test_accuracy": accuracy, "majority_baseline": majority},
-        {"test accuracy": f"{accuracy:.4f}", "majority baseline": f"{majority:.4f}"},
+        {"test accuracy": accuracy_in_words(accuracy, majority), "majority baseline": f"{majority:.4f}"},
     )
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import assets
@@ -40,7 +41,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
+
+from dp_transformers import DPTrainer
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["good", "great", "fine", "bad", "awful", "poor", "the", "film", "plot", "was"]
@@ -142,6 +146,45 @@ def test_own_model_and_csv(task, tmp_path, call, capsys, caplog, flags):
     assert (report["lora_BA_norm"] is None) == ("--noise_multiplier" not in flags)
     assert ("NOT PRIVATE" in stdout) == ("--noise_multiplier" in flags)
     assert ("NOTHING IS PRIVATE" in caplog.text) == ("--noise_multiplier" in flags)
+
+
+def test_the_person_comes_first(task, tmp_path, call, capsys):
+    report = call(text_classification, *classifier_flags(task, tmp_path), "--max_examples_per_person", 3)
+    assert report["epsilon"] < report["epsilon_per_person"] <= 8
+    first, second = re.findall(r"^  epsilon.*", capsys.readouterr().out, re.M)
+    person = re.fullmatch(r"  epsilon +([\d.]+) for all rows of one person, 3 at most", first)
+    row = re.fullmatch(r"  epsilon of one row +([\d.]+)", second)
+    for shown, exact in ((person, report["epsilon_per_person"]), (row, report["epsilon"])):
+        assert exact <= float(shown[1]) < exact + 2e-3, "rounded up"
+
+
+def test_an_accuracy_that_anybody_has_is_called_so():
+    assert text_classification.accuracy_in_words(0.61, 0.6) == "0.6100"
+    for accuracy in (0.6, 0.59):
+        assert text_classification.accuracy_in_words(accuracy, 0.6).endswith("nothing was learned)")
+
+
+@pytest.mark.parametrize(
+    ("done", "way_out"), [(0, "begin again, as no checkpoint was saved yet"), (2, "go on from checkpoint-2")]
+)
+def test_ctrl_c_ends_in_one_line_with_the_way_out(task, tmp_path, call, monkeypatch, capsys, done, way_out):
+    flags = [*classifier_flags(task, tmp_path), "--noise_multiplier", 1]
+
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == done:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text_classification, "DPTrainer", partial(DPTrainer, callbacks=[Interrupt()]))
+        patch.setattr(sys, "argv", ["text_classification", *map(str, flags)])
+        with pytest.raises(SystemExit) as stopped:
+            fine_tuning.run(text_classification.main)
+    assert stopped.value.code == 130
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == f"stopped after {done} steps; type the same command to {way_out}"
+    assert call(text_classification, *flags)["steps"] >= 3, "and it does"
+    assert ("going on" in capsys.readouterr().out) == (done > 0)
 
 
 def test_classification_as_a_command(task, tmp_path):
