@@ -18,7 +18,9 @@ def check(
         str | None,
         Option(help="Put this head on it: causal_lm, sequence_classification, ... Default: the head that it has."),
     ] = None,
-    lora_rank: Annotated[int | None, Option(min=1, help="Train LoRA adapters of this rank alone.")] = None,
+    lora_rank: Annotated[
+        int | None, Option(min=1, help="Train LoRA adapters of this rank, and a classification head.")
+    ] = None,
     target_modules: Annotated[
         str | None, Option(help="Modules that get an adapter: comma-separated names, or all-linear.")
     ] = None,

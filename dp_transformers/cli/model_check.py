@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -31,6 +31,12 @@ TASKS = {
     "question_answering": "AutoModelForQuestionAnswering",
     "image_classification": "AutoModelForImageClassification",
     "base": "AutoModel",
+}
+# new heads, which peft then trains beside the adapters
+TRAINED_HEADS = {
+    "ForSequenceClassification": TaskType.SEQ_CLS,
+    "ForTokenClassification": TaskType.TOKEN_CLS,
+    "ForQuestionAnswering": TaskType.QUESTION_ANS,
 }
 
 
@@ -83,7 +89,8 @@ def _class_for(config: PretrainedConfig, task: str | None) -> Any:
 
 def _with_lora(model: PreTrainedModel, rank: int, target_modules: str | None) -> PeftModel:
     targets = target_modules if target_modules in (None, "all-linear") else target_modules.split(",")
-    return get_peft_model(model, LoraConfig(r=rank, lora_dropout=0.0, target_modules=targets))
+    task = next((kind for head, kind in TRAINED_HEADS.items() if type(model).__name__.endswith(head)), None)
+    return get_peft_model(model, LoraConfig(task_type=task, r=rank, lora_dropout=0.0, target_modules=targets))
 
 
 def check_model_in_all_modes(model: PreTrainedModel | PeftModel, examples: int, tokens: int) -> ModelCheck:

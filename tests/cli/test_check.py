@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import text_classification
 import torch
 from torch import nn
 from transformers import (
@@ -69,11 +70,27 @@ def test_all_parameters_are_covered_and_exact_in_every_mode(name, folder, capsys
             assert 0 < max(row["norm error"], row["sum error"], row["locality error"]) < 1e-3
 
 
-def test_adapters_alone(folder, capsys):
-    found = check(capsys, folder("bert"), "--lora-rank", 2, "--target-modules", "query,value")
-    assert found["name"] == "BertForSequenceClassification with LoRA"
-    assert found["trainable"] == 2 * 2 * (16 + 16)
+@pytest.mark.parametrize(
+    ("task", "head"),
+    [
+        ("sequence_classification", 2 * 16 + 2),
+        ("token_classification", 2 * 16 + 2),
+        ("question_answering", 2 * 16 + 2),
+        ("masked_lm", 0),  # which is no new head
+    ],
+)
+def test_adapters_and_a_new_head(task, head, folder, capsys):
+    found = check(capsys, folder("bert"), "--task", task, "--lora-rank", 2, "--target-modules", "query,value")
+    assert found["name"].endswith(" with LoRA")
+    assert found["trainable"] == 2 * 2 * (16 + 16) + head
     assert [row["module"] for row in found["covered"]] == ["Linear"]
+
+
+def test_the_recipe_trains_what_check_counts(folder, capsys):
+    path = folder("bert")
+    recipe = text_classification.build_model(str(path), 2, text_classification.ModelArguments())
+    found = check(capsys, path, "--task", "sequence_classification", "--lora-rank", 8)
+    assert found["trainable"] == sum(p.numel() for p in recipe.parameters() if p.requires_grad)
 
 
 def test_another_head_and_random_weights(folder, capsys):
