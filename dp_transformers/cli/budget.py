@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,6 +66,7 @@ def budget(
     rows = _table(plan) if table else []
     if plot is not None:
         _draw(plan, plot)
+        print(f"wrote {plot}", file=sys.stderr)
     if as_json:
         print(json.dumps({**answer, "table": rows} if table else answer, indent=2, allow_nan=False))
     else:
@@ -146,11 +148,16 @@ def _rows(plan: Plan, answer: dict[str, Any], delta_was_chosen: bool) -> dict[st
     if k > 1 and plan.epsilon < math.inf:
         rows["epsilon"] += f"  (of one row alone: {answer['epsilon_of_one_row']:.3g})"
     if (exponent := answer["d_ln_sigma_d_ln_batch"]) is not None:
-        rows["d ln sigma / d ln B"] = f"{exponent:.2f}  ({_what_a_larger_batch_does(exponent)})"
+        rows["with twice the batch"] = _what_a_larger_batch_does(exponent)
     if (norm := answer.get("noise_norm")) is not None:
         rows["noise beside signal"] = (
             f"length {norm:.3g} beside at most C = {plan.setting.max_grad_norm:g} in a step; over all steps "
             f"{answer['noise_over_signal_of_all_steps']:.2g} times the signal"
+        )
+    elif plan.sigma > 0:
+        most = plan.steps * (HOPELESS / plan.noise_on_mean) ** 2
+        rows["noise beside signal"] = (
+            f"it drowns the signal beyond about {float(f'{most:.2g}'):,.0f} trainable parameters"
         )
     return rows
 
@@ -166,9 +173,7 @@ def _flags(plan: Plan, found: str) -> str:
 
 def _what_a_larger_batch_does(exponent: float) -> str:
     times = 2 ** (1 - exponent)
-    return (
-        f"at the same epsilon and epochs, twice the batch makes sigma/B {times:.2f} times smaller, in half the steps"
-    )
+    return f"sigma/B is {times:.2f} times smaller at the same epsilon and epochs, in half the steps"
 
 
 def _table(plan: Plan) -> list[dict[str, float | None]]:

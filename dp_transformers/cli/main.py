@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 
 import typer
 
@@ -19,13 +20,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(budget)
-app.command()(check)
+either_spelling = {"token_normalize_func": lambda flag: flag.replace("_", "-")}  # as recipes take both
+app.command(context_settings=either_spelling)(budget)
+app.command(context_settings=either_spelling)(check)
 # the flags of a recipe, --help among them, are the recipe's to read
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(train)
-app.command()(report)
+app.command(context_settings=either_spelling)(report)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -41,6 +43,13 @@ def main(arguments: list[str] | None = None) -> None:
 def _message(error: Exception) -> str:
     if not isinstance(error, typer.TyperException):
         return str(error)
-    if close := getattr(error, "possibilities", None):
-        return f"{error.message}. Did you mean {' or '.join(sorted(close))}?"
-    return error.format_message()
+    flag = getattr(error, "option_name", None)
+    if flag is None:
+        return error.format_message()
+    likely = [each for each in getattr(error, "possibilities", None) or () if _are_close(flag, each)]
+    return error.message + (f". Did you mean {' or '.join(sorted(likely))}?" if likely else "")
+
+
+def _are_close(flag: str, other: str) -> bool:
+    """The dashes, which all flags have, do not count."""
+    return bool(get_close_matches(flag.strip("-"), [other.strip("-")]))

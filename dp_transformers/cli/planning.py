@@ -211,7 +211,15 @@ def _check_positive(name: str, value: float) -> None:
 
 
 def _what_to_give(**given: float | None) -> str:
-    flags = [f"--{name}" if name != "steps" else "--steps (or --epochs)" for name in given if given[name] is None]
-    if not flags:
-        return "nothing is asked for: leave out one of --epsilon, --sigma, --batch and --steps (or --epochs)."
-    return f"too little is given: give all but one of {', '.join(flags)}; that one is the answer."
+    names = {name: f"--{name}" if name != "steps" else "--steps (or --epochs)" for name in given}
+    missing = [name for name in given if given[name] is None]
+    match missing:
+        case []:
+            return "nothing is asked for: leave out one of --epsilon, --sigma, --batch and --steps (or --epochs)."
+        case [first, second]:
+            return (
+                f"give {names[first]} (the answer is then {second}) or {names[second]} (the answer is then {first})."
+            )
+        case _:
+            flags = ", ".join(names[name] for name in missing)
+            return f"too little is given: give all but one of {flags}; that one is the answer."

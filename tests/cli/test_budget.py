@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -194,6 +195,23 @@ def test_words_say_who_is_protected_and_which_flags_train_so(capsys):
     assert "infinite: NOT PRIVATE" in text and "Without noise nothing is private" in text
 
 
+def test_without_a_number_of_parameters_the_most_that_learn_are_said(capsys):
+    words = ["--examples", 1000, "--batch", 50, "--epochs", 2, "--epsilon", 0.01]
+    with pytest.raises(SystemExit):
+        main(["budget", *map(str, words)])
+    said = re.search(r"drowns the signal beyond about ([\d,]+) trainable parameters", capsys.readouterr().out)
+    most = int(said[1].replace(",", ""))
+    assert budget(capsys, *words, "--trainable-parameters", most)["noise_over_signal_of_all_steps"] == pytest.approx(
+        2, rel=0.05
+    )
+
+
+def test_flags_are_spelled_with_hyphens_or_underscores(capsys):
+    words = ["--examples", 1000, "--batch", 50, "--epochs", 2, "--epsilon", 8]
+    with_hyphens = budget(capsys, *words, "--max-examples-per-person", 3)
+    assert budget(capsys, *words, "--max_examples_per_person", 3) == with_hyphens
+
+
 def test_no_noise_is_null_in_json(capsys):
     answer = budget(capsys, "--examples", 1000, "--batch", 50, "--epochs", 2, "--sigma", 0)
     assert answer["epsilon"] is None and answer["epsilon_of_one_row"] is None
@@ -202,7 +220,9 @@ def test_no_noise_is_null_in_json(capsys):
 def test_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     words = ["--examples", 1000, "--batch", 50, "--epochs", 2, "--sigma", 1, "--accountant", "rdp"]
-    budget(capsys, *words, "--plot", tmp_path / "plan.svg")
+    with pytest.raises(SystemExit):
+        main(["budget", *map(str, words), "--plot", str(tmp_path / "plan.svg")])
+    assert capsys.readouterr().err == f"wrote {tmp_path / 'plan.svg'}\n"
     assert "noise multiplier" in (tmp_path / "plan.svg").read_text()
     assert (
         "nothing to draw"
@@ -243,6 +263,8 @@ def test_the_budget_loads_no_torch_and_answers_soon():
     [
         ("--batch 10 --epochs 1 --epsilon 8", "Missing option '--examples'."),
         ("--examples 100 --epsilon 8", "too little is given: give all but one of --sigma, --batch, --steps (or --epochs); that one is the answer."),
+        ("--examples 100 --batch 5 --epochs 3", "give --epsilon (the answer is then sigma) or --sigma (the answer is then epsilon)."),
+        ("--examples 100 --epsilon 8 --sigma 1", "give --batch (the answer is then steps) or --steps (or --epochs) (the answer is then batch)."),
         ("--examples 100 --epsilon 8 --sigma 1 --batch 5 --steps 4", "nothing is asked for: leave out one of --epsilon, --sigma, --batch and --steps (or --epochs)."),
         ("--examples 100 --target-epsilon 8 --batch 5 --steps 4", "No such option: --target-epsilon. Did you mean --epsilon?"),
         ("--examples 100 --epsilon 0 --batch 5 --steps 4", "--epsilon must be a positive finite number, got 0."),

@@ -41,6 +41,8 @@ def test_help_and_wrong_usage_load_nothing_heavy(words):
         (["bugdet"], "No such command 'bugdet'. Did you mean 'budget'?"),
         (["xyzzy"], "No such command 'xyzzy'."),
         (["--verbose"], "No such option: --verbose"),
+        (["report", "--epsilon", "3"], "No such option: --epsilon"),
+        (["report", "--singed-by", "3"], "No such option: --singed-by. Did you mean --signed-by?"),
         (["train"], "train needs a recipe: one of causal_lm, image_classification, name_classification, text_classification."),
         (["train", "text_clasification"], "there is no recipe 'text_clasification'; did you mean text_classification?"),
         (["train", "xyzzy"], "there is no recipe 'xyzzy'; there are causal_lm, image_classification, name_classification, text_classification."),
