@@ -26,7 +26,7 @@ NAMES = {
 
 
 def budget(
-    examples: Annotated[int, Option("--examples", min=1, help="Rows of the training data (N).")],
+    examples: Annotated[int, Option("--examples", min=1, help="Rows of the training data (N), not persons.")],
     epsilon: Annotated[float | None, Option(help="The privacy budget.")] = None,
     sigma: Annotated[float | None, Option(help="The noise multiplier: noise over clipping bound.")] = None,
     batch: Annotated[int | None, Option(min=1, help="Expected number of examples in a step.")] = None,
