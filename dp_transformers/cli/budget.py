@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from ..reports.words import up
 from .extras import missing_extra
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _rows(plan: Plan, answer: dict[str, Any], delta_was_chosen: bool) -> dict[st
     k, q = plan.setting.max_examples_per_person, answer["sample_rate"]
     rows = {
         "protected": "one row of the data" if k == 1 else f"all rows of one person, {k} at most",
-        "epsilon": f"{plan.epsilon:.4g}" if plan.epsilon < math.inf else "infinite: NOT PRIVATE",
+        "epsilon": up(plan.epsilon) if plan.epsilon < math.inf else "infinite: NOT PRIVATE",
         "delta": f"{plan.setting.delta:g}"
         + ("  (chosen: a power of ten, at most a tenth of 1/N)" if delta_was_chosen else ""),
         "examples (N)": f"{plan.setting.examples:,}",
@@ -146,7 +147,7 @@ def _rows(plan: Plan, answer: dict[str, Any], delta_was_chosen: bool) -> dict[st
         "noise on the mean (sigma/B)": f"{plan.noise_on_mean:.3g} C in each coordinate",
     }
     if k > 1 and plan.epsilon < math.inf:
-        rows["epsilon"] += f"  (of one row alone: {answer['epsilon_of_one_row']:.3g})"
+        rows["epsilon"] += f"  (of one row alone: {up(answer['epsilon_of_one_row'])})"
     if (exponent := answer["d_ln_sigma_d_ln_batch"]) is not None:
         rows["with twice the batch"] = _what_a_larger_batch_does(exponent)
     if (norm := answer.get("noise_norm")) is not None:
@@ -189,7 +190,7 @@ def _table_in_words(plan: Plan, rows: list[dict[str, float | None]]) -> str:
         return "  " + "".join(f"{cell:>18}" for cell in cells)
 
     def epsilon(value: float | None) -> str:
-        return f"{value:.3g}" if value is not None else "B would exceed N"
+        return up(value, 3) if value is not None else "B would exceed N"
 
     lines = [
         "",

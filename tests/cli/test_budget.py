@@ -212,6 +212,16 @@ def test_flags_are_spelled_with_hyphens_or_underscores(capsys):
     assert budget(capsys, *words, "--max_examples_per_person", 3) == with_hyphens
 
 
+def test_what_is_spent_is_rounded_up(capsys):
+    words = ["--examples", 10_000, "--batch", 256, "--epochs", 3, "--sigma", 0.7, "--max-examples-per-person", 2]
+    answer = budget(capsys, *words)
+    with pytest.raises(SystemExit):
+        main(["budget", *map(str, words)])
+    person, row = re.search(r"epsilon +([\d.]+)  \(of one row alone: ([\d.]+)\)", capsys.readouterr().out).groups()
+    assert answer["epsilon"] <= float(person) < 1.001 * answer["epsilon"]
+    assert answer["epsilon_of_one_row"] <= float(row) < 1.001 * answer["epsilon_of_one_row"]
+
+
 def test_no_noise_is_null_in_json(capsys):
     answer = budget(capsys, "--examples", 1000, "--batch", 50, "--epochs", 2, "--sigma", 0)
     assert answer["epsilon"] is None and answer["epsilon_of_one_row"] is None
