@@ -199,18 +199,23 @@ def write(
 ) -> dict[str, Any] | None:
     """Write the certificate of a folder by its ledger, completely or not at all. None if nothing was trained there.
 
+    A certificate that says the same already is left as it is, so that its signature stays valid.
+
     Args:
         delta, unfinished: As in :func:`build`. Unfinished draws of runs that are not named stay as they were.
     """
     folder = Path(folder)
     if not Ledger(folder).run_ids():
         return None
-    kept = unfinished_draws(read(folder)) if (folder / CERTIFICATE_NAME).exists() else {}
+    old = read(folder) if (folder / CERTIFICATE_NAME).exists() else None
+    kept = unfinished_draws(old) if old else {}
     content = build(folder, delta=delta, unfinished={**kept, **(unfinished or {})})
+    text = json.dumps(content, indent=2, allow_nan=False)
+    if old is not None and {**old, "written": None} == {**json.loads(text), "written": None}:
+        return old
     temporary = folder / f".{CERTIFICATE_NAME}"
     with open(temporary, "w") as file:
-        json.dump(content, file, indent=2, allow_nan=False)
-        file.write("\n")
+        file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, folder / CERTIFICATE_NAME)

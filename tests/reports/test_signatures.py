@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from recorded import record
 
+from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.reports.signatures import SIGNATURE_NAME, SignatureError, new_key, sign, signer
 
@@ -26,6 +27,20 @@ def test_sign_and_verify(tmp_path, key):
     said = json.loads((tmp_path / "run" / SIGNATURE_NAME).read_text())
     content = (tmp_path / "run" / CERTIFICATE_NAME).read_bytes()
     ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(said["signature"]), content)
+
+
+def test_a_command_that_is_repeated_and_trains_nothing_leaves_the_signature_valid(tmp_path, key, monkeypatch):
+    folder = record(tmp_path / "run")
+    certificate.write(folder, unfinished={"a1": 1})
+    public = sign(folder, key)
+    before = (tmp_path / "run" / CERTIFICATE_NAME).read_bytes()
+    monkeypatch.setattr(certificate, "_now", lambda: "2030-01-01T00:00:00+00:00")
+    certificate.write(folder)
+    assert signer(folder) == public and (tmp_path / "run" / CERTIFICATE_NAME).read_bytes() == before
+    record(folder, first=20, steps=1)
+    with pytest.raises(SignatureError, match="training went on"):
+        signer(folder)
+    assert certificate.read(folder)["written"].startswith("2030")
 
 
 @pytest.mark.parametrize("name", [CERTIFICATE_NAME, SIGNATURE_NAME])
