@@ -10,14 +10,17 @@ from pathlib import Path
 from .attack import FALSE_ALARMS
 from .findings import Report
 from .plots import NoPictures, detection, epsilon_over_steps
-from .words import percent, run_table, table, up
+from .words import epsilons, percent, run_table, table, up
 
 PAGE_NAME = "privacy_report.html"
 _PICTURES = {
-    "epsilon_over_steps": ("privacy_epsilon.png", "What was spent over the steps of all trainings together."),
+    "epsilon_over_steps": (
+        "privacy_epsilon.png",
+        "What was spent for one row over the steps of all trainings together.",
+    ),
     "detection": (
         "privacy_detection.png",
-        "The most that an attacker can detect, by the accountant's privacy curve.",
+        "How well one row is detected at most, by the accountant's privacy curve.",
     ),
 }
 
@@ -45,6 +48,7 @@ def render(report: Report, pictures: Mapping[str, bytes], missing: str | None) -
         up=up,
         report=report,
         certificate=certificate,
+        epsilons=epsilons(certificate["total"]),
         paragraph=report.guarantee,
         table=table(certificate, curve),
         runs=[run_table(run) for run in certificate["runs"]],

@@ -22,24 +22,21 @@ def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
         reasons = "; ".join(certificate["not_private_because"])
         return f"This training gives no guarantee of privacy ({reasons}). Do not claim one for any model from it."
     total = certificate["total"]
-    epsilon, delta, k = total["epsilon"], total["delta"], total["max_examples_per_person"]
+    delta, k = total["delta"], total["max_examples_per_person"]
+    found = up(100 * curve.detection(0.01), 3)
     sentences = [
-        f"The training was differentially private with ε = {up(epsilon)} at δ = {delta:g}, for "
+        f"The training was differentially private with ε = {up(total['epsilon'])} at δ = {delta:g}, for "
         f"{CHANGES[total['relation']]}: everything that was released would have come out with nearly the same "
         "probability without any one of the rows.",
-        "Suppose that somebody has the model, every intermediate result and all other rows, and takes one row in a "
-        "hundred for used that was not: a row that was used is then recognised with a probability of at most "
-        f"{percent(curve.detection(0.01))}, where guessing gives 1%.",
+        "Suppose that somebody has the model, every intermediate result and all other rows, and wrongly accuses 1 of "
+        f"100 rows that were not used: of 100 rows that were used they find at most {found}"
+        ", where guessing finds 1.",
     ]
-    if k > 1 and total["epsilon_per_person"] is None:
-        sentences.append(f"For all rows of one person, {k} at most, together nothing is guaranteed.")
-    elif k > 1:
-        sentences.append(
-            f"All rows of one person, {k} at most, are protected together with ε = "
-            f"{up(total['epsilon_per_person'])} at the same δ."
-        )
-    else:
+    if k == 1:
         sentences.append("Somebody who has several rows in the data is protected less than somebody who has one.")
+    else:
+        sentences.insert(0, _person(total))
+        sentences.append(f"For a person with {k} rows, that number of rows that are found does not hold.")
     runs = certificate["runs"]
     if len(runs) > 1:
         sentences.append(f"This covers all {len(runs)} trainings together, {total['steps']} steps.")
@@ -51,24 +48,39 @@ def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
     return " ".join(sentences)
 
 
+def _person(total: Mapping[str, Any]) -> str:
+    k, epsilon = total["max_examples_per_person"], total["epsilon_per_person"]
+    if epsilon is None:
+        return f"For all rows of one person, {k} at most, together nothing is guaranteed."
+    at = f"ε = {up(epsilon)} at δ = {total['delta']:g}"
+    return f"All rows of one person, {k} at most, are protected together with {at}."
+
+
+def epsilons(total: Mapping[str, Any]) -> list[tuple[str, float | None]]:
+    """Whom each ε is for, and the ε; the person comes first where they may have several rows."""
+    k = total["max_examples_per_person"]
+    person = [(f"ε for all rows of one person ({k} at most)", total["epsilon_per_person"])] if k > 1 else []
+    return [*person, ("ε for one row", total["epsilon"])]
+
+
 def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str, str]]:
     """Names and values of what holds for all trainings together."""
     total = certificate["total"]
     rows = [
         ("Private", "yes" if certificate["private"] else "NO: " + "; ".join(certificate["not_private_because"])),
-        ("ε", _epsilon(total["epsilon"])),
+        *((whose, _epsilon(epsilon)) for whose, epsilon in epsilons(total)),
         ("δ", f"{total['delta']:g}"),
-        ("Protected unit", certificate["unit"]),
         ("Neighbouring data sets", f"{CHANGES[total['relation']]} ({total['relation']})"),
         ("Most rows of one person", str(total["max_examples_per_person"])),
-        ("ε for all rows of one person", _epsilon(total["epsilon_per_person"])),
         ("Accountant", total["accountant"]),
         ("Steps", str(total["steps"])),
         ("Trainings", str(len(certificate["runs"]))),
         ("Self-check", "passed before the first step" if certificate["verified"] else "NOT done for every training"),
     ]
     detections = ceilings(curve).items()
-    return rows + [(f"Largest detection rate at {percent(a)} false alarms", percent(d)) for a, d in detections]
+    return rows + [
+        (f"Largest detection rate of one row at {percent(a)} false alarms", percent(d)) for a, d in detections
+    ]
 
 
 def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -76,7 +88,8 @@ def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     model, data, code = (run.get(name) or {} for name in ("model", "data", "code"))
     return [
         ("Began or went on last", run["time"] or "not recorded"),
-        ("Spent", f"ε = {_epsilon(run['epsilon'])} at δ = {run['delta']:g} ({run['accountant']})"),
+        *((f"{whose}, spent", _epsilon(epsilon)) for whose, epsilon in epsilons(run)),
+        ("δ and accountant", f"{run['delta']:g}, {run['accountant']}"),
         ("Target ε", "none" if run["target_epsilon"] is None else f"{run['target_epsilon']:g}"),
         ("Steps", f"{run['steps']}" + _unfinished(run["unfinished_draws"])),
         ("Rows (N)", f"{run['num_examples']:,}"),

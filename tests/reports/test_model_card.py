@@ -23,7 +23,7 @@ def test_one_paragraph_and_one_table(tmp_path, card):
     assert (
         text.count("## Privacy") == 1
         and "| δ | 1e-05 |" in text
-        and "| Largest detection rate at 1% false alarms |" in text
+        and "| Largest detection rate of one row at 1% false alarms |" in text
     )
     assert all(line.count("|") == 3 for line in text.splitlines() if line.startswith("|"))
 
@@ -47,7 +47,7 @@ def test_what_is_not_private_says_so(tmp_path, card):
     record(tmp_path / "run", private=False, not_private_because=["dp_seed=1: draws and noise can be reproduced"])
     add_to(card, tmp_path / "run")
     assert "This training gives no guarantee of privacy (dp_seed=1" in card.read_text()
-    assert "| ε | ∞ |" in card.read_text()
+    assert "| ε for one row | ∞ |" in card.read_text()
 
 
 def test_no_card_or_no_training(tmp_path, card):

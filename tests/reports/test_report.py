@@ -114,7 +114,7 @@ def test_what_differs_fails_and_is_on_the_page(tmp_path):
         and "line 8 of privacy_ledger.jsonl" in text
         and "by the ledger it is 19" in text
     )
-    assert f"ε = {compute_epsilon(1.0, 0.05, 19, DELTA):.4g}" in text, "by the ledger as it is"
+    assert up(compute_epsilon(1.0, 0.05, 19, DELTA), 6) in text, "by the ledger as it is"
 
 
 def test_a_changed_certificate_fails(tmp_path):
@@ -267,7 +267,24 @@ def test_what_was_shown_besides_is_said(tmp_path):
 def test_rows_of_one_person_are_said(tmp_path):
     record(tmp_path, how=mechanism(rows=3))
     person = mechanism().epsilon(DELTA, rows=3)
-    assert f"All rows of one person, 3 at most, are protected together with ε = {person:.4g}" in run(tmp_path).stdout
+    result = run(tmp_path)
+    assert result.stdout.startswith(
+        f"All rows of one person, 3 at most, are protected together with ε = {up(person)} at"
+    )
+    text = page(tmp_path)
+    box = text[text.index('class="numbers"') :]
+    assert box.index("ε for all rows of one person (3 at most)</span><b>" + up(person)) < box.index(
+        "ε for one row</span><b>" + up(mechanism().epsilon(DELTA))
+    )
+    assert "How well one row is detected" in text and "For a person with 3 rows these ceilings do not hold" in text
+
+
+def test_nothing_is_said_of_persons_where_each_has_one_row(tmp_path):
+    record(tmp_path)
+    assert run(tmp_path).exit_code == 0
+    text = page(tmp_path)
+    assert "these ceilings do not hold" not in text and "ε for all rows of one person" not in text
+    assert f"ε for one row</span><b>{up(mechanism().epsilon(DELTA))}</b>" in text
 
 
 def test_folders_without_any_digest_do_not_add_up(tmp_path):
