@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(help="Output folders of trainings; several on the same data add up.", exists=True)
+        list[Path],
+        typer.Argument(
+            help="Output folders of trainings; several on the same data add up.", exists=True, file_okay=False
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="Where the page goes. Default: the first folder.")] = None,
     delta: Annotated[
-        float | None, typer.Option(min=0, max=1, help="The delta to state epsilon at. Default: the smallest.")
+        float | None,
+        typer.Option(min=0, max=1, help="The delta to state epsilon at. Default: the certificate's, or the smallest."),
     ] = None,
     same_data: Annotated[
         bool, typer.Option("--same-data", help="Add up folders though no digest shows that their data is the same.")
@@ -39,6 +43,8 @@ def report(
     from ..reports.findings import Report, look
     from ..reports.html import write
 
+    for run_dir in run_dirs:
+        _refuse_parent(run_dir)
     if sign is not None:
         _sign(run_dirs, sign)
     found = Report([look(run_dir, signed_by) for run_dir in run_dirs], delta, same_data=same_data)
@@ -46,8 +52,19 @@ def report(
         typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
         _print(found, write(found, out or run_dirs[0]))
-    if found.faults:
+    if found.faults or found.not_signed:
         raise typer.Exit(1)
+
+
+def _refuse_parent(folder: Path) -> None:
+    """Raise ValueError for a folder of output folders, with their names."""
+    from ..ledger import LEDGER_NAME
+    from ..reports.certificate import CERTIFICATE_NAME
+
+    if (folder / LEDGER_NAME).exists() or (folder / CERTIFICATE_NAME).exists():
+        return
+    if inside := sorted(ledger.parent.name for ledger in folder.glob(f"*/{LEDGER_NAME}")):
+        raise ValueError(f"'{folder}' holds no run; these folders in it do: {', '.join(inside)}.")
 
 
 def _sign(run_dirs: list[Path], key: Path) -> None:
@@ -66,17 +83,30 @@ def _sign(run_dirs: list[Path], key: Path) -> None:
 
 
 def _print(found: Report, written: list[Path]) -> None:
-    from ..reports.words import table
-
+    for fault in found.faults:
+        typer.echo(f"DISAGREES: {fault}", err=True)
+    for sentence in found.not_signed:
+        typer.echo(sentence, err=True)
     typer.echo(found.guarantee + "\n")
-    width = max(len(name) for name, _ in table(found.certificate, found.curve))
-    for name, value in table(found.certificate, found.curve):
-        typer.echo(f"  {name:{width}}  {value}")
+    if found.has_numbers:
+        _print_table(found)
+    for folder in found.folders:
+        if folder.signed_by:
+            typer.echo(f"\nsignature of '{folder.path}': {folder.signature}")
     if found.unchained_lines:
         typer.echo(
             f"\n{found.unchained_lines} lines of the ledger are of an earlier release, which did not chain them: a "
             "change in them would not show."
         )
-    for fault in found.faults:
-        typer.echo(f"\nDISAGREES: {fault}", err=True)
     typer.echo("\n" + "\n".join(f"wrote {path}" for path in written))
+
+
+def _print_table(found: Report) -> None:
+    from ..reports.words import table
+
+    if found.faults:
+        typer.echo("By the ledger as it is:\n")
+    rows = table(found.certificate, found.curve)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        typer.echo(f"  {name:{width}}  {value}")

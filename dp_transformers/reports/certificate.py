@@ -282,33 +282,42 @@ def disagreements(folder: str | os.PathLike, said: Mapping[str, Any]) -> list[st
         return [*faults, str(error)]
     before, after = dict(_flat(said)), dict(_flat(json.loads(json.dumps(now))))
     paths = [path for path in {**before, **after} if not path.startswith(("written", "ledger."))]
-    return faults + [
-        f"{CERTIFICATE_NAME} says {path} = {before.get(path)!r}, by the ledger it is {after.get(path)!r}."
+    differ = [
+        f"{path} = {before.get(path)!r}, by the ledger it is {after.get(path)!r}"
         for path in paths
         if not _same(path, before.get(path), after.get(path))
     ]
+    return [*faults, f"{CERTIFICATE_NAME} says {'; '.join(differ)}."] if differ else faults
 
 
 def _faults_of_ledger(ledger: Ledger, said: Mapping[str, Any]) -> list[str]:
-    chain, faults = ledger.chain(), []
+    chain = ledger.chain()
     if chain.broken_at is not None:
-        faults.append(
-            f"line {chain.broken_at} of {LEDGER_NAME} does not follow from what stands before it: a line was taken "
-            "out, changed or put in there or before."
-        )
-    size, digest = ledger.digest(said["bytes"])
-    if (size, digest) != (said["bytes"], said["sha256"]):
-        what = "was cut off" if size < said["bytes"] else "was changed"
-        faults.append(
+        where = f"line {chain.broken_at} of {LEDGER_NAME}"
+        return [f"{where} does not follow from what stands before it: {_cause(chain.broken_at)}"]
+    missing = said["lines"] - chain.lines
+    if ledger.digest(said["bytes"]) != (said["bytes"], said["sha256"]):
+        changed = "was changed in its last line, or in all of its digests,"
+        what = f"was cut off by {missing} lines" if missing > 0 else changed
+        return [
             f"{LEDGER_NAME} {what} after {CERTIFICATE_NAME} was written: the SHA-256 of its first {said['bytes']} "
             "bytes is another one."
-        )
-    elif chain.lines > said["lines"]:
-        faults.append(
-            f"{LEDGER_NAME} goes on for {chain.lines - said['lines']} lines after {CERTIFICATE_NAME} was written: the "
-            "training was killed, or is not over yet. Let it go on to its end, which writes the certificate anew."
-        )
-    return faults
+        ]
+    if missing < 0:
+        return [
+            f"{LEDGER_NAME} goes on for {-missing} lines after {CERTIFICATE_NAME} was written: the training was "
+            "killed, or is not over yet. Let it go on to its end, which writes the certificate anew."
+        ]
+    return []
+
+
+def _cause(number: int) -> str:
+    if number == 1:
+        return "a line before it was taken out, or it was changed or put in itself."
+    return (
+        f"line {number - 1} or an earlier one was changed or put in, a line before line {number} was taken out, or "
+        f"line {number} itself was changed or put in."
+    )
 
 
 def _same(path: str, a: Any, b: Any) -> bool:

@@ -4,8 +4,9 @@ differ."""
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from ..ledger import Chain, Ledger
 from .attack import PrivacyCurve, ceilings, no_privacy, privacy_curve
-from .certificate import CertificateError, build, disagreements, read, summary, unfinished_draws
+from .certificate import CERTIFICATE_NAME, CertificateError, build, disagreements, read, summary, unfinished_draws
 from .recompute import RecordedRun, composed, over_steps, recorded_runs
 from .signatures import SignatureError, signer
 from .words import paragraph
@@ -26,14 +27,40 @@ class Folder:
     Attributes:
         runs: The runs of its ledger.
         faults: In what certificate, ledger and signature differ, in sentences.
+        delta: The δ that the certificate states ε at, if it was asked for; None where there are faults.
         signed_by: The public key of its signature (hex).
+        wanted: The public key (hex) by which it must be signed, if any.
     """
 
     path: Path
     runs: tuple[RecordedRun, ...]
     faults: tuple[str, ...]
     chain: Chain
+    delta: float | None = None
     signed_by: str | None = None
+    wanted: str | None = None
+
+    @property
+    def signature(self) -> str:
+        """By whom the certificate is signed, in words."""
+        if self.signed_by is None:
+            return "none"
+        if self.signed_by == self.wanted:
+            return f"valid, by {self.signed_by} (the key that you asked for)"
+        if self.wanted is not None:
+            return f"valid, by {self.signed_by}, which is not the key that you asked for"
+        return f"valid, by {self.signed_by}; whose key this is, --signed-by HEX checks"
+
+    @property
+    def not_signed(self) -> str | None:
+        """A sentence, where another signer is wanted."""
+        if self.wanted in (None, self.signed_by):
+            return None
+        agree = "" if self.faults else "the certificate and the ledger agree, but "
+        return (
+            f"NOT SIGNED BY {self.wanted}: {agree}the certificate in '{self.path}' is signed by "
+            f"{self.signed_by or 'nobody'}."
+        )
 
 
 def look(path: str | os.PathLike, public_key: str | None = None) -> Folder:
@@ -43,33 +70,50 @@ def look(path: str | os.PathLike, public_key: str | None = None) -> Folder:
         public_key: The key (hex) by which the certificate must be signed.
 
     Raises:
-        ValueError: the ledger does not say what was released, so there is nothing to report.
+        ValueError: there is neither a certificate nor a ledger that says what was released, so there is nothing to
+            report; or the key is none.
     """
-    path, faults, unfinished, signed_by = Path(path), [], {}, None
+    path, faults, unfinished, signed_by, delta = Path(path), [], {}, None, None
+    wanted = None if public_key is None else _key(public_key)
     try:
         said = read(path)
         faults += disagreements(path, said)
         unfinished = unfinished_draws(said)
+        delta = None if faults else said["delta"]
     except CertificateError as error:
         faults.append(str(error))
     try:
         signed_by = signer(path)
-        if public_key is not None and signed_by != public_key:
-            faults.append(f"the certificate in '{path}' is signed by {signed_by or 'nobody'}, not by {public_key}.")
     except SignatureError as error:
         faults.append(str(error))
-    ledger = Ledger(path)
-    runs = recorded_runs(ledger, unfinished)
-    if not runs:
-        build(path)  # says so
-    return Folder(path, tuple(runs), tuple(faults), ledger.chain(), signed_by)
+    runs = _runs(path, unfinished)
+    return Folder(path, tuple(runs), tuple(faults), Ledger(path).chain(), delta, signed_by, wanted)
+
+
+def _runs(path: Path, unfinished: Mapping[str, int]) -> list[RecordedRun]:
+    """The runs of the ledger; none where a certificate is there that it does not go with."""
+    try:
+        if runs := recorded_runs(Ledger(path), unfinished):
+            return runs
+        build(path)  # says that there are none
+    except ValueError:
+        if not (path / CERTIFICATE_NAME).exists():
+            raise
+    return []
+
+
+def _key(text: str) -> str:
+    """A public key, as a signature has it."""
+    if not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise ValueError(f"a public key is 64 hex digits, got {text!r}: take the one that --sign printed.")
+    return text.lower()
 
 
 class Report:
     """What several folders say together.
 
     Args:
-        delta: The δ at which ε is stated; by default the smallest of the runs.
+        delta: The δ at which ε is stated; by default the smallest of the certificates and the runs.
         same_data: Add them up although nothing shows that they are of the same data.
 
     Raises:
@@ -77,7 +121,7 @@ class Report:
     """
 
     def __init__(self, folders: Sequence[Folder], delta: float | None = None, *, same_data: bool = False):
-        self.folders, self._delta = list(folders), delta
+        self.folders, self._delta = list(folders), _delta_of(folders) if delta is None else delta
         _refuse_twice(folder.path for folder in self.folders)
         self.runs = [run for folder in self.folders for run in folder.runs]
         if len(self.folders) > 1 and not same_data:
@@ -88,13 +132,19 @@ class Report:
         if len(data) > 1 or None in data:
             why = "their digests differ" if None not in data else "not all have a digest"
             raise ValueError(
-                f"nothing shows that the folders are of the same data ({why}), and what is spent on different data "
-                "does not add up. If the same rows are in all of them, say so (same_data=True, --same-data)."
+                f"nothing shows that the folders are of the same data ({why}). If any person or row is in more than "
+                "one of them (a subset, a newer version of the same data), what is spent adds up for them: say so "
+                "(same_data=True, --same-data). If not, report each folder by itself."
             )
 
     @property
     def faults(self) -> list[str]:
         return [fault for folder in self.folders for fault in folder.faults]
+
+    @property
+    def not_signed(self) -> list[str]:
+        """Which folders are not signed by the one who is wanted, in sentences."""
+        return [folder.not_signed for folder in self.folders if folder.not_signed]
 
     @property
     def unchained_lines(self) -> int:
@@ -103,8 +153,27 @@ class Report:
 
     @cached_property
     def certificate(self) -> dict[str, Any]:
-        """What a certificate of all runs would say, by the ledgers."""
-        return summary(self.runs, self._delta)
+        """What a certificate of all runs would say, by the ledgers. Whether it is private is not known (None) where
+        they disagree with their certificates.
+
+        Raises:
+            ValueError: a ledger does not say what was released, or no δ is known.
+        """
+        for folder in self.folders:
+            if not folder.runs:
+                raise ValueError(f"the ledger in '{folder.path}' does not say what was released.")
+        said = summary(self.runs, self._delta)
+        return _unknown(said) if self.faults else said
+
+    @cached_property
+    def has_numbers(self) -> bool:
+        """Whether the ledgers can be summed up; False only where there are faults."""
+        try:
+            return bool(self.certificate)
+        except ValueError:
+            if not self.faults:
+                raise
+            return False
 
     @cached_property
     def curve(self) -> PrivacyCurve:
@@ -123,22 +192,40 @@ class Report:
     @property
     def guarantee(self) -> str:
         """What is guaranteed, in sentences that need no knowledge of the field."""
-        said = paragraph(self.certificate, self.curve)
-        if not self.faults:
-            return said
-        return f"Nothing is guaranteed as long as certificate and ledger do not agree. By the ledger as it is: {said}"
+        if self.faults:
+            return "Nothing is guaranteed as long as certificate, ledger and signature do not agree."
+        return paragraph(self.certificate, self.curve)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
+        numbers = {"private": None}
+        if self.has_numbers:
+            detections = {str(alarms): detected for alarms, detected in ceilings(self.curve).items()}
+            numbers = {**self.certificate, "largest_detection_rate": detections}
         return {
             "agrees": not self.faults,
             "guarantee": self.guarantee,
             "faults": self.faults,
             "unchained_lines": self.unchained_lines,
             "signed_by": [folder.signed_by for folder in self.folders],
-            **self.certificate,
-            "largest_detection_rate": {str(a): detected for a, detected in ceilings(self.curve).items()},
+            "not_signed": self.not_signed,
+            **numbers,
         }
+
+
+def _unknown(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that nothing vouches for: what is called private is not known to be."""
+    runs = [{**run, "private": None if run["private"] else False} for run in said["runs"]]
+    return {**said, "private": None if said["private"] else False, "runs": runs}
+
+
+def _delta_of(folders: Iterable[Folder]) -> float | None:
+    """The smallest δ, where a certificate was asked for one; None where each run says its own."""
+    folders = list(folders)
+    if all(folder.delta is None for folder in folders):
+        return None
+    of_runs = [run.state.delta for folder in folders if folder.delta is None for run in folder.runs]
+    return min(delta for delta in [*of_runs, *(folder.delta for folder in folders)] if delta is not None)
 
 
 def _refuse_twice(paths: Iterable[Path]) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def add_to(card: Path, run_dir: str | os.PathLike) -> None:
     if not card.exists() or not Ledger(run_dir).run_ids():
         return
     try:
-        found = Report([look(run_dir)])
+        found = Report([replace(look(run_dir), faults=())])  # a model is saved before its certificate
         put_into(card, section(found.certificate, found.curve))
     except (OSError, ValueError) as error:
         logger.warning("'%s' says nothing of privacy: %s", card, error)

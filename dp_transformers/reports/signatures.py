@@ -30,8 +30,13 @@ def new_key(path: str | os.PathLike) -> str:
     pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(pem)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(pem)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise SignatureError(
+            f"the key '{path}' cannot be written ({error.strerror}): name a file in a folder that is there and yours."
+        ) from error
     return _public(key)
 
 
@@ -63,13 +68,16 @@ def signer(folder: str | os.PathLike) -> str | None:
     path = Path(folder) / SIGNATURE_NAME
     if not path.exists():
         return None
+    certificate = Path(folder) / CERTIFICATE_NAME
+    if not certificate.exists():
+        raise SignatureError(f"'{path}' is there and what it signs is not: '{certificate}' was taken away.")
     ed25519, _ = _cryptography()
     from cryptography.exceptions import InvalidSignature
 
     try:
         said = json.loads(path.read_text())
         key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(said["public_key"]))
-        key.verify(bytes.fromhex(said["signature"]), (Path(folder) / CERTIFICATE_NAME).read_bytes())
+        key.verify(bytes.fromhex(said["signature"]), certificate.read_bytes())
     except InvalidSignature:
         raise SignatureError(
             f"'{path}' is no signature of this {CERTIFICATE_NAME}: the certificate was changed after it was signed, "

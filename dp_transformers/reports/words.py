@@ -67,7 +67,7 @@ def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str
     """Names and values of what holds for all trainings together."""
     total = certificate["total"]
     rows = [
-        ("Private", "yes" if certificate["private"] else "NO: " + "; ".join(certificate["not_private_because"])),
+        ("Private", _private(certificate)),
         *((whose, _epsilon(epsilon)) for whose, epsilon in epsilons(total)),
         ("δ", f"{total['delta']:g}"),
         ("Neighbouring data sets", f"{CHANGES[total['relation']]} ({total['relation']})"),
@@ -77,10 +77,18 @@ def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str
         ("Trainings", str(len(certificate["runs"]))),
         ("Self-check", "passed before the first step" if certificate["verified"] else "NOT done for every training"),
     ]
+    if certificate["private"] is None:
+        return rows
     detections = ceilings(curve).items()
     return rows + [
         (f"Largest detection rate of one row at {percent(a)} false alarms", percent(d)) for a, d in detections
     ]
+
+
+def _private(said: Mapping[str, Any]) -> str:
+    if said["private"] is None:
+        return "unknown: certificate, ledger and signature do not agree"
+    return "yes" if said["private"] else "NO: " + "; ".join(said["not_private_because"])
 
 
 def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -96,7 +104,7 @@ def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         *((part.capitalize(), _values(run["mechanism"][part])) for part in ("sampling", "clipping", "noise")),
         ("Also in each step", "; ".join(map(_values, run["mechanism"]["releases"])) or "nothing"),
         ("Self-check", "passed before the first step" if run["verified"] else "NOT done"),
-        ("Private", "yes" if run["private"] else "NO: " + "; ".join(run["not_private_because"])),
+        ("Private", _private(run)),
         ("Data digest", data.get("digest") or f"none: {data.get('no_digest_because', 'not recorded')}"),
         ("Key of the digest", data.get("key") or "none"),
         ("Model", _model(model)),

@@ -106,7 +106,7 @@ def test_killed_in_the_middle(tmp_path):
         file.write(b'{"run": "a1", "st')
     found = faults(tmp_path)
     assert "goes on for 5 lines after privacy.json was written: the training was killed" in found[0]
-    assert any("says total.steps = 6, by the ledger it is 10" in fault for fault in found), "the torn line counts"
+    assert any("total.steps = 6, by the ledger it is 10" in fault for fault in found), "the torn line counts"
     record(tmp_path, first=9, steps=1)
     assert faults(tmp_path) == [] and read(tmp_path)["total"]["steps"] == 11
 
@@ -175,7 +175,7 @@ def test_a_draw_that_was_not_finished_counts_and_is_kept(tmp_path):
     record(tmp_path, run_id="b2")
     assert [run["steps"] for run in read(tmp_path)["runs"]] == [21, 20] and faults(tmp_path) == []
     rewrite(tmp_path, lambda content: content["runs"][0].update(unfinished_draws=0))
-    assert any("says runs[0].steps = 21, by the ledger it is 20" in fault for fault in faults(tmp_path))
+    assert any("runs[0].steps = 21, by the ledger it is 20" in fault for fault in faults(tmp_path))
 
 
 def test_a_draw_that_was_not_finished_belongs_to_what_was_begun_last(tmp_path):
@@ -198,9 +198,8 @@ def test_a_step_taken_out_of_the_ledger(tmp_path):
     write_lines(tmp_path, lines[:7] + lines[8:])
     found = faults(tmp_path)
     assert found[0].startswith("line 8 of privacy_ledger.jsonl does not follow from what stands before it")
-    assert "was cut off" in found[1] and any(
-        "says total.steps = 20, by the ledger it is 19" in fault for fault in found
-    )
+    assert "a line before line 8 was taken out" in found[0] and len(found) == 2
+    assert "total.steps = 20, by the ledger it is 19" in found[1]
 
 
 def test_a_step_changed_in_the_ledger(tmp_path):
@@ -209,8 +208,15 @@ def test_a_step_changed_in_the_ledger(tmp_path):
     lines[5] = lines[5].replace(b'"noise_multiplier": 1.0', b'"noise_multiplier": 9.0')
     write_lines(tmp_path, lines)
     found = faults(tmp_path)
-    assert "line 7 of" in found[0] and "was changed after privacy.json" in found[1]
-    assert any("total.epsilon" in fault for fault in found)
+    assert "line 7 of" in found[0] and "line 6 or an earlier one was changed" in found[0]
+    assert "total.epsilon" in found[1] and len(found) == 2
+
+
+def test_the_last_line_of_the_ledger_changed_is_not_said_to_be_cut_off(tmp_path):
+    record(tmp_path)
+    *lines, last = lines_of(tmp_path)
+    write_lines(tmp_path, [*lines, last.replace(b'"noise_multiplier": 1.0', b'"noise_multiplier": 9')])
+    assert "was changed in its last line" in faults(tmp_path)[0] and "cut off" not in faults(tmp_path)[0]
 
 
 def test_a_step_put_into_the_ledger(tmp_path):
@@ -225,7 +231,7 @@ def test_a_ledger_cut_off_at_the_end(tmp_path, cut):
     record(tmp_path)
     write_lines(tmp_path, lines_of(tmp_path)[:-cut])
     found = faults(tmp_path)
-    assert "was cut off after privacy.json was written" in found[0], "the chain is whole"
+    assert f"was cut off by {cut} lines after privacy.json was written" in found[0], "the chain is whole"
     assert any("by the ledger it is" in fault for fault in found)
 
 
@@ -237,7 +243,7 @@ def test_a_chain_that_was_made_anew(tmp_path):
     record(tmp_path, how=mechanism(sigma=3.0))
     (tmp_path / CERTIFICATE_NAME).write_text(said)
     assert Ledger(tmp_path).chain().broken_at is None
-    assert "was changed after" in faults(tmp_path)[0] or "was cut off" in faults(tmp_path)[0]
+    assert "was changed in its last line, or in all of its digests, after" in faults(tmp_path)[0]
 
 
 def test_the_first_line_of_a_run_taken_out(tmp_path):

@@ -17,6 +17,7 @@ from recorded import DELTA, mechanism, record
 from dp_transformers import compute_epsilon
 from dp_transformers.cli.main import main
 from dp_transformers.ledger import LEDGER_NAME
+from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, read
 from dp_transformers.reports.findings import Report, look
 from dp_transformers.reports.html import PAGE_NAME
@@ -105,8 +106,10 @@ def test_what_differs_fails_and_is_on_the_page(tmp_path):
     result = run(tmp_path)
     assert result.exit_code == 1
     assert "DISAGREES: line 8 of privacy_ledger.jsonl does not follow" in result.stderr
-    said = "Nothing is guaranteed as long as certificate and ledger do not agree. By the ledger as it is: "
-    assert result.stdout.startswith(said)
+    said = "Nothing is guaranteed as long as certificate, ledger and signature do not agree."
+    assert result.stdout.startswith(said) and "differentially private" not in result.stdout
+    assert re.search("Private +unknown", result.stdout) and "Largest detection rate" not in result.stdout
+    assert json.loads(run(tmp_path, "--json").stdout)["private"] is None
     text = html.unescape(page(tmp_path))
     assert (
         said in text
@@ -114,6 +117,7 @@ def test_what_differs_fails_and_is_on_the_page(tmp_path):
         and "line 8 of privacy_ledger.jsonl" in text
         and "by the ledger it is 19" in text
     )
+    assert 'class="numbers"' not in text and "base64" not in text and "<td>yes</td>" not in text
     assert up(compute_epsilon(1.0, 0.05, 19, DELTA), 6) in text, "by the ledger as it is"
 
 
@@ -131,7 +135,32 @@ def test_a_run_that_was_killed_before_it_had_a_certificate(tmp_path):
     record(tmp_path, certified=False)
     result = run(tmp_path)
     assert result.exit_code == 1 and "the training was killed before it was written" in result.stderr
-    assert f"ε = {compute_epsilon(1.0, 0.05, 20, DELTA):.4g}" in result.stdout
+    assert up(compute_epsilon(1.0, 0.05, 20, DELTA), 6) in result.stdout
+
+
+@pytest.mark.parametrize("left", [None, 0, 1])
+def test_a_ledger_that_was_taken_away_turns_the_page_red(tmp_path, left):
+    """left: how many lines of its end are left, None for no file."""
+    record(tmp_path)
+    assert run(tmp_path).exit_code == 0
+    ledger = tmp_path / LEDGER_NAME
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.unlink() if left is None else ledger.write_bytes(b"".join(lines[len(lines) - left :]))
+    for arguments in ((), ("--delta", "1e-6")):
+        result = run(tmp_path, *arguments)
+        assert result.exit_code == 1 and result.stderr.startswith("DISAGREES: "), result.stderr
+        assert "do not agree" in page(tmp_path) and "Certificate and ledger agree" not in page(tmp_path)
+        assert 'class="numbers"' not in page(tmp_path)
+    said = json.loads(run(tmp_path, "--json").stdout)
+    assert said["agrees"] is False and said["private"] is None
+
+
+def test_the_delta_of_the_certificate_is_taken_where_the_runs_say_none(tmp_path):
+    with pytest.raises(ValueError, match="at which delta"):
+        record(tmp_path, delta=None)
+    certificate.write(tmp_path, delta=1e-6)
+    assert json.loads(run(tmp_path, "--json").stdout)["total"]["delta"] == 1e-6
+    assert json.loads(run(tmp_path, "--json", "--delta", "1e-5").stdout)["total"]["delta"] == 1e-5
 
 
 def test_a_ledger_of_an_earlier_release(tmp_path):
@@ -157,8 +186,21 @@ def test_several_folders_on_the_same_data_add_up(tmp_path):
     assert json.loads(run(*folders, "--json").stdout)["total"]["delta"] == 1e-6, "the smallest is common"
     assert list(said["largest_detection_rate"]) == ["0.1", "0.01", "0.001"]
     result = run(*folders, "--out", tmp_path / "both")
-    assert result.exit_code == 0 and "Training 2 of 2" in page(tmp_path / "both")
-    assert not (folders[0] / PAGE_NAME).exists()
+    assert result.exit_code == 0 and "Training 2 of 2" in (tmp_path / "both" / "privacy_report_sum.html").read_text()
+    assert not list(folders[0].glob("*.html"))
+
+
+def test_the_sum_does_not_take_the_place_of_the_page_of_one(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        record(folder, run_id=folder.name)
+        assert run(folder).exit_code == 0
+    before = {path: path.read_bytes() for path in tmp_path.glob("*/*")}
+    assert run(*folders).exit_code == 0
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path.name for path in set(tmp_path.glob("*/*")) - set(before)} == {
+        "privacy_report_sum.html", "privacy_epsilon_sum.png", "privacy_detection_sum.png"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -195,6 +237,13 @@ def test_wrong_folders(tmp_path):
     assert result.exit_code == 2 and "does not exist" in result.stderr
     result = run(tmp_path)
     assert result.exit_code == 2 and "holds no run: nothing was trained there" in result.stderr
+    record(tmp_path / "run-1")
+    result = run(tmp_path)
+    assert result.exit_code == 2 and "these folders in it do: run-1" in result.stderr
+    result = run(tmp_path / "run-1" / CERTIFICATE_NAME)
+    assert result.exit_code == 2 and "is a file" in result.stderr
+    result = run(tmp_path / "run-1", "--sign", tmp_path / "nowhere" / "key.pem")
+    assert result.exit_code == 2 and "name a file in a folder that is there" in result.stderr
 
 
 def test_nothing_that_a_training_says_gets_into_the_page_as_html(tmp_path):
@@ -217,9 +266,22 @@ def test_sign_and_require_a_signer(tmp_path):
     assert result.exit_code == 0, result.stderr
     (public,) = re.findall(r"public key ([0-9a-f]{64})", result.stderr)
     assert public in page(folder)
-    assert run(folder, "--signed-by", public).exit_code == 0
+    assert f"valid, by {public}; whose key this is, --signed-by HEX checks" in result.stdout
+    result = run(folder, "--signed-by", public.upper())
+    assert result.exit_code == 0 and f"valid, by {public} (the key that you asked for)" in result.stdout
+    green = page(folder)
+    assert f"valid, by {public} (the key that you asked for)" in green
     result = run(folder, "--signed-by", "00")
-    assert result.exit_code == 1 and f"is signed by {public}, not by 00" in result.stderr
+    assert result.exit_code == 2 and "64 hex digits, got '00'" in result.stderr and page(folder) == green
+    result = run(folder, "--signed-by", "0" * 64)
+    said = f"NOT SIGNED BY {'0' * 64}: the certificate and the ledger agree, but the certificate in '{folder}' is"
+    assert result.exit_code == 1 and f"{said} signed by {public}." in result.stderr
+    assert said in html.unescape(page(folder)) and "do not agree" not in page(folder) + result.stdout + result.stderr
+    content = (folder / CERTIFICATE_NAME).read_bytes()
+    (folder / CERTIFICATE_NAME).unlink()
+    result = run(folder)
+    assert result.exit_code == 1 and "is there and what it signs is not" in result.stderr
+    (folder / CERTIFICATE_NAME).write_bytes(content)
     record(folder, first=20, steps=1)
     result = run(folder)
     assert result.exit_code == 1 and "was changed after it was signed, or training went on" in result.stderr
@@ -231,8 +293,8 @@ def test_sign_and_require_a_signer(tmp_path):
 
 def test_an_unsigned_certificate_where_a_signer_is_required(tmp_path):
     record(tmp_path)
-    result = run(tmp_path, "--signed-by", "00")
-    assert result.exit_code == 1 and "is signed by nobody, not by 00" in result.stderr
+    result = run(tmp_path, "--signed-by", "0" * 64)
+    assert result.exit_code == 1 and "is signed by nobody." in result.stderr
 
 
 def test_epsilon_over_steps_ends_at_epsilon(tmp_path):
