@@ -99,7 +99,7 @@ def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         *((f"{whose}, spent", _epsilon(epsilon)) for whose, epsilon in epsilons(run)),
         ("δ and accountant", f"{run['delta']:g}, {run['accountant']}"),
         ("Target ε", "none" if run["target_epsilon"] is None else f"{run['target_epsilon']:g}"),
-        ("Steps", f"{run['steps']}" + _unfinished(run["unfinished_draws"])),
+        ("Steps", _steps(run)),
         ("Rows (N)", f"{run['num_examples']:,}"),
         *((part.capitalize(), _values(run["mechanism"][part])) for part in ("sampling", "clipping", "noise")),
         ("Also in each step", "; ".join(map(_values, run["mechanism"]["releases"])) or "nothing"),
@@ -140,8 +140,17 @@ def _epsilon(value: float | None) -> str:
     return up(value, 6)
 
 
-def _unfinished(draws: int) -> str:
-    return f", {draws} of them drawn and not taken" if draws else ""
+def _steps(run: Mapping[str, Any]) -> str:
+    taken, planned, draws = run["steps"], run["mechanism"]["steps"], run["unfinished_draws"]
+    parts = [f"{taken}" if planned is None else f"{taken} of {planned} planned"]
+    if planned is not None and taken > planned:
+        parts = [
+            f"{planned} of {planned} planned",
+            f"{taken - planned} were taken besides (lost in a restart, say) and count too",
+        ]
+    if draws:
+        parts.append(f"{draws} of all were drawn and not taken")
+    return "; ".join(parts)
 
 
 def _values(part: Mapping[str, Any]) -> str:
