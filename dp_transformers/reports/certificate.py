@@ -67,10 +67,15 @@ def describe_model(model: Any) -> dict[str, Any]:
     parameters = list(model.parameters())
     return {
         "class": type(model).__name__,
-        "name": getattr(getattr(model, "config", None), "_name_or_path", "") or None,
+        "name": _public_name(getattr(getattr(model, "config", None), "_name_or_path", "")),
         "parameters": sum(p.numel() for p in parameters),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
     }
+
+
+def _public_name(name: str) -> str | None:
+    """A model's name; of a folder on this machine the last part, since a certificate is handed over."""
+    return Path(name).name if os.path.isabs(name) or os.path.isdir(name) else name or None
 
 
 @functools.lru_cache(maxsize=1)

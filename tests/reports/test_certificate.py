@@ -4,8 +4,10 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from recorded import DATA, DELTA, mechanism, record, writing
 
 from dp_transformers import compute_epsilon
@@ -47,6 +49,24 @@ def test_an_honest_run(tmp_path):
     assert run["software"]["torch"] == "2.13.0" and run["also_released"][0]["covered"] is False
     size, digest = Ledger(tmp_path).digest()
     assert said["ledger"] == {"file": LEDGER_NAME, "lines": 21, "unchained_lines": 0, "bytes": size, "sha256": digest}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", None),
+        ("org/model", "org/model"),
+        ("/home/ann/models/MiniLM", "MiniLM"),
+        ("/home/ann/models/MiniLM/", "MiniLM"),
+        ("models/MiniLM", "MiniLM"),
+    ],
+)
+def test_a_model_of_a_folder_is_named_without_where_it_lies(tmp_path, monkeypatch, name, said):
+    (tmp_path / "models" / "MiniLM").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(_name_or_path=name)
+    assert certificate.describe_model(model)["name"] == said
 
 
 def test_two_runs_in_one_folder_add_up(tmp_path):
