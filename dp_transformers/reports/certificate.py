@@ -236,6 +236,9 @@ def write_or_warn(folder: str | os.PathLike, **options: Any) -> None:
         logger.warning("%s was not written in '%s': %s", CERTIFICATE_NAME, folder, error)
 
 
+_OF_LEDGER = {"lines": int, "bytes": int, "sha256": str}
+
+
 def read(folder: str | os.PathLike) -> dict[str, Any]:
     """The certificate in a folder.
 
@@ -246,7 +249,9 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
         schema, version = content["schema"], content["version"]
-        content["delta"], content["total"]["epsilon"], content["ledger"]["sha256"], unfinished_draws(content)
+        content["delta"], content["total"]["epsilon"], unfinished_draws(content)
+        if not all(isinstance(content["ledger"][name], kind) for name, kind in _OF_LEDGER.items()):
+            raise TypeError(f"'ledger' must hold {', '.join(_OF_LEDGER)}")
     except FileNotFoundError:
         raise CertificateError(
             f"'{path}' is missing: the training was killed before it was written, or it was taken away. Let the "

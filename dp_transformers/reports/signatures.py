@@ -31,11 +31,13 @@ def new_key(path: str | os.PathLike) -> str:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     try:
+        if not Path(path).parent.exists():
+            Path(path).parent.mkdir(mode=0o700, parents=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(pem)
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+    except (NotADirectoryError, PermissionError) as error:
         raise SignatureError(
-            f"the key '{path}' cannot be written ({error.strerror}): name a file in a folder that is there and yours."
+            f"the key '{path}' cannot be written ({error.strerror}): name a new file in a folder of yours."
         ) from error
     return _public(key)
 

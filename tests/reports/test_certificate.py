@@ -322,6 +322,14 @@ def test_what_is_no_certificate(tmp_path, text):
         read(tmp_path)
 
 
+@pytest.mark.parametrize("ledger", [{}, {"lines": "3", "bytes": 10, "sha256": ""}, {"lines": 3, "sha256": ""}])
+def test_a_certificate_that_does_not_say_which_ledger_it_is_of(tmp_path, ledger):
+    record(tmp_path)
+    rewrite(tmp_path, lambda c: c.update(ledger=ledger))
+    with pytest.raises(CertificateError, match="is no certificate"):
+        read(tmp_path)
+
+
 def test_a_certificate_of_a_later_release(tmp_path):
     record(tmp_path)
     rewrite(tmp_path, lambda c: c.update(version=2))

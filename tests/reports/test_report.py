@@ -242,8 +242,9 @@ def test_wrong_folders(tmp_path):
     assert result.exit_code == 2 and "these folders in it do: run-1" in result.stderr
     result = run(tmp_path / "run-1" / CERTIFICATE_NAME)
     assert result.exit_code == 2 and "is a file" in result.stderr
-    result = run(tmp_path / "run-1", "--sign", tmp_path / "nowhere" / "key.pem")
-    assert result.exit_code == 2 and "name a file in a folder that is there" in result.stderr
+    result = run(tmp_path / "run-1", "--sign", tmp_path / "run-1" / CERTIFICATE_NAME / "key.pem")
+    assert result.exit_code == 2 and "name a new file in a folder of yours" in result.stderr
+    assert run(tmp_path / "run-1", "--sign", tmp_path / "new" / "key.pem").exit_code == 0
 
 
 def test_nothing_that_a_training_says_gets_into_the_page_as_html(tmp_path):
