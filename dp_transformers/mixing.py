@@ -40,7 +40,16 @@ def refuse_mixed(
 def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], None], who: str) -> None:
     def made(part: list[Any], purpose: str = "mixing") -> dict[str, torch.Tensor]:
         reseed(purpose)
-        return _tensors(collate(copy.deepcopy(part)))
+        try:
+            return _tensors(collate(copy.deepcopy(part)))
+        except ValueError:  # says itself what is wrong
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"the {who} raised {type(error).__name__} ({error}) when it was called again with an example of the "
+                "draw left out or there twice, as is done to see that each row is made of its own example. Let it "
+                "make one row of every example that it is given, whatever the others are."
+            ) from error
 
     batch, without_first = made(whole), made(whole[1:])
     if not _agree(batch, made(whole)):

@@ -208,7 +208,15 @@ def own_class(examples):
     return Batch(one_weight(torch.stack(rows)), torch.tensor(labels))
 
 
+def all_different(examples):
+    rows, labels = columns(examples)
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows), "duplicate example"
+    return stacked(rows, labels)
+
+
 REFUSED = {
+    "asserts that examples differ": (all_different, examples_of_numbers,
+                                     r"(?s)raised AssertionError \(duplicate example.*was called again.*one row of every"),
     "an object of its own class": (own_class, examples_of_numbers, "mixes examples: 'x' of a row"),
     "the row before": (collator(lambda x: x + torch.cat([x[:1] * 0, x[:-1]])), examples_of_numbers, "mixes examples"),
     "the first row in all": (collator(lambda x: torch.cat([x, x[:1].expand_as(x)], 1)), examples_of_numbers, "mixes examples"),
