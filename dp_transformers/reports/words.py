@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from decimal import ROUND_CEILING, Context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .attack import PrivacyCurve, ceilings
+if TYPE_CHECKING:
+    from .attack import PrivacyCurve
 
 # what neighbouring data sets differ by
 CHANGES = {
@@ -79,6 +80,8 @@ def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str
     ]
     if certificate["private"] is None:
         return rows
+    from .attack import ceilings  # NumPy comes with it, and the command line rounds without
+
     detections = ceilings(curve).items()
     return rows + [
         (f"Largest detection rate of one row at {percent(a)} false alarms", percent(d)) for a, d in detections
