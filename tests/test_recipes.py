@@ -70,9 +70,11 @@ def run_or_say_where_it_hangs(words, env, timeout):
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         launched = psutil.Process(process.pid)
-        for each in [*launched.children(recursive=True), launched]:  # a launcher's workers have sessions of their own
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(signal.SIGABRT)
+        processes = [launched, *launched.children(recursive=True)]  # a launcher's workers have sessions of their own
+        for each_signal in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):  # stopped: nobody sees another one die
+            for each in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(each_signal)
         stdout, stderr = process.communicate()
         pytest.fail(f"{words} did not end within {timeout} s:\n{stdout[-2000:]}\n{stderr[-20000:]}")
     return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
