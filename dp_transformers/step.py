@@ -138,6 +138,7 @@ class PrivateStep:
         self._require_next(draw)
         self.number = draw.step
         self.gradients.begin_draw()
+        self.clipper.begin_draw()
         batches, clipper = list(draw.batches), self.clipper
         rounds = max(
             self._at_least,
@@ -275,6 +276,7 @@ class PrivateStep:
         """
         clipper, given, clipping = self.clipper, self.given, self.run.mechanism.clipping.at(self.number)
         clipper.require_same_parameters()
+        clipper.require_same_weights()
         self._require_no_gap()
         if (
             given is not None

@@ -199,6 +199,14 @@ class PerExampleClipper:
             )
             self.checked = False
 
+    def begin_draw(self) -> None:
+        """Frozen weights may have been written since the last draw, and from now on not before the next one."""
+        self._engine.state.begin_draw()
+
+    def require_same_weights(self) -> None:
+        """Raise ValueError if a forward or backward pass of this draw wrote to a frozen weight."""
+        self._engine.state.require_same_weights()
+
     def require_same_parameters(self) -> None:
         """Raise ValueError if other parameters are trainable than when the clipper was attached."""
         if not self._engine.is_attached:

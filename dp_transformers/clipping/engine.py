@@ -191,6 +191,8 @@ class ClippingEngine:
         if not self._on_trial:
             self._before_forward(args, kwargs)
         batch = None if loop is None else loop.current_batch()
+        if loop is None:
+            self.state.begin_draw()
         if loop is None or batch is not None:
             self.state.before_forward()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
@@ -311,6 +313,8 @@ class ClippingEngine:
     def end_sum(self) -> None:
         try:
             self.state.require_unchanged()
+            if self._loop_in_charge is None:
+                self.state.require_same_weights()
         except ValueError:
             self.trainable.drop_gradients()
             raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +27,11 @@ from .errors import warn_once
 
 logger = logging.getLogger(__name__)
 
-_SMALL = 2**16  # numbers of a buffer up to which its content is kept; of larger ones a sum of its bits
+_SMALL = 2**16  # numbers of a tensor up to which its content is kept; of larger ones a sum of its bits
 _DEPTH = 4  # of containers and objects in attributes
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
+_Contents = list[tuple[str, torch.Tensor, torch.Tensor]]  # names, tensors, and their content or a sum of it
 
 
 class ModelState:
@@ -46,6 +48,7 @@ class ModelState:
         self._noted = False
         self.paused = False  # while a check runs the model, which compares for itself
         self._switches: list[Any] | None = None
+        self._weights: _Contents | None = None  # the large frozen parameters, as the draw found them
         self._record()
 
     @property
@@ -63,6 +66,19 @@ class ModelState:
             self._record()
         self._trained_versions = [p._version for p in self._trained]
         self._noted = True
+        if self._weights is None:
+            self._weights = _contents(self._large_weights)
+
+    def begin_draw(self) -> None:
+        """Note large frozen parameters anew at the next forward pass. What was written between draws is the user's own
+        doing."""
+        self._weights = None
+
+    def require_same_weights(self) -> None:
+        """Raise ValueError if a large frozen parameter holds something else than at the first forward pass of the
+        draw. It is asked once a draw, since it reads them all."""
+        weights, self._weights = self._weights, None
+        _refuse(_rewritten(weights or []))
 
     def runs_otherwise(self) -> bool:
         """Returns True if the model may compute otherwise than when this was asked last: a class, method, hook, word
@@ -85,14 +101,7 @@ class ModelState:
         names = {id(p): name for name, p in self.model.named_parameters()}
         changed = [names.get(id(p), "a parameter") for p in rewritten] + self._settle()
         self._record()
-        if changed:
-            others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
-            raise ValueError(
-                f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the "
-                "optimizer: it would carry private data to later batches without clipping and noise. Set a rope_type "
-                "other than 'dynamic' or attention_type='original_full', or switch off the running statistics, "
-                "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step()."
-            )
+        _refuse(changed)
 
     @contextmanager
     def during_check(self) -> Iterator[None]:
@@ -127,21 +136,21 @@ class ModelState:
         named = [
             (place.name_of(key), value)
             for place, before in zip(self._places, self._before, strict=True)
-            if isinstance(before, dict) and not place.holds_buffers
-            for key, value in before.items()
+            if not place.holds_buffers
+            for key, value in _entries(before)
         ]
-        watched = [*self.model.named_buffers(), *named]
-        self._plain = [
-            (name, t) for name, t in watched if type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta
-        ]
-        self._small_arrays = [(name, a) for name, a in named if isinstance(a, np.ndarray) and a.size <= _SMALL]
+        watched = {id(t): (name, t) for name, t in [*named, *self.model.named_buffers()] if _has_plain_content(t)}
+        large = {i for i, (_, t) in watched.items() if isinstance(t, nn.Parameter) and t.numel() > _SMALL}
+        self._plain = [each for i, each in watched.items() if i not in large]
+        self._large_weights = [each for i, each in watched.items() if i in large]
+        self._named_arrays = [(name, a) for name, a in named if isinstance(a, np.ndarray) and not a.dtype.hasobject]
         self._note_contents()
         self._trained = [p for p in self.model.parameters() if p.requires_grad] if self._watch_parameters else []
         self._trained_versions = [p._version for p in self._trained]
 
     def _note_contents(self) -> None:
-        self._contents = [(name, t, _content(t)) for name, t in self._plain]
-        self._arrays = [(name, a, a.copy()) for name, a in self._small_arrays]
+        self._contents = _contents(self._plain)
+        self._arrays = [(name, a, _content_of_array(a)) for name, a in self._named_arrays]
 
     def _frozen(self) -> Iterator[torch.Tensor]:
         yield from self.model.buffers()
@@ -161,13 +170,10 @@ class ModelState:
         )
 
     def _rewritten_buffers(self) -> list[str]:
-        """Tensors whose content is another one, although they are the same; ``.data`` and batch normalisation write
-        without a trace."""
-        changed = [name for name, array, content in self._arrays if not np.array_equal(array, content)]
-        same = [((now := _content(t)) == content).logical_or_(now != now).all() for _, t, content in self._contents]
-        if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):
-            return changed
-        return changed + [name for (name, *_), is_same in zip(self._contents, same, strict=True) if not is_same]
+        """Tensors and arrays whose content is another one, although they are the same; ``.data``, NumPy and batch
+        normalisation write without a trace."""
+        changed = [name for name, a, content in self._arrays if _content_of_array(a).tobytes() != content.tobytes()]
+        return changed + _rewritten(self._contents)
 
     # ---- what changed ----
 
@@ -186,8 +192,7 @@ class ModelState:
             (name, t) for named in (self.model.named_buffers(), self.model.named_parameters()) for name, t in named
         ]
         for place, before in zip(self._places, self._before, strict=True):
-            if isinstance(before, dict):
-                names += [(place.name_of(key), value) for key, value in before.items()]
+            names += [(place.name_of(key), value) for key, value in _entries(before)]
         return [name for name, t in names if id(t) in written] + self._rewritten_buffers()
 
 
@@ -221,8 +226,7 @@ def _attributes(path: str, holder: Any, seen: set[int], depth: int) -> Iterator[
         return
     seen.add(id(holder))
     yield _Place(path, holder)
-    items = holder.items() if isinstance(holder, dict) else enumerate(holder)
-    for key, value in list(items)[:_WIDTH] if depth else ():
+    for key, value in list(_entries(holder))[:_WIDTH] if depth else ():
         inside = value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value) if _has_attributes(value) else None
         if inside is not None and key not in _INTERNAL:
             # objects that hold objects lead anywhere, to a trainer's own counters at last
@@ -243,11 +247,48 @@ def _has_attributes(value: Any) -> bool:
     )
 
 
+def _has_plain_content(t: Any) -> bool:
+    """Returns True for a tensor that nothing but a forward pass would write. The optimizer writes what is trained."""
+    if type(t) not in (torch.Tensor, nn.Parameter) or (isinstance(t, nn.Parameter) and t.requires_grad):
+        return False
+    return t.layout == torch.strided and not t.is_meta
+
+
+def _contents(named: Iterable[tuple[str, torch.Tensor]]) -> _Contents:
+    return [(name, t, _content(t)) for name, t in named]
+
+
+def _rewritten(contents: _Contents) -> list[str]:
+    """The names of those whose content is another one, with one look for all of them, which may wait for a device."""
+    same = [((now := _content(t)) == content).logical_or_(now != now).all() for _, t, content in contents]
+    if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):
+        return []
+    return [name for (name, *_), is_same in zip(contents, same, strict=True) if not is_same]
+
+
+def _refuse(changed: list[str]) -> None:
+    """Raise ValueError that names what a batch changed, if anything."""
+    if changed:
+        others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
+        raise ValueError(
+            f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the "
+            "optimizer: it would carry private data to later batches without clipping and noise. Set a rope_type "
+            "other than 'dynamic' or attention_type='original_full', or switch off the running statistics, "
+            "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step()."
+        )
+
+
 def _content(t: torch.Tensor) -> torch.Tensor:
     t = t.detach()
     if t.numel() <= _SMALL or t.storage_offset() * t.element_size() % 8:
         return t.clone()
-    return t.reshape(-1).view(torch.uint8)[: t.numel() * t.element_size() // 8 * 8].view(torch.int64).sum()
+    in_bytes = t.reshape(-1).view(torch.uint8)
+    whole = len(in_bytes) // 8 * 8
+    return in_bytes[:whole].view(torch.int64).sum() + in_bytes[whole:].sum()
+
+
+def _content_of_array(a: np.ndarray) -> np.ndarray:
+    return a.copy() if a.size <= _SMALL else np.asarray(zlib.crc32(a.tobytes()))
 
 
 def _structure(module: nn.Module) -> tuple[type, int]:
@@ -269,7 +310,7 @@ def _switches(model: nn.Module) -> list[Any]:
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_WIDTH = 256  # entries of a container that are looked into
+_WIDTH = 4096  # entries of a container that are looked into
 
 
 def _is_ours(hook: Any) -> bool:
@@ -279,6 +320,10 @@ def _is_ours(hook: Any) -> bool:
 
 def _values(holder: Any) -> Iterable[Any]:
     return holder.values() if isinstance(holder, dict) else holder
+
+
+def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
+    return holder.items() if isinstance(holder, dict) else enumerate(holder)
 
 
 def _ids(holders: Iterable[Any]) -> list[int]:

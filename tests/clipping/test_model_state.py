@@ -25,6 +25,8 @@ class Base(nn.Module):
             [0, {"inner": type("Inner", (), {"__module__": "user"})()}],
         )
         self.deep[1]["inner"].kind = "sparse"
+        self.large, self.large_array = nn.Parameter(torch.zeros(70_001), requires_grad=False), np.zeros(70_000)
+        self.listed, self.many = [torch.zeros(3), np.zeros(3)], {k: [0.0] for k in range(1000)}
 
     def forward(self, x):
         self.change(x)
@@ -50,6 +52,13 @@ REFUSED = {
     "scale": lambda self, x: self.scale.detach().add_(0.1),
     "scale ": lambda self, x: setattr(self, "scale", nn.Parameter(self.scale + 0.1, requires_grad=False)),
     "options.kind": lambda self, x: self.options.update(kind="full"),
+    "scale  ": lambda self, x: self.scale.data.add_(x.detach().mean(0)),
+    "large": lambda self, x: self.large.data[:3].copy_(x.detach().mean(0)),
+    "large ": lambda self, x: self.large.data[70_000:].copy_(x.detach().mean()),
+    "large_array": lambda self, x: self.large_array.__setitem__(69_999, 1.0),
+    "listed.0": lambda self, x: self.listed[0].data.add_(x.detach().mean(0)),
+    "listed.1": lambda self, x: self.listed[1].__setitem__(0, float(x.detach().mean())),
+    "many.999": lambda self, x: self.many[999].__setitem__(0, float(x.detach().mean())),
 }
 
 
@@ -157,6 +166,55 @@ def test_a_model_that_was_changed_is_checked_again(how):
         model.switch = True
     with pytest.raises(ValueError):
         model(x)
+
+
+def test_a_large_frozen_weight_that_a_batch_wrote_is_not_released():
+    """Its content is looked at once a draw, whatever physical batch wrote it."""
+
+    class Writes(Base):
+        def change(self, x):
+            if len(x) == 1:  # the last one of three
+                self.large.data[:3].copy_(x.detach().mean(0))
+
+    model = Writes()
+    engine = PrivacyEngine()
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(7, 3)), 7)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        max_physical_batch_size=3,
+    )
+    before = model.layer.weight.clone()
+    with pytest.raises(ValueError, match=r"'large' of the model changed .* would carry private data to later batches"):
+        for (x,) in loader:
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+    assert model.layer.weight.equal(before)
+
+
+def test_frozen_weights_may_be_written_between_draws():
+    """Such as those of a teacher, who follows the model that is trained."""
+    model = Base()
+    engine = PrivacyEngine()
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(TensorDataset(torch.randn(7, 3)), 7),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for _ in range(3):
+        for (x,) in loader:
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+            for p in (model.large, model.scale):
+                p.data.mul_(0.9).add_(0.1)
+    assert engine.privacy_spent(1e-2).steps == 3
 
 
 def test_nothing_is_found_where_nothing_changed():
