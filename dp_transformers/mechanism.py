@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .accounting.arguments import ACCOUNTANTS
-from .accounting.calibration import most_steps, smallest_noise
+from .accounting.calibration import largest_within, smallest_noise
 from .accounting.events import event_epsilon, unsupported
 from .clipping.clipping_functions import ClippingFunction
 from .noise import Noise
@@ -264,16 +264,17 @@ class Mechanism:
         executed: Iterable[Steps] = (),
         first_step: int = 0,
         accountant: str = "pld",
+        guess: int | None = None,
     ) -> int:
         """How many more steps from ``first_step`` on, at most ``limit``, stay within the target, for all rows of one
-        person."""
+        person. A ``guess`` makes it fast where the limit is far away."""
         executed, rows = list(executed), self.unit.max_examples_per_person
 
-        def fits(steps: int) -> bool:
+        def epsilon_after(steps: int) -> float:
             segments = [*executed, self.planned(first_step, steps)]
-            return self.epsilon(delta, accountant=accountant, executed=segments, rows=rows) <= target_epsilon
+            return self.epsilon(delta, accountant=accountant, executed=segments, rows=rows)
 
-        return most_steps(fits, limit)
+        return largest_within(epsilon_after, target_epsilon, limit, guess=guess)
 
     # ---- JSON ----
 

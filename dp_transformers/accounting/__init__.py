@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 
 from .arguments import ACCOUNTANTS, check_accountant, check_count, check_delta, check_epsilon, check_noise, check_rate
-from .calibration import calibrate_noise_multiplier, most_steps
+from .calibration import calibrate_noise_multiplier, largest_within
 from .events import event_epsilon
 from .gaussian import GaussianStep, Phase, epsilon_of_phases, group_epsilon
 
@@ -117,9 +117,9 @@ class PrivacyAccountant:
         target, delta = check_epsilon("target_epsilon", target_epsilon), check_delta("delta", delta)
         mechanism, limit = (check_noise(noise_multiplier), check_rate(sample_rate)), check_count("limit", limit)
 
-        def fits(k: int) -> bool:
+        def epsilon_after(k: int) -> float:
             after = self._counts + Counter({mechanism: k})
             phases = [(sigma, q, n) for (sigma, q), n in after.items()]
-            return epsilon_of_phases(phases, delta, self.accountant) <= target
+            return epsilon_of_phases(phases, delta, self.accountant)
 
-        return most_steps(fits, limit)
+        return largest_within(epsilon_after, target, limit)

@@ -71,7 +71,7 @@ def smallest_noise(
     def excess(sigma: float) -> float:  # log(ε / target): decreasing in σ, nearly linear in log σ
         return math.log(min(max(epsilon_of(sigma) / target, 1e-3), 1e9))
 
-    sigma = _decreasing_root(excess, rows * _guess_noise_multiplier(target, delta, sample_rate, steps))
+    sigma = _decreasing_root(excess, rows * guess_noise_multiplier(target, delta, sample_rate, steps))
     if sigma is None:
         of_a_person = f", {rows} rows of one person" if rows > 1 else ""
         raise ValueError(
@@ -85,23 +85,54 @@ def smallest_noise(
     return sigma
 
 
-def most_steps(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest k <= `limit` with `fits(k)`, which no larger k does once one does not; 0 if none does."""
-    if fits(limit):
-        return limit
-    low, high = 0, limit  # low fits or is 0, high does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+def largest_within(epsilon_of: Callable[[int], float], target: float, limit: int, *, guess: int | None = None) -> int:
+    """The largest k <= `limit` with `epsilon_of(k)` <= `target`, which no larger k meets once one does not; 0 if none
+    does. It evaluates `limit` first, or else the guess.
+
+    log ε is nearly linear in log k, so regula falsi brackets the answer; it bisects every third time.
+    """
+    low, high, at_low, at_high = 0, limit + 1, math.nan, math.nan
+    k, count = min(max(guess or limit, 1), limit), 0
+    while True:
+        excess = math.log(min(max(epsilon_of(k) / target, 1e-9), 1e9))
+        if excess <= 0:
+            low, at_low = k, excess
+        else:
+            high, at_high = k, excess
+        if high - low <= 1:
+            return low
+        count += 1
+        if count % 3 == 0:
+            x = math.sqrt(max(low, 1) * high)
+        elif low > 0 and high <= limit:
+            x = low * (high / low) ** (at_low / (at_low - at_high))
+        else:  # ε grows at least as fast as the root of k, where it grows
+            x = k * math.exp(-2 * excess)
+        k = min(max(int(x), low + 1), high - 1)
 
 
-def _guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int) -> float:
-    """σ of a run whose privacy loss is normal with variance μ² = steps · log(1 + q²(e^{1/σ²} - 1)) and mean μ²/2."""
+def guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int, rows: int = 1) -> float:
+    """σ of a run whose privacy loss is normal with variance μ² and mean μ²/2, where μ² = steps · log(1 + χ²(σ)) and
+    χ² is that of one step: j of the rows take part with the probabilities of Binomial(rows, q)."""
     z = math.sqrt(-2 * math.log(delta))
     mu = 2 * epsilon / (z + math.sqrt(z * z + 2 * epsilon))  # μ²/2 + z·μ = ε
-    sigma = math.log1p(math.expm1(min(max(mu * mu / steps, 1e-18), 700.0)) / round_rate_up(q) ** 2) ** -0.5
-    return min(max(sigma, 2 * MIN_NOISE_MULTIPLIER), MAX_NOISE_MULTIPLIER / 2)
+    per_step, q = min(max(mu * mu / steps, 1e-18), 700.0), round_rate_up(q)
+    if rows == 1:
+        sigma = math.log1p(math.expm1(per_step) / q**2) ** -0.5
+        return min(max(sigma, 2 * MIN_NOISE_MULTIPLIER), MAX_NOISE_MULTIPLIER / 2)
+    low, high = 2 * MIN_NOISE_MULTIPLIER, MAX_NOISE_MULTIPLIER / 2
+    while high / low > 1.001:
+        sigma = math.sqrt(low * high)
+        low, high = (sigma, high) if _log_chi_square(sigma, q, rows) > per_step else (low, sigma)
+    return high
+
+
+def _log_chi_square(sigma: float, q: float, rows: int) -> float:
+    """log(1 + χ²) = log E[exp(i·j/σ²)] of independent i, j ~ Binomial(rows, q), or what exceeds any run's."""
+    if rows * rows / sigma**2 > 700:
+        return math.inf
+    inner = (math.comb(rows, j) * q**j * (1 - q) ** (rows - j) for j in range(rows + 1))
+    return math.log(sum(p * (1 - q + q * math.exp(j / sigma**2)) ** rows for j, p in enumerate(inner)))
 
 
 def _decreasing_root(excess: Callable[[float], float], guess: float) -> float | None:

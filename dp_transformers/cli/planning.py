@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from .. import FlatClipping, IndependentNoise, Mechanism, PoissonSampling, PrivacyUnit
+from ..accounting.calibration import guess_noise_multiplier, largest_within
 
 MOST_STEPS = 10**6
 
@@ -51,6 +52,12 @@ class Setting:
         """Epsilon for so many rows together; default: those that one person may have."""
         rows = self.max_examples_per_person if rows is None else rows
         return self.mechanism(sigma, batch, steps).epsilon(self.delta, accountant=self.accountant, rows=rows)
+
+    def guess_sigma(self, epsilon: float, batch: float, steps: int) -> float:
+        """About the sigma that meets epsilon, in no time."""
+        return guess_noise_multiplier(
+            epsilon, self.delta, batch / self.examples, steps, rows=self.max_examples_per_person
+        )
 
     def steps_of(self, epochs: float, batch: int) -> int:
         """The steps of so many passes over the data, as DPTrainer counts them."""
@@ -157,8 +164,9 @@ def _least_sigma(setting: Setting, epsilon: float, batch: int, steps: int) -> fl
 
 
 def _most_steps(setting: Setting, epsilon: float, sigma: float, batch: int) -> int:
+    guess = bisect_right(range(1, MOST_STEPS), sigma, key=lambda steps: setting.guess_sigma(epsilon, batch, steps))
     steps = setting.mechanism(sigma, batch, 1).affordable_steps(
-        target_epsilon=epsilon, delta=setting.delta, limit=MOST_STEPS, accountant=setting.accountant
+        target_epsilon=epsilon, delta=setting.delta, limit=MOST_STEPS, accountant=setting.accountant, guess=guess
     )
     if steps == 0:
         _refuse("not one step", epsilon, setting.epsilon(sigma, batch, 1), "a smaller --batch")
@@ -167,11 +175,18 @@ def _most_steps(setting: Setting, epsilon: float, sigma: float, batch: int) -> i
 
 def _largest_batch(setting: Setting, epsilon: float, training: Callable[[int], tuple[float, int, int]]) -> int:
     """The largest batch whose training, of (sigma, batch, steps), stays within epsilon."""
-    batch = bisect_right(range(1, setting.examples + 1), epsilon, key=lambda batch: setting.epsilon(*training(batch)))
+    sizes = range(1, setting.examples + 1)
+    guess = bisect_right(sizes, 0, key=lambda batch: _guess_excess(setting, epsilon, *training(batch)))
+    batch = largest_within(lambda batch: setting.epsilon(*training(batch)), epsilon, len(sizes), guess=guess)
     if batch == 0:
         spent = setting.epsilon(*training(1))
         _refuse("not even a batch of one example", epsilon, spent, "fewer steps or epochs")
     return batch
+
+
+def _guess_excess(setting: Setting, epsilon: float, sigma: float, batch: int, steps: int) -> float:
+    """About how much sigma lacks to meet epsilon."""
+    return setting.guess_sigma(epsilon, batch, steps) - sigma
 
 
 def _refuse(what: str, epsilon: float, spent: float, way_out: str) -> NoReturn:
