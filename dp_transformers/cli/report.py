@@ -51,7 +51,8 @@ def report(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
-        _print(found, write(found, out or run_dirs[0]))
+        _print(found)  # the answer first: to draw takes longer than to compute
+        typer.echo("\n" + "\n".join(f"wrote {path}" for path in write(found, out or run_dirs[0])))
     if found.faults or found.not_signed:
         raise typer.Exit(1)
 
@@ -82,7 +83,7 @@ def _sign(run_dirs: list[Path], key: Path) -> None:
             typer.echo(f"signed the certificate in '{run_dir}': public key {sign(run_dir, key)}", err=True)
 
 
-def _print(found: Report, written: list[Path]) -> None:
+def _print(found: Report) -> None:
     for fault in found.faults:
         typer.echo(f"DISAGREES: {fault}", err=True)
     for sentence in found.not_signed:
@@ -98,7 +99,6 @@ def _print(found: Report, written: list[Path]) -> None:
             f"\n{found.unchained_lines} lines of the ledger are of an earlier release, which did not chain them: a "
             "change in them would not show."
         )
-    typer.echo("\n" + "\n".join(f"wrote {path}" for path in written))
 
 
 def _print_table(found: Report) -> None:
