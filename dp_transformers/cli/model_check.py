@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -192,7 +193,7 @@ def _peak_bytes(once: Callable[[], Any]) -> int:
         torch.cuda.reset_peak_memory_stats()
         once()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         once()  # no gradient is left from before, whose end alone would be seen
     now = peak = 0
     events: Any = recorded.profiler.kineto_results.events()  # pyrefly: ignore[missing-attribute]
@@ -200,6 +201,20 @@ def _peak_bytes(once: Callable[[], Any]) -> int:
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """torch's profiler writes lines of its own there, past Python."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _covered(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str, Any]]:

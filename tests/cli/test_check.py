@@ -51,12 +51,13 @@ def check(capsys, *words, code=0):
         main(["check", *map(str, words), "--json"])
     said = capsys.readouterr()
     assert (stopped.value.code or 0) == code, said.err
+    assert "profiler" not in said.err
     return json.loads(said.out)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_all_parameters_are_covered_and_exact_in_every_mode(name, folder, capsys):
-    found = check(capsys, folder(name), "--examples", 3, "--tokens", 8)
+def test_all_parameters_are_covered_and_exact_in_every_mode(name, folder, capfd):
+    found = check(capfd, folder(name), "--examples", 3, "--tokens", 8)
     model = MODELS[name]()
     assert found["can_be_trained_privately"] is True
     assert found["name"] == type(model).__name__
