@@ -8,7 +8,7 @@ noise has to cover.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +110,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 def split(batch: Any) -> tuple[tuple, dict, torch.Tensor]:
     """What the model is given, and the labels: the last of a tuple, or of this name."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return (), {name: x for name, x in batch.items() if name != "labels"}, batch["labels"]
     return tuple(batch[:-1]), {}, batch[-1]
 
