@@ -313,6 +313,47 @@ def test_dropout_follows_no_seed_that_is_known(loop):
     assert not torch.equal(*runs) and not torch.equal(runs[0], known) and not torch.equal(runs[1], known)
 
 
+class OnDevice(Scores):
+    """Notes the seed that devices have when it runs on a batch of the data, where the first number is 7."""
+
+    def forward(self, x):
+        if (x[:, 0] == 7).all():
+            SEEN.append(OF_DEVICES[-1])
+        return super().forward(x)
+
+
+OF_DEVICES = []
+
+
+def seed_devices():
+    torch.cuda.manual_seed_all(0)
+
+
+@both_loops
+def test_a_seed_of_the_devices_does_not_matter(loop, monkeypatch):
+    """Torch's own seed does not tell whether somebody called ``torch.cuda.manual_seed``."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", OF_DEVICES.append)
+    rows = [{**row, "x": torch.cat([torch.tensor([7.0]), row["x"][1:]])} for row in points(6)]
+    runs = []
+    for _ in range(2):
+        SEEN.clear()
+        seed_devices()
+        task = Task(
+            OnDevice,
+            rows,
+            None,
+            mean_cross_entropy,
+            seed=None,
+            steps=2,
+            callbacks=[Seeding(seed_devices)],
+            before_forward=seed_devices,
+        )
+        train(loop, task)
+        runs.append(set(SEEN))
+    assert len(SEEN) >= 4 and not runs[0] & runs[1] and 0 not in runs[0] | runs[1]
+
+
 def seed_numpy_of_worker(worker_id):
     np.random.seed(42 + worker_id)
 
