@@ -644,6 +644,26 @@ def test_models_that_read_the_padding(loop, collate, model):
         moves(loop, task, 0)
 
 
+class ReadsALittle(nn.Module):
+    """The mean over a text's own positions, and 3 percent of that over all."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 12), nn.Linear(12, 3)
+
+    def forward(self, input_ids, attention_mask):
+        x, mask = self.embedding(input_ids), attention_mask[..., None].float()
+        return self.head((x * mask).sum(1) / mask.sum(1) + 0.03 * x.mean(1))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_that_reads_the_padding_by_less_than_bf16_tells_apart(bf16):
+    """Trained in bf16 it is looked at in float32."""
+    task = Task(ReadsALittle, texts([40, *range(4, 14)]), None, mean_cross_entropy, arguments={"bf16": bf16})
+    with pytest.raises(ValueError, match=r"padded on the right to the length of a longer one"):
+        moves("trainer", task, 0)
+
+
 # ---- models and losses of one's own ----
 
 
@@ -680,8 +700,8 @@ def test_a_norm_that_clamps_large_input(loop, mode):
 
 
 class Sorting(nn.Module):
-    """Sorts its rows by length to pack them, and does not put the states back as they were: ``h[order]`` for
-    ``h[order.argsort()]``."""
+    """Sorts its rows by length to pack them, and puts the states back: row i of what the LSTM is given is another
+    example's."""
 
     def __init__(self):
         super().__init__()

@@ -569,6 +569,24 @@ def test_a_run_that_is_not_private_says_so_everywhere(tmp_path, changes, reason)
     assert any(line.get("private") is False and reason in str(line) for line in lines)
 
 
+def test_the_start_says_what_is_protected(tmp_path, caplog):
+    """One row, whoever it is of; all rows of a person are hidden by less, or by more noise."""
+
+    def spent(**changes):
+        trainer = DPTrainer(
+            seeded(bert), dp_arguments(tmp_path, **changes), lambda rows: padded(rows, "right"), texts([8] * 12)
+        )
+        trainer.train()
+        return trainer.privacy_spent()
+
+    spent()
+    assert "protects: one row of train_dataset (N = 12)" in caplog.text
+    assert "A person with k rows is hidden less" in caplog.text
+    of_two = spent(max_examples_per_person=2)
+    assert "All rows of one person, 2 at most, are hidden together" in caplog.text
+    assert of_two.epsilon < 4 < of_two.epsilon_per_person <= 5
+
+
 @pytest.mark.parametrize("log_train_loss", [False, True])
 def test_metrics_of_training_have_epsilon(tmp_path, log_train_loss):
     """What save_metrics writes, with what it was spent for, and the epoch."""

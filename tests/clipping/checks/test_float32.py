@@ -19,8 +19,9 @@ class AttendsOverBatch(nn.Module):
 
     def __init__(self, swap=True, residual=False, width=32):
         super().__init__()
-        self.emb, self.fc, self.swap, self.residual = nn.Linear(8, width), nn.Linear(width, 4), swap, residual
+        self.emb, self.swap, self.residual = nn.Linear(8, width), swap, residual
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.fc = nn.Linear(width, 4)
 
     def forward(self, x):
         h = self.emb(x).transpose(0, 1) if self.swap else self.emb(x)
