@@ -428,6 +428,20 @@ def test_subclasses_that_take_over_the_step(tmp_path, cls, message):
         trainer_for(Task(bert, texts([8] * 12)), str(tmp_path), cls)
 
 
+@pytest.mark.parametrize(
+    "name", ["training_step", "compute_loss", "get_train_dataloader", "_inner_training_loop", "_clip_grad_norm"]
+)
+def test_methods_that_a_private_training_needs(tmp_path, name):
+    """Whatever an override does; this one calls what it overrides."""
+
+    def same(self, *args, **kwargs):
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    cls = type("Own", (DPTrainer,), {name: same})
+    with pytest.raises(ValueError, match=rf"(?s)Own overrides {name}, .*(Pass|Set|callback)"):
+        trainer_for(Task(bert, texts([8] * 12)), str(tmp_path), cls)
+
+
 @pytest.mark.parametrize("cls", [DPFirst, BetweenBases])
 def test_dp_trainer_first_in_the_order_of_bases(tmp_path, cls):
     """Then a base's own step is never called, and the training is private."""
