@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "AutomaticClipping": "clipping.clipping_functions",
     "BandedInverseNoise": "noise",
     "BandedNoise": "noise",
     "BufferedNoise": "noise",
@@ -20,7 +21,9 @@ _WHERE = {
     "IndependentNoise": "noise",
     "Mechanism": "mechanism",
     "ModuleValidator": "validation",
+    "NormalisedClipping": "clipping.clipping_functions",
     "PerExampleClipper": "clipping",
+    "PerSampleAdaptiveClipping": "clipping.clipping_functions",
     "PoissonSampling": "sampling",
     "PrivacyEngine": "privacy_engine",
     "PrivacySpent": "run",
@@ -33,6 +36,7 @@ _WHERE = {
     "register_norm_sampler": "clipping",
 }
 __all__ = [
+    "AutomaticClipping",
     "BandedInverseNoise",
     "BandedNoise",
     "BufferedNoise",
@@ -45,7 +49,9 @@ __all__ = [
     "IndependentNoise",
     "Mechanism",
     "ModuleValidator",
+    "NormalisedClipping",
     "PerExampleClipper",
+    "PerSampleAdaptiveClipping",
     "PoissonSampling",
     "PrivacyEngine",
     "PrivacySpent",
@@ -67,7 +73,12 @@ if TYPE_CHECKING:
         register_grad_sampler,
         register_norm_sampler,
     )
-    from .clipping.clipping_functions import FlatClipping
+    from .clipping.clipping_functions import (
+        AutomaticClipping,
+        FlatClipping,
+        NormalisedClipping,
+        PerSampleAdaptiveClipping,
+    )
     from .mechanism import Mechanism, PrivacyUnit
     from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
     from .privacy_engine import PrivacyEngine

@@ -76,7 +76,7 @@ def test_each_example_is_short_and_trains(page):
     kinds = [(s.mechanism.sampling.kind, s.mechanism.clipping.kind, s.mechanism.noise.kind) for s in page.spent]
     assert kinds == [
         ("poisson", "flat", "independent"),
-        ("poisson", "auto_s", "independent"),
+        ("poisson", "smooth", "independent"),
         ("truncated_poisson", "flat", "independent"),
         ("poisson", "flat", "falling"),
     ]
@@ -321,14 +321,14 @@ def test_a_wrong_rule_is_caught(page):
 def test_the_clipping_function_keeps_to_its_sensitivity(page):
     largest = torch.finfo(torch.float32).max
     norms_b = torch.cat([torch.tensor([0.0, 1e-38, largest]), torch.logspace(-12, 12, 1001)])
-    for bound, gamma in ((1.0, 0.01), (0.3, 1e-4), (7.0, 2.0)):
-        coefficients_b = page.AutomaticClipping(bound, gamma).coefficients(norms_b)
+    for bound in (1.0, 0.3, 7.0):
+        coefficients_b = page.SmoothClipping(bound).coefficients(norms_b)
         assert bool(((coefficients_b >= 0) & coefficients_b.isfinite()).all())
         assert float((coefficients_b * norms_b).max()) <= bound * (1 + 1e-6)
 
 
 def test_an_example_changes_the_clipped_sum_by_the_sensitivity_at_most(page):
-    clipping = page.AutomaticClipping(0.7)
+    clipping = page.SmoothClipping(0.7)
     model, x, y = nn.Linear(3, 2), torch.randn(20, 3) * torch.logspace(-4, 4, 20)[:, None], torch.arange(20) % 2
 
     def clipped_sum(rows):
@@ -342,7 +342,7 @@ def test_an_example_changes_the_clipped_sum_by_the_sensitivity_at_most(page):
         changes_b = torch.stack([(total - clipped_sum(torch.arange(20) != i)[0]).norm() for i in range(20)])
     assert norms_b.min() < 1e-2 < 1e2 < norms_b.max()
     assert float(changes_b.max()) <= clipping.sensitivity * (1 + 1e-5)
-    expected_b = 0.7 * norms_b / (norms_b + clipping.gamma)
+    expected_b = 0.7 * norms_b / norms_b.hypot(torch.tensor(0.7))
     assert torch.allclose(changes_b.float(), expected_b, rtol=1e-3, atol=1e-6)
 
 
@@ -411,7 +411,7 @@ def test_the_noise_has_the_deviation_that_is_accounted_for(page):
 
 @pytest.mark.parametrize("part", ["clipping", "noise"])  # a truncated draw: tests/test_mechanism_in_loops.py
 def test_each_part_trains_in_the_trainer(page, tmp_path, part):
-    own = {"clipping": page.AutomaticClipping(0.5), "noise": page.FallingNoise(2.0, 5)}
+    own = {"clipping": page.SmoothClipping(0.5), "noise": page.FallingNoise(2.0, 5)}
     mechanism = Mechanism(**{**page.parts, "sampling": page.PoissonSampling(40, 8), "steps": 6, part: own[part]})
     options = {
         "target_epsilon": None,
@@ -429,7 +429,7 @@ def test_each_part_trains_in_the_trainer(page, tmp_path, part):
 
 
 def test_each_part_is_calibrated(page):
-    for change in ({"noise": page.FallingNoise(2.0, 5)}, {"clipping": page.AutomaticClipping(0.5)}):
+    for change in ({"noise": page.FallingNoise(2.0, 5)}, {"clipping": page.SmoothClipping(0.5)}):
         mechanism = Mechanism(**{**page.parts, "steps": 3, **change})
         calibrated = mechanism.calibrated(target_epsilon=3.0, target_delta=1e-3, accountant="rdp")
         assert 2.9 < calibrated.epsilon(1e-3, accountant="rdp") <= 3.0

@@ -10,7 +10,7 @@ from models import CHECKPOINTING
 from transformers import HfArgumentParser
 
 from dp_transformers import DPTrainingArguments, calibrate_noise_multiplier
-from dp_transformers.clipping.clipping_functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import CLIPPING_FUNCTIONS, FlatClipping
 from dp_transformers.mechanism import Mechanism
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.sampling import PoissonSampling
@@ -53,6 +53,7 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ),
         ({"max_grad_norm": None}, "max_grad_norm must be a number, got None"),
         ({"expected_batch_size": 0}, "at least 1"),
+        ({"clipping": "per_layer"}, "choose one of ['flat', 'auto_s', 'normalised', 'dp_psac'], or give a mechanism"),
         ({"clipping_mode": "opacus"}, "choose 'auto' or one of"),
         ({"accountant": "gdp"}, "pld"),
         ({"sampling": "shuffle"}, "Leave it at 'poisson'"),
@@ -138,6 +139,8 @@ def mechanism(**changes):
 def test_flags_build_a_mechanism(tmp_path):
     args = make(tmp_path, target_epsilon=None, noise_multiplier=1.3, expected_batch_size=12, max_grad_norm=0.7)
     assert args.mechanism is None and args.mechanism_for(100, 40) == mechanism()
+    for kind, function in CLIPPING_FUNCTIONS.items():
+        assert dataclasses.replace(args, clipping=kind).mechanism_for(100, 40) == mechanism(clipping=function(0.7))
     args = make(tmp_path, target_epsilon=3.0, expected_batch_size=12, max_examples_per_person=2)
     found = args.mechanism_for(100, 40)
     assert found.noise.noise_multiplier == calibrate_noise_multiplier(3.0, 1e-5, 0.12, 40, rows=2)
@@ -190,6 +193,7 @@ def test_a_mechanism_by_the_command_line(tmp_path):
         {"max_grad_norm": 0.8},
         {"max_examples_per_person": 2},
         {"sampling": "shuffle"},
+        {"clipping": "auto_s"},
         {"max_steps": 41},
     ],
     ids=str,

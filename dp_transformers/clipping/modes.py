@@ -286,8 +286,10 @@ class _FirstOfTwo(MeasuringPass):
 
     def finish(self) -> torch.Tensor:
         clipped, trainable = self._clip(self.squared_norms()), self.forward.trainable
-        if trainable.shards.any_rank(clipped.invalid_b is not None, clipped.norms_b.device):
-            # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out
+        # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out; and a loss times a
+        # large coefficient raises what fp16 left out when the norms were measured
+        bad = clipped.invalid_b is not None or (torch.float16 in self._graph.dtypes and (clipped.of_sum_b > 1).any())
+        if trainable.shards.any_rank(bool(bad), clipped.norms_b.device):
             kept = KeptTerms(self.forward, self._clip, self._sums)
             self.forward.go_back(kept)
             self._graph.go_back(retain_graph=False)

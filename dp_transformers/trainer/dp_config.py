@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..accounting.arguments import ACCOUNTANTS
-from ..clipping.clipping_functions import FlatClipping
+from ..clipping.clipping_functions import CLIPPING_FUNCTIONS
 from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit
 from ..noise import IndependentNoise
@@ -49,6 +49,10 @@ class DPTrainingArguments(TrainingArguments):
             How many rows of the training data one person may have. ε protects one row; with k > 1 `target_epsilon` is
             met for all rows of one person together (σ is calibrated for groups of k rows), and both numbers are
             reported.
+        clipping (`str`, defaults to `"flat"`):
+            What an example's gradient is multiplied with: `"flat"` makes those that are longer than `max_grad_norm` C
+            just as long, `"auto_s"` and `"normalised"` make short ones (nearly) as long too, `"dp_psac"` only where
+            they are not very short. With none of them one example adds more than C.
         clipping_mode (`str`, defaults to `"auto"`):
             How the gradients of examples are clipped: `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or
             `"per_sample"`. All give the same result, and differ in time and memory.
@@ -59,9 +63,9 @@ class DPTrainingArguments(TrainingArguments):
             How a step chooses its examples. The only choice is `"poisson"`, which ε is computed for.
         mechanism ([`~dp_transformers.mechanism.Mechanism`], `dict` or `str`, *optional*):
             Sampling, clipping, noise and what else ε depends on, in the place of `noise_multiplier`,
-            `expected_batch_size`, `max_grad_norm`, `max_examples_per_person` and `sampling`, from which a mechanism is
-            built otherwise; also as the dictionary of its `to_dict()`, or as the path of a JSON file with that. With
-            `target_epsilon` training stops before the step that would exceed it.
+            `expected_batch_size`, `max_grad_norm`, `clipping`, `max_examples_per_person` and `sampling`, from which a
+            mechanism is built otherwise; also as the dictionary of its `to_dict()`, or as the path of a JSON file with
+            that. With `target_epsilon` training stops before the step that would exceed it.
         secure_rng (`bool`, defaults to `False`):
             Whether the noise is drawn from a cryptographic generator, which needs the extra `secure`.
         dp_seed (`int`, *optional*):
@@ -123,6 +127,13 @@ class DPTrainingArguments(TrainingArguments):
             "several: target_epsilon then holds for all rows of one person together."
         },
     )
+    clipping: str = field(
+        default="flat",
+        metadata={
+            "help": "What an example's gradient is multiplied with: flat bounds long gradients, auto_s and normalised "
+            "make all nearly equally long, dp_psac all but the shortest."
+        },
+    )
     clipping_mode: str = field(
         default="auto",
         metadata={
@@ -148,7 +159,7 @@ class DPTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "The path of a JSON file, or the JSON text, that describes a mechanism. It takes the place of "
-            "noise_multiplier, expected_batch_size, max_grad_norm, max_examples_per_person and sampling."
+            "noise_multiplier, expected_batch_size, max_grad_norm, clipping, max_examples_per_person and sampling."
         },
     )
     secure_rng: bool = field(
@@ -228,6 +239,7 @@ class DPTrainingArguments(TrainingArguments):
             "noise_multiplier": None,
             "expected_batch_size": step.expected_batch_size,
             "max_grad_norm": step.max_grad_norm,
+            "clipping": mechanism.clipping.kind,
             "max_examples_per_person": mechanism.unit.max_examples_per_person,
             "sampling": mechanism.sampling.kind,
             "max_steps": mechanism.steps or self.max_steps,
@@ -264,7 +276,7 @@ class DPTrainingArguments(TrainingArguments):
         assert expected is not None and self.target_delta is not None, "__post_init__ derives one, refuses the other"
         mechanism = Mechanism(
             sampling=PoissonSampling(num_examples, expected),
-            clipping=FlatClipping(self.max_grad_norm),
+            clipping=CLIPPING_FUNCTIONS[self.clipping](self.max_grad_norm),
             noise=IndependentNoise(1.0 if sigma is None else sigma),
             steps=steps,
             unit=PrivacyUnit(self.max_examples_per_person),
@@ -317,6 +329,11 @@ class DPTrainingArguments(TrainingArguments):
         if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
             raise ValueError(
                 f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}."
+            )
+        if self.mechanism is None and self.clipping not in CLIPPING_FUNCTIONS:
+            raise ValueError(
+                f"clipping {self.clipping!r} is unknown; choose one of {list(CLIPPING_FUNCTIONS)}, or give a "
+                "mechanism with a clipping function of your own."
             )
         if self.clipping_mode not in ("auto", *MODES):
             raise ValueError(
