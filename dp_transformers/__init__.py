@@ -23,6 +23,8 @@ _WHERE = {
     "ModuleValidator": "validation",
     "NormalisedClipping": "clipping.clipping_functions",
     "PerExampleClipper": "clipping",
+    "PerGroupClipping": "clipping.clipping_functions",
+    "PerLayerClipping": "clipping.clipping_functions",
     "PerSampleAdaptiveClipping": "clipping.clipping_functions",
     "PoissonSampling": "sampling",
     "PrivacyEngine": "privacy_engine",
@@ -51,6 +53,8 @@ __all__ = [
     "ModuleValidator",
     "NormalisedClipping",
     "PerExampleClipper",
+    "PerGroupClipping",
+    "PerLayerClipping",
     "PerSampleAdaptiveClipping",
     "PoissonSampling",
     "PrivacyEngine",
@@ -77,6 +81,8 @@ if TYPE_CHECKING:
         AutomaticClipping,
         FlatClipping,
         NormalisedClipping,
+        PerGroupClipping,
+        PerLayerClipping,
         PerSampleAdaptiveClipping,
     )
     from .mechanism import Mechanism, PrivacyUnit

@@ -267,8 +267,8 @@ class PrivateStep:
     # ---- the release ----
 
     def release(self) -> None:
-        """Set ``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``. The step is counted before the noise
-        exists.
+        """Set ``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``, with the noise of each group scaled
+        as the clipping function says. The step is counted before the noise exists.
 
         Raises:
             ValueError: what was clipped is not what would be released. Nothing is released.
@@ -302,7 +302,12 @@ class PrivateStep:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
         summed = bool(clipper.shards or clipper.parallel)
         add_noise_and_divide(
-            clipper.parameters, self._noise, std=used.noise_std, divisor=used.expected_batch_size, sharded=summed
+            clipper.parameters,
+            self._noise,
+            std=used.noise_std,
+            divisor=used.expected_batch_size,
+            scales=clipper.noise_scales,
+            sharded=summed,
         )
         self.gradients.mark_released()
         self._last_released, self.run.unfinished = self._last_draw, 0

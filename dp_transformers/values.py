@@ -31,14 +31,14 @@ class StepParameters(NamedTuple):
 
 
 class Value:
-    """A base of frozen dataclasses whose fields JSON can hold. ``kind`` is the name under which :meth:`from_dict`
-    finds the class again."""
+    """A base of frozen dataclasses whose fields JSON can hold, or values, which a class reads from their dictionaries
+    when it is made. ``kind`` is the name under which :meth:`from_dict` finds the class again."""
 
     kind: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]  # of the subclasses, which are dataclasses
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
+        return {"kind": self.kind, **{f.name: _plain(getattr(self, f.name)) for f in fields(self)}}
 
     @classmethod
     def from_dict(cls: type[V], data: Mapping[str, Any]) -> V:
@@ -63,6 +63,13 @@ class Value:
                 f"{cls.__name__} of kind {data['kind']!r} cannot be made of the fields {sorted(values)} ({error}): "
                 "give those that its to_dict() writes."
             ) from error
+
+
+def _plain(value: Any) -> Any:
+    """For JSON, with the values that it holds."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.to_dict() if isinstance(value, Value) else value
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -31,6 +31,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distributed
+from dp_transformers.clipping.clipping_functions import FlatClipping, PerLayerClipping
 from dp_transformers.ledger import Ledger
 from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise
 from dp_transformers.noise.generators import GaussianNoise
@@ -311,6 +312,25 @@ def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **opt
         "sum": [whole(p.grad) for p in parameters],
         "placements": {str(p.grad.placements) for p in parameters},
         "noise": noised,
+    }
+
+
+def layers(folder, by="fsdp"):
+    """Clip this rank's rows (this group's, where layers are split) with a bound for each layer. Norms, whole sums,
+    which layer each is of, and the scales of their noise."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    net = shard(build("llama")) if by == "fsdp" else split("llama", mesh["tp"])
+    first = dist.get_rank() * ROWS if by == "fsdp" else 0
+    batch = {k: v[first : first + ROWS] for k, v in batch_for("llama", LENGTH, size=ROWS * WORLD).items()}
+    clipper = PerExampleClipper(net, PerLayerClipping(FlatClipping(0.9)))
+    norms = clipper.backward(losses_function(net)(batch))
+    names = {p: name for name, p in net.named_parameters()}
+    return {
+        "first": first,
+        "norms": norms,
+        "sum": [whole(p.grad) for p in clipper.parameters],
+        "layers": [names[p].rpartition(".")[0] for p in clipper.parameters],
+        "scales": clipper.noise_scales,
     }
 
 
@@ -802,6 +822,8 @@ CASES |= {
     "hand-bf16-sensitivity-book_keeping": (sensitivity, {"mode": "book_keeping"}),
     "hand-bf16-sensitivity-ghost": (sensitivity, {"mode": "ghost"}),
     "hand-refusals": (refusals, {}),
+    "layers-fsdp": (layers, {"by": "fsdp"}),
+    "layers-tp": (layers, {"by": "tp"}),
     **{f"correlated-fsdp-{kind}": (correlated, {"kind": kind}) for kind in CORRELATED},
     **{f"correlated-hsdp-{kind}": (correlated, {"kind": kind, "hsdp": True}) for kind in CORRELATED},
     # tensor parallelism: two processes to a group

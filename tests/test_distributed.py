@@ -17,6 +17,7 @@ from models import batch_for, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients
 from toeplitz import matrix
 
+from dp_transformers.clipping.clipping_functions import FlatClipping, PerLayerClipping
 from dp_transformers.sampling import DrawSampler, PoissonSampling
 
 ROOT = Path(__file__).parent.parent
@@ -149,6 +150,26 @@ def test_fully_sharded_by_hand_is_exact(ranks, oracle, case):
     for rank in ranks[case]:
         assert distance(rank["sum"], total) <= tolerance * length(total)
         assert rank["placements"] == {"(Replicate(), Shard(dim=0))" if options.get("hsdp") else "(Shard(dim=0),)"}
+
+
+@pytest.mark.parametrize("case", cases_of("layers", function=worker.layers))
+def test_layers_are_clipped_by_themselves_where_they_are_split(ranks, oracle, case):
+    """The norm of a layer and the scale of its noise are those of the whole layer."""
+    gradients = oracle("llama", False)
+    for rank in ranks[case]:
+        own = range(rank["first"], rank["first"] + worker.ROWS)
+        for i, got in zip(own, rank["norms"].tolist(), strict=True):
+            assert got == pytest.approx(length(gradients[i]), rel=1e-5)
+        summed, layers = own if case == "layers-tp" else range(len(gradients)), set(rank["layers"])
+        sizes = {name: p.numel() for name, p in build("llama").named_parameters()}
+        groups = PerLayerClipping(FlatClipping(0.9)).groups(sizes)
+        scales = {name: group.noise_scale for group in groups for name in group.names}
+        assert rank["scales"] == pytest.approx(list(scales.values()))
+        for layer in layers:
+            indices = [k for k, name in enumerate(rank["layers"]) if name == layer]
+            parts = [[gradients[i][k] for k in indices] for i in summed]
+            _, total = clipped_sum(parts, 0.9 / len(layers) ** 0.5)
+            assert distance([rank["sum"][k] for k in indices], total) <= 1e-5 * length(total)
 
 
 @pytest.mark.parametrize("case", cases_of("tp", function=worker.parts))

@@ -16,7 +16,12 @@ from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, PrivacyEngine, compute_epsilon
 from dp_transformers.accounting import PrivacyAccountant
-from dp_transformers.clipping.clipping_functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import (
+    AutomaticClipping,
+    FlatClipping,
+    PerGroupClipping,
+    PerLayerClipping,
+)
 from dp_transformers.clipping.coefficients import checked_clipping, coefficients
 from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
@@ -205,6 +210,40 @@ def test_a_clipping_function_of_the_users_own_is_what_clips(tmp_path, loop, monk
     expected = (gradient * BOUND / (gradient.norm() + 0.3) + 0.0001 * BOUND) / EXPECTED
     assert torch.allclose(gradients[0], expected, rtol=1e-5, atol=1e-8)
     assert spent.max_grad_norm == BOUND and spent.mechanism.clipping == Automatic(BOUND, 0.3)
+
+
+PER_GROUP = PerGroupClipping((("weight", FlatClipping(0.4)), ("", AutomaticClipping(0.3))))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("clipping", [PerLayerClipping(FlatClipping(BOUND)), PER_GROUP], ids=["layers", "groups"])
+def test_each_group_has_noise_of_its_own(tmp_path, loop, clipping, monkeypatch):
+    """Of which the squares, each over its bound, add up to the noise multiplier that epsilon is computed from."""
+    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(EMPTY, number=next(sampler._number)))
+    given = mechanism(clipping=clipping, noise=Shifting(1.3))
+    spent, gradients = train(loop, tmp_path, given)
+    sizes = {name: p.numel() for name, p in Classifier().named_parameters()}
+    deviations = dict(zip(sizes, gradients[0].mul(EXPECTED).split(list(sizes.values())), strict=True))
+    precision, total, least = 0.0, 0.0, 0.0
+    for group in clipping.groups(sizes):
+        own = torch.cat([deviations[name] for name in group.names])
+        assert torch.allclose(own, own[:1])
+        precision += (group.clipping.sensitivity / float(own[0])) ** 2
+        total, least = total + float(own.square().sum()), least + group.clipping.sensitivity * len(own) ** 0.5
+    assert precision == pytest.approx(1.3**-2) and total == pytest.approx((1.3 * least) ** 2)
+    assert spent.epsilon == mechanism().epsilon(DELTA) and spent.max_grad_norm == clipping.sensitivity
+    assert Mechanism.from_dict(json.loads(json.dumps(given.to_dict()))) == given
+    steps = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()][1:]
+    assert {line["max_grad_norm"] for line in steps} == {clipping.sensitivity}
+
+
+def test_groups_train_in_the_trainer_and_pass_the_self_check(tmp_path):
+    given = mechanism(clipping=PerLayerClipping(AutomaticClipping(BOUND)))
+    trainer = by_trainer(tmp_path, given, self_check=True)
+    before = [p.clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.privacy_spent().verified
+    assert not any(map(torch.equal, before, trainer.model.parameters()))
 
 
 @dataclass(frozen=True)

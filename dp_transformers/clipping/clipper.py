@@ -43,7 +43,8 @@ class PerExampleClipper:
         model: The module whose ``forward`` is called for the losses; its inputs have the batch in their first
             dimension. It is hooked, not wrapped: type, state dict, ``generate`` and pickling stay as they are.
         max_grad_norm: The clipping bound C, or a function of the norm (:mod:`.clipping_functions`), whose
-            sensitivity it then is. Noise must be scaled by this same number: read it here.
+            sensitivity it then is. Noise must be scaled by this same number: read it here, and :attr:`noise_scales`
+            where the function clips groups of parameters by themselves.
         mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see
             :mod:`dp_transformers.clipping.modes`.
         self_check: Before the first training forward pass, check on synthetic input of the same shapes that every
@@ -86,7 +87,11 @@ class PerExampleClipper:
         self.self_check = self_check
         self.checked = False
         self._engine = ClippingEngine(
-            model, choose_mode(mode, model), batch_first=batch_first, before_forward=self._before_forward
+            model,
+            choose_mode(mode, model, self.clipping),
+            clipping=self.clipping,
+            batch_first=batch_first,
+            before_forward=self._before_forward,
         )
         self.attach()
         logger.info("clipping mode %s (asked for: %s), C = %g", self.mode.name, mode, self.max_grad_norm)
@@ -127,6 +132,12 @@ class PerExampleClipper:
         return self._engine.trainable.parallel
 
     @property
+    def noise_scales(self) -> list[float]:
+        """For each of :attr:`parameters` the standard deviation of its noise over that of a group of all of them."""
+        scales = {p: group.noise_scale for group in self._engine.groups for p in group.parameters}
+        return [scales[p] for p in self.parameters]
+
+    @property
     def owners(self) -> list[Owner]:
         return self._engine.owners
 
@@ -158,9 +169,7 @@ class PerExampleClipper:
         from can do that.
         """
         engine = self._engine
-        engine.on_user_backward = (
-            None if loss_reduction is None else UserBackward(engine, loss_reduction, self.clipping).begin
-        )
+        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction).begin
         engine.loop = loop
         engine.install_hooks()
 
@@ -236,9 +245,10 @@ class PerExampleClipper:
 
     def backward(self, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Add ``sum_i weights[i] · min(1, C / ‖g_i‖) · g_i`` to the ``grad`` of every trainable parameter, g_i = ∇
-        losses[i].
+        losses[i], or what another clipping function says.
 
-        An example whose gradient is not finite contributes zero and leaves the others untouched.
+        An example whose gradient is not finite (that of a group, where groups are clipped by themselves) contributes
+        zero and leaves the others untouched.
 
         Args:
             losses: (B,), each computed from its own example alone, with graph. Not averaged over the batch.
@@ -251,4 +261,4 @@ class PerExampleClipper:
             ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
         """
-        return self._engine.backward(losses, clipping=self.clipping, weights=weights)
+        return self._engine.backward(losses, weights=weights)

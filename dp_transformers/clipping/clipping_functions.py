@@ -6,8 +6,11 @@ A function of your own is a frozen dataclass derived from :class:`ClippingFuncti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ..values import Value
 
@@ -33,6 +36,30 @@ class ClippingFunction(Value):
         most."""
         raise NotImplementedError
 
+    def scaled_to(self, sensitivity: float) -> ClippingFunction:
+        """The same function with another sensitivity."""
+        return replace(self, sensitivity=sensitivity)  # pyrefly: ignore[bad-argument-type]  (a dataclass)
+
+    def groups(self, sizes: Mapping[str, int]) -> Sequence[Group]:
+        """Divide the trainable parameters, of which ``sizes`` are the numbers of coordinates, into groups that are
+        clipped by themselves. One that does so overrides this."""
+        return [Group(tuple(sizes), self)]
+
+
+class Group(NamedTuple):
+    """Parameters that are clipped together.
+
+    Attributes:
+        names: Their names in the model.
+        clipping: The function of the norm over them.
+        noise_scale: The standard deviation of their noise, over noise multiplier times the sensitivity of all groups
+            together. That sensitivity is the root of the sum of (sensitivity / noise_scale)² over the groups.
+    """
+
+    names: Sequence[str]
+    clipping: ClippingFunction
+    noise_scale: float = 1.0
+
 
 @dataclass(frozen=True)
 class BoundedNorm(ClippingFunction):
@@ -51,6 +78,9 @@ class BoundedNorm(ClippingFunction):
     # pyrefly: ignore[bad-override]  (of a frozen class, where nobody assigns to either)
     def sensitivity(self) -> float:
         return self.max_grad_norm
+
+    def scaled_to(self, sensitivity: float) -> ClippingFunction:
+        return replace(self, max_grad_norm=sensitivity)
 
 
 @dataclass(frozen=True)
@@ -147,3 +177,128 @@ CLIPPING_FUNCTIONS: dict[str, type[BoundedNorm]] = {
     function.kind: function
     for function in (FlatClipping, AutomaticClipping, NormalisedClipping, PerSampleAdaptiveClipping)
 }
+
+
+def least_noise(bounds: Sequence[float], sizes: Sequence[int]) -> list[float]:
+    """The noise scale of each group for which the noise on all coordinates together is least, Σ d_k s_k².
+
+    With multipliers Lagrange's way, Σ (C_k / s_k)² = 1/σ² leaves s_k = σ · √(C_k / √d_k · Σ_j C_j √d_j): groups of
+    many coordinates get less noise on each, and σ² · (Σ_j C_j √d_j)² is left in total.
+    """
+    total = sum(bound * math.sqrt(size) for bound, size in zip(bounds, sizes, strict=True))
+    together = math.hypot(*bounds)
+    return [math.sqrt(bound / math.sqrt(size) * total) / together for bound, size in zip(bounds, sizes, strict=True)]
+
+
+class GroupedClipping(ClippingFunction):
+    """A base of functions that clip groups of parameters by themselves. An example then adds √(Σ C_k²) at most, and
+    the noise on the groups differs (:func:`least_noise`)."""
+
+    def divided(self, names: Sequence[str]) -> Sequence[tuple[ClippingFunction, Sequence[str]]]:
+        """The function of each group, and the names of its parameters."""
+        raise NotImplementedError
+
+    def groups(self, sizes: Mapping[str, int]) -> Sequence[Group]:
+        functions, members = zip(*self.divided(list(sizes)), strict=True)
+        scales = least_noise(
+            [f.sensitivity for f in functions], [max(1, sum(sizes[n] for n in names)) for names in members]
+        )
+        return [Group(*group) for group in zip(members, functions, scales, strict=True)]
+
+    def coefficients(self, norms_b: Tensor) -> Tensor:
+        raise NotImplementedError("each group has coefficients of its own")
+
+
+@dataclass(frozen=True)
+class PerLayerClipping(GroupedClipping):
+    """``function`` on the gradient of each layer by itself, with 1/√K of its bound for each of K layers. A layer is a
+    module that holds trainable parameters. Its clipped sum is formed as soon as backward has passed it, so nothing is
+    kept until the end.
+
+    Example::
+
+        >>> from dp_transformers import FlatClipping, PerLayerClipping
+        >>> clipping = PerLayerClipping(FlatClipping(1.0))
+        >>> [(group.names, group.clipping) for group in clipping.groups({"a.weight": 9, "a.bias": 3, "b.weight": 3})]
+        [(['a.weight', 'a.bias'], FlatClipping(max_grad_norm=0.7071...)), (['b.weight'], FlatClipping(...))]
+    """
+
+    kind: ClassVar[str] = "per_layer"
+    function: ClippingFunction
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "function", _function(self.function))
+
+    @property
+    # pyrefly: ignore[bad-override]  (as above)
+    def sensitivity(self) -> float:
+        return self.function.sensitivity
+
+    def scaled_to(self, sensitivity: float) -> ClippingFunction:
+        return replace(self, function=self.function.scaled_to(sensitivity))
+
+    def divided(self, names: Sequence[str]) -> Sequence[tuple[ClippingFunction, Sequence[str]]]:
+        layers: dict[str, list[str]] = {}
+        for name in names:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        function = self.function.scaled_to(self.sensitivity / math.sqrt(len(layers)))
+        return [(function, members) for members in layers.values()]
+
+
+@dataclass(frozen=True)
+class PerGroupClipping(GroupedClipping):
+    """A function for each group of parameters: pairs of a regular expression and a function, of which a parameter has
+    the first whose expression is found in its name.
+
+    Example::
+
+        >>> from dp_transformers import AutomaticClipping, FlatClipping, PerGroupClipping
+        >>> clipping = PerGroupClipping((("embed", FlatClipping(0.3)), ("", AutomaticClipping(0.4))))
+        >>> clipping.sensitivity
+        0.5
+    """
+
+    kind: ClassVar[str] = "per_group"
+    functions: tuple[tuple[str, ClippingFunction], ...]
+
+    def __post_init__(self) -> None:
+        pairs = tuple((pattern, _function(function)) for pattern, function in self.functions)
+        if not pairs:
+            raise ValueError("functions must be pairs of a regular expression and a clipping function, got none.")
+        object.__setattr__(self, "functions", pairs)
+
+    @property
+    # pyrefly: ignore[bad-override]  (as above)
+    def sensitivity(self) -> float:
+        return math.hypot(*(function.sensitivity for _, function in self.functions))
+
+    def scaled_to(self, sensitivity: float) -> ClippingFunction:
+        factor = sensitivity / self.sensitivity
+        return replace(
+            self, functions=tuple((pattern, f.scaled_to(f.sensitivity * factor)) for pattern, f in self.functions)
+        )
+
+    def divided(self, names: Sequence[str]) -> Sequence[tuple[ClippingFunction, Sequence[str]]]:
+        members: list[list[str]] = [[] for _ in self.functions]
+        for name in names:
+            found = [k for k, (pattern, _) in enumerate(self.functions) if re.search(pattern, name)]
+            if not found:
+                raise ValueError(
+                    f"parameter '{name}' matches none of the expressions of PerGroupClipping, so nothing would clip "
+                    "it: end functions with one for all others, whose expression is ''."
+                )
+            members[found[0]].append(name)
+        if unused := [pattern for (pattern, _), own in zip(self.functions, members, strict=True) if not own]:
+            raise ValueError(
+                f"no trainable parameter is left for the expression {unused[0]!r} of PerGroupClipping: correct it, or "
+                "leave it out, since the noise is made for its bound too."
+            )
+        return [(function, own) for (_, function), own in zip(self.functions, members, strict=True)]
+
+
+def _function(given: Any) -> ClippingFunction:
+    """The function that ``to_dict`` wrote, or itself, for one group."""
+    function = ClippingFunction.from_dict(given) if isinstance(given, Mapping) else given
+    if not isinstance(function, ClippingFunction) or isinstance(function, GroupedClipping):
+        raise ValueError(f"the function of a group must be a ClippingFunction of one norm, got {given!r}.")
+    return function

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .clipping_functions import ClippingFunction, FlatClipping
+from .clipping_functions import ClippingFunction, FlatClipping, GroupedClipping
 
 SMALLEST_BOUND = 1e-12
 
@@ -60,6 +60,8 @@ def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:
         )
     if not isinstance(clipping, ClippingFunction):
         return FlatClipping(float(bound))
+    if isinstance(clipping, GroupedClipping):
+        return clipping  # whose groups are looked at when they are made
     norms_b = torch.cat((torch.zeros(1), torch.logspace(-12, 12, 4801)))
     coef_b = clipping.coefficients(norms_b)
     if coef_b.shape != norms_b.shape or not bool(

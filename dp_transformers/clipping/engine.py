@@ -4,7 +4,7 @@ out."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -16,6 +16,7 @@ from .batch_dims import batch_size_of, positions_of
 from .clipping_functions import ClippingFunction
 from .coefficients import checked_weights, coefficients
 from .gradient_sums import GradientSums
+from .groups import ParameterGroup, parameter_groups
 from .hooks import HookedModel, refuse_attached
 from .loss_graph import LossGraph
 from .model_state import ModelState
@@ -52,12 +53,14 @@ class ClippingEngine:
     Args:
         model: It is hooked, not wrapped.
         mode: How norms are measured and sums formed.
+        clipping: What gradients are multiplied with; None clips nothing.
         batch_first: False where inputs and outputs of two and more dimensions have the batch in the second.
         before_forward: ``f(args, kwargs)``, before every forward pass that is recorded; may raise, check the model or
             attach it anew.
 
     Attributes:
         trainable, owners, state, sums: What :meth:`attach` found out.
+        groups: The parameters that are clipped together, as :meth:`clip_by` divides them.
         forward: The forward pass that a backward pass would use.
         loop: Weighs the examples of every sum, and is told of it.
         on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
@@ -67,17 +70,20 @@ class ClippingEngine:
     trainable: TrainableParameters
     sums: GradientSums
     state: ModelState
+    groups: Sequence[ParameterGroup]
 
     def __init__(
         self,
         model: nn.Module,
         mode: Mode,
         *,
+        clipping: ClippingFunction | None = None,
         batch_first: bool = True,
         before_forward: Callable[[tuple, dict], None] = lambda args, kwargs: None,
     ):
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
         self.owners: list[Owner] = []
+        self._clipping = clipping
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
@@ -108,9 +114,24 @@ class ClippingEngine:
             self.mode.refuse(trainable)
             self.trainable, self.sums = trainable, GradientSums(trainable)
             self.owners = assign_owners(self.model)
+            self.clip_by(self._clipping)
         self.state = ModelState(self.model, watch_parameters=not self.trainable.shards)
         self.install_hooks()
         return not is_known
+
+    def clip_by(self, clipping: ClippingFunction | None) -> None:
+        """Multiply gradients with what ``clipping`` says from now on; None clips nothing."""
+        self._clipping, trainable = clipping, self.trainable
+        if clipping is None:
+            self.groups = [ParameterGroup(trainable.parameters)]
+            return
+        self.groups = parameter_groups(trainable, clipping)
+        if len(self.groups) > 1 and not self.mode.one_pass:
+            raise ValueError(
+                f"clipping mode '{self.mode.name}' goes back over the losses a second time, each times its "
+                f"coefficient, but {clipping} has {len(self.groups)} coefficients for each example: use "
+                "clipping_mode='book_keeping', which keeps a group no longer than it is worked on, or 'auto'."
+            )
 
     def install_hooks(self) -> None:
         """Hook the model anew, after owners changed.
@@ -275,9 +296,17 @@ class ClippingEngine:
         return self.forward
 
     def backward(
-        self, losses: torch.Tensor, *, clipping: ClippingFunction | None, weights: torch.Tensor | None = None
+        self,
+        losses: torch.Tensor,
+        *,
+        groups: Sequence[ParameterGroup] | None = None,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that."""
+        """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that.
+
+        Args:
+            groups: Clip these in the place of :attr:`groups`.
+        """
         forward = self._require_forward(losses)
         weights_b = checked_weights(weights, losses)
         self.trainable.refuse_gradient_hooks()
@@ -287,8 +316,8 @@ class ClippingEngine:
             self._fills_gradients = True
             with without_autocast(losses.device):
                 graph = LossGraph(losses, forward)
-                clip = partial(coefficients, clipping=clipping, weights_b=weights_b, reduce=reduce)
-                backward = self.mode.begin(forward, clip, self.sums, graph)
+                clip = partial(coefficients, weights_b=weights_b, reduce=reduce)
+                backward = self.mode.begin(forward, groups or self.groups, clip, self.sums, graph)
                 self.go_back(forward, backward)
                 self.sums.watch()
                 graph.go_back(retain_graph=not self.mode.one_pass)

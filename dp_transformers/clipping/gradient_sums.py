@@ -25,12 +25,12 @@ class GradientSums:
             nn.Parameter, tuple[torch.Tensor | None, int | None]
         ] = {}  # every grad and its version, while a backward pass runs
 
-    def order(self, summed: Iterable[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """The order in which the sums of these parameters must be formed.
+    def order(self, summed: Iterable[nn.Parameter], group: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """The order in which the sums of these parameters of a group must be formed.
 
         Under FSDP2 every rank takes part in every sum, in one order, whatever its examples used.
         """
-        return self._trainable.parameters if self._trainable.shards else list(summed)[::-1]
+        return group if self._trainable.shards else list(summed)[::-1]
 
     def add(self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], *, reduce: bool = True) -> None:
         """Add what ``parts`` come to; they are taken one after the other, and freed."""

@@ -14,14 +14,18 @@ clipping, Lee and Kifer 2021 (arXiv 2009.03106); per-sample gradients, Abadi et 
 
 A mode is told of a backward pass before it begins (:meth:`Mode.begin`), and returns what sees it: every tap that is
 reached gives its terms to :meth:`BackwardPass.add`, and at the end :meth:`BackwardPass.finish` is asked for the norms,
-when the clipped sums must have been added. A mode that clips and sums inside each layer's backward does so where
-:meth:`MeasuringPass.close` is called, with what ``begin`` was given.
+when the clipped sums must have been added.
+
+Where groups of parameters are clipped by themselves, "the end" is that of each group: its sum is formed, and what was
+kept of it is freed, inside the backward of the last layer of the group that is reached. With a group for each layer
+nothing is kept, in one backward pass. Modes that go back a second time cannot do that, since a loss has one
+coefficient.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -29,19 +33,21 @@ import torch
 from torch import nn
 
 from ..randomness import global_state, set_global_state
+from .clipping_functions import ClippingFunction, GroupedClipping
 from .coefficients import Coefficients
 from .gradient_sums import GradientSums
+from .groups import ParameterGroup
 from .loss_graph import LossGraph
 from .norms import NormAccumulator
 from .owners import Owner
-from .precision import HALF, exact_arithmetic
+from .precision import HALF, exact_arithmetic, without_autocast
 from .recorded_call import BackwardPass, ForwardPass
 from .rounding import BF16, FP32, SPLIT, second_pass_slack
 from .terms import Dense, LastResultCache, Routed, Stacked, Term
 from .terms.tied_weights import merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
 
-Clip = Callable[[torch.Tensor], Coefficients]  # from (B,) squared norms
+Clip = Callable[..., Coefficients]  # from (B,) squared norms, and the function of their group as ``clipping``
 
 
 class Mode(Protocol):
@@ -61,23 +67,29 @@ class Mode(Protocol):
     def refuse(self, trainable: TrainableParameters) -> None:
         """Raise ValueError if the mode is not exact for parameters that lie like these."""
 
-    def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
+    def begin(
+        self,
+        forward: ForwardPass,
+        groups: Sequence[ParameterGroup],
+        clip: Clip,
+        sums: GradientSums,
+        graph: LossGraph | None,
+    ) -> BackwardPass:
         """A backward pass over ``forward`` begins, which ``graph`` can run again; None where the user runs it."""
 
 
 class MeasuringPass:
-    """Measures each parameter's norm as soon as all its uses were reached; subclasses say what else becomes of the
-    terms then."""
+    """Takes the terms of each parameter together as soon as all its uses were reached; subclasses say what becomes of
+    them then."""
 
     keeps = False
 
     def __init__(self, forward: ForwardPass, *, instantiate: bool):
         self.forward, self.instantiate = forward, instantiate
         self.counts = forward.trainable.parallel.counts_norm_of
-        self.norms = NormAccumulator()  # of the parameters all of whose uses were seen
         self.cache = LastResultCache()
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
-        self.kept: dict[nn.Parameter, list[Term]] = {}  # of the others; empty lists where nothing is kept
+        self._closed: set[nn.Parameter] = set()
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
         return self
@@ -87,7 +99,7 @@ class MeasuringPass:
 
     def add(self, parameter: nn.Parameter, term: Term) -> None:
         """At the last use that the forward pass has seen, the norm of all together is measured."""
-        if parameter in self.kept:
+        if parameter in self._closed:
             raise RuntimeError(
                 f"parameter '{self.forward.trainable.name_of(parameter)}' was used more often in backward than in the "
                 "forward pass: something else than torch's activation checkpointing ran a part of the forward pass "
@@ -97,36 +109,73 @@ class MeasuringPass:
         seen = self._open[parameter]
         seen.append(term.instantiate() if self.keeps and isinstance(term, Dense) else term)
         if len(seen) >= self.forward.uses[parameter]:
-            self.kept[parameter] = self.close(parameter, merge(self._open.pop(parameter)))
+            self._close(parameter)
 
-    def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
-        """Take the terms of all uses together; those that are to be kept."""
+    def _close(self, parameter: nn.Parameter) -> None:
+        self._closed.add(parameter)
+        self.close(parameter, merge(self._open.pop(parameter)))
+
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
+        """Take the terms of all uses together."""
         raise NotImplementedError
 
     def finish(self) -> torch.Tensor:
         """All taps were reached: form the clipped sums; (B,) the gradient norms."""
         raise NotImplementedError
 
-    def squared_norms(self) -> torch.Tensor:
-        """(B,) over all parameters, with those of announced uses that the losses do not depend on."""
+    def close_all(self) -> None:
+        """Close the parameters of announced uses that the losses do not depend on."""
         with exact_arithmetic(self.forward.probe.device):
             for parameter in list(self._open):
-                self.kept[parameter] = self.close(parameter, merge(self._open.pop(parameter)))
-            return self.forward.trainable.parallel.sum_over_group(self._total())
+                self._close(parameter)
 
-    def _total(self) -> torch.Tensor:
-        total_b = self.norms.total(self.forward.probe.device)
-        return torch.zeros_like(self.forward.probe) if total_b is None else total_b
+    def squared_norms(self, norms: NormAccumulator) -> torch.Tensor:
+        """(B,) over the parameters that were added to ``norms``."""
+        total_b = norms.total(self.forward.probe.device)
+        total_b = torch.zeros_like(self.forward.probe) if total_b is None else total_b
+        return self.forward.trainable.parallel.sum_over_group(total_b)
+
+
+class _KeptGroup:
+    """What is kept of one group: terms, or instances."""
+
+    def __init__(self, group: ParameterGroup, forward: ForwardPass):
+        self.clipping, self.parameters = group.clipping, group.parameters
+        self.missing = sum(forward.uses[p] > 0 for p in group.parameters)  # parameters that will come
+        self.norms = NormAccumulator()
+        self.terms: dict[nn.Parameter, list[Term]] = {}
+        # (B, n), kept to be laid side by side
+        self.small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)
+        self._together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
+
+    def lay_together(self) -> None:
+        """Add the norm of the small gradients, which is measured at once."""
+        for small in self.small.values():
+            together = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
+            self._together.append((list(small), [x.shape[1] for x in small.values()], together))
+            self.norms.add(together.norm())
+        self.small.clear()
+
+    def small_sums(self, clipped: Coefficients) -> dict[nn.Parameter, torch.Tensor]:
+        """The clipped sums of small gradients, by one product for all of them."""
+        sums = {}
+        for parameters, sizes, gradients in self._together:
+            total = _weighted_sum(gradients, clipped, gradients.grad.device)
+            # .data: each counts its own changes
+            sums |= {p: piece.data for p, piece in zip(parameters, total.split(sizes), strict=True)}
+        return sums
 
 
 class KeptTerms(MeasuringPass):
-    """Keeps the terms, or the instances, and forms the clipped sums from them."""
+    """Keeps the terms, or the instances, of each group and forms the clipped sums from them: of a group among several
+    as soon as all of it was seen, if no other rank has to do the same in the same order."""
 
     keeps = True
 
     def __init__(
         self,
         forward: ForwardPass,
+        groups: Sequence[ParameterGroup],
         clip: Clip,
         sums: GradientSums,
         *,
@@ -135,61 +184,65 @@ class KeptTerms(MeasuringPass):
     ):
         super().__init__(forward, instantiate=instantiate)
         self._clip, self._sums, self._hand_out = clip, sums, hand_out
-        # (B, n), kept to be laid side by side
-        self._small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)
-        self._together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
+        self._groups = [_KeptGroup(group, forward) for group in groups]
+        self._group_of = {p: group for group in self._groups for p in group.parameters}
+        self._streams = len(groups) > 1 and not (forward.trainable.shards or forward.trainable.parallel)
+        self._norms: list[torch.Tensor] = []  # (B,), of the groups that were clipped
 
-    def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
+        group = self._group_of[parameter]
+        group.terms[parameter] = self._measure(parameter, terms, group)
+        group.missing -= 1
+        if self._streams and not group.missing:
+            self._clip_group(group)
+
+    def _measure(self, parameter: nn.Parameter, terms: list[Term], group: _KeptGroup) -> list[Term]:
+        """Add the norm of the terms to that of the group, and return what is to be kept of them."""
         terms = merge([t.instantiate() if self.instantiate or t.store_instantiated else t for t in terms])
         if not self.counts(parameter):
             return terms
         if not self.instantiate and (small := small_gradient(terms)) is not None:
-            self._small[small.grad.device][parameter] = small.flat
+            group.small[small.grad.device][parameter] = small.flat
             return []
         measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
         # the sum is of these very terms, and most norms know what it may be off by
         inexact = [t for t in terms if t.is_bf16 or isinstance(t, Routed | Stacked)]
         rounding = SPLIT if any(t.is_bf16 for t in inexact) else FP32
-        self.norms.add(measured, position_norms(inexact, self.cache), rounding)
+        group.norms.add(measured, position_norms(inexact, self.cache), rounding)
         return terms
 
-    def _total(self) -> torch.Tensor:
-        for small in self._small.values():
-            together = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
-            self._together.append((list(small), [x.shape[1] for x in small.values()], together))
-            self.norms.add(together.norm())
-        self._small.clear()
-        return super()._total()
-
     def finish(self) -> torch.Tensor:
-        clipped = self._clip(self.squared_norms())
-        if self._hand_out:
-            for p, terms in self.kept.items():
-                gradients = terms[0].instantiate().grad.view(len(clipped.norms_b), *p.shape)
-                gradients = gradients if clipped.scale == 1 else gradients * clipped.scale
-                # pyrefly: ignore[missing-attribute]  (Opacus's name for it, of which torch's types know nothing)
-                p.grad_sample = gradients
-        self.add_sums(clipped)
-        return clipped.norms_b
+        self.close_all()
+        for group in self._groups:
+            if not self._streams or group.missing:  # modules that were not called leave the others of their group
+                self._clip_group(group)
+        return self._norms[0] if len(self._norms) == 1 else torch.stack(self._norms).norm(dim=0)
 
-    def add_sums(self, clipped: Coefficients) -> None:
-        cache, shards = LastResultCache(), self.forward.trainable.shards
-        with exact_arithmetic(clipped.of_sum_b.device):
-            small = self._small_sums(clipped)
-            for parameter in self._sums.order(self.kept):
-                device = shards.unsharded(parameter).device
-                terms = self.kept.pop(parameter, [])  # a record is freed as soon as its sum is formed
-                parts = (_weighted_sum(term, clipped, device, cache) for term in terms)
-                self._sums.add(parameter, [small[parameter]] if parameter in small else parts, reduce=clipped.reduce)
+    def _clip_group(self, group: _KeptGroup) -> None:
+        device = self.forward.probe.device
+        with without_autocast(device), exact_arithmetic(device):
+            group.lay_together()
+            clipped = self._clip(self.squared_norms(group.norms), clipping=group.clipping)
+            self._norms.append(clipped.norms_b)
+            if self._hand_out:
+                _hand_out(group.terms, clipped)
+            self._add_sums(group, clipped)
 
-    def _small_sums(self, clipped: Coefficients) -> dict[nn.Parameter, torch.Tensor]:
-        """The clipped sums of small gradients, by one product for all of them."""
-        sums = {}
-        for parameters, sizes, gradients in self._together:
-            total = _weighted_sum(gradients, clipped, gradients.grad.device)
-            # .data: each counts its own changes
-            sums |= {p: piece.data for p, piece in zip(parameters, total.split(sizes), strict=True)}
-        return sums
+    def _add_sums(self, group: _KeptGroup, clipped: Coefficients) -> None:
+        cache, shards, small = LastResultCache(), self.forward.trainable.shards, group.small_sums(clipped)
+        for parameter in self._sums.order(group.terms, group.parameters):
+            device = shards.unsharded(parameter).device
+            terms = group.terms.pop(parameter, [])  # a record is freed as soon as its sum is formed
+            parts = (_weighted_sum(term, clipped, device, cache) for term in terms)
+            self._sums.add(parameter, [small[parameter]] if parameter in small else parts, reduce=clipped.reduce)
+
+
+def _hand_out(instances: Mapping[nn.Parameter, list[Term]], clipped: Coefficients) -> None:
+    """Let each parameter have its examples' gradients as ``grad_sample``."""
+    for p, terms in instances.items():
+        gradients = terms[0].instantiate().grad.view(len(clipped.norms_b), *p.shape)
+        # pyrefly: ignore[missing-attribute]  (Opacus's name for it, of which torch's types know nothing)
+        p.grad_sample = gradients if clipped.scale == 1 else gradients * clipped.scale
 
 
 def _weighted_sum(
@@ -214,8 +267,15 @@ class OnePass:
                 "has. Use clipping_mode='auto' or 'book_keeping'."
             )
 
-    def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
-        return KeptTerms(forward, clip, sums, instantiate=self.instantiate, hand_out=self.instantiate)
+    def begin(
+        self,
+        forward: ForwardPass,
+        groups: Sequence[ParameterGroup],
+        clip: Clip,
+        sums: GradientSums,
+        graph: LossGraph | None,
+    ) -> BackwardPass:
+        return KeptTerms(forward, groups, clip, sums, instantiate=self.instantiate, hand_out=self.instantiate)
 
 
 @dataclass(frozen=True)
@@ -229,9 +289,17 @@ class TwoPass:
     def refuse(self, trainable: TrainableParameters) -> None:
         """There is nothing to refuse."""
 
-    def begin(self, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph | None) -> BackwardPass:
+    def begin(
+        self,
+        forward: ForwardPass,
+        groups: Sequence[ParameterGroup],
+        clip: Clip,
+        sums: GradientSums,
+        graph: LossGraph | None,
+    ) -> BackwardPass:
+        (group,) = groups  # several are refused where they are set
         # the user does not run it, for it is not one pass
-        return _FirstOfTwo(self, forward, clip, sums, cast(LossGraph, graph))
+        return _FirstOfTwo(self, forward, group, clip, sums, cast(LossGraph, graph))
 
 
 class _Recomputed:
@@ -266,9 +334,18 @@ class _Recomputed:
 class _FirstOfTwo(MeasuringPass):
     """Measures, and at the end goes back a second time."""
 
-    def __init__(self, mode: TwoPass, forward: ForwardPass, clip: Clip, sums: GradientSums, graph: LossGraph):
+    def __init__(
+        self,
+        mode: TwoPass,
+        forward: ForwardPass,
+        group: ParameterGroup,
+        clip: Clip,
+        sums: GradientSums,
+        graph: LossGraph,
+    ):
         super().__init__(forward, instantiate=mode.instantiate)
-        self._name, self._clip, self._sums, self._graph = mode.name, clip, sums, graph
+        self._name, self._group, self._clip, self._sums, self._graph = mode.name, group, clip, sums, graph
+        self._norms = NormAccumulator()
         self._recomputed = _Recomputed(forward)
         self._numbers = global_state(graph.device)
         # of the second pass
@@ -278,23 +355,25 @@ class _FirstOfTwo(MeasuringPass):
         self._recomputed.note(owner, saved)
         return self
 
-    def close(self, parameter: nn.Parameter, terms: list[Term]) -> list[Term]:
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         if self.counts(parameter):
             measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
-            self.norms.add(measured, position_norms(terms, self.cache), self._rounding)
-        return []
+            self._norms.add(measured, position_norms(terms, self.cache), self._rounding)
 
     def finish(self) -> torch.Tensor:
-        clipped, trainable = self._clip(self.squared_norms()), self.forward.trainable
+        self.close_all()
+        with exact_arithmetic(self.forward.probe.device):
+            clipped = self._clip(self.squared_norms(self._norms), clipping=self._group.clipping)
+        trainable = self.forward.trainable
         # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out; and a loss times a
         # large coefficient raises what fp16 left out when the norms were measured
         bad = clipped.invalid_b is not None or (torch.float16 in self._graph.dtypes and (clipped.of_sum_b > 1).any())
         if trainable.shards.any_rank(bool(bad), clipped.norms_b.device):
-            kept = KeptTerms(self.forward, self._clip, self._sums)
+            whole = clipped._replace(reduce=True)
+            kept = KeptTerms(self.forward, [self._group], lambda norm_sq_b, clipping: whole, self._sums)
             self.forward.go_back(kept)
             self._graph.go_back(retain_graph=False)
-            kept.squared_norms()
-            kept.add_sums(clipped._replace(reduce=True))
+            kept.finish()
         else:
             second = _SecondOfTwo(self.forward)
             self.forward.go_back(second)
@@ -337,9 +416,9 @@ MODES: dict[str, Mode] = {
 }
 
 
-def choose_mode(name: str, model: nn.Module) -> Mode:
+def choose_mode(name: str, model: nn.Module, clipping: ClippingFunction | None = None) -> Mode:
     """The mode for ``name``; "auto" is book-keeping, and ghost where activations are checkpointed (records would undo
-    that).
+    that) and ``clipping`` knows one norm for all parameters.
 
     Decided from the model's configuration alone, so every rank decides alike.
     """
@@ -348,7 +427,7 @@ def choose_mode(name: str, model: nn.Module) -> Mode:
             getattr(m, "gradient_checkpointing", False) is True or hasattr(m, "_checkpoint_wrapped_module")
             for m in model.modules()
         )
-        name = "ghost" if checkpointed else "book_keeping"
+        name = "ghost" if checkpointed and not isinstance(clipping, GroupedClipping) else "book_keeping"
     if name not in MODES:
         raise ValueError(f"clipping mode {name!r} is unknown; choose 'auto' or one of {sorted(MODES)}.")
     return MODES[name]

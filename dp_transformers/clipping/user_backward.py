@@ -24,13 +24,12 @@ class UserBackward:
     Args:
         engine: Records the calls.
         loss_reduction: "mean" or "sum": how the user's loss comes from the examples' losses.
-        clipping: What the examples' gradients are multiplied with.
 
     Raises:
         ValueError: the mode goes back over the losses itself, or the model is sharded.
     """
 
-    def __init__(self, engine: ClippingEngine, loss_reduction: str, clipping: ClippingFunction):
+    def __init__(self, engine: ClippingEngine, loss_reduction: str):
         if not engine.mode.one_pass:
             raise ValueError(
                 f"clipping mode '{engine.mode.name}' goes back over the losses a second time, so it needs them one "
@@ -43,19 +42,19 @@ class UserBackward:
                 "criterion, or take "
                 'loss_reduction="none" and call backward(losses) of the clipper yourself.'
             )
-        self._engine, self._loss_reduction, self._clipping = engine, loss_reduction, clipping
+        self._engine, self._loss_reduction = engine, loss_reduction
 
     def begin(self, forward: ForwardPass) -> None:
         """The first tap was reached."""
         engine = self._engine
         begin_sum = cache(partial(engine.begin_sum, forward, None))  # once, when the mode first clips
 
-        def clip(norm_sq_b: torch.Tensor) -> Coefficients:
+        def clip(norm_sq_b: torch.Tensor, clipping: ClippingFunction | None) -> Coefficients:
             weights_b, reduce = begin_sum()
             scale = forward.batch_size if self._loss_reduction == "mean" else 1
-            return coefficients(norm_sq_b, clipping=self._clipping, weights_b=weights_b, scale=scale, reduce=reduce)
+            return coefficients(norm_sq_b, clipping=clipping, weights_b=weights_b, scale=scale, reduce=reduce)
 
-        backward = engine.mode.begin(forward, clip, engine.sums, None)
+        backward = engine.mode.begin(forward, engine.groups, clip, engine.sums, None)
         engine.go_back(forward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, forward, backward))
 

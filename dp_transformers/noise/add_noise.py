@@ -15,15 +15,23 @@ from . import NoiseSource
 
 
 def add_noise_and_divide(
-    parameters: Sequence[nn.Parameter], noise: NoiseSource, *, std: float, divisor: float, sharded: bool = False
+    parameters: Sequence[nn.Parameter],
+    noise: NoiseSource,
+    *,
+    std: float,
+    divisor: float,
+    scales: Sequence[float] = (),
+    sharded: bool = False,
 ) -> None:
-    """``p.grad = (sum over ranks of p.grad + N(0, std²)) / divisor`` for every parameter.
+    """``p.grad = (sum over ranks of p.grad + N(0, (scale · std)²)) / divisor`` for every parameter.
 
     A missing gradient is zero, so that an empty draw becomes a step that is only noise.
 
-    Noise and sums are in float32; the result is cast to the parameter's dtype last. ``sharded``: gradients are
-    DTensors, summed already. The step must be accounted for before this is called. Per-example gradients
-    (``p.grad_sample``) are gone afterwards.
+    Noise and sums are in float32; the result is cast to the parameter's dtype last. ``scales``: one for each
+    parameter, default 1. The sum is divided by it before it is noised and multiplied with it afterwards, so that the
+    noise itself, which may be correlated, is the same for all. ``sharded``: gradients are DTensors, summed already.
+    The step must be accounted for before this is called. Per-example gradients (``p.grad_sample``) are gone
+    afterwards.
     """
     for p in parameters:
         if p.grad is None:
@@ -32,7 +40,11 @@ def add_noise_and_divide(
     grads = [to_local(grad) for grad in wholes]
     # every rank noises its own shards; replicas are noised once, before they are summed
     if sharded or distributed.rank() == 0:
+        if is_scaled := any(scale != 1 for scale in scales):
+            torch._foreach_div_(grads, list(scales))
         noise.add_(grads, std=std)
+        if is_scaled:
+            torch._foreach_mul_(grads, list(scales))
     if not sharded:
         distributed.sum_over_ranks(grads)
     torch._foreach_div_(grads, divisor)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..clipping_functions import ClippingFunction
@@ -28,7 +29,8 @@ def clip(
     *,
     clipping: ClippingFunction | None = None,
 ):
-    """(B,) norms, the sum of each parameter, clipped where ``clipping`` is given, and the lowest precision seen."""
+    """(B,) norms, the sum of each parameter, clipped where ``clipping`` is given (each of the engine's groups by
+    itself), and the lowest precision seen."""
     for p in engine.trainable.parameters:
         p.grad = None
     losses = losses_of(*args, **kwargs)
@@ -38,7 +40,8 @@ def clip(
         engine.forward.low_precision if engine.forward else torch.float32,
     )
     low_precision = max(seen, key=TOLERANCE.__getitem__)
-    norms_b = engine.backward(losses, clipping=clipping)
+    groups = [group._replace(clipping=clipping) for group in engine.groups]
+    norms_b = engine.backward(losses, groups=groups)
     return (
         norms_b,
         [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in engine.trainable.parameters],
@@ -56,8 +59,8 @@ def one_at_a_time(
     *,
     bound: float,
 ):
-    """(B,) norms, the clipped sum, and the worst relative error of ``samples``, gradients with a batch (or None) for
-    each parameter."""
+    """(B,) norms, the sum with each of the engine's groups clipped to ``bound``, and the worst relative error of
+    ``samples``, gradients with a batch (or None) for each parameter."""
     norms, total, worst, shards = (
         [],
         [torch.zeros_like(p, dtype=sum_dtype(p)) for p in engine.trainable.parameters],
@@ -76,10 +79,10 @@ def one_at_a_time(
                 for p, g in zip(engine.trainable.parameters, grads, strict=True)
             ]
             norm = length_of([g for g in grads if g is not None])
-            coefficient = float((bound / norm).clamp(max=1.0))
+            coefficients = _coefficients(engine, grads, bound)
             for p, running, g in zip(engine.trainable.parameters, total, grads, strict=True):
                 if g is not None:
-                    g = to_local(g).to(sum_dtype(p)) * coefficient
+                    g = to_local(g).to(sum_dtype(p)) * coefficients[p]
                     running.add_(shards.summed(p, g) if shards else as_dtensor_like(g, p))
             norms.append(norm)
             given = [
@@ -90,6 +93,17 @@ def one_at_a_time(
             if given:
                 worst = max(worst, float(distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)))
     return torch.stack(norms), total, worst
+
+
+def _coefficients(engine: ClippingEngine, grads: list[torch.Tensor | None], bound: float) -> dict[nn.Parameter, float]:
+    """What one example's gradient of each parameter is multiplied with."""
+    of = {p: g for p, g in zip(engine.trainable.parameters, grads, strict=True) if g is not None}
+    coefficients = {}
+    for group in engine.groups:
+        if own := [of[p] for p in group.parameters if p in of]:
+            coefficient = float((bound / length_of(own)).clamp(max=1.0))
+            coefficients |= dict.fromkeys(group.parameters, coefficient)
+    return coefficients
 
 
 def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor | None:

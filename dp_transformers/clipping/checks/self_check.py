@@ -279,7 +279,8 @@ def _compare(
                     "or initialise it), and for a layer or loss that needs other inputs than normally distributed "
                     "ones (a logarithm or square root of features: take it before the model)."
                 )
-            bound = float(norms_b.median()) or 1.0  # so that some are clipped and some are not
+            # so that some are clipped and some are not
+            bound = (float(norms_b.median()) or 1.0) / len(engine.groups) ** 0.5
             norms_b, total, low_precision = clip(engine, losses_of, args, kwargs, clipping=FlatClipping(bound))
             samples = [getattr(p, "grad_sample", None) for p in engine.trainable.parameters]
             tolerance = TOLERANCE[low_precision]

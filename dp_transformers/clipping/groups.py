@@ -1,0 +1,49 @@
+"""Groups of parameters whose gradients are clipped by themselves, as the clipping function divides them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from .clipping_functions import ClippingFunction
+from .coefficients import checked_clipping
+from .trainable import TrainableParameters
+
+
+class ParameterGroup(NamedTuple):
+    """The parameters of one group.
+
+    Attributes:
+        clipping: The function of the norm over these parameters; None where nothing is clipped.
+        noise_scale: The standard deviation of their noise over that of ``Mechanism.at(step).noise_std``.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    clipping: ClippingFunction | None = None
+    noise_scale: float = 1.0
+
+
+def parameter_groups(trainable: TrainableParameters, clipping: ClippingFunction) -> list[ParameterGroup]:
+    """Divide the trainable parameters as ``clipping`` says.
+
+    Raises:
+        ValueError: a parameter is in no group or in several, or the noise does not cover the groups together.
+    """
+    by_name = {name: p for name, p in trainable.model.named_parameters() if p.requires_grad}
+    groups = clipping.groups({name: p.numel() for name, p in by_name.items()})
+    if sorted(name for group in groups for name in group.names) != sorted(by_name):
+        raise ValueError(f"{clipping} must have each trainable parameter in one of its groups.")
+    together = math.hypot(*(group.clipping.sensitivity / group.noise_scale for group in groups))
+    if not together <= clipping.sensitivity * (1 + 1e-6):
+        raise ValueError(
+            f"{clipping} says that its sensitivity is {clipping.sensitivity:g}, but its groups together have "
+            f"{together:g}, the root of the sum of (sensitivity / noise_scale)²: the noise would be too little. Raise "
+            "the noise_scale of its groups, or its sensitivity."
+        )
+    return [
+        ParameterGroup([by_name[name] for name in group.names], checked_clipping(group.clipping), group.noise_scale)
+        for group in groups
+    ]
