@@ -12,13 +12,16 @@ _WHERE = {
     "BandedInverseNoise": "noise",
     "BandedNoise": "noise",
     "BufferedNoise": "noise",
+    "ConstantSchedule": "schedules",
     "CyclicPoissonSampling": "sampling",
     "DPTrainer": "trainer",
     "DPTrainerMixin": "trainer",
     "DPTrainingArguments": "trainer",
+    "ExponentialSchedule": "schedules",
     "FixedOrderSampling": "sampling",
     "FlatClipping": "clipping.clipping_functions",
     "IndependentNoise": "noise",
+    "LinearSchedule": "schedules",
     "Mechanism": "mechanism",
     "ModuleValidator": "validation",
     "NormalisedClipping": "clipping.clipping_functions",
@@ -30,6 +33,10 @@ _WHERE = {
     "PrivacyEngine": "privacy_engine",
     "PrivacySpent": "run",
     "PrivacyUnit": "mechanism",
+    "ScheduledClipping": "clipping.clipping_functions",
+    "ScheduledNoise": "noise",
+    "ScheduledPoissonSampling": "sampling",
+    "StepSchedule": "schedules",
     "calibrate_noise_multiplier": "accounting",
     "check_model": "clipping",
     "check_per_sample_gradients_are_correct": "clipping",
@@ -42,13 +49,16 @@ __all__ = [
     "BandedInverseNoise",
     "BandedNoise",
     "BufferedNoise",
+    "ConstantSchedule",
     "CyclicPoissonSampling",
     "DPTrainer",
     "DPTrainerMixin",
     "DPTrainingArguments",
+    "ExponentialSchedule",
     "FixedOrderSampling",
     "FlatClipping",
     "IndependentNoise",
+    "LinearSchedule",
     "Mechanism",
     "ModuleValidator",
     "NormalisedClipping",
@@ -60,6 +70,10 @@ __all__ = [
     "PrivacyEngine",
     "PrivacySpent",
     "PrivacyUnit",
+    "ScheduledClipping",
+    "ScheduledNoise",
+    "ScheduledPoissonSampling",
+    "StepSchedule",
     "calibrate_noise_multiplier",
     "check_model",
     "check_per_sample_gradients_are_correct",
@@ -84,12 +98,14 @@ if TYPE_CHECKING:
         PerGroupClipping,
         PerLayerClipping,
         PerSampleAdaptiveClipping,
+        ScheduledClipping,
     )
     from .mechanism import Mechanism, PrivacyUnit
-    from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
+    from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
     from .privacy_engine import PrivacyEngine
     from .run import PrivacySpent
-    from .sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling
+    from .sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling, ScheduledPoissonSampling
+    from .schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
     from .trainer import DPTrainer, DPTrainerMixin, DPTrainingArguments
     from .validation import ModuleValidator
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from .schedules import Schedule
 from .values import StepParameters, Value
 
 if TYPE_CHECKING:
@@ -104,6 +105,40 @@ class PoissonSampling(Sampling):
                 for step, count in steps
             ]
         )
+
+
+@dataclass(frozen=True)
+class ScheduledPoissonSampling(PoissonSampling):
+    """Poisson sampling of which the expected batch size in each step, and so the rate, is ``expected_batch_size``
+    times what the schedule says.
+
+    Example::
+
+        >>> from dp_transformers import ScheduledPoissonSampling, StepSchedule
+        >>> ScheduledPoissonSampling(60_000, 300, StepSchedule(2.0, every=100)).at(100)
+        (0.01, 600.0)
+    """
+
+    kind: ClassVar[str] = "scheduled_poisson"
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "schedule", Schedule.read(self.schedule))
+
+    def at(self, step: int) -> tuple[float, float]:
+        expected = self.expected_batch_size * self.schedule.at(step)
+        if not 0 < expected <= self.num_examples:
+            raise ValueError(
+                f"{self.schedule} makes the expected batch size {expected:g} in step {step}, which must be above 0 "
+                f"and at most num_examples={self.num_examples}: let the schedule end earlier."
+            )
+        return expected / self.num_examples, expected
+
+    def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
+        for step in itertools.count(first_step):
+            size = int(generator.binomial(self.num_examples, self.at(step)[0]))
+            yield generator.choice(self.num_examples, size, replace=False, shuffle=False)
 
 
 @dataclass(frozen=True)

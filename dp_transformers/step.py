@@ -28,6 +28,7 @@ from . import distributed
 from .batch_checks import BatchChecks
 from .clipping import PerExampleClipper
 from .clipping.checks.synthetic import LossFunction
+from .clipping.clipping_functions import ClippingFunction
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
 from .mechanism import Mechanism
 from .mixing import LoadedRows
@@ -130,6 +131,20 @@ class PrivateStep:
         self.given, self.run.unfinished = None, 0
         return unfinished
 
+    @property
+    def _clipping(self) -> ClippingFunction:
+        """The clipping function of this step."""
+        return self.run.mechanism.clipping.at(self.number)
+
+    def _require_own_clipping(self) -> None:
+        if self.clipper.clipping != self._clipping:
+            raise ValueError(
+                f"examples were clipped by {self.clipper.clipping}, but this step clips by {self._clipping}, which "
+                "its noise is made for. Leave the clipper as it is while a training goes on. For another bound start "
+                "another training (make_private, DPTrainingArguments); for one that changes give the mechanism "
+                "ScheduledClipping."
+            )
+
     # ---- draws ----
 
     def physical_batches(self, draw: LogicalBatch) -> Iterator[Given]:
@@ -137,6 +152,7 @@ class PrivateStep:
         as many."""
         self._require_next(draw)
         self.number = draw.step
+        self.clipper.clip_by(self._clipping)
         self.gradients.begin_draw()
         self.clipper.begin_draw()
         batches, clipper = list(draw.batches), self.clipper
@@ -249,6 +265,7 @@ class PrivateStep:
                 "given, call make_private with batch_first=False."
             )
         require_unseeded("the model's forward pass, or what ran between it and backward()")
+        self._require_own_clipping()
         if given.draw != self._summed_draw:
             self._summed_draw = given.draw
             self.gradients.begin_draw()
@@ -274,7 +291,7 @@ class PrivateStep:
             ValueError: what was clipped is not what would be released. Nothing is released.
             RuntimeError: the budget is spent. Nothing is released.
         """
-        clipper, given, clipping = self.clipper, self.given, self.run.mechanism.clipping.at(self.number)
+        clipper, given = self.clipper, self.given
         clipper.require_same_parameters()
         clipper.require_same_weights()
         self._require_no_gap()
@@ -289,12 +306,7 @@ class PrivateStep:
                 "do not go on with this draw, but take a new one (with PrivacyEngine after engine.drop_draw(), which "
                 "counts the old one as a step)."
             )
-        if clipper.clipping != clipping:
-            raise ValueError(
-                f"examples were clipped by {clipper.clipping}, but the run clips by {clipping}, which the noise is "
-                "made for. Change neither while a training goes on; for another bound start another training "
-                "(make_private, DPTrainingArguments)."
-            )
+        self._require_own_clipping()
         self.gradients.restore_sums()
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
@@ -347,11 +359,7 @@ class PrivateStep:
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
-    """Raise ValueError for a mechanism that changes its clipping bound, or releases more than the gradient."""
-    if len({step.max_grad_norm for step in mechanism.planned()}) > 1:
-        raise ValueError(
-            f"the clipper keeps to one bound, and {mechanism.clipping} changes it; take one that does not."
-        )
+    """Raise ValueError for a mechanism that releases more than the gradient."""
     if mechanism.releases:
         raise ValueError(
             f"this step releases the gradient alone, and not {mechanism.releases[0].name!r} yet; leave releases out."

@@ -98,8 +98,14 @@ class PerExampleClipper:
 
     @property
     def max_grad_norm(self) -> float:
-        """The clipping bound C. For another one make another clipper: noise and ε are made for this one."""
+        """The clipping bound C. Noise and ε are made for it (:meth:`clip_by`)."""
         return self.clipping.sensitivity
+
+    def clip_by(self, clipping: ClippingFunction) -> None:
+        """Clip by another function from now on. In a private training the step does this, by its mechanism."""
+        if clipping != self.clipping:
+            self.clipping = checked_clipping(clipping)
+            self._engine.clip_by(self.clipping)
 
     @property
     def model(self) -> nn.Module:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from ..schedules import Schedule
 from ..values import Value
 
 if TYPE_CHECKING:
@@ -296,9 +297,46 @@ class PerGroupClipping(GroupedClipping):
         return [(function, own) for (_, function), own in zip(self.functions, members, strict=True)]
 
 
+@dataclass(frozen=True)
+class ScheduledClipping(ClippingFunction):
+    """``function`` with its bound times what the schedule says, in each step.
+
+    Example::
+
+        >>> from dp_transformers import FlatClipping, ScheduledClipping, StepSchedule
+        >>> ScheduledClipping(FlatClipping(1.0), StepSchedule(0.5, every=100)).at(100)
+        FlatClipping(max_grad_norm=0.5)
+    """
+
+    kind: ClassVar[str] = "scheduled"
+    function: ClippingFunction
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        given = self.function
+        function = ClippingFunction.from_dict(given) if isinstance(given, Mapping) else given
+        if not isinstance(function, ClippingFunction) or isinstance(function, ScheduledClipping):
+            raise ValueError(f"function must be a ClippingFunction without a schedule, got {given!r}.")
+        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "schedule", Schedule.read(self.schedule))
+
+    @property
+    # pyrefly: ignore[bad-override]  (as above)
+    def sensitivity(self) -> float:
+        return self.function.sensitivity
+
+    def scaled_to(self, sensitivity: float) -> ClippingFunction:
+        return replace(self, function=self.function.scaled_to(sensitivity))
+
+    def at(self, step: int) -> ClippingFunction:
+        return self.function.scaled_to(self.function.sensitivity * self.schedule.at(step))
+
+
 def _function(given: Any) -> ClippingFunction:
     """The function that ``to_dict`` wrote, or itself, for one group."""
     function = ClippingFunction.from_dict(given) if isinstance(given, Mapping) else given
-    if not isinstance(function, ClippingFunction) or isinstance(function, GroupedClipping):
-        raise ValueError(f"the function of a group must be a ClippingFunction of one norm, got {given!r}.")
+    if not isinstance(function, ClippingFunction) or isinstance(function, (GroupedClipping, ScheduledClipping)):
+        raise ValueError(
+            f"the function of a group must be a ClippingFunction of one norm, without a schedule, got {given!r}."
+        )
     return function

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from ..schedules import Schedule
 from ..values import StepParameters, Value
 
 if TYPE_CHECKING:
@@ -91,6 +92,30 @@ class IndependentNoise(Noise):
         from .sharded import ShardedNoise
 
         return ShardedNoise(clipper, dp_seed=dp_seed, secure=secure, warn=False)
+
+
+@dataclass(frozen=True)
+class ScheduledNoise(IndependentNoise):
+    """Independent noise of which the multiplier in each step is ``noise_multiplier`` times what the schedule says.
+    Calibration scales the whole schedule.
+
+    Example::
+
+        >>> from dp_transformers import LinearSchedule, ScheduledNoise
+        >>> noise = ScheduledNoise(1.2, LinearSchedule(0.5, steps=100))
+        >>> noise.at(0), noise.at(100)
+        (1.2, 0.6)
+    """
+
+    kind: ClassVar[str] = "scheduled"
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "schedule", Schedule.read(self.schedule))
+
+    def at(self, step: int) -> float:
+        return self.noise_multiplier * self.schedule.at(step)
 
 
 from .correlated import BandedInverseNoise, BandedNoise, BufferedNoise  # noqa: E402, F401  (Noise.from_dict knows them)

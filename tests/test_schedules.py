@@ -1,0 +1,255 @@
+"""Schedules of noise, clipping bound and batch size: what each step uses, in both loops, accounted and resumed."""
+
+import itertools
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from adversarial import SIZE, Net, adversarial
+from oracle import distance, trainable
+from scipy import stats
+from test_mechanism_in_loops import (
+    DELTA,
+    EMPTY,
+    EXPECTED,
+    LOOPS,
+    STEPS,
+    Shifting,
+    Stop,
+    by_engine,
+    by_trainer,
+    mechanism,
+    step_through,
+    train,
+)
+from test_resume import Classifier, rows
+
+from dp_transformers import PerExampleClipper, compute_epsilon
+from dp_transformers.accounting import PrivacyAccountant
+from dp_transformers.clipping.clipping_functions import (
+    AutomaticClipping,
+    ClippingFunction,
+    FlatClipping,
+    NormalisedClipping,
+    PerLayerClipping,
+    PerSampleAdaptiveClipping,
+    ScheduledClipping,
+)
+from dp_transformers.ledger import LEDGER_NAME, Ledger
+from dp_transformers.mechanism import Mechanism
+from dp_transformers.noise import BandedNoise, Noise, ScheduledNoise
+from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, Sampling, ScheduledPoissonSampling
+from dp_transformers.schedules import (
+    ConstantSchedule,
+    ExponentialSchedule,
+    LinearSchedule,
+    Schedule,
+    StepSchedule,
+)
+from dp_transformers.values import StepParameters
+
+SCHEDULES = [ConstantSchedule(), LinearSchedule(0.25, 8), ExponentialSchedule(3.0, 4), StepSchedule(0.5, 3)]
+N = 40
+ALL = mechanism(
+    sampling=ScheduledPoissonSampling(N, EXPECTED, LinearSchedule(2.0, 6)),
+    clipping=ScheduledClipping(FlatClipping(0.7), ExponentialSchedule(0.1, STEPS)),
+    noise=ScheduledNoise(4.0, StepSchedule(0.5, 4)),
+)
+
+
+# ---- the values ----
+
+
+def test_factors():
+    factors = [[schedule.at(step) for step in (0, 1, 3, 4, 8, 100)] for schedule in SCHEDULES]
+    assert factors[0] == [1.0] * 6
+    assert factors[1] == pytest.approx([1, 1 - 0.75 / 8, 1 - 0.75 * 3 / 8, 1 - 0.75 / 2, 0.25, 0.25])
+    assert factors[2] == pytest.approx([1, 3**0.25, 3**0.75, 3, 3, 3])
+    assert factors[3] == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.5**33])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
+def test_json(schedule):
+    values = [
+        (Noise, ScheduledNoise(1.3, schedule)),
+        (ClippingFunction, ScheduledClipping(PerLayerClipping(AutomaticClipping(0.7)), schedule)),
+        (Sampling, ScheduledPoissonSampling(1000, 8, schedule)),
+        (Schedule, schedule),
+    ]
+    for base, value in values:
+        again = base.from_dict(json.loads(json.dumps(value.to_dict())))
+        assert again == value and hash(again) == hash(value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LinearSchedule(0.0, 10),
+        lambda: ExponentialSchedule(math.inf, 10),
+        lambda: StepSchedule(0.5, 0),
+        lambda: ScheduledNoise(1.0, 0.5),
+        lambda: ScheduledNoise(-1.0, ConstantSchedule()),
+        lambda: ScheduledClipping(0.5, ConstantSchedule()),
+        lambda: ScheduledClipping(ALL.clipping, ConstantSchedule()),
+        lambda: PerLayerClipping(ALL.clipping),
+        lambda: ScheduledPoissonSampling(10, 8, LinearSchedule(2.0, 4)).at(2),
+    ],
+)
+def test_what_is_no_schedule_is_refused(make):
+    with pytest.raises(ValueError, match="must be"):
+        make()
+
+
+def test_draws_have_the_rate_of_their_step():
+    sampling, count = ScheduledPoissonSampling(30, 6.0, StepSchedule(2.0, every=1)), 4000
+    sizes = np.array(
+        [[len(d) for d in itertools.islice(sampling.draws(np.random.default_rng(k), 1), 2)] for k in range(count)]
+    )
+    for column, rate in zip(sizes.T, (0.4, 0.8), strict=True):
+        assert stats.binomtest(int(column.sum()), 30 * count, rate).pvalue > 1e-4
+        assert column.var() == pytest.approx(30 * rate * (1 - rate), rel=0.15)
+
+
+# ---- what they cost ----
+
+
+def epsilon_of(steps, given=ALL):
+    accountant = PrivacyAccountant()
+    for used in map(given.at, steps):
+        accountant.step(noise_multiplier=used.noise_multiplier, sample_rate=used.sample_rate)
+    return pytest.approx(accountant.epsilon(DELTA), rel=1e-9)
+
+
+def test_epsilon_is_that_of_the_steps_and_knows_no_bound():
+    assert ALL.epsilon(DELTA) == epsilon_of(range(STEPS))
+    assert ALL.epsilon(DELTA) == replace(ALL, clipping=FlatClipping(5.0)).epsilon(DELTA)
+    constant = mechanism(noise=ScheduledNoise(1.3, ConstantSchedule()))
+    assert constant.epsilon(DELTA) == compute_epsilon(1.3, EXPECTED / N, STEPS, DELTA)
+
+
+def test_calibration_scales_the_whole_schedule():
+    found = ALL.calibrated(target_epsilon=3.0, target_delta=DELTA)
+    assert 2.99 < found.epsilon(DELTA) <= 3.0 and found.noise.schedule == ALL.noise.schedule
+    ratios = [found.at(step).noise_multiplier / ALL.at(step).noise_multiplier for step in range(STEPS)]
+    assert ratios == pytest.approx([ratios[0]] * STEPS)
+
+
+def test_correlated_noise_keeps_its_bound():
+    with pytest.raises(ValueError, match="needs one clipping bound for all of them, but clipping 'scheduled' changes"):
+        mechanism(
+            sampling=CyclicPoissonSampling(N, 4, 2),
+            noise=BandedNoise(1.0, (0.8, 0.6)),
+            clipping=ScheduledClipping(FlatClipping(1.0), LinearSchedule(0.5, 10)),
+        )
+
+
+# ---- clipping while the bound moves ----
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        FlatClipping(0.7),
+        AutomaticClipping(0.7),
+        NormalisedClipping(0.7),
+        PerSampleAdaptiveClipping(0.7),
+        PerLayerClipping(FlatClipping(0.7)),
+        PerLayerClipping(NormalisedClipping(0.7)),
+    ],
+    ids=str,
+)
+def test_sensitivity_in_200_adversarial_batches_while_the_bound_moves(function):
+    torch.manual_seed(0)
+    model, clipping, longest = Net(), ScheduledClipping(function, ExponentialSchedule(1e-3, 199)), 0.0
+    with PerExampleClipper(model, clipping.at(0), self_check=False) as clipper:
+        for number in range(200):
+            clipper.clip_by(clipping.at(number))
+            bound, sums = 0.7 * 1e-3 ** (number / 199), []
+            assert clipper.max_grad_norm == pytest.approx(bound)
+            for weight in (1.0, 0.0):
+                weights = torch.ones(SIZE)
+                weights[number % SIZE] = weight
+                model.zero_grad()
+                clipper.backward(model(**adversarial(number)), weights=weights)
+                sums.append([p.grad / s for p, s in zip(trainable(model), clipper.noise_scales, strict=True)])
+            moved = distance(*sums) / bound
+            assert moved <= 1 + 1e-5, number
+            longest = max(longest, moved)
+    assert longest >= 0.98
+
+
+# ---- both loops ----
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_each_step_clips_noises_and_divides_by_its_own(tmp_path, loop, monkeypatch):
+    """One example is in every draw, and is longer than every bound."""
+    one = replace(EMPTY, indices=[7])
+    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(one, number=next(sampler._number)))
+    moving = replace(ALL, noise=ShiftingBySchedule(4.0, StepSchedule(0.5, 4)))
+    moving = replace(moving, clipping=ScheduledClipping(NormalisedClipping(0.7), ExponentialSchedule(0.1, STEPS)))
+    spent, gradients = train(loop, tmp_path, moving)
+    for step, gradient in enumerate(gradients):
+        factor = 0.1 ** (step / STEPS)
+        noise = 4.0 * 0.5 ** (step // 4) * 0.7 * factor
+        divisor = EXPECTED * (1 + min(step / 6, 1.0))
+        clipped = gradient.double() * divisor - noise
+        assert float(clipped.norm()) == pytest.approx(0.7 * factor, rel=1e-3)
+    assert spent.epsilon == epsilon_of(range(STEPS))
+    lines = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()][1:]
+    said = [StepParameters(*(line[name] for name in StepParameters._fields)) for line in lines]
+    assert said == list(map(moving.at, range(STEPS))) and len({s.max_grad_norm for s in said}) == STEPS
+
+
+class ShiftingBySchedule(ScheduledNoise):
+    kind = "shifting by schedule"
+    source = Shifting.source
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_what_ran_is_accounted_for_across_resume(tmp_path, loop):
+    """The second run goes on with the step of the checkpoint; what the first took after it counts too."""
+    if loop == "trainer":
+        by_trainer(tmp_path, ALL, Stop(8)).train()
+        trainer = by_trainer(tmp_path, ALL, ignore_data_skip=True)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        spent, run_id = trainer.privacy_spent(), trainer._run.state.run_id
+    else:
+        engine, model, optimizer, loader = by_engine(ALL, folder=tmp_path)
+        step_through(model, optimizer, loader, 3)
+        engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+        step_through(model, optimizer, loader, 5)
+        engine.detach()
+        engine, model, optimizer, loader = by_engine(ALL, folder=tmp_path)
+        engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+        step_through(model, optimizer, loader, STEPS - 3)
+        assert engine.clipper.clipping == ALL.clipping.at(STEPS - 1)
+        engine.detach()
+        spent, run_id = engine.privacy_spent(DELTA), engine._loop.run.state.run_id
+    assert spent.epsilon == epsilon_of([*range(8), *range(3, STEPS)])
+    assert Ledger(tmp_path).segments(run_id) == [Counter(map(ALL.at, range(8))), Counter(map(ALL.at, range(3, STEPS)))]
+
+
+def test_a_bound_that_somebody_else_sets_is_refused():
+    engine, model, _, loader = by_engine(ALL)
+    x, y = next(iter(loader))
+    engine.clipper.clip_by(FlatClipping(100.0))
+    with pytest.raises(ValueError, match="but this step clips by FlatClipping.max_grad_norm=0.7"):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    engine.drop_draw()
+    engine.detach()
+
+
+def test_a_schedule_that_leaves_the_data_set_is_refused_before_training(tmp_path):
+    with pytest.raises(ValueError, match="makes the expected batch size 42 in step"):
+        by_trainer(tmp_path, replace(ALL, sampling=ScheduledPoissonSampling(N, 6, LinearSchedule(7.0, 6)))).train()
+
+
+def test_the_mechanism_is_a_file_of_json(tmp_path):
+    assert Mechanism.from_dict(json.loads(json.dumps(ALL.to_dict()))) == ALL
+    assert len(rows()) == N and Classifier() is not None
