@@ -251,8 +251,8 @@ class ClippingEngine:
         if forward.backward is not None:  # activation checkpointing recomputes a call that was counted
             if forward.followed and forward.reentrant:
                 raise ValueError(
-                    f"'{owner.path}' runs under reentrant activation checkpointing, which loss.backward() cannot be "
-                    "followed through: use use_reentrant=False."
+                    f"{owner} runs under reentrant activation checkpointing, which loss.backward() cannot be followed "
+                    "through: use use_reentrant=False."
                 )
             forward.recomputes = True
         else:

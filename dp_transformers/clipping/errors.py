@@ -8,6 +8,10 @@ from typing import Any
 
 from torch import nn
 
+HOW_TO_DO_WITHOUT = (  # where no rule would help
+    "Ways out: freeze the module's parameters (requires_grad_(False)), or train adapters such as LoRA instead."
+)
+
 _WARNED: set[Hashable] = set()
 
 
@@ -27,10 +31,21 @@ class SelfCheckError(ValueError):
     """Per-example clipping is not exact for this model; nothing was trained."""
 
 
-def how_to_fix(path: str, module: nn.Module) -> str:
+def named(path: str, module: nn.Module) -> str:
+    """A module, as messages call it."""
+    return f"'{path}' ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
+
+
+def how_to_fix(module: nn.Module) -> str:
+    """The ways out where no rule gives the gradients of ``module``."""
+    if "forward" in vars(module):  # which rules do not know
+        return HOW_TO_DO_WITHOUT
+    cls, base, *others = type(module).__mro__
+    if base.__name__ == "FSDPModule":  # fully_shard made a class of its own, which nobody can name
+        cls = others[0]
     return (
-        f"Ways out: freeze the parameters of '{path}' (requires_grad_(False)), train adapters such as LoRA instead, "
-        f"or register a rule with dp_transformers.register_grad_sampler({type(module).__name__})."
+        "Ways out: freeze the module's parameters (requires_grad_(False)), train adapters such as LoRA instead, or "
+        f"register a rule with dp_transformers.register_grad_sampler({cls.__name__})."
     )
 
 

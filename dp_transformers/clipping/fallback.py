@@ -25,7 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..randomness import replayed
-from .errors import UnsupportedModuleError, how_to_fix, warn_once
+from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError, how_to_fix, warn_once
 from .recorded_call import RecordedCall, differentiable_leaves
 from .terms import Dense, Term
 
@@ -41,7 +41,7 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
     Raises:
         UnsupportedModuleError: re-running it fails, or gives other outputs than the call gave.
     """
-    path, module = call.path, call.module
+    owner, module = call.owner, call.module
     if call.batch_size == 0:
         return {p: Dense(p.new_zeros(0, *p.shape)) for p in parameters}
     reasons = []
@@ -51,7 +51,8 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
                 # on copies: the module may write to what it is given, which autograd still needs as it is
                 gradients = way(call, [x.clone() for x in call.inputs_by_example()], parameters)
         except Exception as error:
-            reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            reasons += [] if reason in reasons else [reason]
             continue
         if way is not _vmapped:
             warn_once(
@@ -63,10 +64,12 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
                 reasons[0] if reasons else "it uses random numbers",
             )
         return {p: Dense(gradients[name].detach()) for p, name in parameters.items()}
+    of_a_child = f"the parameter '{next(iter(parameters.values()))}' of a module in it"
+    what = of_a_child if owner.covers_children else "per-example gradients"
     raise UnsupportedModuleError(
-        f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, and re-running it one example at "
-        f"a time failed ({'; then '.join(reasons)}). If it fills a cache, call the model with use_cache=False. "
-        f"{how_to_fix(path, module)}",
+        f"{owner} has no rule for {what}, and re-running it one example at a time failed ({'; then '.join(reasons)}). "
+        "If it fills a cache, call the model with use_cache=False. "
+        + (HOW_TO_DO_WITHOUT if owner.covers_children else how_to_fix(module)),
         module,
     )
 
@@ -248,7 +251,7 @@ def _require_same(before: torch.Tensor, after: torch.Tensor, call: RecordedCall)
             (a[finite] - b[finite]).norm() <= tolerance * a[finite].norm()
         )
     if not same:
-        raise RuntimeError("it does not give the output it gave: it has hidden state, or mixes examples")
+        raise RuntimeError("it gives another output than in the forward pass: it has hidden state, or mixes examples")
 
 
 @contextmanager

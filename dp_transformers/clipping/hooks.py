@@ -176,9 +176,8 @@ class HookedModel:
             return self._on_call(owner, args, kwargs, output, first_node)
         if torch.is_grad_enabled():
             raise ValueError(
-                f"'{owner.path}' was called outside the forward of the model that is being clipped, so a gradient "
-                "through it would not be clipped. Call the model itself, or use torch.no_grad(), or detach() the "
-                "clipper first."
+                f"{owner} was called outside the forward of the model that is being clipped, so a gradient through it "
+                "would not be clipped. Call the model itself, or use torch.no_grad(), or detach() the clipper first."
             )
         return None
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .batch_dims import BATCH_FIRST, BatchDim
-from .errors import UnownedParameterError, UnsupportedModuleError
+from .errors import UnownedParameterError, UnsupportedModuleError, named
 from .layer_rule import LayerRule, rule_for
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Owner:
         return self.paths[0]
 
     def __str__(self) -> str:
-        return f"'{self.path}' ({type(self.module).__name__})"
+        return named(self.path, self.module)
 
     def batch_dims_of(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[BatchDim]:
         """Returns what :func:`.discovery.discover_owners` saw for a call of this kind, inputs first; what it did not

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..randomness import random_state, same_state
 from .batch_dims import BATCH_FIRST, BatchDim
-from .errors import UnsupportedModuleError, how_to_fix
+from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError
 from .owners import Owner
 from .parallel.dtensor import to_local
 from .precision import HALF
@@ -127,7 +127,7 @@ class RecordedCall:
         if not self.outputs:
             raise ValueError(
                 f"{owner} returns no tensor that a gradient could come from, but {type(output).__name__}. "
-                + how_to_fix(owner.path, owner.module)
+                + HOW_TO_DO_WITHOUT
             )
         parallel = forward.trainable.parallel
         self.sums_positions = bool(parallel) and parallel.sums_positions(owner, self.inputs, self.outputs)
@@ -151,11 +151,6 @@ class RecordedCall:
             if not same_state(owner.random_state, random_state(device)):
                 self.random_state = owner.random_state
 
-    @property
-    def path(self) -> str:
-        """The name under which the model has the module."""
-        return self.owner.path
-
     def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes
         per example."""
@@ -166,7 +161,7 @@ class RecordedCall:
             return x.expand(batch, *x.shape[1:])
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
             f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch "
-            f"({batch}) nor 1, so gradients per example cannot be told apart. " + how_to_fix(self.path, self.module),
+            f"({batch}) nor 1, so gradients per example cannot be told apart. " + HOW_TO_DO_WITHOUT,
             self.module,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UnsupportedModuleError, how_to_fix
+from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError, how_to_fix
 from .fallback import per_example_gradients
 from .parallel.dtensor import as_dtensor_like
 from .precision import HALF, exact_arithmetic
@@ -117,7 +117,7 @@ def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
             f"the model writes in place to a tensor that {owner} was given or returned, after it ran, so its "
             "per-example gradients cannot be computed from that any more. Make it a copy there (x = x + y instead of "
-            "x += y). " + how_to_fix(owner.path, owner.module),
+            "x += y). " + HOW_TO_DO_WITHOUT,
             owner.module,
         ) from error
 
@@ -162,7 +162,7 @@ def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | 
             f"{owner} was called on positions of examples as if they were examples, (B * T, C, ...), and its rule "
             "takes the second dimension for channels: call it on (B, C, ...), one row for each example. "
         )
-        raise UnsupportedModuleError(reason + how_to_fix(owner.path, owner.module), owner.module)
+        raise UnsupportedModuleError(reason + how_to_fix(owner.module), owner.module)
     inputs = [batch_dim.batch_first(x, batch) for x, batch_dim in zip(call.inputs, call.input_batch_dims, strict=True)]
     inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
     grads = [

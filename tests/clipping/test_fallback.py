@@ -101,6 +101,27 @@ def test_what_the_fallback_refuses(kind):
         clipper.backward(weigh(model(x)))
 
 
+def test_a_refusal_of_the_model_itself_names_no_empty_path():
+    model, x = Refused.Mixing(), torch.randn(4, 3, 5)
+    with (
+        PerExampleClipper(model, 1.0, self_check=False) as clipper,
+        pytest.raises(UnsupportedModuleError, match=r"^the model \(Mixing\) has no rule"),
+    ):
+        clipper.backward(weigh(model(x)))
+
+
+def test_no_rule_is_offered_where_none_would_be_used():
+    model, x = nn.Sequential(Refused.Mixing()), torch.randn(4, 3, 5)
+    forward = model[0].forward
+    model[0].forward = lambda x: forward(x)  # as hooks of accelerate do
+    with (
+        PerExampleClipper(model, 1.0, self_check=False) as clipper,
+        pytest.raises(UnsupportedModuleError) as refused,
+    ):
+        clipper.backward(weigh(model(x)))
+    assert "freeze" in str(refused.value) and "register_grad_sampler" not in str(refused.value)
+
+
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_fallback_sees_the_random_numbers_that_were_drawn(mode):
     """Dropout inside the owning module: the same mask in forward, norms and sum, and the generator goes on as without

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
-from ..errors import SelfCheckError
+from ..errors import SelfCheckError, named
 from .synthetic import (
     LossFunction,
     floating_tensors,
@@ -64,7 +64,7 @@ def _seen_in_forward(
     def note_input(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
         if x is not None and x.dim() == 3 and x.shape[0] == batch != x.shape[1]:
-            wrong_way.append(f"'{path}' ({type(module).__name__})")
+            wrong_way.append(named(path, module))
 
     with contextlib.ExitStack() as stack:
         for path, module in engine.model.named_modules():

@@ -321,7 +321,9 @@ def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], t
 
 
 def _until_all_can_be_run(engine: ClippingEngine, discover: Callable[[], None], run: Callable[[], object]) -> None:
-    """Discover the owners, and let the parents own what modules hold that turn out not to be re-runnable."""
+    """Discover the owners, and let the parents own what modules hold that turn out not to be re-runnable. Where the
+    parents are not either, the error is that of the module that began it."""
+    first: UnsupportedModuleError | None = None
     while True:
         discover()
         try:
@@ -329,10 +331,12 @@ def _until_all_can_be_run(engine: ClippingEngine, discover: Callable[[], None], 
             break
         except UnsupportedModuleError as error:
             engine.trainable.shards.recover()
+            is_parent = any(owner.module is error.module and owner.covers_children for owner in engine.owners)
+            first = first if is_parent and first else error
             try:
                 reassign_to_parents(engine.model, engine.owners, error.module)
             except UnownedParameterError:
-                raise error from None
+                raise first from (None if first is error else error)
 
 
 def _discover(

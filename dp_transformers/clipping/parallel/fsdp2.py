@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..errors import how_to_fix
+from ..errors import how_to_fix, named
 from .dtensor import as_dtensor_like
 
 if TYPE_CHECKING:
@@ -111,13 +111,17 @@ class Shards:
 
     def refuse_rerun(self, path: str, module: nn.Module) -> None:
         """A module that gathers parameters on its own cannot be re-run inside backward with others in their place."""
-        units = [name or path for name, m in module.named_modules(prefix=path) if _is_fsdp(m)]
+        units = [f"'{name}'" if name else "it" for name, m in module.named_modules(prefix=path) if _is_fsdp(m)]
         if units:
+            otherwise = (
+                f"Apply fully_shard to a module that holds '{path}', and to nothing in it."
+                if path
+                else "Move what it does with its own parameters into a module in it."
+            )
             raise ValueError(
-                f"'{path}' ({type(module).__name__}) has no rule for per-example gradients, so it would be called "
-                f"again inside backward, where FSDP2 cannot gather the weights of '{units[0]}', which fully_shard was "
-                f"applied to. Apply fully_shard to a module that holds '{path}', and to nothing in it. "
-                f"{how_to_fix(path, module)}"
+                f"{named(path, module)} has no rule for per-example gradients, so it would be called again inside "
+                f"backward, where FSDP2 cannot gather the weights of {units[0]}, which fully_shard was applied to. "
+                f"{otherwise} {how_to_fix(module)}"
             )
 
     def reshard(self) -> None:

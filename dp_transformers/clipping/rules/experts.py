@@ -63,7 +63,7 @@ def experts(
     ):
         raise UnsupportedModuleError(
             f"{type(module).__name__} was not called with (tokens, width) hidden states, then the experts of each "
-            "token, then their weights. " + how_to_fix(type(module).__name__, module),
+            "token, then their weights. " + how_to_fix(module),
             module,
         )
     num_slots, num_experts = index_btk.shape[1:].numel(), module.num_experts

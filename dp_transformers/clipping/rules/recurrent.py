@@ -369,8 +369,8 @@ def _require_same(call: RecordedCall, recorded_np: torch.Tensor, recomputed_np: 
 
 
 def _unsupported(call: RecordedCall, reason: str) -> UnsupportedModuleError:
-    where = f"the gradients per example of '{call.path}' ({type(call.module).__name__}) cannot be had from this call"
-    return UnsupportedModuleError(f"{where}: {reason}. {how_to_fix(call.path, call.module)}", call.module)
+    where = f"the gradients per example of {call.owner} cannot be had from this call"
+    return UnsupportedModuleError(f"{where}: {reason}. {how_to_fix(call.module)}", call.module)
 
 
 # ---- the modules ----
@@ -398,7 +398,7 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
     data = x.data if packed else x
     if not packed and x.dim() != 3:
         raise UnsupportedModuleError(
-            f"'{call.path}' ({type(module).__name__}) was called on one sequence without a batch dimension, so "
+            f"{call.owner} was called on one sequence without a batch dimension, so "
             "gradients per example cannot be told apart: call it with three dimensions, the batch among them.",
             module,
         )

@@ -400,6 +400,19 @@ def test_what_the_rule_leaves_to_the_parent(kind, shape, reason):
     assert max(report.norm_error, report.sum_error) <= 1e-5
 
 
+def test_the_check_names_the_layer_that_began_it_where_its_parents_cannot_be_run_either():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(IN, HIDDEN)
+
+        def forward(self, x):
+            return self.rnn(x)[0]  # examples are taken for the steps of one sequence
+
+    with pytest.raises(UnsupportedModuleError, match=r"^'0.rnn' \(GRU\) was called on one sequence"):
+        check_model(nn.Sequential(Rows()), torch.randn(4, IN))
+
+
 def test_a_batch_that_is_taken_for_time():
     model, x = nn.Sequential(nn.GRU(IN, HIDDEN)), torch.randn(4, 3, IN)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
