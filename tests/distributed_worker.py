@@ -30,7 +30,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from dp_transformers import DPTrainer, PerExampleClipper, PrivacyEngine, distributed
+from dp_transformers import (
+    DPTrainer,
+    PerExampleClipper,
+    PrivacyEngine,
+    distributed,
+    register_grad_sampler,
+    register_norm_sampler,
+)
 from dp_transformers.clipping.clipping_functions import FlatClipping, PerLayerClipping
 from dp_transformers.ledger import Ledger
 from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise
@@ -627,6 +634,18 @@ def parts_refusals(folder):
             1.0,
         )
 
+    def norm_sampler():
+        class Normed(nn.LayerNorm):
+            def forward(self, x):
+                return super().forward(x)
+
+        register_grad_sampler(Normed)(lambda layer, a, g: {layer.weight: (a[0] * g).sum(1), layer.bias: g.sum(1)})
+        register_norm_sampler(Normed)(lambda layer, a, g: {p: torch.ones(len(g)) for p in (layer.weight, layer.bias)})
+        plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+        net = parallelize_module(nn.Sequential(Normed(8), nn.Linear(8, 8)), mesh, plan)
+        with PerExampleClipper(net, 1.0, "ghost", self_check=False) as clipper:
+            clipper.backward(net(torch.ones(2, 4, 8)).sum((1, 2)))
+
     def plain_parts():
         net = build("llama")
         net._tp_size = 2
@@ -649,7 +668,7 @@ def parts_refusals(folder):
             module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
         )
 
-    modules = (packed, partial_norm, own_layer, too_small, rerun, plain_parts, split_sequence)
+    modules = (packed, partial_norm, own_layer, too_small, rerun, norm_sampler, plain_parts, split_sequence)
     uses = (in_a_loop, per_sample, other_examples, other_random_numbers, resumed, derived_batch_size)
     return {f.__name__: message(f) for f in (*modules, *uses)}
 

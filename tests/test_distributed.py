@@ -433,5 +433,6 @@ def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "set expected_batch_size" in rank["derived_batch_size"]
         assert "'0' (Own) holds split parameters, and only the rules of nn.Linear" in rank["own_layer"]
         assert "of '0' (Around) are computed" in rank["rerun"] and "Move its own parameters" in rank["rerun"]
+        assert "'0' (Normed) with register_norm_sampler gives norms alone" in rank["norm_sampler"]
         assert "no parameter says how it is split" in rank["plain_parts"]
         assert "'model.layers.0.mlp.down_proj' (Linear) splits its activations as" in rank["split_sequence"]

@@ -41,8 +41,9 @@ class TrainableParameters:
         split = bool(self.shards or self.parallel)
         for name, p in self.model.named_parameters():
             if p.requires_grad and (p.dtype not in TRAINABLE or (p.dtype == torch.bfloat16 and split)):
+                wanted = "float32 where the model is sharded or tensor-parallel" if split else "float32 or bfloat16"
                 raise ValueError(
-                    f"parameter '{name}' is {p.dtype}{', and sharded' if split else ''}: load the model with "
+                    f"parameter '{name}' is {p.dtype}, and what is trained must be {wanted}: load the model with "
                     "dtype=torch.float32 (frozen parameters may stay as they are) and use bf16 autocast, or "
                     "MixedPrecisionPolicy under FSDP2, for speed."
                 )

@@ -66,8 +66,9 @@ class Shards:
         for name, p in model.named_parameters():
             if self and p.requires_grad and p not in self._unsharded:
                 raise ValueError(
-                    f"parameter '{name}' is trainable and not sharded, although the model is: nothing sums its "
-                    "gradient over processes. Take it out of fully_shard's ignored_params, or freeze it."
+                    f"parameter '{name}' is trainable and not sharded, although others of the model are: nothing sums "
+                    "its gradient over processes. Apply fully_shard to the whole model too, without this parameter in "
+                    "ignored_params, or freeze it."
                 )
         config = getattr(model, "config", None)
         drops = [
@@ -84,8 +85,8 @@ class Shards:
         trained = [group for group in self._groups if any(p.sharded_param.requires_grad for p in group.fsdp_params)]
         if len(meshes := {group.mesh_info.mesh for group in trained}) > 1:
             raise ValueError(
-                "trainable parameters are sharded over different device meshes: apply fully_shard with one mesh "
-                "everywhere."
+                f"trainable parameters are sharded over different device meshes, {' and '.join(map(str, meshes))}: "
+                "apply fully_shard with one mesh= everywhere."
             )
         # of data parallelism; that of tensor parallelism lies in the whole parameters
         self.mesh = next(iter(meshes), None)
@@ -120,7 +121,7 @@ class Shards:
             )
             raise ValueError(
                 f"{named(path, module)} has no rule for per-example gradients, so it would be called again inside "
-                f"backward, where FSDP2 cannot gather the weights of {units[0]}, which fully_shard was applied to. "
+                f"backward, where FSDP2 cannot gather its weights, since fully_shard was applied to {units[0]}. "
                 f"{otherwise} {how_to_fix(module)}"
             )
 

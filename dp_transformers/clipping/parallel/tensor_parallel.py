@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ..terms import Dense, Outer, Rows, Term
+from ..terms import Dense, NormOnly, Outer, Rows, Term
 from .dispatch import PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE, STYLES, class_forward, closure_of, style_of
 from .dtensor import is_dtensor, to_local
 from .fsdp2 import Shards
@@ -88,8 +88,8 @@ class TensorParallel:
         meshes = {whole.device_mesh for _, whole in split.values()}
         if len(meshes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
             raise ValueError(
-                f"parameters are split over {sorted(map(str, meshes))}: tensor parallelism needs one mesh of one "
-                "dimension."
+                f"parameters are split over the device meshes {', '.join(sorted(map(str, meshes)))}, and tensor "
+                "parallelism is exact here over one mesh of one dimension: give parallelize_module such a one."
             )
         self.mesh = next(iter(meshes), None)
         self.group = self.mesh.get_group() if self.mesh is not None else None
@@ -101,7 +101,8 @@ class TensorParallel:
         for name, (p, whole) in split.items():
             if p.requires_grad and not (whole.placements[0].is_shard() or whole.placements[0].is_replicate()):
                 raise ValueError(
-                    f"parameter '{name}' lies as {whole.placements[0]}, which is not known here. {_HOW_TO_FIX}"
+                    f"parameter '{name}' has the placement {whole.placements[0]}, and only Shard and Replicate are "
+                    f"known. {_HOW_TO_FIX}"
                 )
         self._replicated_with_grad_allreduce = {
             p
@@ -133,13 +134,13 @@ class TensorParallel:
             ]
             if style not in {*PLAIN, REPLICATED_WITH_GRAD_ALLREDUCE}:
                 raise ValueError(
-                    f"'{path}' ({type(module).__name__}) runs in the parallel style {style}, which is not exact here. "
-                    f"{_HOW_TO_FIX}"
+                    f"'{path}' ({type(module).__name__}) runs in the parallel style {style}, for which per-example "
+                    f"norms are not known. {_HOW_TO_FIX}"
                 )
             if any(x is not None and not x.is_replicate() and getattr(x, "dim", 0) != -1 for x in layouts):
                 raise ValueError(
-                    f"'{path}' ({type(module).__name__}) splits its activations as {layouts}, not by features. "
-                    f"{_HOW_TO_FIX}"
+                    f"'{path}' ({type(module).__name__}) splits its activations as {layouts} (input and output), and "
+                    f"only splits by features, Shard(-1), are known. {_HOW_TO_FIX}"
                 )
 
     def refuse(self, owner: Any, *, is_rerun: bool) -> None:
@@ -153,14 +154,14 @@ class TensorParallel:
         )
         if splits and class_forward(module) not in (nn.Linear.forward, nn.Embedding.forward):
             raise ValueError(
-                f"{owner} holds split parameters, and only the rules of nn.Linear and nn.Embedding are exact for "
-                f"those. {_HOW_TO_FIX}"
+                f"{owner} holds split parameters, and only the rules of nn.Linear and nn.Embedding give the "
+                f"per-example gradients of the parts. {_HOW_TO_FIX}"
             )
         if is_rerun and below:
             raise ValueError(
-                f"the gradients of {owner} are computed from inside of it or by running it again, which "
-                "tensor-parallel modules in it do not allow. Move its own parameters into a module that holds no "
-                f"parallel one, or freeze them. {_HOW_TO_FIX}"
+                f"the gradients of {owner} are computed by running it again, or from inside of it, and that is not "
+                "possible where it or a module in it is tensor-parallel. Move its own parameters into a module that "
+                f"is not and holds none that is, or freeze them. {_HOW_TO_FIX}"
             )
 
     # ---- activations ----
@@ -180,8 +181,8 @@ class TensorParallel:
         if any(x.device_mesh != self.mesh for x in activations) or not any(kinds <= these for these in allowed):
             layouts = [x.placements for x in activations]
             raise ValueError(
-                f"{owner} works on activations that lie as {layouts}, of which it is not known what they add up to. "
-                f"{_HOW_TO_FIX}"
+                f"{owner} works on activations with the placements {layouts}, of which it is not known what "
+                f"per-example gradients they add up to. {_HOW_TO_FIX}"
             )
         return kinds == {"positions"}
 
@@ -189,6 +190,12 @@ class TensorParallel:
 
     def local_part(self, owner: Any, parameter: nn.Parameter, term: Term, sums_positions: bool) -> Term:
         """This process's part of ``term``; the whole, if all processes hold the parameter."""
+        if isinstance(term, NormOnly) and (sums_positions or parameter in self._slices):
+            raise ValueError(
+                f"the function registered for {owner} with register_norm_sampler gives norms alone, and the gradients "
+                f"of '{owner.names[parameter]}' are needed, which lie in parts on several processes: use "
+                "clipping_mode='book_keeping', which asks for gradients, or register no norm sampler for this layer."
+            )
         if sums_positions:
             grad = term.instantiate().grad.clone()
             dist.all_reduce(grad, group=self.group)
@@ -198,8 +205,8 @@ class TensorParallel:
         found = self._slices[parameter].of(term)
         if found is None:
             raise ValueError(
-                f"the gradient of {owner.names[parameter]} in {owner} does not lie as the parameter, "
-                f"{self._slices[parameter]}. {_HOW_TO_FIX}"
+                f"the gradient of '{owner.names[parameter]}' in {owner} cannot be split as the parameter is, by its "
+                f"dimension {self._slices[parameter].dim}. {_HOW_TO_FIX}"
             )
         return found
 
@@ -327,8 +334,8 @@ def _local_slice(name: str, whole: DTensor) -> _LocalSlice:
     shape, offset = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
     if type(placement) is not Shard or torch.Size(shape) != held:
         raise ValueError(
-            f"parameter '{name}' lies as {placement}, of which this process holds {tuple(held)}: not exact here. "
-            f"{_HOW_TO_FIX}"
+            f"parameter '{name}' has the placement {placement}, and this process holds a part of shape {tuple(held)}, "
+            f"where only an even Shard is known. {_HOW_TO_FIX}"
         )
     dim, size = placement.dim % whole.dim(), whole.device_mesh.size()
     # by what is known to all, so that all of them stop

@@ -73,9 +73,8 @@ class NormOnly:
 
     def instantiate(self) -> Dense:
         raise TypeError(
-            "a function registered with register_norm_sampler gave norms alone, where gradients are needed (as on a "
-            "split sequence, over whose parts they are added first): use clipping_mode='book_keeping', which asks for "
-            "gradients, or register no norm sampler for this layer."
+            "a function registered with register_norm_sampler gave norms alone, where gradients are needed: use "
+            "clipping_mode='book_keeping', which asks for gradients, or register no norm sampler for this layer."
         )
 
     def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
