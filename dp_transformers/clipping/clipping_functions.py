@@ -71,8 +71,8 @@ class BoundedNorm(ClippingFunction):
     def __post_init__(self) -> None:
         if not (isinstance(self.max_grad_norm, (int, float)) and 0 < self.max_grad_norm < float("inf")):
             raise ValueError(
-                "max_grad_norm is the bound on the norm of an example's gradient and must be a positive, finite "
-                f"number, got {self.max_grad_norm!r}; 1.0 is common."
+                "max_grad_norm is the bound on the norm of an example's gradient and must be a positive, finite int "
+                f"or float, got {self.max_grad_norm!r}; 1.0 is common."
             )
 
     @property

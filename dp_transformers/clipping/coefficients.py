@@ -55,7 +55,7 @@ def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:
     bound = clipping.sensitivity if isinstance(clipping, ClippingFunction) else clipping
     if not (isinstance(bound, (int, float)) and SMALLEST_BOUND <= bound < float("inf")):
         raise ValueError(
-            f"max_grad_norm must be a finite number of at least {SMALLEST_BOUND:g}, the bound on each example's "
+            f"max_grad_norm must be a finite int or float of at least {SMALLEST_BOUND:g}, the bound on each example's "
             f"gradient (squares of smaller norms vanish in float32); got {bound!r}."
         )
     if not isinstance(clipping, ClippingFunction):

@@ -286,7 +286,11 @@ class ClippingEngine:
                 "each. Losses of one batch are added up before backward(), not after."
             )
         if not losses.requires_grad:
-            raise ValueError("losses have no graph: the forward pass ran under no_grad(), or they were detached.")
+            raise ValueError(
+                "the losses have no graph: they depend on no trainable parameter, or were detached, or the forward "
+                "pass ran under no_grad(), or reentrant activation checkpointing was given inputs that need no "
+                "gradient. Compute them with gradients from what is trained, and checkpoint with use_reentrant=False."
+            )
         if len(losses) != self.forward.batch_size:
             raise ValueError(
                 f"{len(losses)} losses for a batch of {self.forward.batch_size} examples: give one loss for each "

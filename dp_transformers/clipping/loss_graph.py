@@ -27,7 +27,8 @@ class LossGraph:
         forward, trainable = self.forward, self.forward.trainable
         if forward.reentrant and (trainable.shards or trainable.parallel):
             raise ValueError(
-                "reentrant activation checkpointing does not go with split parameters here: use use_reentrant=False."
+                "reentrant activation checkpointing does not go with parameters that are sharded (FSDP2) or "
+                "tensor-parallel: use use_reentrant=False."
             )
         if forward.reentrant:
             reached = self._gradient_of_probe(retain_graph=retain_graph)
@@ -38,7 +39,9 @@ class LossGraph:
         if reached is None:
             raise ValueError(
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under "
-                "no_grad(), or through a submodule instead of the model given to PerExampleClipper."
+                "no_grad(), or through a submodule instead of the model given to PerExampleClipper; or they depend on "
+                "none of its trainable parameters. Call that model after attach(), with gradients, and compute the "
+                "losses from what it returns."
             )
 
     def _gradient_of_probe(self, *, retain_graph: bool) -> torch.Tensor | None:

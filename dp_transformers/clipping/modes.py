@@ -388,8 +388,9 @@ class _FirstOfTwo(MeasuringPass):
                     "activation checkpointing recomputed other activations in the second backward pass of clipping "
                     f"mode '{self._name}' than in the first (first seen in what {other or 'a module on another rank'} "
                     "was given), so the gradient that is summed is not the one whose norm was measured: a "
-                    "checkpointed module before it draws random numbers from a generator of its own. Use "
-                    "clipping_mode='book_keeping', which goes back once, or torch's global generator."
+                    "checkpointed module before it draws random numbers from a generator of its own, depends on how "
+                    "often it ran, or is not deterministic. Let it draw from torch's global generator and keep no "
+                    "state; for what is not deterministic use clipping_mode='book_keeping', which goes back once."
                 )
         return clipped.norms_b
 

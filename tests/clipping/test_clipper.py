@@ -668,8 +668,19 @@ def test_a_parameter_without_dimensions(mode):
 @pytest.mark.parametrize("bound", [1e-24, 0.0, -1.0, float("nan"), float("inf"), "1"])
 def test_bounds_that_bound_nothing_are_refused(bound):
     """At 1e-24 every squared norm was 0 in float32, and three examples moved the sum by 103 C."""
-    with pytest.raises(ValueError, match="max_grad_norm must be a finite number of at least 1e-12"):
+    with pytest.raises(ValueError, match="max_grad_norm must be a finite int or float of at least 1e-12"):
         PerExampleClipper(nn.Linear(2, 2), bound)
+
+
+def test_losses_that_depend_on_nothing_that_is_trained_are_told_so():
+    model = nn.ModuleDict({"trained": nn.Linear(3, 2), "frozen": nn.Linear(3, 2).requires_grad_(False)})
+    model.forward = lambda x: {name: part(x) for name, part in model.items()}
+    for others in (0.0, torch.randn(4, requires_grad=True)):
+        with (
+            PerExampleClipper(model, 1.0, self_check=False) as clipper,
+            pytest.raises(ValueError, match="they depend on no(ne of its)? trainable parameter"),
+        ):
+            clipper.backward(model(torch.randn(4, 3))["frozen"].sum(1) + others)
 
 
 def test_a_copy_of_a_clipper_holds_nothing():
