@@ -129,24 +129,31 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
         if shapes := [tuple(term.norm_b.shape) for term in found.values() if term.norm_b.shape != (call.batch_size,)]:
             raise ValueError(
                 f"the function registered for {owner} with register_norm_sampler returned a tensor of shape "
-                f"{shapes[0]}. It must return one norm for each of the {call.batch_size} examples, "
-                f"({call.batch_size},), of every parameter."
+                f"{shapes[0]}. Let it return for every parameter one norm for each of the {call.batch_size} examples, "
+                f"a tensor of shape ({call.batch_size},)."
             )
     elif rule.terms is None:
         found = _rerun(call)
     elif rule.takes_call:
         found = rule.terms(call)
     else:
-        found = rule.terms(owner.module, *_by_example(call))
+        activations, backprops = _by_example(call)
+        try:
+            found = rule.terms(owner.module, activations, backprops)
+        except UnsupportedModuleError:  # the self-check then lets a parent own the parameters
+            raise
+        except ValueError as error:  # rules know no paths
+            raise ValueError(f"{owner}: {error}") from error
     found = {
         trainable.shards.sharded(p): Dense(term) if isinstance(term, torch.Tensor) else term
         for p, term in found.items()
     }
     if missing := [name for p, name in owner.names.items() if p not in found]:
+        what = "norms" if any(isinstance(term, NormOnly) for term in found.values()) else "gradients"
         raise ValueError(
-            f"the rule of {owner} gives no gradient for its trainable {missing}. Let the rule you registered "
-            "(register_grad_sampler) return one for every trainable parameter of the module, or freeze those "
-            "(requires_grad_(False))."
+            f"the rule of {owner} gives no {what} for its trainable {missing}. Let the rule you registered "
+            f"(register_{'norm' if what == 'norms' else 'grad'}_sampler) return them for every trainable parameter of "
+            "the module, or freeze those (requires_grad_(False))."
         )
     parallel = trainable.parallel
     return {
@@ -159,8 +166,8 @@ def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | 
     owner, batch = call.owner, call.batch_size
     if owner.rule.channels_second and any(batch_dim.flat for batch_dim in call.output_batch_dims):
         reason = (
-            f"{owner} was called on positions of examples as if they were examples, (B * T, C, ...), and its rule "
-            "takes the second dimension for channels: call it on (B, C, ...), one row for each example. "
+            f"{owner} was called with every position of an example as a row of its own, (B * T, C, ...), and its rule "
+            "takes the second dimension for channels: call it on (B, C, ...), with one row for each example. "
         )
         raise UnsupportedModuleError(reason + how_to_fix(owner.module), owner.module)
     inputs = [batch_dim.batch_first(x, batch) for x, batch_dim in zip(call.inputs, call.input_batch_dims, strict=True)]

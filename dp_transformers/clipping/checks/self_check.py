@@ -302,8 +302,9 @@ def _compare(
             f"{gradient_error:.1e} (allowed {tolerance:.0e}) against one example at a time. "
             "Either the model or its loss mixes examples: ModuleValidator.find_mixing(model, batch), on public "
             "examples, names the module, and a loss must be averaged within each example alone. Or a rule is wrong "
-            "for a module: freeze the modules that are not of torch or transformers one after the other until this "
-            "passes, and report the one that it was."
+            "for a module, or a module runs a backward pass inside its own (a checkpoint that is not torch's): freeze "
+            "the modules that are not of torch or transformers one after the other until this passes, and report the "
+            "one that it was."
         )
     return norm_error, sum_error, locality_error, gradient_error
 

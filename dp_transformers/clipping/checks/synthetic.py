@@ -129,7 +129,14 @@ def outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fir
             "numbers with a dimension for the examples, so nothing can be checked: return one, in a tuple, dict or "
             "dataclass if need be, or hand over a loss_function."
         )
-    return [x.transpose(0, 1) if has_batch_second(x) else x for x in tensors]
+    found = [x.transpose(0, 1) if has_batch_second(x) else x for x in tensors]
+    if shapes := [tuple(x.shape) for x in found if len(x) != batch]:
+        raise SelfCheckError(
+            f"{type(model).__name__} returns a tensor of shape {shapes[0]} for {batch} examples, so it is not known "
+            "which of its numbers are whose and nothing can be checked: return tensors whose first dimension is the "
+            "batch, or hand over a loss_function."
+        )
+    return found
 
 
 def floating_tensors(structure: Any) -> list[torch.Tensor]:

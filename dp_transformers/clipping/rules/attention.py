@@ -163,7 +163,7 @@ def _attend(
         return out_blp.transpose(0, 1), shown
     if len(out_blp) != 1:
         raise ValueError(
-            f"nn.MultiheadAttention got an unbatched query in a forward pass of {len(out_blp)} examples: give it a "
-            "batch."
+            f"nn.MultiheadAttention got an unbatched query in a forward pass of {len(out_blp)} "
+            "examples: give it three dimensions, the batch among them."
         )
     return out_blp[0], None if shown is None else shown[0]

@@ -62,8 +62,8 @@ def experts(
         or weight_btk.shape != index_btk.shape
     ):
         raise UnsupportedModuleError(
-            f"{type(module).__name__} was not called with (tokens, width) hidden states, then the experts of each "
-            "token, then their weights. " + how_to_fix(module),
+            f"{type(module).__name__} was not called with hidden states of shape (tokens, width), then the experts of "
+            "each token, then their weights, so its rule cannot be used. " + how_to_fix(module),
             module,
         )
     num_slots, num_experts = index_btk.shape[1:].numel(), module.num_experts

@@ -381,7 +381,7 @@ def _by_role(call: RecordedCall, weights: Sequence[torch.Tensor | None]) -> Para
     found = {role: p for role, p in zip(roles, weights, strict=False) if p is not None}
     parameters = {role: p for role, p in found.items() if isinstance(p, nn.Parameter)}
     if len(parameters) < len(found):
-        raise _unsupported(call, "its weights are computed from others")
+        raise _unsupported(call, "its weights are computed from others (a parametrization, as weight_norm is)")
     return parameters
 
 
@@ -410,7 +410,8 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
     if rows.batch != call.batch_size:
         reason = f"it was called on {rows.batch} sequences in a batch of {call.batch_size} examples"
         if not packed and x.shape[1 if batch_first else 0] == call.batch_size:
-            reason += f", which lie along its time dimension: build it with batch_first={not batch_first}"
+            way_out = f"if these are the examples, build it with batch_first={not batch_first}"
+            reason += f", and {call.batch_size} is its number of time steps: {way_out}"
         raise _unsupported(call, reason)
 
     def as_rows(y: torch.Tensor) -> torch.Tensor:

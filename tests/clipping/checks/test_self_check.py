@@ -295,6 +295,14 @@ def test_outputs_without_examples(kind, name):
         check_model(Returns(kind), {"x": torch.randn(4, 5)})
 
 
+def test_an_output_whose_rows_are_positions():
+    model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(5, 5))
+    with pytest.raises(
+        SelfCheckError, match=r"Sequential returns a tensor of shape \(18, 5\) for 3 examples.*loss_func"
+    ):
+        check_model(model, torch.randn(4, 6, 5))
+
+
 class OnlyInTraining(nn.Module):
     """Mixes the batch in train mode only."""
 

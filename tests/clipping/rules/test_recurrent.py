@@ -417,7 +417,7 @@ def test_a_batch_that_is_taken_for_time():
     model, x = nn.Sequential(nn.GRU(IN, HIDDEN)), torch.randn(4, 3, IN)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         losses = model(x)[0].sum((1, 2))
-        way_out = "called on 3 sequences in a batch of 4 examples, .*time dimension: build it with batch_first=True"
+        way_out = "called on 3 sequences in a batch of 4 examples, .*time steps: .*build it with batch_first=True"
         with pytest.raises(UnsupportedModuleError, match=way_out):
             clipper.backward(losses)
 
