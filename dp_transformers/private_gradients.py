@@ -68,9 +68,10 @@ class PrivateGradients:
         if self._checksums is not None and not torch.equal(self._checksums, _checksums(self._sums.values())):
             raise ValueError(
                 "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum "
-                "that was clipped. Clear gradients with optimizer.zero_grad(set_to_none=True), and write to no p.grad "
-                "before optimizer.step(), not through .data, .numpy() or a view either. If a backward pass or a step "
-                "was interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
+                "that was clipped. Clear gradients with optimizer.zero_grad(set_to_none=True), and let nothing write "
+                "to p.grad before optimizer.step(): no clip_grad_norm_, nor .data, .numpy() or a view. If a backward "
+                "pass or a step was interrupted, call engine.drop_draw(), which counts the draw as a step, and take "
+                "the next batch."
             )
         for p in self._clipper.parameters:
             set_gradient(p, self._sums.get(p))

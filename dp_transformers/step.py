@@ -240,8 +240,9 @@ class PrivateStep:
         given = self.given
         if given is None:
             raise ValueError(
-                "loss.backward() ran on data that did not come from the loader that make_private returned: iterate "
-                "over that loader, and call the model on its batches."
+                "loss.backward() ran on data that did not come from the loader that make_private returned, or on a "
+                "draw that was dropped since (engine.drop_draw()): iterate over that loader, and call the model on "
+                "its batches."
             )
         if given.refusal is not None:
             raise ValueError(given.refusal)
@@ -252,9 +253,10 @@ class PrivateStep:
             )
         if given.stage is not _Stage.GIVEN:
             raise ValueError(
-                "backward ran a second time on one batch: an example's gradient would be added twice. Add the losses "
-                "up first. For a loss that is not the private one (a generator's, an adversarial input's) take the "
-                "clipper off meanwhile (engine.clipper.detach(), then attach()), or use a deepcopy of the model."
+                "backward ran a second time on one batch of the loader, or on other data after it: an example's "
+                "gradient would be added twice, or one that was not drawn. Add the losses of a batch up first. For a "
+                "loss that is not the private one (a generator's, an adversarial input's) take the clipper off "
+                "meanwhile (engine.clipper.detach(), then attach()), or use a deepcopy of the model."
             )
         if batch_size != given.batch.size:
             raise ValueError(
@@ -362,5 +364,6 @@ def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
     """Raise ValueError for a mechanism that releases more than the gradient."""
     if mechanism.releases:
         raise ValueError(
-            f"this step releases the gradient alone, and not {mechanism.releases[0].name!r} yet; leave releases out."
+            f"a private step releases the gradient alone, and the mechanism has the release "
+            f"{mechanism.releases[0].name!r} beside it: leave out releases= of Mechanism."
         )

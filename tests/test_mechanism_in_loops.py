@@ -154,7 +154,7 @@ def test_a_mechanism_for_other_data_is_refused(tmp_path, sampling):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_the_step_cannot_do_is_refused(tmp_path, loop):
     """Nothing would be as the mechanism says."""
-    with pytest.raises(ValueError, match="not 'loss'"):
+    with pytest.raises(ValueError, match="has the release 'loss' beside it: leave out releases="):
         train(loop, tmp_path, mechanism(releases=(Release("loss", 1.0, 1.0),)))
 
 
