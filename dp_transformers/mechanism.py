@@ -48,7 +48,7 @@ class PrivacyUnit:
     def __post_init__(self) -> None:
         if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
             raise ValueError(
-                f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}."
+                f"max_examples_per_person must be an int of at least 1, got {self.max_examples_per_person!r}."
             )
 
 
@@ -122,7 +122,7 @@ class Mechanism:
                 raise ValueError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}.")
         if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
             raise ValueError(
-                f"steps must be a whole number of at least 1, or None where the loop decides; got {self.steps!r}."
+                f"steps must be an int of at least 1, or None where the loop decides; got {self.steps!r}."
             )
         if self.noise.bands > self.sampling.min_separation:
             raise ValueError(
@@ -141,9 +141,9 @@ class Mechanism:
         if all(unsupported(event, accountant, relation=relation) for accountant in ACCOUNTANTS):
             raise ValueError(
                 f"no accountant ({', '.join(ACCOUNTANTS)}) has a bound on epsilon for a step of sampling "
-                f"{self.sampling.kind!r} with noise {self.noise.kind!r}, which is {event} under {relation}. Let "
-                "event() of the sampling return one that an accountant of dp_accounting supports under its relation, "
-                "or take PoissonSampling."
+                f"{self.sampling.kind!r} with noise {self.noise.kind!r}, which is {event} for neighbours by "
+                f"{relation!r}. Let event() of the sampling return an event that an accountant of dp_accounting "
+                "supports for that relation, or take PoissonSampling."
             )
         if self.unit.max_examples_per_person > 1:
             self.epsilon(0.5, executed=[Counter([self.at(0)])], rows=self.unit.max_examples_per_person)

@@ -163,7 +163,7 @@ class CyclicPoissonSampling(Sampling):
 
     def __post_init__(self) -> None:
         if not isinstance(self.min_separation, int) or self.min_separation < 1:
-            raise ValueError(f"min_separation must be a whole number of at least 1, got {self.min_separation!r}.")
+            raise ValueError(f"min_separation must be an int of at least 1, got {self.min_separation!r}.")
         if not 0 < self.expected_batch_size * self.min_separation <= self.num_examples:
             raise ValueError(
                 f"each of min_separation={self.min_separation} groups has {self.num_examples} / {self.min_separation} "
@@ -219,7 +219,7 @@ class FixedOrderSampling(Sampling):
         size = self.expected_batch_size
         if not isinstance(size, int) or not 0 < size <= self.num_examples:
             raise ValueError(
-                f"expected_batch_size is the size of every batch here: a whole number from 1 to "
+                f"expected_batch_size is the size of every batch of FixedOrderSampling: an int from 1 to "
                 f"num_examples={self.num_examples}, got {size!r}."
             )
 

@@ -170,6 +170,11 @@ class Shuffled(PoissonSampling):
         return dp.UnsupportedDpEvent()
 
 
+class Swapped(PoissonSampling):
+    kind: ClassVar[str] = "swapped"
+    relation: ClassVar[str] = "swap"
+
+
 @dataclass(frozen=True)
 class Shrinking(ClippingFunction):
     kind: ClassVar[str] = "shrinking"
@@ -197,16 +202,17 @@ class Shrinking(ClippingFunction):
         ),
         (
             {"sampling": Shuffled(1000, 50)},
-            r"no accountant \(pld, rdp\) .* sampling 'shuffled' with noise 'independent', .*UnsupportedDpEvent.* under "
-            "add_or_remove_one. Let event.*or take PoissonSampling",
+            r"no accountant \(pld, rdp\) .* sampling 'shuffled' with noise 'independent', .*UnsupportedDpEvent.* by '"
+            "add_or_remove_one'. Let event.*or take PoissonSampling",
         ),
+        ({"sampling": Swapped(1000, 50)}, r"relation 'swap' is unknown; .*one of \[.*'add_or_remove_one'"),
         ({"sampling": Capped(1000, 50, 80), "unit": PrivacyUnit(2)}, "groups of 2 rows"),
         ({"sampling": "poisson"}, "sampling must be a Sampling"),
         ({"noise": 1.0}, "noise must be a Noise"),
         ({"clipping": 1.0}, "clipping must be a ClippingFunction"),
         ({"steps": 0}, "steps must be"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_refusals(parts, message):
     with pytest.raises(ValueError, match=message):

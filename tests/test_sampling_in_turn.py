@@ -163,11 +163,11 @@ def test_values(sampling):
     [
         (lambda: CyclicPoissonSampling(100, 21, 5), "each of min_separation=5 groups has 100 / 5 examples"),
         (lambda: CyclicPoissonSampling(100, 0, 5), "above 0"),
-        (lambda: CyclicPoissonSampling(100, 10, 0), "whole number of at least 1"),
-        (lambda: CyclicPoissonSampling(100, 10, 2.0), "whole number of at least 1"),
+        (lambda: CyclicPoissonSampling(100, 10, 0), "must be an int of at least 1"),
+        (lambda: CyclicPoissonSampling(100, 10, 2.0), "must be an int of at least 1"),
         (lambda: FixedOrderSampling(100, 101), "from 1 to num_examples=100"),
         (lambda: FixedOrderSampling(100, 0), "from 1 to"),
-        (lambda: FixedOrderSampling(100, 10.5), "whole number"),
+        (lambda: FixedOrderSampling(100, 10.5), "an int from 1"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):

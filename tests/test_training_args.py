@@ -51,7 +51,7 @@ def test_expected_batch_size_is_folded_once(tmp_path):
             "clipping bound on one example's gradient norm and must be a positive finite number, got inf; 1.0 is "
             "common",
         ),
-        ({"max_grad_norm": None}, "max_grad_norm must be a number, got None"),
+        ({"max_grad_norm": None}, "max_grad_norm must be an int or a float, got None"),
         ({"expected_batch_size": 0}, "at least 1"),
         ({"clipping": "per_layer"}, "choose one of ['flat', 'auto_s', 'normalised', 'dp_psac'], or give a mechanism"),
         ({"clipping_mode": "opacus"}, "choose 'auto' or one of"),

@@ -38,9 +38,9 @@ def event_epsilon(
         return epsilon_of_phases(phases, delta, check_accountant(accountant), rows=rows)
     if rows > 1:
         raise ValueError(
-            f"there is no bound for groups of {rows} rows (max_examples_per_person) of {type(event).__name__} under "
-            f"{relation}; only Poisson sampling has one. Take PoissonSampling, or leave max_examples_per_person at 1, "
-            "which protects one row."
+            f"there is no bound for groups of {rows} rows (max_examples_per_person) and {type(event).__name__} for "
+            f"neighbours by {relation!r}; only Poisson sampling by 'add_or_remove_one' has one. Take PoissonSampling, "
+            "or leave max_examples_per_person at 1, which protects one row."
         )
     counted = _accountant_of_events(accountant, relation)
     if why := unsupported(event, accountant, relation=relation):
@@ -59,14 +59,17 @@ def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remo
     ).supports(event):
         return None
     return (
-        f"accountant={accountant!r} has no bound on epsilon for {event} under {relation}, so nothing is known of what "
-        "it spends."
+        f"accountant={accountant!r} has no bound on epsilon for {event} for neighbours by {relation!r}, so nothing is "
+        "known of what it spends."
     )
 
 
 def _accountant_of_events(accountant: str, relation: str) -> Any:
     import dp_accounting
 
+    known = [relation.name.lower() for relation in dp_accounting.NeighboringRelation]
+    if relation not in known:
+        raise ValueError(f"relation {relation!r} is unknown; let the relation of the sampling be one of {known}.")
     neighbours = dp_accounting.NeighboringRelation[relation.upper()]
     if check_accountant(accountant) == "pld":
         return dp_accounting.pld.PLDAccountant(neighbours)

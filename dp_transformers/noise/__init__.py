@@ -86,7 +86,7 @@ class IndependentNoise(Noise):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.noise_multiplier, (int, float)) and 0 <= self.noise_multiplier < float("inf")):
-            raise ValueError(f"noise_multiplier must be a finite number >= 0, got {self.noise_multiplier!r}.")
+            raise ValueError(f"noise_multiplier must be a finite int or float >= 0, got {self.noise_multiplier!r}.")
 
     def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
         from .sharded import ShardedNoise

@@ -96,7 +96,10 @@ class BandedNoise(ToeplitzNoise):
     def __post_init__(self) -> None:
         _check(self)
         if not self.coefficients[:1] > (0,):
-            raise ValueError(f"the first of the coefficients must be positive, got {self.coefficients!r}.")
+            raise ValueError(
+                f"the first of the coefficients of BandedNoise must be positive, got {self.coefficients!r}; "
+                "BandedNoise.optimal finds good ones."
+            )
 
     @classmethod
     def optimal(cls, noise_multiplier: float, *, steps: int, bands: int) -> BandedNoise:
@@ -145,7 +148,10 @@ class BandedInverseNoise(ToeplitzNoise):
     def __post_init__(self) -> None:
         _check(self)
         if self.coefficients[:1] != (1,):
-            raise ValueError(f"the first of the coefficients of the inverse must be 1, got {self.coefficients!r}.")
+            raise ValueError(
+                f"the first of the coefficients of BandedInverseNoise must be 1, got {self.coefficients!r}; "
+                "BandedInverseNoise.square_root and optimal_decay find good ones."
+            )
 
     @classmethod
     def square_root(cls, noise_multiplier: float, *, bands: int) -> BandedInverseNoise:
@@ -188,8 +194,8 @@ class BufferedNoise(ToeplitzNoise):
         _check(self)
         if len(self.weights) != len(self.decays) or not all(0 <= decay < 1 for decay in self.decays):
             raise ValueError(
-                f"there must be as many decays as weights, each in [0, 1); got weights={self.weights!r} and "
-                f"decays={self.decays!r}."
+                "BufferedNoise must have as many decays as weights, each decay in [0, 1); got "
+                f"weights={self.weights!r} and decays={self.decays!r}. BufferedNoise.optimal finds good ones."
             )
 
     @classmethod
@@ -217,4 +223,7 @@ def _worth(steps: Mapping[StepParameters, int], factor: float, **changes: float)
 def _check(noise: Any) -> None:
     numbers = [x for value in vars(noise).values() for x in (value if isinstance(value, tuple) else [value])]
     if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers) or noise.noise_multiplier < 0:
-        raise ValueError(f"noise_multiplier must be at least 0, and all numbers finite, in {noise!r}.")
+        raise ValueError(
+            f"noise_multiplier must be an int or float of at least 0, and the others finite ints or floats in tuples; "
+            f"got {noise!r}."
+        )

@@ -298,7 +298,7 @@ class DPTrainingArguments(TrainingArguments):
         for name in ("target_epsilon", "target_delta", "noise_multiplier", "max_grad_norm", "expected_batch_size"):
             optional = name != "max_grad_norm"
             if not isinstance(value := getattr(self, name), (int, float, *([type(None)] if optional else []))):
-                raise ValueError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+                raise ValueError(f"{name} must be an int or a float, got {value!r} ({type(value).__name__}).")
         if self.target_delta is None or not 0 < self.target_delta < 1:
             raise ValueError(
                 "target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; got "
@@ -328,7 +328,7 @@ class DPTrainingArguments(TrainingArguments):
             )
         if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
             raise ValueError(
-                f"max_examples_per_person must be a whole number of at least 1, got {self.max_examples_per_person!r}."
+                f"max_examples_per_person must be an int of at least 1, got {self.max_examples_per_person!r}."
             )
         if self.mechanism is None and self.clipping not in CLIPPING_FUNCTIONS:
             raise ValueError(
