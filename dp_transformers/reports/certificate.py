@@ -137,7 +137,8 @@ def build(
     runs = recorded_runs(ledger, unfinished)
     if not runs:
         raise CertificateError(
-            f"'{ledger.path}' holds no run: nothing was trained there, or its lines were taken out."
+            f"'{ledger.path}' holds no run: nothing was trained there, or its lines were taken out. Give the output "
+            "folder of a training, or restore the file from a backup."
         )
     size, digest = ledger.digest()
     chain = ledger.chain()
@@ -258,7 +259,10 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
             "training go on to its end, which writes it."
         ) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CertificateError(f"'{path}' is no certificate ({type(error).__name__}: {error}).") from error
+        raise CertificateError(
+            f"'{path}' is no certificate ({type(error).__name__}: {error}): it was changed, or written by something "
+            "else. Restore it from a backup."
+        ) from error
     if schema != SCHEMA or version != VERSION:
         raise CertificateError(
             f"'{path}' is of schema {schema!r}, version {version!r}, and this release reads {SCHEMA!r}, version "

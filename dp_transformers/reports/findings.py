@@ -161,7 +161,10 @@ class Report:
         """
         for folder in self.folders:
             if not folder.runs:
-                raise ValueError(f"the ledger in '{folder.path}' does not say what was released.")
+                raise ValueError(
+                    f"the ledger in '{folder.path}' does not say what was released: restore it from a backup, or "
+                    "leave the folder out."
+                )
         said = summary(self.runs, self._delta)
         return _unknown(said) if self.faults else said
 

@@ -52,7 +52,9 @@ def sign(folder: str | os.PathLike, key_file: str | os.PathLike) -> str:
     try:
         key = serialization.load_pem_private_key(Path(key_file).read_bytes(), password=None)
     except (ValueError, TypeError) as error:
-        raise SignatureError(f"'{key_file}' holds no private key without a password ({error}).") from error
+        raise SignatureError(
+            f"'{key_file}' holds no private key without a password ({error}): make one with new_key()."
+        ) from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise SignatureError(f"'{key_file}' holds a {type(key).__name__}: make an Ed25519 key with new_key().")
     content = (Path(folder) / CERTIFICATE_NAME).read_bytes()
@@ -72,7 +74,10 @@ def signer(folder: str | os.PathLike) -> str | None:
         return None
     certificate = Path(folder) / CERTIFICATE_NAME
     if not certificate.exists():
-        raise SignatureError(f"'{path}' is there and what it signs is not: '{certificate}' was taken away.")
+        raise SignatureError(
+            f"'{path}' is there and what it signs is not: '{certificate}' was taken away. Put it back, or delete the "
+            "signature."
+        )
     ed25519, _ = _cryptography()
     from cryptography.exceptions import InvalidSignature
 
@@ -86,7 +91,10 @@ def signer(folder: str | os.PathLike) -> str | None:
             "or training went on. Sign it again if you trust it."
         ) from None
     except (KeyError, TypeError, ValueError) as error:
-        raise SignatureError(f"'{path}' is no signature ({type(error).__name__}: {error}).") from error
+        raise SignatureError(
+            f"'{path}' is no signature ({type(error).__name__}: {error}): it was changed. Delete it, and sign the "
+            "certificate again if you trust it."
+        ) from error
     return said["public_key"]
 
 
