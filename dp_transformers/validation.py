@@ -155,7 +155,8 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
                 yield Problem(its_paths[0], f"adapter '{name}' is {why}.")
             seen.add(id(config))
         held = " and ".join(f"'{path}'" for path in its_paths)
-        where = f"{held if its_paths != [''] else 'the model'} is a {type(module).__name__}"
+        kind = type(module).__name__
+        where = f"{held if its_paths != [''] else 'the model'} is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
         for find in (_batch_statistics, _embedding_options, _alien):
             for what, fix, repair in find(module):
                 yield Problem(its_paths[0], f"{where}{what}", fix, module, repair)
