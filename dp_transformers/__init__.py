@@ -37,6 +37,7 @@ _WHERE = {
     "ScheduledNoise": "noise",
     "ScheduledPoissonSampling": "sampling",
     "StepSchedule": "schedules",
+    "TruncatedPoissonSampling": "sampling",
     "calibrate_noise_multiplier": "accounting",
     "check_model": "clipping",
     "check_per_sample_gradients_are_correct": "clipping",
@@ -74,6 +75,7 @@ __all__ = [
     "ScheduledNoise",
     "ScheduledPoissonSampling",
     "StepSchedule",
+    "TruncatedPoissonSampling",
     "calibrate_noise_multiplier",
     "check_model",
     "check_per_sample_gradients_are_correct",
@@ -104,7 +106,13 @@ if TYPE_CHECKING:
     from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
     from .privacy_engine import PrivacyEngine
     from .run import PrivacySpent
-    from .sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling, ScheduledPoissonSampling
+    from .sampling import (
+        CyclicPoissonSampling,
+        FixedOrderSampling,
+        PoissonSampling,
+        ScheduledPoissonSampling,
+        TruncatedPoissonSampling,
+    )
     from .schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
     from .trainer import DPTrainer, DPTrainerMixin, DPTrainingArguments
     from .validation import ModuleValidator

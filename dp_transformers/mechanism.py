@@ -181,7 +181,7 @@ class Mechanism:
     def needs_every_draw(self) -> bool:
         """Whether epsilon is that of draws that follow each other, none of which is left out: noise is correlated over
         steps, or examples take turns."""
-        return self.noise.bands > 1 or self.sampling.min_separation > 1
+        return self.noise.bands > 1 or self.sampling.needs_every_draw
 
     # ---- what it costs ----
 

@@ -6,8 +6,10 @@ it draws is :meth:`Sampling.draws`, and what it costs is :meth:`Sampling.event`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -15,10 +17,13 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from .schedules import Schedule
+from .accounting.events import event_epsilon
 from .values import StepParameters, Value
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+FREE = 0.001  # what a cap may cost, as a share of epsilon, to be called free
 
 
 class Sampling(Value):
@@ -45,6 +50,11 @@ class Sampling(Value):
         """The probability with which an example takes part in a step."""
         return self.expected_batch_size / self.num_examples
 
+    @property
+    def needs_every_draw(self) -> bool:
+        """Whether :meth:`event` holds for draws that follow each other alone, none of which is left out."""
+        return self.min_separation > 1
+
     def at(self, step: int) -> tuple[float, float]:
         """The sample rate and the expected batch size of a step, counted from 0; a scheme that changes on the way
         overrides this."""
@@ -63,6 +73,10 @@ class Sampling(Value):
         example takes part that may.
         """
         raise NotImplementedError
+
+    def warning(self, noise_multiplier: float, steps: int, delta: float) -> str | None:
+        """What whoever starts so many steps should know of what they cost, if there is anything."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,111 @@ class ScheduledPoissonSampling(PoissonSampling):
         for step in itertools.count(first_step):
             size = int(generator.binomial(self.num_examples, self.at(step)[0]))
             yield generator.choice(self.num_examples, size, replace=False, shuffle=False)
+
+
+@dataclass(frozen=True)
+class TruncatedPoissonSampling(Sampling):
+    """Poisson draws of which at most ``cap`` examples are kept, a uniformly random subset of them, so that each draw
+    fits into one batch of a fixed size. The sum is divided by ``expected_batch_size`` all the same.
+
+    A large cap is free (:meth:`with_free_cap`), and a small one is not: an example that is kept takes the place of
+    another one, which is seen in what that one does not add (Ganesh 2025, arXiv 2508.15089, whose bound dp_accounting
+    has). How often that happens depends on N, so N is public: neighbours make an example a null one, or replace it by
+    another, and none is added or removed.
+
+    Attributes:
+        cap: The largest draw.
+        relation: "replace_special" or "replace_one".
+
+    Example::
+
+        >>> from dp_transformers import TruncatedPoissonSampling
+        >>> sampling = TruncatedPoissonSampling.with_free_cap(
+        ...     10_000, 500, noise_multiplier=2.0, steps=500, delta=1e-5
+        ... )
+        >>> sampling.cap, sampling.relation
+        (585, 'replace_special')
+    """
+
+    kind: ClassVar[str] = "truncated_poisson"
+    num_examples: int  # pyrefly: ignore[bad-override]  (frozen here, and nobody assigns to them in the base)
+    expected_batch_size: float  # pyrefly: ignore[bad-override]
+    cap: int
+    relation: str = "replace_special"  # pyrefly: ignore[bad-override]
+
+    def __post_init__(self) -> None:
+        PoissonSampling(self.num_examples, self.expected_batch_size)  # refuses what no Poisson draw is
+        if not isinstance(self.cap, int) or not 0 < self.cap <= self.num_examples:
+            raise ValueError(
+                f"cap is the size of the largest draw: a whole number from 1 to num_examples={self.num_examples}, got "
+                f"{self.cap!r}. TruncatedPoissonSampling.with_free_cap finds one that costs nothing."
+            )
+        if self.relation not in ("replace_special", "replace_one"):
+            raise ValueError(
+                f"relation {self.relation!r} has no bound where draws have a cap, by which draws depend on N: "
+                "take 'replace_special' or 'replace_one', for which N is public, or PoissonSampling."
+            )
+
+    @classmethod
+    def with_free_cap(
+        cls,
+        num_examples: int,
+        expected_batch_size: float,
+        *,
+        noise_multiplier: float,
+        steps: int,
+        delta: float,
+        relation: str = "replace_special",
+    ) -> TruncatedPoissonSampling:
+        """The smallest cap with which so many steps spend at most 0.1% more than without one, found by bisection."""
+
+        def is_free(cap: int) -> bool:
+            return cls(num_examples, expected_batch_size, cap, relation).excess(noise_multiplier, steps, delta) <= FREE
+
+        lowest = math.ceil(expected_batch_size)
+        highest = min(num_examples, lowest + math.ceil(9 * math.sqrt(expected_batch_size)) + 30)
+        cap = lowest + bisect_left(range(lowest, highest), True, key=is_free)
+        return cls(num_examples, expected_batch_size, cap, relation)
+
+    def excess(self, noise_multiplier: float, steps: int, delta: float) -> float:
+        """By which share ε of so many steps is larger than without a cap."""
+        uncapped = _epsilon(replace(self, cap=self.num_examples), noise_multiplier, steps, delta)
+        return _epsilon(self, noise_multiplier, steps, delta) / uncapped - 1 if 0 < uncapped < math.inf else 0.0
+
+    def warning(self, noise_multiplier: float, steps: int, delta: float) -> str | None:
+        if (excess := self.excess(noise_multiplier, steps, delta)) <= 0.05:
+            return None
+        return (
+            f"the cap of {self.cap} examples on a draw makes epsilon {100 * excess:.3g}% larger than without one: "
+            "take a larger one (TruncatedPoissonSampling.with_free_cap finds the smallest that costs nothing)."
+        )
+
+    def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
+        """The size of a Poisson draw or the cap, then that many distinct indices."""
+        while True:
+            size = min(int(generator.binomial(self.num_examples, self.sample_rate)), self.cap)
+            yield generator.choice(self.num_examples, size, replace=False, shuffle=False)
+
+    def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
+        import dp_accounting as dp
+
+        return dp.ComposedDpEvent(
+            [
+                dp.SelfComposedDpEvent(
+                    dp.TruncatedSubsampledGaussianDpEvent(
+                        self.num_examples, step.sample_rate, self.cap, step.noise_multiplier
+                    ),
+                    count,
+                )
+                for step, count in steps
+            ]
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _epsilon(sampling: Sampling, noise_multiplier: float, steps: int, delta: float) -> float:
+    parameters = StepParameters(sampling.sample_rate, sampling.expected_batch_size, noise_multiplier, 1.0)
+    return event_epsilon(sampling.event([(parameters, steps)]), delta, relation=sampling.relation)
 
 
 @dataclass(frozen=True)

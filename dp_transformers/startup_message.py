@@ -1,4 +1,5 @@
-"""The message with which a private training starts, and a warning where nothing can be learned through its noise."""
+"""The message with which a private training starts, and warnings where nothing can be learned through its noise, or
+its draws cost more than they have to."""
 
 from __future__ import annotations
 
@@ -50,6 +51,13 @@ def noise_norm(run: PrivateRun, parameters: int) -> float:
     most."""
     step = run.mechanism.at(0)
     return step.noise_multiplier * step.max_grad_norm * math.sqrt(parameters) / step.expected_batch_size
+
+
+def warnings(run: PrivateRun, steps: int, parameters: int) -> list[str]:
+    """What is wrong with the training although it is private."""
+    sampling, sigma = run.mechanism.sampling, run.mechanism.at(0).noise_multiplier
+    costly = sampling.warning(sigma, steps, run.state.delta or 0.1 / sampling.num_examples)
+    return [warning for warning in (hopeless(run, steps, parameters), costly) if warning]
 
 
 def hopeless(run: PrivateRun, steps: int, parameters: int) -> str | None:

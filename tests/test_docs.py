@@ -77,7 +77,7 @@ def test_each_example_is_short_and_trains(page):
     assert kinds == [
         ("poisson", "flat", "independent"),
         ("poisson", "smooth", "independent"),
-        ("truncated_poisson", "flat", "independent"),
+        ("my_truncated_poisson", "flat", "independent"),
         ("poisson", "flat", "falling"),
     ]
     for spent in page.spent:
@@ -378,7 +378,7 @@ def test_the_sampling_costs_what_dp_accounting_says(page):
     spent = page.spent[2]
     accountant = dp.pld.PLDAccountant(dp.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(dp.dp_event.TruncatedSubsampledGaussianDpEvent(60, 0.2, 20, 1.0), 10)
-    assert spent.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-9)
+    assert spent.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-3)
     assert spent.epsilon > Mechanism(**page.parts).epsilon(1e-3), (
         "whoever pushes others out of a draw is seen in what they do not add"
     )

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .arguments import check_accountant, check_delta, check_rows
-from .gaussian import ORDERS, GaussianStep, Phase, epsilon_of_phases
+from .gaussian import FLOAT_ROUNDING, ORDERS, GaussianStep, Phase, epsilon_of_phases, loss_interval
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
 _MOVED_BY_ONE = ("add_or_remove_one", "replace_special")  # relations by which a sum moves by one gradient
+_INTERVAL = 1e-4  # of the losses of events of which nothing is known
 
 
 def event_epsilon(
@@ -22,8 +23,8 @@ def event_epsilon(
     """ε of an event of `dp_accounting` at `delta`, for neighbours by `relation`, an upper bound.
 
     Poisson-sampled and full Gaussian steps are accounted for by :mod:`.gaussian`, where neighbours differ by adding or
-    removing an example or by making it a null one, which moves a sum alike. All other events are accounted for by the
-    accountant of `dp_accounting`.
+    removing an example or by making it a null one, which moves a sum alike. Random allocation is accounted for by
+    :mod:`.allocation`, and all other events by the accountant of `dp_accounting`.
 
     Args:
         rows: Size of the group that is added or removed; more than 1 for the former steps only (`group_epsilon`).
@@ -42,21 +43,25 @@ def event_epsilon(
             f"neighbours by {relation!r}; only Poisson sampling by 'add_or_remove_one' has one. Take PoissonSampling, "
             "or leave max_examples_per_person at 1, which protects one row."
         )
-    counted = _accountant_of_events(accountant, relation)
     if why := unsupported(event, accountant, relation=relation):
         raise ValueError(
             f"{why} Choose another accountant, or an event that it bounds (Gaussian steps, Poisson-sampled or of all "
             "examples)."
         )
-    epsilon = float(counted.compose(event).get_epsilon(delta))
+    parts = list(_parts(event, 1))
+    usable = delta - FLOAT_ROUNDING * (10 + sum(count for _, count in parts))
+    if usable < delta / 2:
+        return math.inf
+    counted = event_accountant(accountant, relation, interval=_interval(parts, delta))
+    epsilon = float(counted.compose(event).get_epsilon(usable))
     return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
 
 
 def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remove_one") -> str | None:
     """Why `accountant` has no bound for an event, if it has none."""
-    if (relation in _MOVED_BY_ONE and _phases(event) is not None) or _accountant_of_events(
-        accountant, relation
-    ).supports(event):
+    if (relation in _MOVED_BY_ONE and _phases(event) is not None) or event_accountant(accountant, relation).supports(
+        event
+    ):
         return None
     return (
         f"accountant={accountant!r} has no bound on epsilon for {event} for neighbours by {relation!r}, so nothing is "
@@ -64,29 +69,63 @@ def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remo
     )
 
 
-def _accountant_of_events(accountant: str, relation: str) -> Any:
+def event_accountant(accountant: str, relation: str, *, interval: float = _INTERVAL) -> Any:
+    """The accountant of `dp_accounting`, with losses that are so far apart."""
     import dp_accounting
 
     known = [relation.name.lower() for relation in dp_accounting.NeighboringRelation]
     if relation not in known:
         raise ValueError(f"relation {relation!r} is unknown; let the relation of the sampling be one of {known}.")
     neighbours = dp_accounting.NeighboringRelation[relation.upper()]
-    if check_accountant(accountant) == "pld":
-        return dp_accounting.pld.PLDAccountant(neighbours)
-    return dp_accounting.rdp.RdpAccountant(ORDERS, neighbours)
+    if check_accountant(accountant) == "rdp":
+        return dp_accounting.rdp.RdpAccountant(ORDERS, neighbours)
+    from .allocation import PLDAccountant
+
+    return PLDAccountant(neighbours, interval)
+
+
+def _interval(parts: list[tuple[DpEvent, int]], delta: float) -> float:
+    """How far apart the losses of these events should be on their common grid."""
+    import dp_accounting as dp
+
+    from .allocation import RandomAllocationDpEvent
+
+    intervals, phases = [], []
+    for event, count in parts:
+        if isinstance(event, RandomAllocationDpEvent):
+            intervals.append(event.interval)
+        elif isinstance(event, dp.TruncatedSubsampledGaussianDpEvent):
+            phases.append((event.noise_multiplier, event.sampling_probability, count))
+        elif (step := _gaussian_step(event)) is not None:
+            phases.append((*step, count))
+        else:
+            intervals.append(_INTERVAL)
+    return min([*intervals, *([loss_interval(phases, delta)] if phases else [])], default=_INTERVAL)
 
 
 def _phases(event: DpEvent) -> list[Phase] | None:
     """The phases that an event is composed of, if those are all: equal ones are one, in order of first use."""
     counts: Counter[GaussianStep] = Counter()
     for part, count in _parts(event, 1):
-        if part is None:
+        step = _gaussian_step(part)
+        if step is None:
             return None
-        counts[part] += count
+        counts[step] += count
     return [(sigma, q, n) for (sigma, q), n in counts.items() if n]
 
 
-def _parts(event: DpEvent, count: int) -> Iterator[tuple[GaussianStep | None, int]]:
+def _gaussian_step(event: DpEvent) -> GaussianStep | None:
+    import dp_accounting as dp
+
+    if isinstance(event, dp.GaussianDpEvent):
+        return event.noise_multiplier, 1.0
+    if isinstance(event, dp.PoissonSampledDpEvent) and isinstance(event.event, dp.GaussianDpEvent):
+        return event.event.noise_multiplier, event.sampling_probability
+    return None
+
+
+def _parts(event: DpEvent, count: int) -> Iterator[tuple[DpEvent, int]]:
+    """What an event is composed of, and how often."""
     import dp_accounting as dp
 
     if isinstance(event, dp.ComposedDpEvent):
@@ -94,9 +133,5 @@ def _parts(event: DpEvent, count: int) -> Iterator[tuple[GaussianStep | None, in
             yield from _parts(part, count)
     elif isinstance(event, dp.SelfComposedDpEvent):
         yield from _parts(event.event, count * event.count)
-    elif isinstance(event, dp.GaussianDpEvent):
-        yield (event.noise_multiplier, 1.0), count
-    elif isinstance(event, dp.PoissonSampledDpEvent) and isinstance(event.event, dp.GaussianDpEvent):
-        yield (event.event.noise_multiplier, event.sampling_probability), count
     elif not isinstance(event, dp.NoOpDpEvent):
-        yield None, count
+        yield event, count

@@ -40,7 +40,7 @@ ORDERS = (
     2048,
 )
 _RDP_ROUNDING = 1e-13  # per order and step: dp_accounting's float64 sums were seen 1.2e-14 too small at q = 1e-6
-_FLOAT_ROUNDING = 2.2e-16  # of δ, per step: tails composed by FFT were seen 7e-17 * steps too small
+FLOAT_ROUNDING = 2.2e-16  # of δ, per step: tails composed by FFT were seen 7e-17 * steps too small
 _NO_NOISE = 1e-6  # σ taken for 0
 _MIN_RATE = 1e-9  # what a smaller positive q is taken for; one as close to 1 is taken for 1
 _NEGLIGIBLE = 1e-6  # share of δ given away to each truncation
@@ -88,7 +88,7 @@ def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> floa
     from scipy import stats
 
     steps = sum(n for _, _, n in phases)
-    usable = delta - _FLOAT_ROUNDING * (10 + steps)
+    usable = delta - FLOAT_ROUNDING * (10 + steps)
     alike = tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases)
     grid = _grid(alike, steps, delta)
     if usable < delta / 2 or grid.interval > _MAX_INTERVAL:
@@ -213,7 +213,7 @@ class _Grid(NamedTuple):
 def _pld_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
     """ε by PLD, or inf where that is not to be had."""
     steps = sum(n for _, _, n in phases)
-    usable = delta - _FLOAT_ROUNDING * (10 + steps)
+    usable = delta - FLOAT_ROUNDING * (10 + steps)
     if usable < delta / 2 or steps > _MAX_STEPS:
         return math.inf
     grid = _grid(phases, steps, delta)
@@ -227,7 +227,7 @@ def _gaussian_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
     import dp_accounting
     import numpy as np
 
-    usable = delta - 10 * _FLOAT_ROUNDING
+    usable = delta - 10 * FLOAT_ROUNDING
     if usable < delta / 2:
         return math.inf
     with np.errstate(divide="ignore"):  # log(0), for a large σ
@@ -254,6 +254,12 @@ def _grid(phases: tuple[Phase, ...], steps: int, delta: float) -> _Grid:
         3e-8 * math.sqrt(steps * widest),  # finer, and cancellation in Connect-the-Dots adds percents to the mass
     )
     return _Grid(2 ** (math.floor(4 * math.log2(interval)) / 4), log_mass, _NEGLIGIBLE * delta)
+
+
+def loss_interval(phases: Iterable[Phase], delta: float) -> float:
+    """How far apart the losses of these steps should be on a grid, for any neighbours."""
+    phases = tuple((max(sigma, 1e-3), q, n) for sigma, q, n in _with_limits(phases))
+    return min(1.0, _grid(phases, sum(n for *_, n in phases), delta).interval) if phases else 1.0
 
 
 def _loss_variance(sigma: float, q: float) -> float:

@@ -24,7 +24,7 @@ from ..reports import certificate
 from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
 from ..run import PrivacySpent, PrivateRun
-from ..startup_message import describe, hopeless
+from ..startup_message import describe, warnings
 from .checkpoints import load, save
 from .criterion import check_reduction
 from .loader import steps_per_epoch
@@ -290,7 +290,7 @@ class PrivacyEngine:
         clipper, loader = self._loop.clipper, self._loop.loader
         size = sum(p.numel() for p in clipper.parameters)
         logger.info(describe(run, mechanism.steps, size, clipper.mode.name))
-        if warning := hopeless(run, mechanism.steps or loader.steps_per_epoch, size):
+        for warning in warnings(run, mechanism.steps or loader.steps_per_epoch, size):
             logger.warning(warning)
         given_back = (loop.module, loop.optimizer)
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)

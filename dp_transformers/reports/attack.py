@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..accounting.events import event_accountant
+
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
@@ -40,16 +42,9 @@ class PrivacyCurve(NamedTuple):
 
 def privacy_curve(event: DpEvent, relation: str, accountant: str = "pld") -> PrivacyCurve:
     """The privacy curve of an event by the accountant of dp_accounting."""
-    import dp_accounting
-
-    neighbours = dp_accounting.NeighboringRelation[relation.upper()]
-    if accountant == "pld":
-        counted = dp_accounting.pld.PLDAccountant(neighbours, value_discretization_interval=_INTERVAL)
-        epsilons: Any = _EPSILONS  # where its types want a float
-        deltas = counted.compose(event).get_delta(epsilons)
-    else:
-        counted = dp_accounting.rdp.RdpAccountant(neighboring_relation=neighbours).compose(event)
-        deltas = [counted.get_delta(epsilon) for epsilon in _EPSILONS]
+    counted = event_accountant(accountant, relation, interval=_INTERVAL).compose(event)
+    epsilons: Any = _EPSILONS  # where its types want a float
+    deltas = counted.get_delta(epsilons) if accountant == "pld" else [counted.get_delta(e) for e in _EPSILONS]
     return PrivacyCurve(_EPSILONS, np.clip(deltas, 0, 1))
 
 

@@ -14,7 +14,7 @@ from .. import distributed
 from ..clipping import PerExampleClipper
 from ..data import LogicalBatches, draws_dataloader
 from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
-from ..startup_message import describe, hopeless
+from ..startup_message import describe, warnings
 from ..step import PrivateStep
 from .dp_config import DPTrainingArguments
 from .trainer_run import TrainerRun
@@ -106,7 +106,7 @@ class TrainerLoop:
         self._say(describe(run, steps, size, clipper.mode.name))
         if not args.log_train_loss:
             self._say("  the loss of training batches is not logged, for it has no noise (log_train_loss)")
-        if warning := hopeless(run, steps, size):
+        for warning in warnings(run, steps, size):
             self._say(warning)
 
     @property
