@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "AutomaticClipping": "clipping.clipping_functions",
+    "BallsInBinsSampling": "sampling",
     "BandedInverseNoise": "noise",
     "BandedNoise": "noise",
     "BufferedNoise": "noise",
@@ -33,6 +34,7 @@ _WHERE = {
     "PrivacyEngine": "privacy_engine",
     "PrivacySpent": "run",
     "PrivacyUnit": "mechanism",
+    "RandomAllocationSampling": "sampling",
     "ScheduledClipping": "clipping.clipping_functions",
     "ScheduledNoise": "noise",
     "ScheduledPoissonSampling": "sampling",
@@ -47,6 +49,7 @@ _WHERE = {
 }
 __all__ = [
     "AutomaticClipping",
+    "BallsInBinsSampling",
     "BandedInverseNoise",
     "BandedNoise",
     "BufferedNoise",
@@ -71,6 +74,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacySpent",
     "PrivacyUnit",
+    "RandomAllocationSampling",
     "ScheduledClipping",
     "ScheduledNoise",
     "ScheduledPoissonSampling",
@@ -107,9 +111,11 @@ if TYPE_CHECKING:
     from .privacy_engine import PrivacyEngine
     from .run import PrivacySpent
     from .sampling import (
+        BallsInBinsSampling,
         CyclicPoissonSampling,
         FixedOrderSampling,
         PoissonSampling,
+        RandomAllocationSampling,
         ScheduledPoissonSampling,
         TruncatedPoissonSampling,
     )

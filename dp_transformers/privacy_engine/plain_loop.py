@@ -79,7 +79,8 @@ class PlainLoop:
         if not self.poisson_sampling:
             raise ValueError(
                 "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too "
-                "small. Leave it True."
+                "small. Leave it True, or give mechanism= with RandomAllocationSampling, which takes every example in "
+                "one random step of every pass."
             )
         if self.loss_reduction not in (*REDUCTIONS, "none"):
             raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {self.loss_reduction!r}.")

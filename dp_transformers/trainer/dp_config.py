@@ -344,7 +344,9 @@ class DPTrainingArguments(TrainingArguments):
         if self.mechanism is None and self.sampling != PoissonSampling.kind:
             raise ValueError(
                 f"sampling {self.sampling!r} is not supported: epsilon is computed for 'poisson' only. Leave it at "
-                "'poisson'."
+                "'poisson', or give mechanism= with another sampling. In the place of batches that are shuffled in "
+                "every epoch, for which Poisson's epsilon is too small, take RandomAllocationSampling; of b-min-sep "
+                "nothing but Monte-Carlo estimates is known, which are no bound, so take CyclicPoissonSampling."
             )
         if self.secure_rng and self.dp_seed is not None:
             raise ValueError(
