@@ -44,6 +44,7 @@ _WHERE = {
     "check_model": "clipping",
     "check_per_sample_gradients_are_correct": "clipping",
     "compute_epsilon": "accounting",
+    "plan": "planner",
     "register_grad_sampler": "clipping",
     "register_norm_sampler": "clipping",
 }
@@ -84,6 +85,7 @@ __all__ = [
     "check_model",
     "check_per_sample_gradients_are_correct",
     "compute_epsilon",
+    "plan",
     "register_grad_sampler",
     "register_norm_sampler",
 ]
@@ -108,6 +110,7 @@ if TYPE_CHECKING:
     )
     from .mechanism import Mechanism, PrivacyUnit
     from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
+    from .planner import plan
     from .privacy_engine import PrivacyEngine
     from .run import PrivacySpent
     from .sampling import (

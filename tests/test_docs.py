@@ -176,7 +176,7 @@ def of_shards():
 PREPARED = {
     "README.md": [of_the_trainer, of_a_loop],
     "docs/quick-start.md": [of_the_trainer, dict, of_a_loop],
-    "docs/before-you-train.md": [dict],
+    "docs/before-you-train.md": [dict, dict],
     "docs/how-it-works.md": [dict, dict],
     "docs/from-opacus.md": [of_a_loop, of_a_generator, lambda: of_a_loop(5, positions=(7,))],
     "docs/scaling.md": [of_shards],

@@ -56,7 +56,10 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"clipping": "per_layer"}, "choose one of ['flat', 'auto_s', 'normalised', 'dp_psac'], or give a mechanism"),
         ({"clipping_mode": "opacus"}, "choose 'auto' or one of"),
         ({"accountant": "gdp"}, "pld"),
-        ({"sampling": "shuffle"}, "shuffled in every epoch, for which Poisson's epsilon is too small, take RandomAllocationSampling"),
+        (
+            {"sampling": "shuffle"},
+            "shuffled in every epoch, for which Poisson's epsilon is too small, take RandomAllocationSampling",
+        ),
         ({"sampling": "b_min_sep"}, "b-min-sep nothing but Monte-Carlo estimates is known, which are no bound"),
         ({"secure_rng": True, "dp_seed": 1}, "contradict"),
         ({"fp16": True}, "use bf16=True"),

@@ -14,6 +14,7 @@ from ..reports.words import up
 from .extras import missing_extra
 
 if TYPE_CHECKING:
+    from ..planner import MechanismPlan
     from .planning import Plan
 
 HOPELESS = 2.0  # noise over signal, both summed over the whole training
@@ -45,6 +46,9 @@ def budget(
     ] = None,
     accountant: Annotated[str, Option(help="pld (tight) or rdp.")] = "pld",
     table: Annotated[bool, Option("--table", help="Add epsilon for other sigmas, batch sizes and epochs.")] = False,
+    compare: Annotated[
+        bool, Option("--plan", help="Add the mechanisms that meet the same target, by the noise that each leaves.")
+    ] = False,
     as_json: Annotated[bool, Option("--json", help="Write the answer as JSON.")] = False,
     plot: Annotated[Path | None, Option(help="Draw epsilon over steps and sigma into this file (.png, .svg).")] = None,
 ) -> None:
@@ -65,15 +69,20 @@ def budget(
     plan, found = find(setting, epsilon=epsilon, sigma=sigma, batch=batch, steps=steps, epochs=epochs)
     answer = _answer(plan, found, trainable_parameters)
     rows = _table(plan) if table else []
+    mechanisms = _mechanisms(plan) if compare else None
     if plot is not None:
         _draw(plan, plot)
         print(f"wrote {plot}", file=sys.stderr)
     if as_json:
-        print(json.dumps({**answer, "table": rows} if table else answer, indent=2, allow_nan=False))
+        answer |= {"table": rows} if table else {}
+        answer |= {"plan": [each.to_dict() for each in mechanisms]} if mechanisms else {}
+        print(json.dumps(answer, indent=2, allow_nan=False))
     else:
         print(_in_words(plan, answer, delta_was_chosen=delta is None))
         if table:
             print(_table_in_words(plan, rows))
+        if mechanisms:
+            print(f"\nMechanisms for the same target:\n{mechanisms}")
 
 
 def _answer(plan: Plan, found: str, parameters: int | None) -> dict[str, Any]:
@@ -200,6 +209,23 @@ def _table_in_words(plan: Plan, rows: list[dict[str, float | None]]) -> str:
     for row in rows:
         lines.append(line(f"x {row['factor']:g}", *(epsilon(row[name]) for name in ("sigma", "batch", "epochs"))))
     return "\n".join(lines)
+
+
+def _mechanisms(plan: Plan) -> MechanismPlan:
+    from ..planner import plan as mechanisms_for
+
+    if not math.isfinite(plan.epsilon):
+        raise ValueError("--plan compares mechanisms that meet one epsilon: give a --sigma above 0, or --epsilon.")
+    return mechanisms_for(
+        plan.setting.examples,
+        expected_batch_size=plan.batch,
+        steps=plan.steps,
+        target_epsilon=plan.epsilon,
+        target_delta=plan.setting.delta,
+        max_grad_norm=plan.setting.max_grad_norm,
+        max_examples_per_person=plan.setting.max_examples_per_person,
+        accountant=plan.setting.accountant,
+    )
 
 
 def _draw(plan: Plan, path: Path) -> None:

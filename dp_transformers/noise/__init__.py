@@ -8,6 +8,7 @@ worth, and :meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -87,6 +88,11 @@ class IndependentNoise(Noise):
     def __post_init__(self) -> None:
         if not (isinstance(self.noise_multiplier, (int, float)) and 0 <= self.noise_multiplier < float("inf")):
             raise ValueError(f"noise_multiplier must be a finite int or float >= 0, got {self.noise_multiplier!r}.")
+
+    def prefix_error(self, steps: int) -> float:
+        """The standard deviation of the noise in the sum of the first t gradients, as its root mean square over
+        t ≤ ``steps``, in units of the clipping bound."""
+        return self.noise_multiplier * math.sqrt((steps + 1) / 2)
 
     def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
         from .sharded import ShardedNoise

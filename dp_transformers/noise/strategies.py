@@ -76,7 +76,8 @@ def optimal_bands(steps: int, bands: int) -> np.ndarray:
 
     start = square_root(bands)[1:]
     options = {"maxiter": 10_000, "maxfun": 100_000, "ftol": 1e-15, "gtol": 1e-9}
-    found: Any = minimize(error_and_slope, start, jac=True, method="L-BFGS-B", options=options)
+    with np.errstate(over="ignore", invalid="ignore"):  # of steps of the search that are too long
+        found: Any = minimize(error_and_slope, start, jac=True, method="L-BFGS-B", options=options)
     c = np.concatenate([[1.0], found.x])
     return c / np.linalg.norm(c)
 

@@ -54,7 +54,8 @@ class PoissonDraws:
                 f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}."
             )
         given = sampling_of(loader)
-        if (sampling.num_examples, sampling.expected_batch_size) != (given.num_examples, given.expected_batch_size):
+        off = abs(sampling.expected_batch_size - given.expected_batch_size)  # which may be no whole number
+        if sampling.num_examples != given.num_examples or off >= 1:
             raise ValueError(
                 f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
                 f"{sampling.expected_batch_size:g}, but data_loader has {given.num_examples} and "

@@ -157,7 +157,7 @@ def epsilon_of(runs: Sequence[RecordedRun], delta: float, accountant: str, rows:
     counted = [run for run in runs if run.steps]
     if any(run.not_private_because for run in counted):
         return math.inf
-    if rows > 1 and any(run.mechanism.sampling.min_separation > 1 for run in counted):
+    if rows > 1 and any(run.mechanism.sampling.needs_every_draw for run in counted):
         return math.inf  # rows of one person have different turns
     if not counted:
         return 0.0

@@ -15,7 +15,7 @@ from dp_transformers.ledger import LEDGER_NAME, Ledger
 from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, CertificateError, disagreements, read
 from dp_transformers.reports.findings import Report, look
-from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling
+from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling, RandomAllocationSampling
 
 
 def lines_of(folder):
@@ -167,9 +167,10 @@ def test_rows_of_one_person(tmp_path):
     assert total["epsilon_per_person"] == mechanism().epsilon(DELTA, rows=3) > 2 * total["epsilon"]
 
 
-def test_rows_of_one_person_that_have_different_turns_have_no_bound(tmp_path):
+@pytest.mark.parametrize("sampling", [CyclicPoissonSampling(1000, 50, 5), RandomAllocationSampling(1000, 20)])
+def test_rows_of_one_person_that_have_different_turns_have_no_bound(tmp_path, sampling):
     record(tmp_path, how=mechanism(sigma=4.0, rows=3))
-    record(tmp_path, run_id="b2", how=replace(mechanism(sigma=4.0), sampling=CyclicPoissonSampling(1000, 50, 5)))
+    record(tmp_path, run_id="b2", how=replace(mechanism(sigma=4.0), sampling=sampling))
     said = read(tmp_path)
     assert said["private"] and said["total"]["epsilon"] > 0 and said["total"]["epsilon_per_person"] is None
     assert [run["epsilon_per_person"] is None for run in said["runs"]] == [False, False], "each says for its own rows"
