@@ -7,7 +7,7 @@ stay, no activation is saved twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError, how_to_fix
 from .fallback import per_example_gradients
+from .layer_rule import Terms
 from .parallel.dtensor import as_dtensor_like
 from .precision import HALF, exact_arithmetic
 from .recorded_call import BackwardPass, RecordedCall, is_differentiable
@@ -137,13 +138,7 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
     elif rule.takes_call:
         found = rule.terms(call)
     else:
-        activations, backprops = _by_example(call)
-        try:
-            found = rule.terms(owner.module, activations, backprops)
-        except UnsupportedModuleError:  # the self-check then lets a parent own the parameters
-            raise
-        except ValueError as error:  # rules know no paths
-            raise ValueError(f"{owner}: {error}") from error
+        found = _by_rule(call, rule.terms)
     found = {
         trainable.shards.sharded(p): Dense(term) if isinstance(term, torch.Tensor) else term
         for p, term in found.items()
@@ -159,6 +154,26 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
     return {
         p: parallel.local_part(owner, p, found[p], call.sums_positions) if parallel else found[p] for p in owner.names
     }
+
+
+def _by_rule(call: RecordedCall, rule: Callable[..., Terms]) -> Terms:
+    """What the rule gives: terms, or the gradients themselves."""
+    activations, backprops = _by_example(call)
+    try:
+        found = rule(call.module, activations, backprops)
+    except UnsupportedModuleError:  # the self-check then lets a parent own the parameters
+        raise
+    except ValueError as error:  # rules know no paths
+        raise ValueError(f"{call.owner}: {error}") from error
+    for p, gradient in found.items() if not call.forward.trainable.parallel else ():
+        wanted = (call.batch_size, *p.shape)
+        if isinstance(gradient, torch.Tensor) and gradient.shape != wanted:
+            raise ValueError(
+                f"the rule of {call.owner} gives a gradient of shape {tuple(gradient.shape)}. Let the rule you "
+                f"registered (register_grad_sampler) return one for each of the {call.batch_size} examples, a tensor "
+                f"of shape {wanted}."
+            )
+    return found
 
 
 def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | Sequence[torch.Tensor]]:

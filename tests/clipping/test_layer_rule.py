@@ -70,6 +70,29 @@ def test_a_rule_that_forgets_a_parameter_is_named(mode):
         _RULES.pop(Forgetful.forward)
 
 
+@pytest.mark.parametrize("keeps_batch", [True, False])
+def test_a_rule_whose_gradients_are_not_of_the_examples_is_named(keeps_batch):
+    """One row for all was added to every example's norm without a word."""
+
+    class Averaging(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    def rule(layer, activations, backprops):
+        gradient = torch.einsum("btp,btd->pd", backprops, activations[0])
+        return {layer.weight: gradient[None] if keeps_batch else gradient}
+
+    try:
+        register_grad_sampler(Averaging)(rule)
+        model = nn.Sequential(Averaging(5, 3, bias=False))
+        clipper = PerExampleClipper(model, 1.0, self_check=False)
+        message = rf"'0' \(Averaging\) gives a gradient of shape \({'1, ' * keeps_batch}3, 5\).*shape \(4, 3, 5\)"
+        with pytest.raises(ValueError, match=message):
+            clipper.backward(weigh(model(torch.randn(4, 3, 5))))
+    finally:
+        _RULES.pop(Averaging.forward)
+
+
 class Affine(nn.Module):
     def __init__(self):
         super().__init__()
