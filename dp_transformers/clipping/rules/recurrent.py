@@ -282,7 +282,10 @@ def _run_below(call: RecordedCall, stack: _Stack) -> tuple[list[torch.Tensor], l
     inputs, outputs, dropout = [stack.x_nd], [], []
     below = range(len(stack.layers) - 1)
     if below and 0 < stack.dropout < 1 and stack.x_nd.numel() and call.random_state is None:
-        raise _unsupported(call, "its dropout cannot be replayed on this device")
+        raise _unsupported(
+            call,
+            "its dropout cannot be replayed on this device. Set its dropout to 0, and use nn.Dropout between layers",
+        )
     dtype = stack.output_np.dtype
     with (
         torch.autocast(stack.x_nd.device.type, dtype=dtype if dtype in HALF else None, enabled=dtype in HALF),
