@@ -48,7 +48,7 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             raise ValueError(
                 f"the {who} raised {type(error).__name__} ({error}) for examples of a draw. If it does so for every "
                 "batch, correct it or the data. If not: private training also calls it with an example left out or "
-                "there twice, to see that each row is made of its own example, so let it make one row of every "
+                "given twice, to see that each row is made of its own example, so let it make one row of every "
                 "example that it is given, whatever the others are."
             ) from error
 

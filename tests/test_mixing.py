@@ -216,7 +216,7 @@ def all_different(examples):
 
 REFUSED = {
     "asserts that examples differ": (all_different, examples_of_numbers,
-                                     r"(?s)raised AssertionError \(duplicate example.*left out or there twice.*one row of every"),
+                                     r"(?s)raised AssertionError \(duplicate example.*left out or given twice.*one row of every"),
     "an object of its own class": (own_class, examples_of_numbers, "mixes examples: 'x' of a row"),
     "the row before": (collator(lambda x: x + torch.cat([x[:1] * 0, x[:-1]])), examples_of_numbers, "mixes examples"),
     "the first row in all": (collator(lambda x: torch.cat([x, x[:1].expand_as(x)], 1)), examples_of_numbers, "mixes examples"),

@@ -224,6 +224,6 @@ def _check(noise: Any) -> None:
     numbers = [x for value in vars(noise).values() for x in (value if isinstance(value, tuple) else [value])]
     if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers) or noise.noise_multiplier < 0:
         raise ValueError(
-            f"noise_multiplier must be an int or float of at least 0, and the others finite ints or floats in tuples; "
-            f"got {noise!r}."
+            "noise_multiplier must be an int or float of at least 0, and every other field a tuple of finite ints or "
+            f"floats; got {noise!r}."
         )

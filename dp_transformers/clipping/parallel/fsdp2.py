@@ -117,7 +117,7 @@ class Shards:
             otherwise = (
                 f"Apply fully_shard to a module that holds '{path}', and to nothing in it."
                 if path
-                else "Move what it does with its own parameters into a module in it."
+                else "Move its own parameters, and what is computed with them, into a module inside of it."
             )
             raise ValueError(
                 f"{named(path, module)} has no rule for per-example gradients, so it would be called again inside "

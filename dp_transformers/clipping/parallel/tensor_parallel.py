@@ -160,8 +160,8 @@ class TensorParallel:
         if is_rerun and below:
             raise ValueError(
                 f"the gradients of {owner} are computed by running it again, or from inside of it, and that is not "
-                "possible where it or a module in it is tensor-parallel. Move its own parameters into a module that "
-                f"is not and holds none that is, or freeze them. {_HOW_TO_FIX}"
+                "possible where it or a module in it is tensor-parallel. Move its own parameters into a module "
+                f"beside the tensor-parallel ones, or freeze them. {_HOW_TO_FIX}"
             )
 
     # ---- activations ----
