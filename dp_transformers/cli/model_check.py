@@ -67,7 +67,7 @@ def build(
         OSError: it cannot be read.
     """
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not os.path.isdir(name):
-        raise ValueError(f"there is no folder '{name}'.")
+        raise ValueError(f"there is no folder '{name}': give one that exists, or the name of a model on the Hub.")
     config = AutoConfig.from_pretrained(name)
     cls = _class_for(config, task)
     if from_config:

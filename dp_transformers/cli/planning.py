@@ -217,7 +217,7 @@ def _check_numbers(
     if sigma is not None and not 0 <= sigma < math.inf:
         raise ValueError(f"--sigma must be a finite number, at least 0, got {sigma:g}.")
     if batch is not None and batch > setting.examples:
-        raise ValueError(f"--batch {batch} exceeds the {setting.examples} examples of --examples.")
+        raise ValueError(f"--batch {batch} exceeds the {setting.examples} examples of --examples: lower it.")
 
 
 def _check_positive(name: str, value: float) -> None:

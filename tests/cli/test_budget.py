@@ -279,7 +279,7 @@ def test_the_budget_loads_no_torch_and_answers_soon():
         ("--examples 100 --target-epsilon 8 --batch 5 --steps 4", "No such option: --target-epsilon. Did you mean --epsilon?"),
         ("--examples 100 --epsilon 0 --batch 5 --steps 4", "--epsilon must be a positive finite number, got 0."),
         ("--examples 100 --sigma nan --batch 5 --steps 4", "--sigma must be a finite number, at least 0, got nan."),
-        ("--examples 100 --sigma 1 --batch 500 --steps 4", "--batch 500 exceeds the 100 examples of --examples."),
+        ("--examples 100 --sigma 1 --batch 500 --steps 4", "--batch 500 exceeds the 100 examples of --examples: lower it."),
         ("--examples 100 --sigma 1 --batch 5 --steps 4 --delta 0.01", "--delta 0.01 is not smaller than 1/N = 0.01: at that delta, publishing one example outright would count as private. Leave it out for 0.001."),
         ("--examples 100 --sigma 0.1 --batch 50 --epsilon 0.1", "not one step stays within --epsilon 0.1: it spends 77.2. Take a larger --sigma or --epsilon, a smaller --batch, or more examples."),
         ("--examples 100 --sigma 1 --batch 5 --steps 4 --epochs 1", "--batch, --steps and --epochs say the same thing twice: leave one of them out."),
