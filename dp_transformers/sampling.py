@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from .schedules import Schedule
 from .accounting.events import event_epsilon
+from .schedules import Schedule
 from .values import StepParameters, Value
 
 if TYPE_CHECKING:
