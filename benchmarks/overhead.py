@@ -1,5 +1,5 @@
-"""What privacy adds to a step besides clipping: noise, sampling, accounting, the ledger; and what it costs once:
-self-check, import.
+"""What privacy adds to a step besides clipping: noise, the private loss, sampling, accounting, the ledger; and what it
+costs once: self-check, import.
 
     python -m benchmarks.overhead --quick
     python -m benchmarks.overhead --json overhead.json
@@ -24,9 +24,10 @@ from dp_transformers import PerExampleClipper
 from dp_transformers.checkpoint import PrivacyState
 from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.ledger import Ledger
-from dp_transformers.mechanism import Mechanism
+from dp_transformers.mechanism import Mechanism, Release
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.noise.generators import GaussianNoise
+from dp_transformers.private_loss import LOSS, PrivateLoss
 from dp_transformers.run import PrivateRun
 from dp_transformers.sampling import DrawSampler, PoissonSampling
 
@@ -94,9 +95,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = PrivacyState(PrivacyState.new_run_id(), mechanism, DELTA, None)
     run = PrivateRun(state)
     clipper = PerExampleClipper(model, 1.0)
+    private_loss = PrivateLoss(Release.within(LOSS, 0.0, 10.0, noise_multiplier=10.0), clipper)
+    losses_b = torch.rand(shape.size, device=benchmark.device)
 
     def count() -> None:
         run.spend_step(run.steps)
+
+    def add_loss() -> None:
+        private_loss.add(losses_b)
+
+    def release_loss() -> None:
+        private_loss.release(args.examples_per_step)
 
     def check() -> None:
         clipper.checked = False  # a new one would do it again
@@ -112,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ledger.begin(state.to_dict())
         added = {
             "noise": median([lambda: noise.add_(gradients, std=1.0)], (1,)),
+            "private loss": median([add_loss, release_loss], (args.examples_per_step / shape.size, 1)),
             "sampling": median([sampler.draw], (1,)),
             "accounting": median([count], (1,)),
             "epsilon in the log": median([count, lambda: run.epsilon(DELTA)], (0, 1 / LOGGING_STEPS)),

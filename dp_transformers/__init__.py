@@ -35,6 +35,7 @@ _WHERE = {
     "PrivacySpent": "run",
     "PrivacyUnit": "mechanism",
     "RandomAllocationSampling": "sampling",
+    "Release": "mechanism",
     "ScheduledClipping": "clipping.clipping_functions",
     "ScheduledNoise": "noise",
     "ScheduledPoissonSampling": "sampling",
@@ -76,6 +77,7 @@ __all__ = [
     "PrivacySpent",
     "PrivacyUnit",
     "RandomAllocationSampling",
+    "Release",
     "ScheduledClipping",
     "ScheduledNoise",
     "ScheduledPoissonSampling",
@@ -108,7 +110,7 @@ if TYPE_CHECKING:
         PerSampleAdaptiveClipping,
         ScheduledClipping,
     )
-    from .mechanism import Mechanism, PrivacyUnit
+    from .mechanism import Mechanism, PrivacyUnit, Release
     from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
     from .planner import plan
     from .privacy_engine import PrivacyEngine

@@ -10,9 +10,10 @@ have a target.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -201,6 +202,21 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
         return loss(outputs.logits, labels, label_smoothing=label_smoothing)
 
     return per_example_loss
+
+
+def default_loss_bound(model: nn.Module) -> float:
+    """The loss that an example counts with at most where the loss is released: 4 more than that of a guess among all
+    classes or tokens; 10 for heads without such a number (regression, positions, unknown heads)."""
+    base = _base_model(model)
+    kind, config = _kind(base), cast(Any, getattr(base, "config", None))
+    classes = None
+    if kind in ("causal_lm", "masked_lm", "seq2seq_lm"):
+        classes = config.get_text_config().vocab_size
+    elif kind in ("sequence_classification", "image_classification", "token_classification"):
+        problem_type = _problem_type(base)
+        several = problem_type == "multi_label_classification"  # a mean of losses with two classes each
+        classes = None if problem_type == "regression" else 2 if several else config.num_labels
+    return 10.0 if classes is None else 4 + math.log(classes)
 
 
 def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:

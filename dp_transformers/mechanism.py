@@ -56,21 +56,40 @@ class PrivacyUnit:
 class Release:
     """A sum over the draw that each step releases besides that of the gradients.
 
+    An example's number adds to it by how far it is from ``center``, at most by ``bound`` in either direction.
+
     Attributes:
-        name: What it is the sum of.
+        name: What it is the sum of. The steps of this library know "loss".
         bound: The largest absolute value that one example can add.
         noise_multiplier: The standard deviation of its Gaussian noise over ``bound``.
+        center: A public constant.
+
+    Example::
+
+        >>> from dp_transformers import Release
+        >>> Release.within("loss", 0.0, 4.0, noise_multiplier=10.0)
+        Release(name='loss', bound=2.0, noise_multiplier=10.0, center=2.0)
     """
 
     name: str
     bound: float
     noise_multiplier: float
+    center: float = 0.0
+
+    @classmethod
+    def within(cls, name: str, low: float, high: float, *, noise_multiplier: float) -> Release:
+        """The sum of numbers that are clipped to [low, high]; the center between the two takes the least noise."""
+        return cls(name, (high - low) / 2, noise_multiplier, (low + high) / 2)
+
+    @property
+    def noise_std(self) -> float:
+        return self.noise_multiplier * self.bound
 
     def __post_init__(self) -> None:
-        if not (0 < self.bound < math.inf and 0 < self.noise_multiplier < math.inf):
+        if not (0 < self.bound < math.inf and 0 < self.noise_multiplier < math.inf and math.isfinite(self.center)):
             raise ValueError(
-                f"the release {self.name!r} needs a bound and a noise_multiplier that are positive and finite, got "
-                f"{self.bound!r} and {self.noise_multiplier!r}."
+                f"the release {self.name!r} needs a bound and a noise_multiplier that are positive and finite, and a "
+                f"finite center; got {self.bound!r}, {self.noise_multiplier!r} and {self.center!r}."
             )
 
 
@@ -229,17 +248,28 @@ class Mechanism:
 
     def calibrated(self, *, target_epsilon: float, target_delta: float, accountant: str = "pld") -> Mechanism:
         """This mechanism with the least noise that keeps all planned steps within the target, for all rows of one
-        person.
+        person. The noise of releases stays in proportion to that of the gradients.
 
         Raises:
             ValueError: how many steps there will be is not known, or no noise is enough.
         """
         if self.steps is None:
             raise ValueError("noise is calibrated to a number of steps: give the mechanism steps=.")
-        rows = self.unit.max_examples_per_person
+        rows, now = self.unit.max_examples_per_person, self.noise.noise_multiplier
+        if self.releases and not now:
+            raise ValueError(
+                f"noise_multiplier is 0, to which the noise of the release {self.releases[0].name!r} has no "
+                "proportion: give the mechanism noise of any other level to begin with."
+            )
 
         def scaled_to(sigma: float) -> Mechanism:
-            return replace(self, noise=self.noise.scaled_to(sigma))
+            return replace(
+                self,
+                noise=self.noise.scaled_to(sigma),
+                releases=tuple(
+                    replace(each, noise_multiplier=each.noise_multiplier * sigma / now) for each in self.releases
+                ),
+            )
 
         def epsilon_of(sigma: float) -> float:
             return scaled_to(sigma).epsilon(target_delta, accountant=accountant, rows=rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -288,6 +288,7 @@ class PrivateRun:
             recorded, beginnings = distributed.call_on_rank_zero(
                 lambda: (self.ledger.segments(state.run_id), self.ledger.beginnings(state.run_id))
             )
+            _require_releases(state.mechanism, beginnings)
             executed = sum(segment.total() for segment in recorded)
             if executed < known:
                 raise PrivacyStateError(
@@ -347,6 +348,18 @@ class PrivateRun:
         segments[-1][parameters] += 1  # before anything else, so that an interrupt leaves the step counted
         self.steps_left -= 1
         return parameters
+
+
+def _require_releases(mechanism: Mechanism, beginnings: Iterable[Mapping[str, Any]]) -> None:
+    """Raise PrivacyStateError if the ledger says of a run's steps that they released other sums, since their lines
+    say of gradients alone what noise they had."""
+    now = mechanism.to_dict()["releases"]
+    for said in beginnings:
+        if (before := said.get("mechanism", {}).get("releases", [])) != now:
+            raise PrivacyStateError(
+                f"the ledger says that this run released {before} besides gradients, and the checkpoint says {now}: "
+                "one of the two was changed. Restore it from a backup, or start a new run without this checkpoint."
+            )
 
 
 def _rows(facts: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+from .mechanism import Release
 from .run import UNIT, PrivateRun
 
 HOPELESS = 2.0  # noise over signal, both summed over the whole training
@@ -39,11 +40,20 @@ def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> 
     sampling, noise = run.mechanism.sampling.kind, run.mechanism.noise.kind
     if (sampling, noise) != ("poisson", "independent"):
         lines.append(f"  sampling {sampling!r}, noise {noise!r}")
+    lines += [_describe_release(release, step.expected_batch_size) for release in run.mechanism.releases]
     if run.not_private_because:
         lines.insert(0, "NOT PRIVATE: " + "; ".join(run.not_private_because))
     if not run.verified:
         lines.append("  NOT VERIFIED: the self-check is switched off, or was before this run was resumed")
     return "\n".join(lines)
+
+
+def _describe_release(release: Release, batch_size: float) -> str:
+    low, high = release.center - release.bound, release.center + release.bound
+    return (
+        f"  {release.name} clipped to [{low:g}, {high:g}], its mean with noise of "
+        f"{release.noise_std / batch_size:.2g} in each step, which epsilon covers"
+    )
 
 
 def noise_norm(run: PrivateRun, parameters: int) -> float:

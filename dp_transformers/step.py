@@ -35,6 +35,7 @@ from .mixing import LoadedRows
 from .noise import NoiseSource
 from .noise.add_noise import add_noise_and_divide
 from .private_gradients import PrivateGradients
+from .private_loss import LOSS, PrivateLoss
 from .randomness import SecretSeeds, require_unseeded
 from .run import PrivateRun
 
@@ -72,6 +73,7 @@ class PrivateStep:
         clipper: The clipper of the model that is trained. It asks this object before every sum.
         run: It counts the releases.
         noise: The noise for the gradients of ``clipper.parameters``.
+        private_loss: It releases the loss of each draw; None where the mechanism plans no such release.
         seeds: They seed the random numbers of dropout and augmentation.
         data: The source of the draws, and of rows of weight 0 for ranks that have no examples left.
         at_least: The smallest number of physical batches of a draw, for loops that must see one to go on.
@@ -86,6 +88,8 @@ class PrivateStep:
         gradients: The clipped sums, and what was released.
         given: The physical batch in the hands of the loop; None where there is none.
         number: The step that the last draw is for, counted from 0; -1 before the first draw.
+        loss: The noised mean of the losses of the draw that was released last, of shape (); None before, and where it
+            is not released.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class PrivateStep:
         seeds: SecretSeeds,
         data: LogicalBatches,
         *,
+        private_loss: PrivateLoss | None = None,
         at_least: int = 0,
         own_optimizer: torch.optim.Optimizer | None = None,
         announce: Callable[[str], None] = lambda text: None,
@@ -104,7 +109,8 @@ class PrivateStep:
     ):
         _refuse_what_no_step_does(run.mechanism)
         self.clipper, self.run, self._noise, self._seeds, self._data = clipper, run, noise, seeds, data
-        self.gradients = PrivateGradients(clipper, own_optimizer)
+        self.gradients, self._private_loss = PrivateGradients(clipper, own_optimizer), private_loss
+        self.loss: torch.Tensor | None = None
         self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = at_least, own_optimizer
         self._reduce_every_batch = reduce_every_batch
@@ -153,7 +159,7 @@ class PrivateStep:
         self._require_next(draw)
         self.number = draw.step
         self.clipper.clip_by(self._clipping)
-        self.gradients.begin_draw()
+        self._begin_draw()
         self.clipper.begin_draw()
         batches, clipper = list(draw.batches), self.clipper
         rounds = max(
@@ -166,6 +172,11 @@ class PrivateStep:
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             yield self.given
+
+    def _begin_draw(self) -> None:
+        self.gradients.begin_draw()
+        if self._private_loss is not None:
+            self._private_loss.begin_draw()
 
     def _require_next(self, draw: Any) -> None:
         if not isinstance(draw, LogicalBatch):
@@ -270,24 +281,29 @@ class PrivateStep:
         self._require_own_clipping()
         if given.draw != self._summed_draw:
             self._summed_draw = given.draw
-            self.gradients.begin_draw()
+            self._begin_draw()
         self.gradients.restore_sums()
         given.stage = _Stage.SUMMING
         weights = None if given.batch.weight == 1 else torch.full((batch_size,), given.batch.weight)
         return weights, self._reduce_every_batch or given.last_of_draw
 
-    def after_sum(self) -> None:
-        """Keep the clipped sum that was added to ``p.grad``. A loop of the user's sees the sum of a whole draw."""
+    def after_sum(self, losses_b: torch.Tensor | None, weights_b: torch.Tensor | None) -> None:
+        """Keep the clipped sum that was added to ``p.grad``, and add the losses of its examples where they are
+        released. A loop of the user's sees the sum of a whole draw."""
         given = self.given
         assert given is not None  # before_sum refuses to form a sum without a batch
         given.stage = _Stage.SUMMED
+        if self._private_loss is not None:
+            assert losses_b is not None, "make_private refuses a loop that hands over one loss for the batch"
+            self._private_loss.add(losses_b, weights_b)
         self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
 
     # ---- the release ----
 
     def release(self) -> None:
         """Set ``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``, with the noise of each group scaled
-        as the clipping function says. The step is counted before the noise exists.
+        as the clipping function says, and ``loss`` to the noised mean of losses where that is released. The step is
+        counted before any noise exists.
 
         Raises:
             ValueError: what was clipped is not what would be released. Nothing is released.
@@ -323,6 +339,8 @@ class PrivateStep:
             scales=clipper.noise_scales,
             sharded=summed,
         )
+        if self._private_loss is not None:
+            self.loss = self._private_loss.release(used.expected_batch_size)
         self.gradients.mark_released()
         self._last_released, self.run.unfinished = self._last_draw, 0
         if given is not None:
@@ -361,9 +379,9 @@ class PrivateStep:
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
-    """Raise ValueError for a mechanism that releases more than the gradient."""
-    if mechanism.releases:
+    """Raise ValueError for a mechanism that releases other sums than the step knows."""
+    if [release.name for release in mechanism.releases] not in ([], [LOSS]):
         raise ValueError(
-            f"a private step releases the gradient alone, and the mechanism has the release "
-            f"{mechanism.releases[0].name!r} beside it: leave out releases= of Mechanism."
+            f"besides the gradient a step releases {LOSS!r} and nothing else, each once, but the mechanism plans "
+            f"{[release.name for release in mechanism.releases]}: take these out of releases."
         )

@@ -152,10 +152,18 @@ def test_a_mechanism_for_other_data_is_refused(tmp_path, sampling):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_what_the_step_cannot_do_is_refused(tmp_path, loop):
+@pytest.mark.parametrize(
+    ("releases", "message"),
+    [
+        ((Release("count", 1.0, 1.0),), r"releases 'loss' and nothing else.*plans \['count'\]"),
+        ((Release("loss", 1.0, 1.0),) * 2, r"each once, but the mechanism plans \['loss', 'loss'\]"),
+    ],
+    ids=["another", "twice"],
+)
+def test_what_the_step_cannot_do_is_refused(tmp_path, loop, releases, message):
     """Nothing would be as the mechanism says."""
-    with pytest.raises(ValueError, match="has the release 'loss' beside it: leave out releases="):
-        train(loop, tmp_path, mechanism(releases=(Release("loss", 1.0, 1.0),)))
+    with pytest.raises(ValueError, match=message):
+        train(loop, tmp_path, mechanism(releases=releases))
 
 
 def test_an_accountant_that_cannot_account_for_it_is_refused(tmp_path):

@@ -43,6 +43,7 @@ from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.step import PrivateStep
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
+WITH_LOSS = 1.01**-0.5  # σ of gradients and the logged loss together, over that of the gradients
 DONE, SPENT, BEREFT = 0, 3, 4  # exit codes; the last of a rank whose peer was killed
 PEER_IS_GONE = (
     "connection closed",
@@ -407,7 +408,9 @@ def check_rank(folder, journal):
 
 @functools.lru_cache
 def epsilon(sigma, steps):
-    return compute_epsilon(noise_multiplier=sigma, sample_rate=8 / 40, steps=steps, delta=DELTA, accountant=ACCOUNTANT)
+    return compute_epsilon(
+        noise_multiplier=sigma * WITH_LOSS, sample_rate=8 / 40, steps=steps, delta=DELTA, accountant=ACCOUNTANT
+    )
 
 
 def live(attempt, folder, kills, **layout):
@@ -566,17 +569,29 @@ def test_what_the_checkpoint_says_wins_or_is_refused(trained, name):
         content[name] = "another"
     path.write_text(json.dumps(content))
     trainer = build(DPTrainer, trained, max_steps=8)
-    if name == "noise_multiplier":
+    messages = {
+        "sampling": "no Sampling of kind 'shuffle'",
+        "noise_multiplier": "trained with releases=",  # the logged loss has ten times as much
+        "run_id": "holds 0 steps",
+    }
+    with pytest.raises(PrivacyStateError, match=messages[name]):
         trainer.train(resume_from_checkpoint=True)
-        accountant = PrivacyAccountant(ACCOUNTANT)
-        for used, steps in ((build(DPTrainer, trained, max_steps=6).privacy_spent().noise_multiplier, 6), (900.0, 2)):
-            accountant.step(noise_multiplier=used, sample_rate=0.2, steps=steps)
-        assert trainer.privacy_spent().epsilon == pytest.approx(accountant.epsilon(DELTA), rel=1e-9)
-    else:
-        with pytest.raises(
-            PrivacyStateError, match={"sampling": "no Sampling of kind 'shuffle'", "run_id": "holds 0 steps"}[name]
-        ):
-            trainer.train(resume_from_checkpoint=True)
+
+
+def test_steps_count_with_the_noise_that_the_ledger_says(tmp_path):
+    """Not with that of a checkpoint that was changed."""
+    build(DPTrainer, tmp_path, max_steps=6, log_raw_metrics=True).train()
+    path = tmp_path / "checkpoint-6" / STATE_NAME
+    content = json.loads(path.read_text())
+    before = content["mechanism"]["noise"]["noise_multiplier"]
+    content["mechanism"]["noise"]["noise_multiplier"] = 900.0
+    path.write_text(json.dumps(content))
+    trainer = build(DPTrainer, tmp_path, max_steps=8)
+    trainer.train(resume_from_checkpoint=True)
+    accountant = PrivacyAccountant(ACCOUNTANT)
+    for used, steps in ((before, 6), (900.0, 2)):
+        accountant.step(noise_multiplier=used, sample_rate=0.2, steps=steps)
+    assert trainer.privacy_spent().epsilon == pytest.approx(accountant.epsilon(DELTA), rel=1e-9)
 
 
 def test_accountant_and_physical_batch_size_may_change(trained):
@@ -585,7 +600,7 @@ def test_accountant_and_physical_batch_size_may_change(trained):
     trainer.train(resume_from_checkpoint=True)
     spent = trainer.privacy_spent()
     exact = compute_epsilon(
-        noise_multiplier=spent.noise_multiplier, sample_rate=0.2, steps=8, delta=DELTA, accountant="pld"
+        noise_multiplier=spent.noise_multiplier * WITH_LOSS, sample_rate=0.2, steps=8, delta=DELTA, accountant="pld"
     )
     assert (spent.steps, spent.accountant, spent.epsilon) == (8, "pld", pytest.approx(exact, rel=1e-9))
 

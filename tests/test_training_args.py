@@ -120,7 +120,7 @@ def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):
         "noise_multiplier",
         "expected_batch_size",
         "clipping_mode",
-        "log_train_loss",
+        "log_raw_metrics",
     ):
         assert name in text
     assert all(

@@ -43,8 +43,9 @@ class TrainingLoop(Protocol):
         """The weights of a batch that goes backward (None: ones), and whether sums of sharded parameters are reduced
         now or with a later batch. ``grad`` must hold what the clipped sum is to be added to. May raise."""
 
-    def after_sum(self) -> None:
-        """The clipped sum has been added to ``grad``."""
+    def after_sum(self, losses_b: torch.Tensor | None, weights_b: torch.Tensor | None) -> None:
+        """The clipped sum has been added to ``grad``: that of the examples with these losses (None where a loop's own
+        backward pass hands over one loss for the batch) and weights (None: ones)."""
 
 
 class ClippingEngine:
@@ -332,7 +333,7 @@ class ClippingEngine:
             self._fills_gradients = False
             self.sums.end_watch()
             self.forget()  # used up, whatever happened
-        self.end_sum()
+        self.end_sum(losses.detach(), weights_b)
         return norms_b
 
     def begin_sum(self, forward: ForwardPass, weights_b: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
@@ -343,7 +344,7 @@ class ClippingEngine:
             return weights_b if given is None else given.to(forward.probe), reduce
         return weights_b * given.to(weights_b), reduce
 
-    def end_sum(self) -> None:
+    def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
         try:
             self.state.require_unchanged()
             if self._loop_in_charge is None:
@@ -352,7 +353,7 @@ class ClippingEngine:
             self.trainable.drop_gradients()
             raise
         if (loop := self._loop_in_charge) is not None:
-            loop.after_sum()
+            loop.after_sum(losses_b, weights_b)
 
     # ---- gradients that no tap saw ----
 

@@ -127,8 +127,16 @@ class PrivacyEngine:
     @property
     def history(self) -> list[tuple[float, float, int]]:
         """``(noise_multiplier, sample_rate, steps)`` of all steps counted until now, in order of first use. An
-        accountant of Poisson draws makes ε of them only where the mechanism has these, and independent noise."""
+        accountant of Poisson draws makes ε of them only where the mechanism has these, independent noise and no
+        release of the loss."""
         return [] if self._loop is None else self._loop.history
+
+    @property
+    def private_loss(self) -> float | None:
+        """The mean of the last step's losses, with the noise that the mechanism plans for it (``loss_bound``). None
+        before the first step, and where no loss is released."""
+        loss = self._made_private().step.loss
+        return None if loss is None else float(loss)
 
     @property
     def clipper(self) -> PerExampleClipper:
@@ -153,6 +161,8 @@ class PrivacyEngine:
         poisson_sampling: bool = True,
         self_check: bool = True,
         max_examples_per_person: int = 1,
+        loss_bound: float | None = None,
+        loss_noise_factor: float = 10.0,
     ) -> tuple:
         """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by a loader of Poisson draws.
 
@@ -165,8 +175,8 @@ class PrivacyEngine:
             noise_multiplier: σ. The noise on the summed gradients has standard deviation σ · max_grad_norm.
             max_grad_norm: The bound C on each example's gradient norm.
             mechanism: Sampling, clipping, noise and what else ε depends on, in the place of ``noise_multiplier``,
-                ``max_grad_norm`` and ``max_examples_per_person``, from which a mechanism is built otherwise. It must
-                be for this data set and batch size.
+                ``max_grad_norm``, ``max_examples_per_person`` and ``loss_bound``, from which a mechanism is built
+                otherwise. It must be for this data set and batch size.
             criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per
                 example, which the clipping modes "ghost" and "fast_gradient" need.
             loss_reduction: "mean" or "sum": how your loss is reduced over the *rows of the batch*, and that is all it
@@ -183,6 +193,11 @@ class PrivacyEngine:
                 step.
             max_examples_per_person: How many rows of the data one person may have. ε protects one row;
                 :meth:`privacy_spent` then also says what protects all rows of one person.
+            loss_bound: With it :attr:`private_loss` is released in each step: the mean of the losses, each clipped to
+                [0, ``loss_bound``], with noise of its own that ε covers. It needs losses of examples: a ``criterion``
+                or ``loss_reduction="none"``.
+            loss_noise_factor: The noise multiplier of that loss, over ``noise_multiplier``. At 10 and the same ε,
+                gradients take 0.5% more noise.
 
         Returns:
             ``(module, optimizer, data_loader)``, or ``(module, optimizer, criterion, data_loader)`` if a criterion was
@@ -203,6 +218,8 @@ class PrivacyEngine:
             clipping_mode=clipping_mode,
             poisson_sampling=poisson_sampling,
             self_check=self_check,
+            loss_bound=loss_bound,
+            loss_noise_factor=loss_noise_factor,
         )
         loop.require_trainable()
         if mechanism is None:
@@ -211,10 +228,10 @@ class PrivacyEngine:
                     "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
                 )
             mechanism = loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
-        elif (noise_multiplier, max_grad_norm, max_examples_per_person) != (None, None, 1):
+        elif (noise_multiplier, max_grad_norm, max_examples_per_person, loss_bound) != (None, None, 1, None):
             raise ValueError(
-                "noise_multiplier, max_grad_norm or max_examples_per_person is given beside a mechanism, which says "
-                "them: leave them out."
+                "noise_multiplier, max_grad_norm, max_examples_per_person or loss_bound is given beside a mechanism, "
+                "which says them: leave them out."
             )
         return self._start(loop, mechanism)
 
@@ -243,7 +260,8 @@ class PrivacyEngine:
             epochs: The number of passes over the loader that is planned.
             max_grad_norm: The bound C on each example's gradient norm.
             options: ``criterion``, ``loss_reduction``, ``batch_first``, ``max_physical_batch_size``,
-                ``clipping_mode``, ``poisson_sampling`` and ``self_check``, as in :meth:`make_private`.
+                ``clipping_mode``, ``poisson_sampling``, ``self_check``, ``loss_bound`` and ``loss_noise_factor``, as
+                in :meth:`make_private`.
         """
         self._require_unused()
         if not 0 < epochs < math.inf:

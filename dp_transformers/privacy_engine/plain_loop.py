@@ -15,8 +15,9 @@ from ..clipping import PerExampleClipper
 from ..clipping.clipping_functions import FlatClipping
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
-from ..mechanism import Mechanism, PrivacyUnit
+from ..mechanism import Mechanism, PrivacyUnit, Release
 from ..noise import IndependentNoise
+from ..private_loss import LOSS, private_loss_of
 from ..randomness import SecretSeeds
 from ..run import PrivateRun
 from ..sampling import PoissonSampling
@@ -37,6 +38,8 @@ class LoopOptions(TypedDict, total=False):
     clipping_mode: str
     poisson_sampling: bool
     self_check: bool
+    loss_bound: float | None
+    loss_noise_factor: float
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class PlainLoop:
     clipping_mode: str = "auto"
     poisson_sampling: bool = True
     self_check: bool = True
+    loss_bound: float | None = None
+    loss_noise_factor: float = 10.0
 
     @property
     def sampling(self) -> PoissonSampling:
@@ -65,12 +70,18 @@ class PlainLoop:
     def mechanism(
         self, noise_multiplier: float, max_grad_norm: float, max_examples_per_person: int, steps: int | None = None
     ) -> Mechanism:
-        """Return the mechanism that clips the examples of this loop to one bound and adds independent noise."""
+        """Return the mechanism that clips the examples of this loop to one bound and adds independent noise, also to
+        their losses where those are asked for."""
+        factor, bound = self.loss_noise_factor, self.loss_bound
+        releases = (
+            () if bound is None else (Release.within(LOSS, 0.0, bound, noise_multiplier=factor * noise_multiplier),)
+        )
         return Mechanism(
             sampling=self.sampling,
             clipping=FlatClipping(max_grad_norm),
             noise=IndependentNoise(noise_multiplier),
             steps=steps,
+            releases=releases,
             unit=PrivacyUnit(max_examples_per_person),
         )
 
@@ -125,9 +136,22 @@ class PlainLoop:
             )
             noise = mechanism.noise.source(clipper, dp_seed=run.dp_seed, secure=secure)
             step = PrivateStep(
-                clipper, run, noise, seeds, draws.logical_batches, at_least=1, own_optimizer=self.optimizer
+                clipper,
+                run,
+                noise,
+                seeds,
+                draws.logical_batches,
+                private_loss=private_loss_of(mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
+                at_least=1,
+                own_optimizer=self.optimizer,
             )
             undo.callback(step.close)
+            if mechanism.releases and self.criterion is None and self.loss_reduction != "none":
+                raise ValueError(
+                    "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "
+                    "example's is bounded. Give make_private a criterion, or compute losses of shape (B,) and call "
+                    "engine.clipper.backward(losses), with loss_reduction='none'."
+                )
             reduction = None if self.loss_reduction == "none" else self.loss_reduction
             clipper.follow(step, reduction if criterion is None else None)
             loop = PrivateLoop(step, self.optimizer, PoissonLoader(draws, step), reduction)

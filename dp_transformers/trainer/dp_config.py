@@ -16,8 +16,9 @@ from transformers import TrainingArguments
 from ..accounting.arguments import ACCOUNTANTS
 from ..clipping.clipping_functions import CLIPPING_FUNCTIONS
 from ..clipping.modes import MODES
-from ..mechanism import Mechanism, PrivacyUnit
+from ..mechanism import Mechanism, PrivacyUnit, Release
 from ..noise import IndependentNoise
+from ..private_loss import LOSS, loss_release
 from ..sampling import PoissonSampling
 from .refused_settings import refuse_arguments, refuse_other_trainers
 
@@ -77,9 +78,16 @@ class DPTrainingArguments(TrainingArguments):
         data_digest (`bool`, defaults to `True`):
             Write a keyed digest of the training data into the certificate (`privacy.json`), so that its owner can tell
             trainings on the same data. Every row is read once for it.
-        log_train_loss (`bool`, defaults to `False`):
-            Whether the training loss is logged. It is computed from private examples without noise, and ε does not
-            cover it.
+        loss_bound (`float`, *optional*):
+            The `loss` that is logged is private: each example's is clipped to [0, `loss_bound`], and their mean gets
+            noise of its own, which ε covers. Defaults to 4 + ln K for a head with K classes or tokens, else to 10.
+        loss_noise_factor (`float`, defaults to 10.0):
+            The noise multiplier of the logged loss, over that of the gradients. At 10 the gradients take 0.5% more
+            noise for the same ε.
+        log_raw_metrics (`bool`, defaults to `False`):
+            Whether the loss of training batches is shown as it is, without noise and not covered by ε. It is called
+            `raw_loss`, comes on the console alone and is in nothing that is saved or pushed. No private loss is
+            released then, and the gradients get the noise that it would take.
 
     Example::
 
@@ -186,11 +194,26 @@ class DPTrainingArguments(TrainingArguments):
     data_digest: bool = field(
         default=True, metadata={"help": "Write a keyed digest of the training data into privacy.json."}
     )
-    log_train_loss: bool = field(
+    loss_bound: float | None = field(
+        default=None,
+        metadata={
+            "help": "The loss of an example is clipped to between 0 and this number before it is logged. The log "
+            "holds the mean of these losses with noise, which epsilon covers. By default it is 4 + ln K for a head "
+            "with K classes or tokens, and 10 otherwise."
+        },
+    )
+    loss_noise_factor: float = field(
+        default=10.0,
+        metadata={
+            "help": "The noise multiplier of the logged loss, divided by that of the gradients. The smaller it is, "
+            "the more exact the logged loss, and the more noise the gradients take for the same epsilon."
+        },
+    )
+    log_raw_metrics: bool = field(
         default=False,
         metadata={
-            "help": "Whether the training loss is logged. It is computed from private examples without noise, and "
-            "epsilon does not cover it."
+            "help": "Whether the loss of training batches is shown without noise, and not covered by epsilon, on the "
+            "console alone. No private loss is logged then, and nothing is spent on it."
         },
     )
     max_grad_norm: float = field(
@@ -234,7 +257,12 @@ class DPTrainingArguments(TrainingArguments):
         if self.mechanism is None:
             return
         self.mechanism = mechanism = _read_mechanism(self.mechanism)
-        step = mechanism.at(0)
+        step, release = mechanism.at(0), loss_release(mechanism)
+        if release is not None and self.log_raw_metrics:
+            raise ValueError(
+                "log_raw_metrics=True is given beside a mechanism that releases the loss with noise: leave one of the "
+                "two out."
+            )
         said = {
             "noise_multiplier": None,
             "expected_batch_size": step.expected_batch_size,
@@ -242,6 +270,8 @@ class DPTrainingArguments(TrainingArguments):
             "clipping": mechanism.clipping.kind,
             "max_examples_per_person": mechanism.unit.max_examples_per_person,
             "sampling": mechanism.sampling.kind,
+            "loss_bound": None if release is None else release.center + release.bound,
+            "loss_noise_factor": 10.0,
             "max_steps": mechanism.steps or self.max_steps,
         }
         for name, value in said.items():
@@ -252,12 +282,16 @@ class DPTrainingArguments(TrainingArguments):
                 )
             setattr(self, name, value)
 
-    def mechanism_for(self, num_examples: int, steps: int, saved: Mechanism | None = None) -> Mechanism:
+    def mechanism_for(
+        self, num_examples: int, steps: int, saved: Mechanism | None = None, *, loss_bound: float | None = None
+    ) -> Mechanism:
         """Return the mechanism of ``steps`` steps on so many examples: ``mechanism``, or one that is built from the
         other fields.
 
         Args:
-            saved: The mechanism of a run that is resumed. It says what the fields leave open.
+            saved: The mechanism of a run that is resumed. It says what the fields leave open, and whether the loss is
+                released.
+            loss_bound: The field's default for the model that is trained. Without either no loss is released.
 
         Raises:
             ValueError: the mechanism is for another number of examples, or no noise meets the target.
@@ -274,11 +308,13 @@ class DPTrainingArguments(TrainingArguments):
             expected = saved.at(0).expected_batch_size if self.expected_batch_size_is_derived else expected
             sigma = saved.at(0).noise_multiplier if sigma is None else sigma
         assert expected is not None and self.target_delta is not None, "__post_init__ derives one, refuses the other"
+        begins_at = 1.0 if sigma is None else sigma
         mechanism = Mechanism(
             sampling=PoissonSampling(num_examples, expected),
             clipping=CLIPPING_FUNCTIONS[self.clipping](self.max_grad_norm),
-            noise=IndependentNoise(1.0 if sigma is None else sigma),
+            noise=IndependentNoise(begins_at),
             steps=steps,
+            releases=self._releases(begins_at, loss_bound, saved),
             unit=PrivacyUnit(self.max_examples_per_person),
         )
         if sigma is not None:
@@ -288,6 +324,14 @@ class DPTrainingArguments(TrainingArguments):
             target_epsilon=self.target_epsilon, target_delta=self.target_delta, accountant=self.accountant
         )
 
+    def _releases(self, sigma: float, loss_bound: float | None, saved: Mechanism | None) -> tuple[Release, ...]:
+        """Return the release of the loss, or none: for a run that was begun without it, or has no noise."""
+        bound = loss_bound if self.loss_bound is None else self.loss_bound
+        begun_without = saved is not None and not saved.releases and self.loss_bound is None
+        if bound is None or sigma == 0 or self.log_raw_metrics or begun_without:
+            return ()
+        return (Release.within(LOSS, 0.0, bound, noise_multiplier=self.loss_noise_factor * sigma),)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             **super().to_dict(),
@@ -295,8 +339,9 @@ class DPTrainingArguments(TrainingArguments):
         }
 
     def _check_privacy(self) -> None:
-        for name in ("target_epsilon", "target_delta", "noise_multiplier", "max_grad_norm", "expected_batch_size"):
-            optional = name != "max_grad_norm"
+        numbers = ("target_epsilon", "target_delta", "noise_multiplier", "max_grad_norm", "expected_batch_size")
+        for name in (*numbers, "loss_bound", "loss_noise_factor"):
+            optional = name not in ("max_grad_norm", "loss_noise_factor")
             if not isinstance(value := getattr(self, name), (int, float, *([type(None)] if optional else []))):
                 raise ValueError(f"{name} must be an int or a float, got {value!r} ({type(value).__name__}).")
         if self.target_delta is None or not 0 < self.target_delta < 1:
@@ -320,6 +365,12 @@ class DPTrainingArguments(TrainingArguments):
                 "max_grad_norm is the clipping bound on one example's gradient norm and must be a positive finite "
                 f"number, got {self.max_grad_norm}; 1.0 is common."
             )
+        for name in ("loss_bound", "loss_noise_factor"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(
+                    f"{name} must be a positive finite number, got {value}; to log no private loss set "
+                    "log_raw_metrics=True."
+                )
         if self.expected_batch_size is not None and self.expected_batch_size < 1:
             raise ValueError(f"expected_batch_size must be at least 1, got {self.expected_batch_size}.")
         if self.per_device_train_batch_size < 1:

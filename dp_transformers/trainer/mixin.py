@@ -22,7 +22,8 @@ from transformers.utils import logging as transformers_logging
 from .. import distributed
 from ..checkpoint import rotate
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
-from ..losses import PerExampleLoss, find_per_example_loss
+from ..losses import PerExampleLoss, default_loss_bound, find_per_example_loss
+from ..private_loss import loss_release
 from ..randomness import seeded_global_generators
 from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
@@ -117,6 +118,7 @@ class DPTrainerMixin(Base):
         warn_about_replaced(type(self), DPTrainerMixin)
         self._training: TrainerRun | None = None
         self._loop: TrainerLoop | None = None
+        self._raw_losses: list[torch.Tensor] = []  # since the last line of the log, for log_raw_metrics
         super().__init__(
             model=model,
             args=args,
@@ -147,7 +149,9 @@ class DPTrainerMixin(Base):
                 dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
             )
             validate_lengths(self.model, dataset)
-            self._training = TrainerRun(args, len(dataset), self._say, self._about)
+            self._training = TrainerRun(
+                args, len(dataset), self._say, self._about, loss_bound=default_loss_bound(self.model)
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         with meshes_on_cpu(self.args, self.model):
@@ -217,9 +221,9 @@ class DPTrainerMixin(Base):
         spent = self._run.spent()
         metrics = {**output.metrics, "epoch": self.state.epoch, "epsilon": spent.epsilon, "delta": spent.delta}
         metrics["noise_multiplier"] = spent.noise_multiplier
-        if self.args.log_train_loss:
+        if loss_release(self._run.mechanism) is not None:
             return output._replace(metrics=metrics)
-        metrics.pop("train_loss", None)  # it was never computed: see log_train_loss
+        metrics.pop("train_loss", None)
         return output._replace(training_loss=math.nan, metrics=metrics)
 
     def _about(self) -> dict[str, Any]:
@@ -262,11 +266,11 @@ class DPTrainerMixin(Base):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then
-        holds the result."""
+        holds the result. Returns the private loss; 0 where none is released."""
         model.train()
         if callable(train_mode := getattr(self.optimizer, "train", None)):
             train_mode()
-        loss, step = torch.zeros((), device=self.args.device), self._running_loop.step
+        raw, step = torch.zeros((), device=self.args.device), self._running_loop.step
         for given in step.physical_batches(inputs):
             rows = self._prepare_inputs(given.batch.rows)
             step.check((), dict(rows), lambda **rows: self._example_losses(self.model, rows)[0])
@@ -275,15 +279,17 @@ class DPTrainerMixin(Base):
             if given.draw & (given.draw - 1) == 0:  # at first, and ever more rarely
                 self._example_losses.refuse_losses_over_the_batch(losses, outputs, rows, given.draw)
             step.clipper.backward(losses)
-            if self.args.log_train_loss and given.batch.weight:
-                loss += losses.detach().nansum() / step.run.mechanism.at(step.number).expected_batch_size
+            if self.args.log_raw_metrics and given.batch.weight:
+                raw += losses.detach().nansum() / step.run.mechanism.at(step.number).expected_batch_size
         step.release()
         if step.run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning(
                 "the next step would exceed target_epsilon=%g: training stops here.", step.run.state.target_epsilon
             )
             self.control.should_training_stop = self.control.should_save = True
-        return loss
+        if self.args.log_raw_metrics:
+            self._raw_losses.append(raw)
+        return torch.zeros_like(raw) if step.loss is None else step.loss.to(raw.device)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -326,9 +332,15 @@ class DPTrainerMixin(Base):
     # ---- logging and saving ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `epsilon` with every line, and the training loss only where `log_train_loss` asks for it."""
-        if self._loop is not None and not self.args.log_train_loss:
-            logs = {k: v for k, v in logs.items() if k not in ("loss", "train_loss")}
+        """Log `epsilon` with every line, and a training loss only where it has noise. One without (`log_raw_metrics`)
+        is shown on the console; callbacks, trackers and `log_history` do not get it."""
+        if self._loop is not None and loss_release(self._run.mechanism) is None:
+            if "loss" in logs and self._raw_losses:
+                raw = torch.stack(self._raw_losses).mean() / self.get_tp_size()
+                self._raw_losses.clear()
+                distributed.sum_over_ranks([raw])
+                self._say(f"step {self.state.global_step}: raw_loss {float(raw):.4g} (NOT PRIVATE, not saved)")
+            logs = {name: value for name, value in logs.items() if name not in ("loss", "train_loss")}
         if self._training is not None and (self._loop is not None or self._run.steps):
             self._training.require_counted(self.state.global_step)
             logs["epsilon"] = self._training.epsilon
@@ -443,8 +455,8 @@ def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_d
 
 def _also_released(args: DPTrainingArguments, eval_dataset: Any) -> Iterator[dict[str, Any]]:
     """What leaves the training besides the noised gradients, and whether epsilon covers it."""
-    if args.log_train_loss:
-        yield {"what": "the loss of training batches, without noise (log_train_loss)", "covered": False}
+    if args.log_raw_metrics:
+        yield {"what": "the loss of training batches, without noise (log_raw_metrics)", "covered": False}
     if eval_dataset is not None:
         yield {"what": "metrics on evaluation data, which tell of the rows of that data", "covered": False}
     if args.load_best_model_at_end:

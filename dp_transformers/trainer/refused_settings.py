@@ -47,6 +47,11 @@ def refuse_arguments(args: TrainingArguments) -> None:
             args.include_num_input_tokens_seen != "no",
             "the number of tokens drawn is a function of private data and not covered by epsilon; leave it 'no'",
         ),
+        "skip_memory_metrics": (
+            not args.skip_memory_metrics,
+            "the memory that a training takes tells how large single draws and how long their examples were, and "
+            "metrics are saved; leave it True",
+        ),
         "deepspeed": (args.deepspeed, "its engine averages and clips gradients on its own; use FSDP2, or DDP"),
         "fsdp_config": (
             args.fsdp and (fsdp_config.get("xla") or int(fsdp_config.get("version", 2)) != 2),

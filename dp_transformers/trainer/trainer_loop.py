@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from .. import distributed
 from ..clipping import PerExampleClipper
 from ..data import LogicalBatches, draws_dataloader
+from ..private_loss import private_loss_of
 from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
 from ..startup_message import describe, warnings
 from ..step import PrivateStep
@@ -95,6 +96,7 @@ class TrainerLoop:
             run.mechanism.noise.source(clipper, dp_seed=run.dp_seed, secure=args.secure_rng),
             self._seeds,
             self._draws,
+            private_loss=private_loss_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=args.secure_rng),
             announce=self._say,
             label_names=label_names,
             reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get(
@@ -104,8 +106,6 @@ class TrainerLoop:
         clipper.follow(self._step, None)
         steps, size = self._training.planned_steps, sum(p.numel() for p in clipper.parameters)
         self._say(describe(run, steps, size, clipper.mode.name))
-        if not args.log_train_loss:
-            self._say("  the loss of training batches is not logged, for it has no noise (log_train_loss)")
         for warning in warnings(run, steps, size):
             self._say(warning)
 

@@ -35,6 +35,7 @@ class TrainerRun:
         num_examples: The number of rows of the training data.
         say: Shows a sentence to the user, once over all processes.
         about: What the ledger is to hold of the run besides its mechanism.
+        loss_bound: The loss that an example counts with at most, where the arguments leave it open.
 
     Attributes:
         run: Counts the steps.
@@ -50,11 +51,13 @@ class TrainerRun:
         num_examples: int,
         say: Callable[[str], None],
         about: Callable[[], Mapping[str, Any]],
+        *,
+        loss_bound: float,
     ):
         # None is replaced or refused when the arguments are made
         assert args.output_dir is not None and args.target_delta is not None and args.expected_batch_size is not None
         self._args, self._num_examples, self._say, self._about = args, num_examples, say, about
-        self._output_dir, self._delta = args.output_dir, args.target_delta
+        self._output_dir, self._delta, self._loss_bound = args.output_dir, args.target_delta, loss_bound
         self._ledger = Ledger(self._output_dir)
         self.first_step, self.has_ended, self.self_check = 0, False, args.self_check
         steps = self._planned_steps(args.expected_batch_size)
@@ -63,7 +66,7 @@ class TrainerRun:
                 f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train. Set "
                 "one of them above 0."
             )
-        mechanism = args.mechanism_for(num_examples, steps)
+        mechanism = args.mechanism_for(num_examples, steps, loss_bound=loss_bound)
         self.run = self._run_of(PrivacyState(PrivacyState.new_run_id(), mechanism, self._delta, args.target_epsilon))
 
     def _run_of(self, state: PrivacyState) -> PrivateRun:
@@ -136,7 +139,7 @@ class TrainerRun:
             checkpoint = distributed.call_on_rank_zero(lambda: find_checkpoint(self._output_dir))
         state, steps_at_save = PrivacyState.load(checkpoint)
         steps = self._planned_steps(state.mechanism.at(0).expected_batch_size)
-        mechanism = args.mechanism_for(self._num_examples, steps, saved=state.mechanism)
+        mechanism = args.mechanism_for(self._num_examples, steps, saved=state.mechanism, loss_bound=self._loss_bound)
         wanted = replace(state, mechanism=mechanism, delta=self._delta, target_epsilon=args.target_epsilon)
         state.require(wanted)
         if os.path.abspath(os.path.dirname(os.path.normpath(checkpoint))) != os.path.abspath(self._output_dir):

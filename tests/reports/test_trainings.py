@@ -40,7 +40,7 @@ def same(folder, trainer):
 
 
 def test_a_trainer(tmp_path):
-    trainer = train(tmp_path, self_check=True, log_train_loss=True)
+    trainer = train(tmp_path, self_check=True, log_raw_metrics=True)
     said = same(tmp_path, trainer)
     (run,) = said["runs"]
     assert said["verified"] and run["model"] == {
@@ -56,7 +56,7 @@ def test_a_trainer(tmp_path):
         or run["software"]["torch"] == torch.__version__
     )
     assert run["also_released"] == [
-        {"what": "the loss of training batches, without noise (log_train_loss)", "covered": False}
+        {"what": "the loss of training batches, without noise (log_raw_metrics)", "covered": False}
     ]
     assert run["accountant"] == "rdp" and run["time"].startswith("20")
     assert stat.S_IMODE(key_path().stat().st_mode) == 0o600
