@@ -46,6 +46,7 @@ _WHERE = {
     "check_per_sample_gradients_are_correct": "clipping",
     "compute_epsilon": "accounting",
     "plan": "planner",
+    "register_accountant": "accounting",
     "register_grad_sampler": "clipping",
     "register_norm_sampler": "clipping",
 }
@@ -88,12 +89,13 @@ __all__ = [
     "check_per_sample_gradients_are_correct",
     "compute_epsilon",
     "plan",
+    "register_accountant",
     "register_grad_sampler",
     "register_norm_sampler",
 ]
 
 if TYPE_CHECKING:
-    from .accounting import calibrate_noise_multiplier, compute_epsilon
+    from .accounting import calibrate_noise_multiplier, compute_epsilon, register_accountant
     from .clipping import (
         PerExampleClipper,
         check_model,

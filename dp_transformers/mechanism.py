@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .accounting.arguments import ACCOUNTANTS
+from .accounting.accountants import Accountant, check_accountant, known_accountants
 from .accounting.calibration import largest_within, smallest_noise
 from .accounting.events import event_epsilon, unsupported
 from .clipping.clipping_functions import ClippingFunction
@@ -157,9 +157,9 @@ class Mechanism:
                 "IndependentNoise."
             )
         event, relation = self.event(Counter([self.at(0)])), self.sampling.relation
-        if all(unsupported(event, accountant, relation=relation) for accountant in ACCOUNTANTS):
+        if all(unsupported(event, accountant, relation=relation) for accountant in known_accountants()):
             raise ValueError(
-                f"no accountant ({', '.join(ACCOUNTANTS)}) has a bound on epsilon for a step of sampling "
+                f"no accountant ({', '.join(known_accountants())}) has a bound on epsilon for a step of sampling "
                 f"{self.sampling.kind!r} with noise {self.noise.kind!r}, which is {event} for neighbours by "
                 f"{relation!r}. Let event() of the sampling return an event that an accountant of dp_accounting "
                 "supports for that relation, or take PoissonSampling."
@@ -226,12 +226,17 @@ class Mechanism:
         return step._replace(noise_multiplier=precision**-0.5)
 
     def epsilon(
-        self, delta: float, *, accountant: str = "pld", executed: Iterable[Steps] | None = None, rows: int = 1
+        self,
+        delta: float,
+        *,
+        accountant: str | Accountant = "pld",
+        executed: Iterable[Steps] | None = None,
+        rows: int = 1,
     ) -> float:
         """ε at ``delta`` of the executed steps (default: all planned), for neighbours by ``sampling.relation``.
 
         Args:
-            accountant: "pld" or "rdp".
+            accountant: "pld", "rdp" or one of your own.
             executed: As in :meth:`event`; nothing was executed if it is empty.
             rows: With more than one, for so many rows added or removed together.
         """
@@ -246,7 +251,9 @@ class Mechanism:
             return 0.0
         return event_epsilon(self.event(*segments), delta, accountant, relation=self.sampling.relation, rows=rows)
 
-    def calibrated(self, *, target_epsilon: float, target_delta: float, accountant: str = "pld") -> Mechanism:
+    def calibrated(
+        self, *, target_epsilon: float, target_delta: float, accountant: str | Accountant = "pld"
+    ) -> Mechanism:
         """This mechanism with the least noise that keeps all planned steps within the target, for all rows of one
         person. The noise of releases stays in proportion to that of the gradients.
 
@@ -280,7 +287,7 @@ class Mechanism:
             target_delta=target_delta,
             sample_rate=self.at(0).sample_rate,
             steps=self.steps,
-            accountant=accountant,
+            accountant=check_accountant(accountant),
             rows=rows,
         )
         return scaled_to(sigma)
@@ -293,7 +300,7 @@ class Mechanism:
         limit: int,
         executed: Iterable[Steps] = (),
         first_step: int = 0,
-        accountant: str = "pld",
+        accountant: str | Accountant = "pld",
         guess: int | None = None,
     ) -> int:
         """How many more steps from ``first_step`` on, at most ``limit``, stay within the target, for all rows of one

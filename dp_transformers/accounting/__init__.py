@@ -9,6 +9,9 @@ adding or removing one example. All numbers come from Google's `dp_accounting`; 
 - `"rdp"`: Rényi DP of the sampled Gaussian (Mironov, Talwar and Zhang 2019, arXiv:1908.10530), turned into (ε, δ) by
   Proposition 12 of Canonne, Kamath and Steinke (arXiv:2004.00010). Some 10% above PLD at ε = 8, more at either end.
 
+One of your own is an object with a name and `epsilon(event, delta, relation)` (`Accountant`), to be given wherever
+these two are.
+
 `gaussian` holds the numerics, `events` accounts for the releases of any mechanism, and `calibration` searches for
 noise and steps. `dp_accounting`, numpy and scipy are imported by the first call, not by importing this package.
 """
@@ -17,23 +20,26 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .arguments import ACCOUNTANTS, check_accountant, check_count, check_delta, check_epsilon, check_noise, check_rate
+from .accountants import Accountant, check_accountant, register_accountant
+from .arguments import ACCOUNTANTS, check_count, check_delta, check_epsilon, check_noise, check_rate
 from .calibration import calibrate_noise_multiplier, largest_within
-from .events import event_epsilon
-from .gaussian import GaussianStep, Phase, epsilon_of_phases, group_epsilon
+from .events import event_epsilon, phases_epsilon
+from .gaussian import GaussianStep, Phase, group_epsilon
 
 __all__ = [
     "ACCOUNTANTS",
+    "Accountant",
     "PrivacyAccountant",
     "calibrate_noise_multiplier",
     "compute_epsilon",
     "event_epsilon",
     "group_epsilon",
+    "register_accountant",
 ]
 
 
 def compute_epsilon(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str = "pld"
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, accountant: str | Accountant = "pld"
 ) -> float:
     """ε spent by `steps` Poisson-subsampled Gaussian steps, at `delta`, under add/remove-one-example.
 
@@ -42,7 +48,7 @@ def compute_epsilon(
         sample_rate: q, the probability with which an example takes part in a step, in [0, 1].
         steps: Number of optimizer steps taken, empty draws included.
         delta: The δ of (ε, δ)-DP, in (0, 1).
-        accountant: `"pld"` (tight) or `"rdp"`.
+        accountant: `"pld"` (tight), `"rdp"`, or one of your own.
 
     Returns:
         An upper bound of ε, at least 0. Where PLD cannot be had in good time (σ below about 0.005, more than a million
@@ -66,10 +72,10 @@ class PrivacyAccountant:
     """ε of a run whose (σ, q) may change on the way.
 
     Args:
-        accountant: `"pld"` or `"rdp"`, see the module's docstring.
+        accountant: `"pld"` or `"rdp"`, see the module's docstring, or one of your own (`Accountant`).
     """
 
-    def __init__(self, accountant: str = "pld") -> None:
+    def __init__(self, accountant: str | Accountant = "pld") -> None:
         self.accountant = check_accountant(accountant)
         self._counts: Counter[GaussianStep] = Counter()
 
@@ -97,12 +103,13 @@ class PrivacyAccountant:
         """ε spent so far at `delta`: what `compute_epsilon` says, for all phases together.
 
         Cheap to repeat as steps accumulate: what the finished phases spent is kept (tens of milliseconds a call).
-        With more than 64 distinct mechanisms, σ is rounded down and q up to a common grid (an upper bound still).
+        With more than 64 distinct mechanisms, σ is rounded down and q up to a common grid, an upper bound still:
+        10,000 σ between 0.8 and 1.6 take seconds, for an ε that is 2.4% larger.
 
         Raises:
             ValueError: `delta` is not in (0, 1).
         """
-        return epsilon_of_phases(self.history, check_delta("delta", delta), self.accountant)
+        return phases_epsilon(self.history, check_delta("delta", delta), self.accountant)
 
     def max_steps(
         self, *, target_epsilon: float, delta: float, noise_multiplier: float, sample_rate: float, limit: int
@@ -120,6 +127,6 @@ class PrivacyAccountant:
         def epsilon_after(k: int) -> float:
             after = self._counts + Counter({mechanism: k})
             phases = [(sigma, q, n) for (sigma, q), n in after.items()]
-            return epsilon_of_phases(phases, delta, self.accountant)
+            return phases_epsilon(phases, delta, self.accountant)
 
         return largest_within(epsilon_after, target, limit)

@@ -7,13 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-ACCOUNTANTS = ("pld", "rdp")
-
-
-def check_accountant(accountant: str) -> str:
-    if accountant not in ACCOUNTANTS:
-        raise ValueError(f"accountant must be one of {ACCOUNTANTS}, got {accountant!r}.")
-    return accountant
+ACCOUNTANTS = ("pld", "rdp")  # those of this package
 
 
 def _check_number(name: str, value: Any, valid: Callable[[float], bool], rule: str) -> float:

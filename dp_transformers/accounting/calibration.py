@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .arguments import check_accountant, check_count, check_delta, check_epsilon, check_rate, check_rows
-from .gaussian import MAX_NOISE_MULTIPLIER, epsilon_of_phases, round_rate_up
+from .accountants import Accountant, check_accountant
+from .arguments import check_count, check_delta, check_epsilon, check_rate, check_rows
+from .events import phases_epsilon
+from .gaussian import MAX_NOISE_MULTIPLIER, round_rate_up
 
 MIN_NOISE_MULTIPLIER = 1e-3  # of what is searched
 
 
 def calibrate_noise_multiplier(
-    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str = "pld", rows: int = 1
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str | Accountant = "pld",
+    rows: int = 1,
 ) -> float:
     """The smallest σ with which `steps` steps spend at most `target_epsilon`, found to 0.1% of ε.
 
@@ -25,7 +32,7 @@ def calibrate_noise_multiplier(
         target_delta: The δ it holds at, in (0, 1).
         sample_rate: q, the probability with which an example takes part in a step, in [0, 1].
         steps: Number of optimizer steps of the whole run.
-        accountant: `"pld"` (less noise) or `"rdp"`.
+        accountant: `"pld"` (less noise), `"rdp"`, or one of your own.
         rows: Rows of one person: with more than one, the target is met for all of them together (`group_epsilon`).
 
     Raises:
@@ -37,15 +44,15 @@ def calibrate_noise_multiplier(
         >>> round(calibrate_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.01, steps=1000), 2)
         0.96
     """
-    check_accountant(accountant)
+    name = check_accountant(accountant)
     q, steps, rows = check_rate(sample_rate), check_count("steps", steps), check_rows(rows)
     return smallest_noise(
-        lambda sigma: epsilon_of_phases(((sigma, q, steps),), target_delta, accountant, rows=rows),
+        lambda sigma: phases_epsilon(((sigma, q, steps),), target_delta, name, rows=rows),
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         sample_rate=q,
         steps=steps,
-        accountant=accountant,
+        accountant=name,
         rows=rows,
     )
 

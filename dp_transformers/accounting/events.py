@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .arguments import check_accountant, check_delta, check_rows
-from .gaussian import FLOAT_ROUNDING, ORDERS, GaussianStep, Phase, epsilon_of_phases, loss_interval
+from .accountants import Accountant, accountant_named, check_accountant, register_accountant
+from .arguments import ACCOUNTANTS, check_delta, check_rows
+from .gaussian import FLOAT_ROUNDING, ORDERS, GaussianStep, Phase, epsilon_of_phases, gaussian_event, loss_interval
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -18,66 +19,107 @@ _INTERVAL = 1e-4  # of the losses of events of which nothing is known
 
 
 def event_epsilon(
-    event: DpEvent, delta: float, accountant: str = "pld", *, relation: str = "add_or_remove_one", rows: int = 1
+    event: DpEvent,
+    delta: float,
+    accountant: str | Accountant = "pld",
+    *,
+    relation: str = "add_or_remove_one",
+    rows: int = 1,
 ) -> float:
     """ε of an event of `dp_accounting` at `delta`, for neighbours by `relation`, an upper bound.
 
-    Poisson-sampled and full Gaussian steps are accounted for by :mod:`.gaussian`, where neighbours differ by adding or
-    removing an example or by making it a null one, which moves a sum alike. Random allocation is accounted for by
-    :mod:`.allocation`, and all other events by the accountant of `dp_accounting`.
-
     Args:
-        rows: Size of the group that is added or removed; more than 1 for the former steps only (`group_epsilon`).
+        rows: Size of the group that is added or removed; more than 1 for Poisson-sampled Gaussian steps and "pld" or
+            "rdp" only (`group_epsilon`).
 
     Raises:
         ValueError: The accountant has no bound for this event.
     """
-    delta, rows = check_delta("delta", delta), check_rows(rows)
-    moves_by_one = relation == "add_or_remove_one" or (relation in _MOVED_BY_ONE and rows == 1)
-    phases = _phases(event) if moves_by_one else None
-    if phases is not None:
-        return epsilon_of_phases(phases, delta, check_accountant(accountant), rows=rows)
-    if rows > 1:
+    delta, rows, name = check_delta("delta", delta), check_rows(rows), check_accountant(accountant)
+    if rows == 1:
+        epsilon = float(accountant_named(name).epsilon(event, delta, relation))
+        return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+    phases = _phases(event) if relation == "add_or_remove_one" and name in ACCOUNTANTS else None
+    if phases is None:
         raise ValueError(
             f"there is no bound for groups of {rows} rows (max_examples_per_person) and {type(event).__name__} for "
-            f"neighbours by {relation!r}; only Poisson sampling by 'add_or_remove_one' has one. Take PoissonSampling, "
-            "or leave max_examples_per_person at 1, which protects one row."
+            f"neighbours by {relation!r} by accountant {name!r}; only Poisson sampling by 'add_or_remove_one' has "
+            "one, by 'pld' and 'rdp'. Take these, or leave max_examples_per_person at 1, which protects one row."
         )
-    if why := unsupported(event, accountant, relation=relation):
-        raise ValueError(
-            f"{why} Choose another accountant, or an event that it bounds (Gaussian steps, Poisson-sampled or of all "
-            "examples)."
-        )
-    parts = list(_parts(event, 1))
-    usable = delta - FLOAT_ROUNDING * (10 + sum(count for _, count in parts))
-    if usable < delta / 2:
-        return math.inf
-    counted = event_accountant(accountant, relation, interval=_interval(parts, delta))
-    epsilon = float(counted.compose(event).get_epsilon(usable))
-    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+    return epsilon_of_phases(phases, delta, name, rows=rows)
 
 
-def unsupported(event: DpEvent, accountant: str, *, relation: str = "add_or_remove_one") -> str | None:
+def phases_epsilon(phases: Iterable[Phase], delta: float, accountant: str = "pld", *, rows: int = 1) -> float:
+    """ε of Poisson-sampled Gaussian steps, where an example is added or removed."""
+    if accountant in ACCOUNTANTS:
+        return epsilon_of_phases(phases, delta, accountant, rows=rows)
+    import dp_accounting as dp
+
+    steps: list[Any] = [dp.SelfComposedDpEvent(gaussian_event(sigma, q), n) for sigma, q, n in phases if n]
+    return event_epsilon(dp.ComposedDpEvent(steps), delta, accountant, rows=rows) if steps else 0.0
+
+
+def unsupported(event: DpEvent, accountant: str | Accountant, *, relation: str = "add_or_remove_one") -> str | None:
     """Why `accountant` has no bound for an event, if it has none."""
-    if (relation in _MOVED_BY_ONE and _phases(event) is not None) or event_accountant(accountant, relation).supports(
-        event
-    ):
-        return None
-    return (
-        f"accountant={accountant!r} has no bound on epsilon for {event} for neighbours by {relation!r}, so nothing is "
-        "known of what it spends."
-    )
+    known = accountant_named(check_accountant(accountant))
+    if isinstance(known, _OfThisLibrary):
+        return None if known.supports(event, relation) else known.no_bound(event, relation)
+    try:
+        known.epsilon(event, 0.5, relation)
+    except ValueError as error:
+        return f"{error} So by accountant {known.name!r} nothing is known of what it spends."
+    return None
+
+
+class _OfThisLibrary:
+    """Poisson-sampled and full Gaussian steps are accounted for by :mod:`.gaussian`, where neighbours differ by adding
+    or removing an example or by making it a null one, which moves a sum alike. Random allocation is accounted for by
+    :mod:`.allocation`, and all other events by the accountant of `dp_accounting`."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def epsilon(self, event: DpEvent, delta: float, relation: str) -> float:
+        phases = _phases(event) if relation in _MOVED_BY_ONE else None
+        if phases is not None:
+            return epsilon_of_phases(phases, delta, self.name)
+        if not event_accountant(self.name, relation).supports(event):
+            raise ValueError(
+                f"{self.no_bound(event, relation)} Choose another accountant, or an event that it bounds (Gaussian "
+                "steps, Poisson-sampled or of all examples)."
+            )
+        parts = list(_parts(event, 1))
+        usable = delta - FLOAT_ROUNDING * (10 + sum(count for _, count in parts))
+        if usable < delta / 2:
+            return math.inf
+        counted = event_accountant(self.name, relation, interval=_interval(parts, delta))
+        return counted.compose(event).get_epsilon(usable)
+
+    def supports(self, event: DpEvent, relation: str) -> bool:
+        if relation in _MOVED_BY_ONE and _phases(event) is not None:
+            return True
+        return event_accountant(self.name, relation).supports(event)
+
+    def no_bound(self, event: DpEvent, relation: str) -> str:
+        return (
+            f"accountant={self.name!r} has no bound on epsilon for {event} for neighbours by {relation!r}, so nothing "
+            "is known of what it spends."
+        )
+
+
+for _name in ACCOUNTANTS:
+    register_accountant(_OfThisLibrary(_name))
 
 
 def event_accountant(accountant: str, relation: str, *, interval: float = _INTERVAL) -> Any:
-    """The accountant of `dp_accounting`, with losses that are so far apart."""
+    """The accountant of `dp_accounting` for "pld" or "rdp", with losses that are so far apart."""
     import dp_accounting
 
     known = [relation.name.lower() for relation in dp_accounting.NeighboringRelation]
     if relation not in known:
         raise ValueError(f"relation {relation!r} is unknown; let the relation of the sampling be one of {known}.")
     neighbours = dp_accounting.NeighboringRelation[relation.upper()]
-    if check_accountant(accountant) == "rdp":
+    if accountant == "rdp":
         return dp_accounting.rdp.RdpAccountant(ORDERS, neighbours)
     from .allocation import PLDAccountant
 

@@ -172,11 +172,12 @@ def _rdp(sigma: float, q: float) -> np.ndarray:
 
     accountant = dp_accounting.rdp.RdpAccountant(ORDERS)
     with _without_excluded_order_warnings():
-        accountant.compose(_event(sigma, q))
+        accountant.compose(gaussian_event(sigma, q))
     return accountant.rdp
 
 
-def _event(sigma: float, q: float) -> Any:
+def gaussian_event(sigma: float, q: float) -> Any:
+    """One step, as dp_accounting says it."""
     import dp_accounting
 
     gaussian = dp_accounting.GaussianDpEvent(sigma)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .. import distributed
-from ..accounting.arguments import check_accountant
+from ..accounting.accountants import Accountant, check_accountant
 from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
 from ..ledger import Ledger
@@ -76,7 +76,7 @@ class PrivacyEngine:
       global generators anew. Do not set their seeds after it, nor save their states.
 
     Args:
-        accountant: "pld" or "rdp", see :mod:`dp_transformers.accounting`.
+        accountant: "pld", "rdp" or one of your own, see :mod:`dp_transformers.accounting`.
         secure_rng: Whether noise comes from a cryptographic generator (extra ``secure``).
         ledger_dir: A folder for an append-only record of every step, written before the step's noise exists, by one
             process at a time. With it, a training resumed from a checkpoint also accounts for the steps taken after
@@ -108,7 +108,7 @@ class PrivacyEngine:
     def __init__(
         self,
         *,
-        accountant: str = "pld",
+        accountant: str | Accountant = "pld",
         secure_rng: bool = False,
         ledger_dir: str | os.PathLike | None = None,
         dp_seed: int | None = None,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..accounting import event_epsilon
+from ..accounting import ACCOUNTANTS, event_epsilon
 from ..accounting.arguments import require_small_delta
 from ..checkpoint import PrivacyState
 from ..ledger import Ledger
@@ -138,7 +138,7 @@ def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
         raise ValueError("no run says at which delta its epsilon is to be stated: give one (delta=, --delta).")
     delta = min(deltas) if delta is None else delta
     require_small_delta(delta, max(run.mechanism.sampling.num_examples for run in runs))
-    accountant = "pld" if all(run.accountant == "pld" for run in runs) else "rdp"
+    accountant = _common_accountant(runs)
     rows = max(run.mechanism.unit.max_examples_per_person for run in runs)
     epsilon = epsilon_of(runs, delta, accountant)
     return Spent(
@@ -149,6 +149,18 @@ def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
         relation=relations.pop(),
         max_examples_per_person=rows,
         steps=sum(run.steps for run in runs),
+    )
+
+
+def _common_accountant(runs: Sequence[RecordedRun]) -> str:
+    names = {run.accountant for run in runs}
+    if len(names) == 1:
+        return names.pop()
+    if names <= set(ACCOUNTANTS):
+        return "rdp"
+    raise ValueError(
+        f"the runs were accounted for by {' and by '.join(sorted(names))}, which have no common bound: state the "
+        "epsilon of each."
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..accounting.arguments import ACCOUNTANTS
+from ..accounting.accountants import check_accountant
 from ..clipping.clipping_functions import CLIPPING_FUNCTIONS
 from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit, Release
@@ -59,7 +59,7 @@ class DPTrainingArguments(TrainingArguments):
             `"per_sample"`. All give the same result, and differ in time and memory.
         accountant (`str`, defaults to `"pld"`):
             How ε is computed from the steps: `"pld"` gives the tightest value, `"rdp"` an upper bound that is mostly
-            larger.
+            larger; an [`~dp_transformers.accounting.Accountant`] of your own is known by its name afterwards.
         sampling (`str`, defaults to `"poisson"`):
             How a step chooses its examples. The only choice is `"poisson"`, which ε is computed for.
         mechanism ([`~dp_transformers.mechanism.Mechanism`], `dict` or `str`, *optional*):
@@ -390,8 +390,7 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}."
             )
-        if self.accountant not in ACCOUNTANTS:
-            raise ValueError(f"accountant {self.accountant!r} is unknown; choose one of {list(ACCOUNTANTS)}.")
+        self.accountant = check_accountant(self.accountant)
         if self.mechanism is None and self.sampling != PoissonSampling.kind:
             raise ValueError(
                 f"sampling {self.sampling!r} is not supported: epsilon is computed for 'poisson' only. Leave it at "
