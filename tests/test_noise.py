@@ -1,7 +1,9 @@
 """The Gaussian mechanism: variance, shape, independence; who can and who cannot reproduce it."""
 
+import hashlib
 import os
 import random
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dp_transformers.noise.generators import GaussianNoise, standard_normal
+from dp_transformers.noise.generators import GaussianNoise, _chacha20, standard_normal
 from dp_transformers.randomness import _TWISTER, SecretSeeds, forked_generators, seed_worker, seeded_global_generators
 
 
@@ -44,6 +46,36 @@ def test_tails_and_pairs(secure):
         for f in (torch.Tensor.sign, torch.abs, torch.square):
             pair = torch.stack([f(a[: len(b)]), f(b)])
             assert abs(torch.corrcoef(pair)[0, 1]) < 5 / len(b) ** 0.5
+
+
+def test_secure_numbers_are_sums_of_four_draws():
+    """Of the same keystream, in the order in which it comes."""
+    entropy, numbers = [1, 2], torch.zeros(100_001)
+    GaussianNoise(secure=True, entropy=entropy).add_([numbers], 2.0)
+    bits, expected = _chacha20(entropy), []
+    for chunk in numbers.split(2**16):
+        expected.append(sum(standard_normal(bits, len(chunk)) for _ in range(4)))
+    assert torch.equal(numbers, torch.cat(expected))  # halved, and times 2
+
+
+def test_a_key_is_all_that_secure_numbers_come_from():
+    """The first block of ChaCha20 (RFC 8439) with the key that is made of the entropy."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+    key = hashlib.sha256(b"[5]").digest()
+    stream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(64))
+    assert _chacha20([5])(8).numpy().tobytes() == stream
+
+
+def test_a_hundred_million_numbers_take_two_seconds_on_two_cores():
+    """By the processor's time for a twentieth of them: 4 seconds at most, also for secure ones."""
+    for secure in (False, True):
+        x, source, times = torch.zeros(5_000_000), GaussianNoise(secure=secure), []
+        for _ in range(3):
+            begin = time.process_time()
+            source.add_([x], 1.0)
+            times.append(time.process_time() - begin)
+        assert 20 * min(times) < 4, f"secure={secure}: {times}"
 
 
 @pytest.mark.parametrize("word", [0, 1, -1, 2**63 - 1, -(2**63)])
