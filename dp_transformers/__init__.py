@@ -15,6 +15,7 @@ _WHERE = {
     "BufferedNoise": "noise",
     "ConstantSchedule": "schedules",
     "CyclicPoissonSampling": "sampling",
+    "DPAdamW": "optimizers",
     "DPTrainer": "trainer",
     "DPTrainerMixin": "trainer",
     "DPTrainingArguments": "trainer",
@@ -58,6 +59,7 @@ __all__ = [
     "BufferedNoise",
     "ConstantSchedule",
     "CyclicPoissonSampling",
+    "DPAdamW",
     "DPTrainer",
     "DPTrainerMixin",
     "DPTrainingArguments",
@@ -114,6 +116,7 @@ if TYPE_CHECKING:
     )
     from .mechanism import Mechanism, PrivacyUnit, Release
     from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
+    from .optimizers import DPAdamW
     from .planner import plan
     from .privacy_engine import PrivacyEngine
     from .run import PrivacySpent

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -34,6 +34,7 @@ from .mechanism import Mechanism
 from .mixing import LoadedRows
 from .noise import NoiseSource
 from .noise.add_noise import add_noise_and_divide
+from .optimizers import set_noise_variance
 from .private_gradients import PrivateGradients
 from .private_loss import LOSS, PrivateLoss
 from .randomness import SecretSeeds, require_unseeded
@@ -111,6 +112,7 @@ class PrivateStep:
         self.clipper, self.run, self._noise, self._seeds, self._data = clipper, run, noise, seeds, data
         self.gradients, self._private_loss = PrivateGradients(clipper, own_optimizer), private_loss
         self.loss: torch.Tensor | None = None
+        self._released = 0  # how many steps the noise source has served
         self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = at_least, own_optimizer
         self._reduce_every_batch = reduce_every_batch
@@ -341,10 +343,18 @@ class PrivateStep:
         )
         if self._private_loss is not None:
             self.loss = self._private_loss.release(used.expected_batch_size)
+        self._say_noise((used.noise_std / used.expected_batch_size) ** 2)
         self.gradients.mark_released()
         self._last_released, self.run.unfinished = self._last_draw, 0
         if given is not None:
             given.stage = _Stage.DONE
+
+    def _say_noise(self, independent: float) -> None:
+        """Attach to the gradients the variance of their noise, whose independent part has the given one."""
+        variance = independent * self.run.mechanism.noise.relative_std(self._released) ** 2
+        self._released += 1
+        for p, scale in zip(self.clipper.parameters, self.clipper.noise_scales, strict=True):
+            set_noise_variance(cast(torch.Tensor, p.grad), variance * scale**2)
 
     def _require_no_gap(self) -> None:
         """Raise ValueError if draws were left out under a mechanism whose ε is that of consecutive draws."""

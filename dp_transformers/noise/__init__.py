@@ -46,6 +46,11 @@ class Noise(Value):
         """The noise multiplier of a step, counted from 0; noise that changes on the way overrides this."""
         return self.noise_multiplier
 
+    def relative_std(self, index: int) -> float:
+        """The standard deviation of the noise on a coordinate in the step that a source serves as number ``index``
+        from 0 on, over that of its independent part."""
+        return 1.0
+
     def scaled_to(self: N, noise_multiplier: float) -> N:
         """The same noise at another level, for calibration."""
         return replace(self, noise_multiplier=noise_multiplier)

@@ -48,6 +48,10 @@ class ToeplitzNoise(Noise):
         """The first coefficients of C."""
         raise NotImplementedError
 
+    def relative_std(self, index: int) -> float:
+        """The norm of a row of C⁻¹."""
+        return float(np.linalg.norm(strategies.inverse(self.strategy(index + 1), index + 1)))
+
     def prefix_error(self, steps: int) -> float:
         """The standard deviation of the noise in the sum of the first t gradients, as its root mean square over
         t ≤ ``steps``, in units of the clipping bound."""
