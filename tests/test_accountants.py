@@ -31,6 +31,7 @@ from dp_transformers.accounting import (
 )
 from dp_transformers.mechanism import PrivacyUnit
 from dp_transformers.reports import certificate
+from dp_transformers.reports.findings import Report, look
 from dp_transformers.sampling import Sampling
 
 
@@ -151,6 +152,9 @@ def test_a_trainer_reports_by_it(tmp_path):
     assert said["total"]["accountant"] == "twice" and said["total"]["epsilon"] == spent.epsilon
     assert said["total"]["relation"] == "add_or_remove_one" and said["unit"]
     assert certificate.disagreements(tmp_path, said) == []
+    found = Report([look(tmp_path)])  # of its accountant one point of the privacy curve is known
+    of_the_point = np.exp(spent.epsilon) * 0.01 + spent.delta, 1 - (0.99 - spent.delta) / np.exp(spent.epsilon)
+    assert found.curve.detection(0.01) == min(of_the_point)
     accountants._KNOWN.pop("twice")  # as in another process
     [fault] = certificate.disagreements(tmp_path, said)
     assert "got 'twice'" in fault and "register_accountant" in fault

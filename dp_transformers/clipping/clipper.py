@@ -101,6 +101,14 @@ class PerExampleClipper:
         """The clipping bound C. Noise and ε are made for it (:meth:`clip_by`)."""
         return self.clipping.sensitivity
 
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        raise AttributeError(
+            f"max_grad_norm is {self.max_grad_norm:g} for the whole of a private training, since noise and epsilon "
+            "are made for it. For another bound start another training (make_private, DPTrainingArguments); for one that "
+            "changes give the mechanism ScheduledClipping; without noise, make a new PerExampleClipper."
+        )
+
     def clip_by(self, clipping: ClippingFunction) -> None:
         """Clip by another function from now on. In a private training the step does this, by its mechanism."""
         if clipping != self.clipping:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..accounting.arguments import ACCOUNTANTS
 from ..accounting.events import event_accountant
 
 if TYPE_CHECKING:
@@ -40,8 +41,13 @@ class PrivacyCurve(NamedTuple):
         return float(np.clip(np.minimum(by_removal, by_addition).min(), false_alarms, 1))
 
 
-def privacy_curve(event: DpEvent, relation: str, accountant: str = "pld") -> PrivacyCurve:
-    """The privacy curve of an event by the accountant of dp_accounting."""
+def privacy_curve(
+    event: DpEvent, relation: str, accountant: str = "pld", *, stated: tuple[float, float] | None = None
+) -> PrivacyCurve:
+    """The privacy curve of an event by the accountant of dp_accounting. By an accountant of a user's own, who computes
+    ε alone, it is the one point (ε, δ) that is ``stated``."""
+    if accountant not in ACCOUNTANTS and stated is not None:
+        return PrivacyCurve(np.array(stated[:1]), np.array(stated[1:]))
     counted = event_accountant(accountant, relation, interval=_INTERVAL).compose(event)
     epsilons: Any = _EPSILONS  # where its types want a float
     deltas = counted.get_delta(epsilons) if accountant == "pld" else [counted.get_delta(e) for e in _EPSILONS]

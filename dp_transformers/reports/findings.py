@@ -184,7 +184,8 @@ class Report:
         if not self.certificate["private"]:
             return no_privacy()
         total = self.certificate["total"]
-        return privacy_curve(composed(self.runs), total["relation"], total["accountant"])
+        stated = total["epsilon"], total["delta"]
+        return privacy_curve(composed(self.runs), total["relation"], total["accountant"], stated=stated)
 
     @cached_property
     def over_steps(self) -> list[tuple[int, float]]:
