@@ -189,7 +189,7 @@ class TruncatedPoissonSampling(Sampling):
         PoissonSampling(self.num_examples, self.expected_batch_size)  # refuses what no Poisson draw is
         if not isinstance(self.cap, int) or not 0 < self.cap <= self.num_examples:
             raise ValueError(
-                f"cap is the size of the largest draw: a whole number from 1 to num_examples={self.num_examples}, got "
+                f"cap is the size of the largest draw: an int from 1 to num_examples={self.num_examples}, got "
                 f"{self.cap!r}. TruncatedPoissonSampling.with_free_cap finds one that costs nothing."
             )
         if self.relation not in ("replace_special", "replace_one"):
@@ -412,7 +412,7 @@ class BallsInBinsSampling(Sampling):
 def _check_pass(num_examples: int, steps_per_pass: int) -> None:
     if not isinstance(steps_per_pass, int) or not 1 <= steps_per_pass <= num_examples:
         raise ValueError(
-            f"steps_per_pass must be a whole number from 1 to num_examples={num_examples}, got {steps_per_pass!r}: an "
+            f"steps_per_pass must be an int from 1 to num_examples={num_examples}, got {steps_per_pass!r}: an "
             "expected batch has num_examples / steps_per_pass examples."
         )
 

@@ -124,4 +124,6 @@ def _require_positive(schedule: Schedule, *names: str) -> None:
     for name in names:
         value = getattr(schedule, name)
         if not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-            raise ValueError(f"{name} of a {type(schedule).__name__} must be positive and finite, got {value!r}.")
+            raise ValueError(
+                f"{name} of a {type(schedule).__name__} must be a positive, finite int or float, got {value!r}."
+            )

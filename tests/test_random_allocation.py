@@ -226,7 +226,7 @@ def test_values(sampling):
 @pytest.mark.parametrize("made", [RandomAllocationSampling, BallsInBinsSampling])
 @pytest.mark.parametrize("steps", [0, 101, 10.0])
 def test_what_cannot_be_is_refused(made, steps):
-    with pytest.raises(ValueError, match="steps_per_pass must be a whole number from 1 to num_examples=100"):
+    with pytest.raises(ValueError, match="steps_per_pass must be an int from 1 to num_examples=100"):
         made(100, steps)
 
 

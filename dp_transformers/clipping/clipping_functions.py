@@ -265,7 +265,10 @@ class PerGroupClipping(GroupedClipping):
     def __post_init__(self) -> None:
         pairs = tuple((pattern, _function(function)) for pattern, function in self.functions)
         if not pairs:
-            raise ValueError("functions must be pairs of a regular expression and a clipping function, got none.")
+            raise ValueError(
+                "functions of PerGroupClipping must be pairs of a regular expression and a clipping function, got "
+                "none: give (('', FlatClipping(1.0)),) for one group of all parameters."
+            )
         object.__setattr__(self, "functions", pairs)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,8 +35,12 @@ def parameter_groups(trainable: TrainableParameters, clipping: ClippingFunction)
     """
     by_name = {name: p for name, p in trainable.model.named_parameters() if p.requires_grad}
     groups = clipping.groups({name: p.numel() for name, p in by_name.items()})
-    if sorted(name for group in groups for name in group.names) != sorted(by_name):
-        raise ValueError(f"{clipping} must have each trainable parameter in one of its groups.")
+    counts = Counter(name for group in groups for name in group.names)
+    if wrong := sorted(name for name in counts.keys() | by_name.keys() if counts[name] != (name in by_name)):
+        raise ValueError(
+            f"{clipping} has '{wrong[0]}' in {counts[wrong[0]]} of its groups: let groups(sizes) return each "
+            "trainable parameter in one of its groups, and no other name."
+        )
     together = math.hypot(*(group.clipping.sensitivity / group.noise_scale for group in groups))
     if not together <= clipping.sensitivity * (1 + 1e-6):
         raise ValueError(

@@ -104,8 +104,8 @@ class Twice(OwnNoise):
     ("clipping", "message"),
     [
         (OwnNoise(), r"its sensitivity is 0.5, but its groups together have 1.22474,.*too little"),
-        (Forgotten(), "each trainable parameter in one of its groups"),
-        (Twice(), "each trainable parameter in one of its groups"),
+        (Forgotten(), r"in 0 of its groups: .*each trainable parameter in one of its groups"),
+        (Twice(), r"in 2 of its groups: .*each trainable parameter in one of its groups"),
         (PerGroupClipping((("table", FlatClipping(1.0)),)), "'twice.weight' matches none"),
         (PerGroupClipping((("", FlatClipping(1.0)), ("table", FlatClipping(1.0)))), "is left for the expression 'table'"),
     ],
