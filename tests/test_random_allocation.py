@@ -115,7 +115,9 @@ def test_a_finer_grid_changes_little_and_stays_above(sigma, steps):
         assert (1 - 1e-6) * exact <= coarse <= 1.006 * exact + 1e-6
 
 
-@pytest.mark.parametrize(("sigma", "steps"), [(0.04, 5), (0.1, 1000), (1.0, 1), (3.0, 20_000), (1e4, 3)])
+@pytest.mark.parametrize(
+    ("sigma", "steps"), [(0.04, 5), (0.1, 1000), (0.5, 13), (1.0, 1), (1.0, 100), (3.0, 20_000), (1e4, 3)]
+)
 def test_nothing_is_lost(sigma, steps):
     """The probabilities of both distributions add up to 1, with what lies beyond."""
     losses = allocation_losses(event(sigma, steps), event(sigma, steps).interval)
