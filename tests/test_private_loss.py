@@ -255,7 +255,7 @@ def plain_mechanism(**changes):
         ({"loss_bound": 0.0}, "loss_bound must be a positive finite number"),
         ({"loss_bound": math.inf}, "loss_bound must be a positive finite number"),
         ({"loss_noise_factor": 0}, "loss_noise_factor must be a positive finite number"),
-        ({"loss_noise_factor": "x"}, "loss_noise_factor must be a number"),
+        ({"loss_noise_factor": "x"}, "loss_noise_factor must be an int or a float"),
         ({"skip_memory_metrics": False}, "skip_memory_metrics=False cannot be used.*how large single draws"),
         ({"loss_bound": 3.0, "mechanism": plain_mechanism()}, "loss_bound=3.0 is given beside a mechanism"),
         (
