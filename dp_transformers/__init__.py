@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "AdaptiveClipping": "clipping.clipping_functions",
     "AutomaticClipping": "clipping.clipping_functions",
     "BallsInBinsSampling": "sampling",
     "BandedInverseNoise": "noise",
@@ -52,6 +53,7 @@ _WHERE = {
     "register_norm_sampler": "clipping",
 }
 __all__ = [
+    "AdaptiveClipping",
     "AutomaticClipping",
     "BallsInBinsSampling",
     "BandedInverseNoise",
@@ -106,6 +108,7 @@ if TYPE_CHECKING:
         register_norm_sampler,
     )
     from .clipping.clipping_functions import (
+        AdaptiveClipping,
         AutomaticClipping,
         FlatClipping,
         NormalisedClipping,

@@ -150,7 +150,8 @@ class Mechanism:
                 "share in all of them would not be covered. Take a sampling with min_separation of at least "
                 f"{self.noise.bands} (CyclicPoissonSampling, FixedOrderSampling), or independent noise."
             )
-        if self.noise.bands > 1 and len({step.max_grad_norm for step in self.planned()}) > 1:
+        moves = self.clipping.release_noise_multipliers or len({step.max_grad_norm for step in self.planned()}) > 1
+        if self.noise.bands > 1 and moves:
             raise ValueError(
                 f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, which needs one clipping "
                 f"bound for all of them, but clipping {self.clipping.kind!r} changes it: take FlatClipping, or "
@@ -220,9 +221,10 @@ class Mechanism:
 
     def _with_releases(self, step: StepParameters) -> StepParameters:
         """The step with the noise multiplier of the gradient and all releases as one Gaussian mechanism."""
-        if not self.releases or step.noise_multiplier == 0:
+        others = [release.noise_multiplier for release in self.releases] + [*self.clipping.release_noise_multipliers]
+        if not others or step.noise_multiplier == 0:
             return step
-        precision = step.noise_multiplier**-2 + sum(release.noise_multiplier**-2 for release in self.releases)
+        precision = step.noise_multiplier**-2 + sum(sigma**-2 for sigma in others)
         return step._replace(noise_multiplier=precision**-0.5)
 
     def epsilon(

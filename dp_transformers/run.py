@@ -16,6 +16,7 @@ from typing import Any
 from . import distributed
 from .accounting.events import unsupported
 from .checkpoint import PrivacyState
+from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .ledger import Ledger, PrivacyStateError
 from .mechanism import NO_BOUND, Mechanism, PrivacyUnit
 from .values import StepParameters
@@ -159,6 +160,7 @@ class PrivateRun:
         ):
             raise ValueError(f"{why} Choose another accountant.")
         self.steps_left: float = math.inf
+        self._moved: AdaptiveClipping | None = None  # the clipping function now, where it follows what is released
         self.unfinished = 0  # draws that the loop was given and did not step; epsilon counts them too
         # steps of each run, by its id, for each noise source
         self._segments: dict[str, list[Counter[StepParameters]]] = {}
@@ -240,6 +242,16 @@ class PrivateRun:
         whose = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
         return f"epsilon{whose} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
 
+    # ---- what clips ----
+
+    def clipping_at(self, step: int) -> ClippingFunction:
+        """The clipping function of a step, counted from 0, the last one that was taken and the next."""
+        return self.mechanism.clipping.at(step) if self._moved is None else self._moved
+
+    def move(self, clipping: AdaptiveClipping) -> None:
+        """Let ``clipping``, which follows from what a step released, be the function of the steps after it."""
+        self._moved = clipping
+
     # ---- counting ----
 
     def begin(self) -> None:
@@ -254,10 +266,12 @@ class PrivateRun:
     def facts(self) -> dict[str, Any]:
         """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is
         resumed."""
+        bound = {} if self._moved is None else {"max_grad_norm": self._moved.max_grad_norm}
         return {
             "private": not self.not_private_because,
             "not_private_because": list(self.not_private_because),
             "verified": self.verified,
+            **bound,
         }
 
     def take_over(
@@ -306,6 +320,9 @@ class PrivateRun:
             dict.fromkeys([*self._reasons, *(why for each in said for why in each.get("not_private_because", ()))])
         )
         self.verified = self.verified and all(each.get("verified", True) for each in said)
+        clipping = state.mechanism.clipping
+        if facts is not None and "max_grad_norm" in facts and isinstance(clipping, AdaptiveClipping):
+            self._moved = replace(clipping, max_grad_norm=facts["max_grad_norm"])
 
     def plan(self, limit: int, first_step: int = 0) -> None:
         """Set how many more steps the budget allows, ``limit`` at most where there is a target ε, from ``first_step``
@@ -340,7 +357,8 @@ class PrivateRun:
                 "here (in DPTrainer let no callback undo should_training_stop). To train on, start a new run with a "
                 "target_epsilon of its own; what both spend adds up."
             )
-        parameters, segments = self.mechanism.at(step), self._segments.setdefault(self.state.run_id, [])
+        parameters = self.mechanism.at(step)._replace(max_grad_norm=self.clipping_at(step).sensitivity)
+        segments = self._segments.setdefault(self.state.run_id, [])
         if not segments:
             segments.append(Counter())
         if self.ledger is not None and distributed.rank() == 0:

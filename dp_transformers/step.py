@@ -28,7 +28,7 @@ from . import distributed
 from .batch_checks import BatchChecks
 from .clipping import PerExampleClipper
 from .clipping.checks.synthetic import LossFunction
-from .clipping.clipping_functions import ClippingFunction
+from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
 from .mechanism import Mechanism
 from .mixing import LoadedRows
@@ -37,6 +37,7 @@ from .noise.add_noise import add_noise_and_divide
 from .optimizers import set_noise_variance
 from .private_gradients import PrivateGradients
 from .private_loss import LOSS, PrivateLoss
+from .quantile import NoisedShare
 from .randomness import SecretSeeds, require_unseeded
 from .run import PrivateRun
 
@@ -75,6 +76,7 @@ class PrivateStep:
         run: It counts the releases.
         noise: The noise for the gradients of ``clipper.parameters``.
         private_loss: It releases the loss of each draw; None where the mechanism plans no such release.
+        share: It releases which share of each draw the bound left as it was; None where no bound follows that.
         seeds: They seed the random numbers of dropout and augmentation.
         data: The source of the draws, and of rows of weight 0 for ranks that have no examples left.
         at_least: The smallest number of physical batches of a draw, for loops that must see one to go on.
@@ -102,6 +104,7 @@ class PrivateStep:
         data: LogicalBatches,
         *,
         private_loss: PrivateLoss | None = None,
+        share: NoisedShare | None = None,
         at_least: int = 0,
         own_optimizer: torch.optim.Optimizer | None = None,
         announce: Callable[[str], None] = lambda text: None,
@@ -113,6 +116,7 @@ class PrivateStep:
         self.gradients, self._private_loss = PrivateGradients(clipper, own_optimizer), private_loss
         self.loss: torch.Tensor | None = None
         self._released = 0  # how many steps the noise source has served
+        self._share = share
         self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = at_least, own_optimizer
         self._reduce_every_batch = reduce_every_batch
@@ -142,7 +146,7 @@ class PrivateStep:
     @property
     def _clipping(self) -> ClippingFunction:
         """The clipping function of this step."""
-        return self.run.mechanism.clipping.at(self.number)
+        return self.run.clipping_at(self.number)
 
     def _require_own_clipping(self) -> None:
         if self.clipper.clipping != self._clipping:
@@ -179,6 +183,8 @@ class PrivateStep:
         self.gradients.begin_draw()
         if self._private_loss is not None:
             self._private_loss.begin_draw()
+        if self._share is not None:
+            self._share.begin_draw()
 
     def _require_next(self, draw: Any) -> None:
         if not isinstance(draw, LogicalBatch):
@@ -298,6 +304,8 @@ class PrivateStep:
         if self._private_loss is not None:
             assert losses_b is not None, "make_private refuses a loop that hands over one loss for the batch"
             self._private_loss.add(losses_b, weights_b)
+        if self._share is not None and given.batch.weight > 0:  # else it is a filler
+            self._share.add(self.clipper.norms, self.clipper.max_grad_norm)
         self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
 
     # ---- the release ----
@@ -344,6 +352,9 @@ class PrivateStep:
         if self._private_loss is not None:
             self.loss = self._private_loss.release(used.expected_batch_size)
         self._say_noise((used.noise_std / used.expected_batch_size) ** 2)
+        if self._share is not None:
+            clipping = cast(AdaptiveClipping, self._clipping)
+            self.run.move(clipping.moved(self._share.release(clipping, used.expected_batch_size)))
         self.gradients.mark_released()
         self._last_released, self.run.unfinished = self._last_draw, 0
         if given is not None:

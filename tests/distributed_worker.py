@@ -38,11 +38,13 @@ from dp_transformers import (
     register_grad_sampler,
     register_norm_sampler,
 )
-from dp_transformers.clipping.clipping_functions import FlatClipping, PerLayerClipping
+from dp_transformers.clipping.clipping_functions import AdaptiveClipping, FlatClipping, PerLayerClipping
 from dp_transformers.ledger import Ledger
-from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise
+from dp_transformers.mechanism import Mechanism
+from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.noise.sharded import ShardedNoise
+from dp_transformers.sampling import PoissonSampling
 from dp_transformers.step import PrivateStep
 from dp_transformers.trainer.accelerate_patches import allow_meshes_on_cpu
 
@@ -339,6 +341,33 @@ def layers(folder, by="fsdp"):
         "layers": [names[p].rpartition(".")[0] for p in clipper.parameters],
         "scales": clipper.noise_scales,
     }
+
+
+def following(folder, sharded=False):
+    """The bounds that AdaptiveClipping clips by on this rank, where every step takes all of 12 rows."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    net = fully_shard(net) if sharded else net
+    optimizer, bounds = torch.optim.SGD(net.parameters(), lr=0.1), []
+    data = [(x, i % 2) for i, x in enumerate(torch.randn(12, 3, generator=torch.Generator().manual_seed(0)))]
+    mechanism = Mechanism(
+        sampling=PoissonSampling(12, 12),
+        clipping=AdaptiveClipping(0.5, count_noise=0.1, learning_rate=1.0),
+        noise=IndependentNoise(1.0),
+    )
+    engine = PrivacyEngine()
+    net, optimizer, loader = engine.make_private(
+        module=net, optimizer=optimizer, data_loader=DataLoader(data, batch_size=12), mechanism=mechanism,
+        loss_reduction="none", max_physical_batch_size=4,
+    )  # fmt: skip
+    while engine.steps < 6:
+        for x, y in loader:
+            if not bounds or bounds[-1] != engine.clipper.max_grad_norm:
+                bounds.append(engine.clipper.max_grad_norm)
+            optimizer.zero_grad()
+            norms = engine.clipper.backward(F.cross_entropy(net(x), y, reduction="none"))
+            optimizer.step()
+    engine.detach()
+    return {"bounds": bounds, "rows": len(norms)}
 
 
 def correlated(folder, kind="bands", steps=6, hsdp=False):
@@ -841,6 +870,8 @@ CASES |= {
     "hand-bf16-sensitivity-book_keeping": (sensitivity, {"mode": "book_keeping"}),
     "hand-bf16-sensitivity-ghost": (sensitivity, {"mode": "ghost"}),
     "hand-refusals": (refusals, {}),
+    "following-ddp": (following, {}),
+    "following-fsdp": (following, {"sharded": True}),
     "layers-fsdp": (layers, {"by": "fsdp"}),
     "layers-tp": (layers, {"by": "tp"}),
     **{f"correlated-fsdp-{kind}": (correlated, {"kind": kind}) for kind in CORRELATED},

@@ -4,6 +4,7 @@ The ranks run tests/distributed_worker.py, in two processes; PROCESSES=4 pytest 
 MORE_CASES=1 runs more.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -170,6 +171,17 @@ def test_layers_are_clipped_by_themselves_where_they_are_split(ranks, oracle, ca
             parts = [[gradients[i][k] for k in indices] for i in summed]
             _, total = clipped_sum(parts, 0.9 / len(layers) ** 0.5)
             assert distance([rank["sum"][k] for k in indices], total) <= 1e-5 * length(total)
+
+
+@pytest.mark.parametrize("case", cases_of("following", function=worker.following))
+def test_ranks_clip_by_one_bound_that_follows_the_examples_of_all(ranks, case):
+    """The share is that of 12 examples, so a count, the noise of which is small here, is near to a whole number."""
+    bounds = ranks[case][0]["bounds"]
+    assert len(bounds) == 6 and all(rank["bounds"] == bounds for rank in ranks[case])
+    shares = [0.5 - np.log(after / before) for before, after in itertools.pairwise(bounds)]
+    counts = 12 * np.array(shares)
+    assert np.abs(counts - counts.round()).max() < 0.45 and counts.min() > -0.5 and counts.max() < 12.5
+    assert counts[0] < 6, "most are longer than the first bound, on both ranks"
 
 
 @pytest.mark.parametrize("case", cases_of("tp", function=worker.parts))

@@ -105,8 +105,8 @@ class PerExampleClipper:
     def max_grad_norm(self, value: float) -> None:
         raise AttributeError(
             f"max_grad_norm is {self.max_grad_norm:g} for the whole of a private training, since noise and epsilon "
-            "are made for it. For another bound start another training (make_private, DPTrainingArguments); for one that "
-            "changes give the mechanism ScheduledClipping; without noise, make a new PerExampleClipper."
+            "are made for it. For another bound start another training (make_private, DPTrainingArguments); for one "
+            "that changes give the mechanism ScheduledClipping; without noise, make a new PerExampleClipper."
         )
 
     def clip_by(self, clipping: ClippingFunction) -> None:
@@ -144,6 +144,11 @@ class PerExampleClipper:
     @property
     def parallel(self) -> TensorParallel:
         return self._engine.trainable.parallel
+
+    @property
+    def norms(self) -> torch.Tensor:
+        """(B,) the gradient norms of the examples of the last backward pass."""
+        return self._engine.norms_b
 
     @property
     def noise_scales(self) -> list[float]:

@@ -24,9 +24,12 @@ class ClippingFunction(Value):
 
     Attributes:
         sensitivity: The largest L2 norm that coefficient · gradient can have, for any gradient. Noise is scaled by it.
+        release_noise_multipliers: Of what each step releases besides the gradient so that the function can follow it.
+            ε covers them too.
     """
 
     sensitivity: float
+    release_noise_multipliers: tuple[float, ...] = ()
 
     def at(self, step: int) -> ClippingFunction:
         """The function of a step, counted from 0; one that changes on the way overrides this."""
@@ -174,6 +177,52 @@ class PerSampleAdaptiveClipping(BoundedNorm):
         return self.max_grad_norm / (norms_b + self.r / (norms_b + self.r))
 
 
+@dataclass(frozen=True)
+class AdaptiveClipping(FlatClipping):
+    """min(1, C / norm) with a bound that follows a quantile of the norms: after each step, and before the next draw,
+    C becomes C · exp(-η(b̃ - γ)), where b̃ is the share of the draw that was no longer than C, with noise (Andrew et al.
+    2021, arXiv 1905.03871).
+
+    An example moves the count, centred, by ½. With noise of standard deviation σ_b on it and σ on the gradient, a step
+    costs what one with (σ⁻² + (2σ_b)⁻²)^(-½) costs.
+
+    Args:
+        max_grad_norm: C in the first step.
+        count_noise: σ_b; a twentieth of the expected batch size is common.
+        quantile: γ, the share that C is to leave as they are.
+        learning_rate: η.
+
+    Example::
+
+        >>> from dp_transformers import AdaptiveClipping
+        >>> clipping = AdaptiveClipping(1.0, count_noise=51.2)
+        >>> round(clipping.moved(0.9).max_grad_norm, 3), round(clipping.moved(0.1).max_grad_norm, 3)
+        (0.923, 1.083)
+    """
+
+    kind: ClassVar[str] = "adaptive"
+    count_noise: float
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, limit in (("count_noise", float("inf")), ("quantile", 1.0), ("learning_rate", float("inf"))):
+            if not (isinstance(value := getattr(self, name), (int, float)) and 0 < value < limit):
+                raise ValueError(f"{name} must be above 0 and below {limit:g}, got {value!r}.")
+
+    @property
+    # pyrefly: ignore[bad-override]  (as above)
+    def release_noise_multipliers(self) -> tuple[float, ...]:
+        return (2 * self.count_noise,)
+
+    def moved(self, share: float) -> AdaptiveClipping:
+        """The function of the next step, if ``share`` is the noised share in this one. C stays between 1e-10 and
+        1e10."""
+        exponent = math.log(self.max_grad_norm) - self.learning_rate * (share - self.quantile)
+        return replace(self, max_grad_norm=math.exp(min(max(exponent, math.log(1e-10)), math.log(1e10))))
+
+
 CLIPPING_FUNCTIONS: dict[str, type[BoundedNorm]] = {
     function.kind: function
     for function in (FlatClipping, AutomaticClipping, NormalisedClipping, PerSampleAdaptiveClipping)
@@ -318,8 +367,8 @@ class ScheduledClipping(ClippingFunction):
     def __post_init__(self) -> None:
         given = self.function
         function = ClippingFunction.from_dict(given) if isinstance(given, Mapping) else given
-        if not isinstance(function, ClippingFunction) or isinstance(function, ScheduledClipping):
-            raise ValueError(f"function must be a ClippingFunction without a schedule, got {given!r}.")
+        if not isinstance(function, ClippingFunction) or isinstance(function, (ScheduledClipping, AdaptiveClipping)):
+            raise ValueError(f"function must be a ClippingFunction that does not move by itself, got {given!r}.")
         object.__setattr__(self, "function", function)
         object.__setattr__(self, "schedule", Schedule.read(self.schedule))
 
@@ -338,8 +387,10 @@ class ScheduledClipping(ClippingFunction):
 def _function(given: Any) -> ClippingFunction:
     """The function that ``to_dict`` wrote, or itself, for one group."""
     function = ClippingFunction.from_dict(given) if isinstance(given, Mapping) else given
-    if not isinstance(function, ClippingFunction) or isinstance(function, (GroupedClipping, ScheduledClipping)):
+    moves = (GroupedClipping, ScheduledClipping, AdaptiveClipping)
+    if not isinstance(function, ClippingFunction) or isinstance(function, moves):
         raise ValueError(
-            f"the function of a group must be a ClippingFunction of one norm, without a schedule, got {given!r}."
+            "the function of a group must be a ClippingFunction of one norm that does not move by itself, got "
+            f"{given!r}."
         )
     return function

@@ -64,6 +64,7 @@ class ClippingEngine:
         groups: The parameters that are clipped together, as :meth:`clip_by` divides them.
         forward: The forward pass that a backward pass would use.
         loop: Weighs the examples of every sum, and is told of it.
+        norms_b: The gradient norms of the examples of the last backward pass.
         on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
             :meth:`backward` goes back.
     """
@@ -72,6 +73,7 @@ class ClippingEngine:
     sums: GradientSums
     state: ModelState
     groups: Sequence[ParameterGroup]
+    norms_b: torch.Tensor
 
     def __init__(
         self,
@@ -328,13 +330,13 @@ class ClippingEngine:
                 graph.go_back(retain_graph=not self.mode.one_pass)
                 self._refuse_escapes(graph)
                 self.sums.end_watch()
-                norms_b = backward.finish()
+                self.norms_b = backward.finish()
         finally:
             self._fills_gradients = False
             self.sums.end_watch()
             self.forget()  # used up, whatever happened
         self.end_sum(losses.detach(), weights_b)
-        return norms_b
+        return self.norms_b
 
     def begin_sum(self, forward: ForwardPass, weights_b: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
         """The examples' weights, None where all are one, and whether sums are reduced now."""

@@ -74,7 +74,7 @@ class UserBackward:
                     "model, which has no clipper."
                 )
             with without_autocast(device), torch.no_grad():
-                backward.finish()
+                engine.norms_b = backward.finish()
         finally:
             engine.forget()
         engine.end_sum()

@@ -18,6 +18,7 @@ from ..clipping.parallel.dtensor import to_local
 from ..mechanism import Mechanism, PrivacyUnit, Release
 from ..noise import IndependentNoise
 from ..private_loss import LOSS, private_loss_of
+from ..quantile import noised_share_of
 from ..randomness import SecretSeeds
 from ..run import PrivateRun
 from ..sampling import PoissonSampling
@@ -142,6 +143,7 @@ class PlainLoop:
                 seeds,
                 draws.logical_batches,
                 private_loss=private_loss_of(mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
+                share=noised_share_of(mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
                 at_least=1,
                 own_optimizer=self.optimizer,
             )

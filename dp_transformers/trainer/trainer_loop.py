@@ -14,6 +14,7 @@ from .. import distributed
 from ..clipping import PerExampleClipper
 from ..data import LogicalBatches, draws_dataloader
 from ..private_loss import private_loss_of
+from ..quantile import noised_share_of
 from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
 from ..startup_message import describe, warnings
 from ..step import PrivateStep
@@ -97,6 +98,7 @@ class TrainerLoop:
             self._seeds,
             self._draws,
             private_loss=private_loss_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=args.secure_rng),
+            share=noised_share_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=args.secure_rng),
             announce=self._say,
             label_names=label_names,
             reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get(
