@@ -125,8 +125,8 @@ class AutomaticClipping(BoundedNorm):
         super().__post_init__()
         if not 0 < self.gamma < float("inf"):
             raise ValueError(
-                f"gamma must be a positive, finite number, got {self.gamma!r}; 0.01 is common, and NormalisedClipping "
-                "has none."
+                f"gamma of {type(self).__name__} must be a positive, finite number, got {self.gamma!r}; 0.01 is "
+                "common, and NormalisedClipping has none."
             )
 
     def coefficients(self, norms_b: Tensor) -> Tensor:
@@ -171,7 +171,9 @@ class PerSampleAdaptiveClipping(BoundedNorm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.r <= 1:
-            raise ValueError(f"r must be above 0 and at most 1, got {self.r!r}; 0.1 is common.")
+            raise ValueError(
+                f"r of {type(self).__name__} must be above 0 and at most 1, got {self.r!r}; 0.1 is common."
+            )
 
     def coefficients(self, norms_b: Tensor) -> Tensor:
         return self.max_grad_norm / (norms_b + self.r / (norms_b + self.r))
@@ -368,7 +370,10 @@ class ScheduledClipping(ClippingFunction):
         given = self.function
         function = ClippingFunction.from_dict(given) if isinstance(given, Mapping) else given
         if not isinstance(function, ClippingFunction) or isinstance(function, (ScheduledClipping, AdaptiveClipping)):
-            raise ValueError(f"function must be a ClippingFunction that does not move by itself, got {given!r}.")
+            raise ValueError(
+                "function of ScheduledClipping must be a ClippingFunction that does not move by itself, such as "
+                f"FlatClipping(1.0), got {given!r}."
+            )
         object.__setattr__(self, "function", function)
         object.__setattr__(self, "schedule", Schedule.read(self.schedule))
 

@@ -393,8 +393,8 @@ class DPTrainingArguments(TrainingArguments):
         self.accountant = check_accountant(self.accountant)
         if self.mechanism is None and self.sampling != PoissonSampling.kind:
             raise ValueError(
-                f"sampling {self.sampling!r} is not supported: epsilon is computed for 'poisson' only. Leave it at "
-                "'poisson', or give mechanism= with another sampling. In the place of batches that are shuffled in "
+                f"sampling {self.sampling!r} is not known to the arguments, which have 'poisson' alone. Leave it "
+                "at that, or give mechanism= with another sampling. In the place of batches that are shuffled in "
                 "every epoch, for which Poisson's epsilon is too small, take RandomAllocationSampling; of b-min-sep "
                 "nothing but Monte-Carlo estimates is known, which are no bound, so take CyclicPoissonSampling."
             )
