@@ -504,6 +504,8 @@ class DrawSampler:
         secret: Seed of the draws, from :func:`dp_transformers.distributed.shared_secret`; never written anywhere.
         rank, world_size: This process among those that share the secret.
         first_step: The step that the first draw is for.
+        skipped: How many of the first draws the loop skips. Those after them are draws of a new start, so that a pass
+            begins with the first that is used.
         ended: All draws were taken; there are no more.
     """
 
@@ -515,10 +517,12 @@ class DrawSampler:
         rank: int = 0,
         world_size: int = 1,
         first_step: int = 0,
+        skipped: int = 0,
         ended: bool = False,
     ):
         self.sampling, self.steps_per_epoch = sampling, steps_per_epoch
         self.rank, self.world_size, self.ended = rank, world_size, ended
+        self._skipped = skipped
         self._generator = np.random.Generator(np.random.PCG64DXSM(secret))
         self._number = itertools.count()
         self.start_at(first_step)
@@ -532,7 +536,10 @@ class DrawSampler:
 
     def __iter__(self) -> Iterator[list[Draw]]:
         for position in range(0 if self.ended else self.steps_per_epoch):
-            yield [replace(self.draw(), starts_pass=position == 0, step=next(self._step))]
+            draw = replace(self.draw(), starts_pass=position == 0, step=next(self._step))
+            if draw.number + 1 == self._skipped:
+                self.start_at(draw.step + 1)
+            yield [draw]
 
     def draw(self) -> Draw:
         return Draw(next(self._number), next(self._draws)[self.rank :: self.world_size].tolist())

@@ -59,7 +59,7 @@ class TrainerRun:
         self._args, self._num_examples, self._say, self._about = args, num_examples, say, about
         self._output_dir, self._delta, self._loss_bound = args.output_dir, args.target_delta, loss_bound
         self._ledger = Ledger(self._output_dir)
-        self.first_step, self.has_ended, self.self_check = 0, False, args.self_check
+        self.first_step, self._skipped, self.has_ended, self.self_check = 0, 0, False, args.self_check
         steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
             raise ValueError(
@@ -174,7 +174,8 @@ class TrainerRun:
         )
         self.has_ended = done >= planned  # Trainer would take one step more
         run.plan(planned, done)
-        self.first_step = done if self._args.ignore_data_skip else done - done % self.steps_per_epoch
+        self._skipped = 0 if self._args.ignore_data_skip else done % self.steps_per_epoch  # as Trainer does
+        self.first_step = done - self._skipped
         if self.has_ended:
             self._say(f"this run has ended: {run.spent_in_words()}, and there is nothing left to train.")
         elif run.steps_left < 1:
@@ -198,6 +199,7 @@ class TrainerRun:
             rank,
             world_size,
             first_step=self.first_step,
+            skipped=self._skipped,
             ended=self.has_ended,
         )
 
