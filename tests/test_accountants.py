@@ -135,6 +135,10 @@ def test_a_name_means_one_accountant():
         other.name = name
         with pytest.raises(ValueError, match=f"an accountant named '{name}' is known already"):
             register_accountant(other)
+    thrice = Twice()
+    thrice.factor = 3
+    with pytest.raises(ValueError, match="known already, .* and would compute in the place of yours"):
+        compute_epsilon(1.0, 0.2, 5, 1e-3, thrice)
     with pytest.raises(ValueError, match=r"must be one of \('pld', 'rdp', 'twice'\), got 'other'"):
         compute_epsilon(1.0, 0.2, 5, 1e-3, "other")
 

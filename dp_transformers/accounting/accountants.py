@@ -33,7 +33,7 @@ def register_accountant(accountant: Accountant) -> str:
     """Make an accountant known by its name, also to mechanisms that no other has a bound for; returns the name.
 
     Raises:
-        ValueError: it is no accountant, or the name is taken by one of another class.
+        ValueError: it is no accountant, or the name is taken by one of another class or with other attributes.
 
     Example::
 
@@ -53,9 +53,19 @@ def register_accountant(accountant: Accountant) -> str:
             f"{sorted(_KNOWN)}, or write these two."
         )
     before = _KNOWN.setdefault(name, accountant)
-    if type(before) is not type(accountant):
-        raise ValueError(f"an accountant named {name!r} is known already, {before!r}: give yours another name.")
+    if type(before) is not type(accountant) or not _same_attributes(before, accountant):
+        raise ValueError(
+            f"an accountant named {name!r} is known already, {before!r}, and would compute in the place of yours: "
+            "give yours another name, or give that one again."
+        )
     return name
+
+
+def _same_attributes(one: Accountant, other: Accountant) -> bool:
+    try:
+        return one is other or bool(getattr(one, "__dict__", None) == getattr(other, "__dict__", None))
+    except ValueError:  # arrays, of which nothing says whether they are equal
+        return False
 
 
 def check_accountant(accountant: str | Accountant) -> str:
