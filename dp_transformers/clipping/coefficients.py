@@ -40,8 +40,9 @@ def coefficients(
     norms_b = norm_sq_b.sqrt() if scale == 1 else norm_sq_b.sqrt() * scale
     if clipping is None:
         coef_b = torch.ones_like(norms_b)
-    else:  # whatever a function of the user's says for norms that it was not tried on
-        coef_b = torch.minimum(clipping.coefficients(norms_b), clipping.sensitivity / norms_b).clamp(min=0)
+    else:  # whatever a function says for norms that it was not tried on, or that float32 measures as 0
+        largest_b = clipping.sensitivity / norms_b.clamp(min=SMALLEST_BOUND)
+        coef_b = torch.fmin(clipping.coefficients(norms_b), largest_b).clamp(min=0)
     coef_b = coef_b if weights_b is None else coef_b * weights_b
     invalid_b = None
     if not math.isfinite(norms_b.sum()):
@@ -71,6 +72,13 @@ def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:
             f"{clipping} says that its sensitivity is {bound:g}, but coefficient · norm is more for some norm between "
             "0 and 1e12, or no finite number of at least 0 for each norm. Let coefficients(norms_b) give one such "
             "number for each norm, at 0 too."
+        )
+    alone_b = torch.cat([clipping.coefficients(some_b) for some_b in norms_b.split(700)])
+    if alone_b.shape != coef_b.shape or not torch.allclose(alone_b, coef_b, rtol=1e-4, atol=0.0):
+        raise ValueError(
+            f"{clipping} gives a norm another coefficient when other norms share its batch, so one example would "
+            "change what all others add. Let coefficients(norms_b) compute each number from its own norm alone; for a "
+            "bound that follows a quantile of the norms take AdaptiveClipping."
         )
     return clipping
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dp_transformers.clipping.clipping_functions import (
     CLIPPING_FUNCTIONS,
     AutomaticClipping,
     ClippingFunction,
+    FlatClipping,
     NormalisedClipping,
     PerSampleAdaptiveClipping,
 )
@@ -128,3 +130,49 @@ def test_a_large_coefficient_does_not_raise_what_float16_left_out(mode, small):
             model.zero_grad()
             clipper.backward(model(x[i : i + 1], torch.full((1,), small)))
             assert length([p.grad for p in trainable(model)]) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("loss", [1e-12, 1e-17, 1e-18, 1e-22])
+def test_a_gradient_that_float32_measures_as_zero_is_not_raised_above_the_bound(mode, loss):
+    """An example that is learnt by heart has such a gradient, and this function multiplies it with 1e25."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(1, 3)
+    with PerExampleClipper(model, AutomaticClipping(1.0, gamma=1e-25), mode=mode, self_check=False) as clipper:
+        clipper.backward(model(x).sum(1) * loss)
+    assert length([p.grad for p in trainable(model)]) <= 1 + 1e-5
+
+
+@dataclass(frozen=True)
+class NoNumber(FlatClipping):
+    """No number for norms between those that it is tried on."""
+
+    kind: ClassVar[str] = "no number"
+
+    def coefficients(self, norms_b):
+        return super().coefficients(norms_b).masked_fill(norms_b > 1e13, math.nan)
+
+
+def test_one_example_whose_coefficient_is_no_number_leaves_the_sum_finite():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(2, 3)
+    with PerExampleClipper(model, NoNumber(1.0), self_check=False) as clipper:
+        clipper.backward(model(x).sum(1) * torch.tensor([1.0, 1e15]))
+    assert length([p.grad for p in trainable(model)]) <= 2 + 1e-5
+
+
+@pytest.mark.parametrize(
+    "share", [lambda n: n.max(), lambda n: n.mean(), lambda n: n.quantile(0.9), lambda n: torch.tensor(len(n) * 1e12)]
+)
+def test_a_function_that_compares_the_norms_of_a_batch_is_refused(share):
+    """With C / max(norms) each example adds C at most, but taking the longest out makes all others longer."""
+
+    @dataclass(frozen=True)
+    class OfTheBatch(FlatClipping):
+        kind: ClassVar[str] = f"of the batch {id(share)}"
+
+        def coefficients(self, norms_b):
+            return torch.minimum(super().coefficients(norms_b), self.max_grad_norm / share(norms_b))
+
+    with pytest.raises(ValueError, match="another coefficient when other norms share its batch.*AdaptiveClipping"):
+        PerExampleClipper(nn.Linear(3, 2), OfTheBatch(1.0))
