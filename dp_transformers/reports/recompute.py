@@ -70,7 +70,7 @@ def recorded_runs(ledger: Ledger, unfinished: Mapping[str, int] | None = None) -
         unfinished: Draws of each run that were shown to a loop and not stepped. They are in no line, and count.
 
     Raises:
-        ValueError: a line that begins a run is missing or cannot be read.
+        ValueError: a line that begins a run is missing or cannot be read, or they say different mechanisms of it.
     """
     return [_recorded(ledger, run_id, (unfinished or {}).get(run_id, 0)) for run_id in ledger.run_ids()]
 
@@ -89,6 +89,11 @@ def _recorded(ledger: Ledger, run_id: str, unfinished: int) -> RecordedRun:
             f"'{ledger.path}' does not say how run {run_id!r} began ({type(error).__name__}: {error}): a line was "
             "changed. Restore the file from a backup."
         ) from error
+    if any(_kept(state.mechanism) != _kept(states[0].mechanism) for state in states):
+        raise ValueError(
+            f"'{ledger.path}' says of run {run_id!r} that it went on with another mechanism, and lines of steps do "
+            "not say all of theirs: a line or a checkpoint was changed. Restore the file from a backup."
+        )
     mechanism = states[-1].mechanism
     segments = ledger.segments(run_id)
     executed = sum(segment.total() for segment in segments)
@@ -105,6 +110,11 @@ def _recorded(ledger: Ledger, run_id: str, unfinished: int) -> RecordedRun:
         unfinished=unfinished,
         facts=beginnings[-1],
     )
+
+
+def _kept(mechanism: Mechanism) -> Mechanism:
+    """What of a mechanism stays when a run is resumed."""
+    return replace(mechanism, steps=None, unit=PrivacyUnit())
 
 
 def _with_unit(state: PrivacyState, unit: PrivacyUnit) -> PrivacyState:
