@@ -1,12 +1,14 @@
-"""Checks of the batches that a training meets: clipping is exact for them, and their padding changes no gradient."""
+"""Checks of the batches that a training meets: clipping is exact for them, their padding changes no gradient, and
+their losses do not compare examples."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import distributed
 from .clipping import PerExampleClipper
@@ -15,6 +17,7 @@ from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
 from .data import LogicalBatches, PhysicalBatch
 from .losses import refuse_targets_padded_on_the_left
+from .randomness import seeded_global_generators
 from .rows import Padding
 
 logger = logging.getLogger(__name__)
@@ -105,3 +108,34 @@ class BatchChecks:
         if not padding.by_others:
             self._lengths.add(padding.length)
         return padding.by_others or len(self._lengths) > 1
+
+
+def refuse_losses_of_other_rows(
+    loss: Callable[..., torch.Tensor], given: tuple[Any, ...], losses: torch.Tensor, seed: int
+) -> None:
+    """Raise ValueError if the losses of half of the rows change when these rows replace all others.
+
+    Args:
+        loss: Returns the losses, whose first dimension is that of the rows, from what is ``given``.
+        losses: What it returned.
+        seed: Seeds the random numbers that a loss may draw, so that both computations draw the same.
+    """
+    size = len(losses)
+    if size < 2:
+        return
+    half = (size + 1) // 2
+
+    def with_half_replaced(x: Any) -> Any:
+        has_rows = isinstance(x, torch.Tensor) and x.dim() and len(x) == size
+        return torch.cat([x[:half], x[: size - half]]).detach() if has_rows else x
+
+    each = []
+    for rows in (given, tree_map(with_half_replaced, given)):
+        with torch.no_grad(), seeded_global_generators([seed], losses.device):
+            each.append(loss(*rows)[:half].float())
+    if not torch.allclose(*each, rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise ValueError(
+            "an example's loss is another one when other examples share its batch: the loss compares them (the "
+            "hardest of a batch, ranks, batch statistics). Let per_example_loss_func, or the criterion, compute each "
+            "loss from its own row of the outputs and labels alone."
+        )

@@ -419,6 +419,23 @@ def test_backward_twice_on_a_batch(mode):
         criterion(model(x), y).backward()
 
 
+class Weighted(nn.CrossEntropyLoss):
+    """Multiplies each loss with the mean of the batch."""
+
+    def forward(self, outputs, targets):
+        losses = F.cross_entropy(outputs, targets, reduction="none")
+        losses = losses * losses.detach().mean()
+        return losses if self.reduction == "none" else losses.mean()
+
+
+def test_a_criterion_that_compares_the_examples_of_a_batch_is_refused():
+    """An outlier would change the gradients of all other examples: with 40 of them the sum moves by more than 4 C."""
+    _, model, _, criterion, loader = make(criterion=Weighted())
+    with pytest.raises(ValueError, match="another one when other examples share its batch"):
+        for x, y in loader:
+            criterion(model(x), y).backward()
+
+
 def test_a_loss_of_the_private_criterion_goes_backward_once_and_as_it_is():
     _, model, _, criterion, loader = make(criterion=nn.CrossEntropyLoss())
     x, y = next(iter(loader))

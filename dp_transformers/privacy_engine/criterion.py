@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from ..batch_checks import refuse_losses_of_other_rows
 from ..clipping import PerExampleClipper
 
 REDUCTIONS = ("mean", "sum")
@@ -36,6 +37,7 @@ class PrivateCriterion:
             )
         self.criterion, self.reduction, self._clipper = cast(_LossModule, copy.copy(criterion)), reduction, clipper
         self.criterion.reduction = "none"
+        self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         each = self.criterion(*args, **kwargs)
@@ -45,6 +47,12 @@ class PrivateCriterion:
         loss = getattr(losses_b, self.reduction)(0)
         if not loss.requires_grad:
             return loss
+        # at first, and ever more rarely; where positions come first, they are no rows
+        if self._clipper.batch_first and self._calls & (self._calls - 1) == 0:
+            refuse_losses_of_other_rows(
+                lambda args, kwargs: self.criterion(*args, **kwargs), (args, kwargs), each, self._calls
+            )
+        self._calls += 1
         return _ClippedBackward.apply(
             torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
         )

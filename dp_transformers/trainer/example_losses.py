@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from ..batch_checks import refuse_losses_of_other_rows
 from ..losses import PerExampleLoss, decoder_inputs
-from ..randomness import seeded_global_generators
 
 
 class ExampleLosses:
@@ -57,22 +56,4 @@ class ExampleLosses:
         Args:
             seed: Seeds the random numbers that a loss may draw, so that both computations draw the same.
         """
-        size = len(losses)
-        if size < 2:
-            return
-        half = (size + 1) // 2
-
-        def with_half_replaced(x: Any) -> Any:
-            has_rows = isinstance(x, torch.Tensor) and x.dim() and len(x) == size
-            return torch.cat([x[:half], x[: size - half]]).detach() if has_rows else x
-
-        labels, each = self._labels_of(inputs), []
-        for rows in ((outputs, labels), tree_map(with_half_replaced, (outputs, labels))):
-            with torch.no_grad(), seeded_global_generators([seed], losses.device):
-                each.append(self._loss(*rows)[:half].float())
-        if not torch.allclose(*each, rtol=1e-3, atol=1e-6, equal_nan=True):
-            raise ValueError(
-                "an example's loss is another one when other examples share its batch: the loss compares them (the "
-                "hardest of a batch, ranks, batch statistics). Let per_example_loss_func compute each loss from its "
-                "own row of the outputs and labels alone."
-            )
+        refuse_losses_of_other_rows(self._loss, (outputs, self._labels_of(inputs)), losses, seed)
