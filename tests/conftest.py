@@ -10,12 +10,20 @@ import pytest
 import torch
 from model_table import ModelTable
 
+from dp_transformers.accounting import accountants
+
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _known_accountants(monkeypatch):
+    """An accountant that a test, or an example in a docstring, registers is known to no other test."""
+    monkeypatch.setattr(accountants, "_KNOWN", dict(accountants._KNOWN))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -460,7 +460,7 @@ def test_faults_seen_before_the_first_step_leave_the_model_untouched(tmp_path):
     model = build("bert")
     start = [p.detach().clone() for p in trainable(model)]
     mixed = lambda out, y: nn.functional.cross_entropy(out.logits, y, reduction="none") / y.float().add(1).sum()  # noqa: E731
-    for loss, message in ((mixed, "another example"), (lambda out, y: out.logits.mean(), "reduction='none'")):
+    for loss, message in ((mixed, "mixes examples"), (lambda out, y: out.logits.mean(), "reduction='none'")):
         trainer = DPTrainer(model, arguments(tmp_path), collate, dataset(), per_example_loss_func=loss)
         with pytest.raises(ValueError, match=message):
             trainer.train()

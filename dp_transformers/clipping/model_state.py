@@ -242,7 +242,7 @@ def _has_attributes(value: Any) -> bool:
         (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial),
     ):
         return False
-    return type(value).__module__.partition(".")[0] not in ("builtins", "torch") and isinstance(
+    return type(value).__module__.partition(".")[0] not in ("builtins", "torch", "dp_transformers") and isinstance(
         getattr(value, "__dict__", None), dict
     )
 

@@ -284,7 +284,7 @@ def test_the_budget_loads_no_torch_and_answers_soon():
         ("--examples 100 --sigma 0.1 --batch 50 --epsilon 0.1", "not one step stays within --epsilon 0.1: it spends 77.2. Take a larger --sigma or --epsilon, a smaller --batch, or more examples."),
         ("--examples 100 --sigma 1 --batch 5 --steps 4 --epochs 1", "--batch, --steps and --epochs say the same thing twice: leave one of them out."),
         ("--examples 100 --sigma 1 --steps 4 --epochs 9", "9 epochs cannot be had in 4 steps: a step draws 100 examples at most. Raise --steps."),
-        ("--examples 100 --sigma 1 --batch 5 --steps 4 --accountant plld", "accountant must be one of ('pld', 'rdp'), got 'plld'."),
+        ("--examples 100 --sigma 1 --batch 5 --steps 4 --accountant plld", "accountant must be one of ('pld', 'rdp'), got 'plld'. One of your own is known after register_accountant(...), which every process must call that computes with it."),
     ],
 )  # fmt: skip
 def test_wrong_usage_ends_in_one_line(words, message, capsys):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dp_transformers.clipping.groups import ParameterGroup
 from dp_transformers.clipping.modes import KeptTerms
 from dp_transformers.clipping.recorded_call import ForwardPass
 from dp_transformers.clipping.rounding import SPLIT_ROUNDING
@@ -137,10 +138,11 @@ def test_equal_slots_of_an_expert_that_cancel(dtype):
     layer = torch.nn.Linear(1, 1, bias=False)
     forward = ForwardPass(1, torch.zeros(1), TrainableParameters(layer))
     forward.uses[layer.weight] = 1
-    backward = KeptTerms(forward, None, None)
+    backward = KeptTerms(forward, [ParameterGroup([layer.weight])], None, None)
     backward.add(layer.weight, term)
-    norm_b = backward.squared_norms().sqrt()
-    (kept,) = backward.kept[layer.weight]
+    (group,) = backward._groups
+    norm_b = backward.squared_norms(group.norms).sqrt()
+    (kept,) = group.terms[layer.weight]
     assert kept.weighted_sum((bound / norm_b).clamp(max=1), LastResultCache()).norm() <= bound * (1 + 1e-5)
 
 
