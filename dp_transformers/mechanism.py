@@ -197,11 +197,13 @@ class Mechanism:
         """Whether no noise is added in some step, so that nothing is private."""
         return any(step.noise_multiplier == 0 for step in self.planned())
 
-    @property
+    @cached_property
     def needs_every_draw(self) -> bool:
         """Whether epsilon is that of draws that follow each other, none of which is left out: noise is correlated over
-        steps, or examples take turns."""
-        return self.noise.bands > 1 or self.sampling.needs_every_draw
+        steps, examples take turns, or later steps cost something else (where the loop decides how many there are, the
+        first thousand are looked at)."""
+        changes = len(self.planned(0, self.steps or 1000)) > 1
+        return self.noise.bands > 1 or self.sampling.needs_every_draw or changes
 
     # ---- what it costs ----
 

@@ -19,6 +19,7 @@ _NEIGHBOURS = {
 def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> str:
     """Describe the training to whoever starts it. ``steps`` is None where the loop decides."""
     state, k, step = run.state, run.mechanism.unit.max_examples_per_person, run.mechanism.at(0)
+    whose = "epsilon" if k == 1 else "epsilon for all rows of one person"
     lines = [
         f"private training protects: {UNIT} (N = {run.mechanism.sampling.num_examples}); "
         f"{_NEIGHBOURS[run.mechanism.sampling.relation]} is hidden."
@@ -31,7 +32,7 @@ def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> 
         f"{step.noise_multiplier:.4f}, clipping bound {step.max_grad_norm:g}"
         + "".join(
             f", {name} {value:g}"
-            for name, value in (("steps", steps), ("delta", state.delta), ("epsilon", state.target_epsilon))
+            for name, value in (("steps", steps), ("delta", state.delta), (whose, state.target_epsilon))
             if value
         ),
         f"  clipping mode {mode}; {parameters:,} trainable parameters; noise {noise_norm(run, parameters):.3g} beside "

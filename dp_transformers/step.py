@@ -376,7 +376,7 @@ class PrivateStep:
                 f"the loader before its end), but with sampling {mechanism.sampling.kind!r} and noise "
                 f"{mechanism.noise.kind!r} epsilon is that of draws that follow each other. Load a checkpoint into a "
                 "new engine, start another training from the original model, or take PoissonSampling and "
-                "IndependentNoise."
+                "IndependentNoise without a schedule."
             )
 
     def finish_batch(self) -> None:

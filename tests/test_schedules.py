@@ -245,6 +245,24 @@ def test_a_bound_that_somebody_else_sets_is_refused():
     engine.detach()
 
 
+def test_a_draw_that_is_left_out_would_shift_the_schedule():
+    """Less noise of later steps would come sooner than the budget expects."""
+    assert ALL.needs_every_draw and not mechanism().needs_every_draw
+    engine, model, optimizer, loader = by_engine(ALL)
+    for number, (x, y) in enumerate(loader):
+        if number == 1:
+            engine.drop_draw()
+            continue
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        if number == 0:
+            optimizer.step()
+            continue
+        with pytest.raises(ValueError, match=r"draws 1 to 1 were left out.*without a schedule"):
+            optimizer.step()
+        break
+    engine.detach()
+
+
 def test_a_schedule_that_leaves_the_data_set_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="makes the expected batch size 42 in step"):
         by_trainer(tmp_path, replace(ALL, sampling=ScheduledPoissonSampling(N, 6, LinearSchedule(7.0, 6)))).train()

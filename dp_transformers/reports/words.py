@@ -37,7 +37,7 @@ def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
         sentences.append("Somebody who has several rows in the data is protected less than somebody who has one.")
     else:
         sentences.insert(0, _person(total))
-        sentences.append(f"For a person with {k} rows, that number of rows that are found does not hold.")
+        sentences.append(_found_person(total))
     runs = certificate["runs"]
     if len(runs) > 1:
         sentences.append(f"This covers all {len(runs)} trainings together, {total['steps']} steps.")
@@ -55,6 +55,19 @@ def _person(total: Mapping[str, Any]) -> str:
         return f"For all rows of one person, {k} at most, together nothing is guaranteed."
     at = f"ε = {up(epsilon)} at δ = {total['delta']:g}"
     return f"All rows of one person, {k} at most, are protected together with {at}."
+
+
+def _found_person(total: Mapping[str, Any]) -> str:
+    """Of the persons' curve one point is known, so this bound is looser than that for rows."""
+    k, epsilon, delta = total["max_examples_per_person"], total["epsilon_per_person"], total["delta"]
+    if epsilon is None:
+        return f"For a person with {k} rows, that number of rows that are found does not hold."
+    import numpy as np
+
+    from .attack import PrivacyCurve
+
+    found = up(100 * PrivacyCurve(np.array([epsilon]), np.array([delta])).detection(0.01), 3)
+    return f"Of 100 persons with {k} rows each they find at most {found}, which follows from ε and δ alone."
 
 
 def epsilons(total: Mapping[str, Any]) -> list[tuple[str, float | None]]:

@@ -221,6 +221,8 @@ class DPTrainerMixin(Base):
         spent = self._run.spent()
         metrics = {**output.metrics, "epoch": self.state.epoch, "epsilon": spent.epsilon, "delta": spent.delta}
         metrics["noise_multiplier"] = spent.noise_multiplier
+        if self._run.mechanism.unit.max_examples_per_person > 1:
+            metrics["epsilon_per_person"] = spent.epsilon_per_person
         if loss_release(self._run.mechanism) is not None:
             return output._replace(metrics=metrics)
         metrics.pop("train_loss", None)
@@ -344,6 +346,8 @@ class DPTrainerMixin(Base):
         if self._training is not None and (self._loop is not None or self._run.steps):
             self._training.require_counted(self.state.global_step)
             logs["epsilon"] = self._training.epsilon
+            if self._run.mechanism.unit.max_examples_per_person > 1:
+                logs["epsilon_per_person"] = self._run.spent().epsilon_per_person
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
