@@ -260,6 +260,7 @@ def test_a_draw_that_is_left_out_would_shift_the_schedule():
         with pytest.raises(ValueError, match=r"draws 1 to 1 were left out.*without a schedule"):
             optimizer.step()
         break
+    engine.drop_draw()
     engine.detach()
 
 
