@@ -124,7 +124,7 @@ class PrivateStep:
         self.number = -1
         self._last_draw = -1  # the number of the last draw that came
         self._summed_draw = -1  # the number of the draw that the sums belong to
-        self._last_released: int | None = None  # the number of the last draw that was released
+        self._last_released: int | None = None  # number of the last draw that was released, or that before the first
 
     def close(self) -> None:
         """Stop looking at optimizers, and drop the draw that is worked on."""
@@ -194,6 +194,8 @@ class PrivateStep:
                 "data_collator."
             )
         last, self._last_draw = self._last_draw, max(draw.number, self._last_draw)
+        if last < 0:
+            self._last_released = draw.number - 1
         if draw.number <= last:
             raise RuntimeError(
                 "a draw was replayed by the train dataloader, so the examples are not drawn as epsilon assumes: do "

@@ -77,6 +77,19 @@ def test_a_run_that_is_resumed_within_a_pass_pays_for_another(tmp_path, sampling
 
 
 @pytest.mark.parametrize("sampling", [FRESH, PERSISTENT], ids=lambda sampling: sampling.kind)
+def test_an_engine_stops_where_the_first_draw_is_left_out(sampling):
+    """Workers load ahead, and what they loaded is lost with the loader's iterator, so that the first step would be
+    somewhere inside a pass."""
+    engine, model, optimizer, loader = by_engine(mechanism(sampling=sampling))
+    next(iter(loader))
+    engine.drop_draw()
+    with pytest.raises(ValueError, match=rf"draws 0 to 0 were left out.*sampling '{sampling.kind}'"):
+        step_through(model, optimizer, loader, 1)
+    engine.drop_draw()
+    engine.detach()
+
+
+@pytest.mark.parametrize("sampling", [FRESH, PERSISTENT], ids=lambda sampling: sampling.kind)
 def test_an_engine_stops_where_a_draw_is_left_out(sampling):
     engine, model, optimizer, loader = by_engine(mechanism(sampling=sampling))
     step_through(model, optimizer, loader, 2)
