@@ -119,10 +119,12 @@ def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str = "
     if _say_nothing(phases):
         return math.inf
     phases = _merge_similar(phases)
-    bound = _rdp_epsilon(phases, delta)
-    if accountant == "pld":  # both are upper bounds, so their minimum is one
+    bound = math.inf
+    if accountant == "pld":
         exact = all(q == 1 for _, q, _ in phases)
-        bound = min(bound, _gaussian_epsilon(phases, delta) if exact else _pld_epsilon(phases, delta))
+        bound = _gaussian_epsilon(phases, delta) if exact else _pld_epsilon(phases, delta)
+    if bound == math.inf:  # both are upper bounds, and RDP's is the larger one wherever PLD gives any
+        bound = _rdp_epsilon(phases, delta)
     return max(0.0, bound)
 
 

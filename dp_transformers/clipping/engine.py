@@ -308,11 +308,13 @@ class ClippingEngine:
         *,
         groups: Sequence[ParameterGroup] | None = None,
         weights: torch.Tensor | None = None,
+        norms_only: bool = False,
     ) -> torch.Tensor:
         """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that.
 
         Args:
             groups: Clip these in the place of :attr:`groups`.
+            norms_only: Add nothing.
         """
         forward = self._require_forward(losses)
         weights_b = checked_weights(weights, losses)
@@ -324,7 +326,8 @@ class ClippingEngine:
             with without_autocast(losses.device):
                 graph = LossGraph(losses, forward)
                 clip = partial(coefficients, weights_b=weights_b, reduce=reduce)
-                backward = self.mode.begin(forward, groups or self.groups, clip, self.sums, graph)
+                sums = None if norms_only else self.sums
+                backward = self.mode.begin(forward, groups or self.groups, clip, sums, graph)
                 self.go_back(forward, backward)
                 self.sums.watch()
                 graph.go_back(retain_graph=not self.mode.one_pass)

@@ -72,10 +72,11 @@ class Mode(Protocol):
         forward: ForwardPass,
         groups: Sequence[ParameterGroup],
         clip: Clip,
-        sums: GradientSums,
+        sums: GradientSums | None,
         graph: LossGraph | None,
     ) -> BackwardPass:
-        """A backward pass over ``forward`` begins, which ``graph`` can run again; None where the user runs it."""
+        """A backward pass over ``forward`` begins, which ``graph`` can run again; None where the user runs it. Without
+        ``sums`` it only measures."""
 
 
 class MeasuringPass:
@@ -177,7 +178,7 @@ class KeptTerms(MeasuringPass):
         forward: ForwardPass,
         groups: Sequence[ParameterGroup],
         clip: Clip,
-        sums: GradientSums,
+        sums: GradientSums | None,
         *,
         instantiate: bool = False,
         hand_out: bool = False,
@@ -224,17 +225,19 @@ class KeptTerms(MeasuringPass):
             group.lay_together()
             clipped = self._clip(self.squared_norms(group.norms), clipping=group.clipping)
             self._norms.append(clipped.norms_b)
+            if self._sums is None:
+                return
             if self._hand_out:
                 _hand_out(group.terms, clipped)
-            self._add_sums(group, clipped)
+            self._add_sums(group, clipped, self._sums)
 
-    def _add_sums(self, group: _KeptGroup, clipped: Coefficients) -> None:
+    def _add_sums(self, group: _KeptGroup, clipped: Coefficients, sums: GradientSums) -> None:
         cache, shards, small = LastResultCache(), self.forward.trainable.shards, group.small_sums(clipped)
-        for parameter in self._sums.order(group.terms, group.parameters):
+        for parameter in sums.order(group.terms, group.parameters):
             device = shards.unsharded(parameter).device
             terms = group.terms.pop(parameter, [])  # a record is freed as soon as its sum is formed
             parts = (_weighted_sum(term, clipped, device, cache) for term in terms)
-            self._sums.add(parameter, [small[parameter]] if parameter in small else parts, reduce=clipped.reduce)
+            sums.add(parameter, [small[parameter]] if parameter in small else parts, reduce=clipped.reduce)
 
 
 def _hand_out(instances: Mapping[nn.Parameter, list[Term]], clipped: Coefficients) -> None:
@@ -272,7 +275,7 @@ class OnePass:
         forward: ForwardPass,
         groups: Sequence[ParameterGroup],
         clip: Clip,
-        sums: GradientSums,
+        sums: GradientSums | None,
         graph: LossGraph | None,
     ) -> BackwardPass:
         return KeptTerms(forward, groups, clip, sums, instantiate=self.instantiate, hand_out=self.instantiate)
@@ -294,7 +297,7 @@ class TwoPass:
         forward: ForwardPass,
         groups: Sequence[ParameterGroup],
         clip: Clip,
-        sums: GradientSums,
+        sums: GradientSums | None,
         graph: LossGraph | None,
     ) -> BackwardPass:
         (group,) = groups  # several are refused where they are set
@@ -340,7 +343,7 @@ class _FirstOfTwo(MeasuringPass):
         forward: ForwardPass,
         group: ParameterGroup,
         clip: Clip,
-        sums: GradientSums,
+        sums: GradientSums | None,
         graph: LossGraph,
     ):
         super().__init__(forward, instantiate=mode.instantiate)
@@ -364,13 +367,18 @@ class _FirstOfTwo(MeasuringPass):
         self.close_all()
         with exact_arithmetic(self.forward.probe.device):
             clipped = self._clip(self.squared_norms(self._norms), clipping=self._group.clipping)
+        if self._sums is not None:
+            self._form_sums(clipped, self._sums)
+        return clipped.norms_b
+
+    def _form_sums(self, clipped: Coefficients, sums: GradientSums) -> None:
         trainable = self.forward.trainable
         # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out; and a loss times a
         # large coefficient raises what fp16 left out when the norms were measured
         bad = clipped.invalid_b is not None or (torch.float16 in self._graph.dtypes and (clipped.of_sum_b > 1).any())
         if trainable.shards.any_rank(bool(bad), clipped.norms_b.device):
             whole = clipped._replace(reduce=True)
-            kept = KeptTerms(self.forward, [self._group], lambda norm_sq_b, clipping: whole, self._sums)
+            kept = KeptTerms(self.forward, [self._group], lambda norm_sq_b, clipping: whole, sums)
             self.forward.go_back(kept)
             self._graph.go_back(retain_graph=False)
             kept.finish()
@@ -392,7 +400,6 @@ class _FirstOfTwo(MeasuringPass):
                     "often it ran, or is not deterministic. Let it draw from torch's global generator and keep no "
                     "state; for what is not deterministic use clipping_mode='book_keeping', which goes back once."
                 )
-        return clipped.norms_b
 
 
 class _SecondOfTwo:

@@ -101,7 +101,7 @@ def _multiplies_bf16(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None
 
 
-def sum_dtype(p: nn.Parameter) -> torch.dtype:
+def sum_dtype(p: torch.Tensor) -> torch.dtype:
     """Returns the dtype in which gradients of ``p`` are added up and noised: float32 at least, whatever ``p`` is kept
     in."""
     return torch.float32 if p.dtype in HALF else p.dtype

@@ -9,7 +9,7 @@ import torch
 from ...randomness import forked_generators, global_state, set_global_state
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
-from .reference import TOLERANCE, clip
+from .reference import TOLERANCE, measure
 from .synthetic import (
     LossFunction,
     kept_buffers,
@@ -35,7 +35,7 @@ def locality_as_trained(
     with forked_generators(engine.trainable.device), kept_buffers(engine.model):
         torch.manual_seed(0)
         numbers = global_state(engine.trainable.device)
-        norms_b, _, low_precision = clip(engine, replayed, args, kwargs)
+        norms_b, low_precision = measure(engine, replayed, args, kwargs)
         error = locality_error_of(engine, replayed, args, kwargs, batch, norms_b)
         engine.trainable.shards.reshard()
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
@@ -60,7 +60,7 @@ def locality_error_of(
     worst = 0.0
     for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
         moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)
-        moved_b = clip(engine, losses_of, moved_args, moved_kwargs)[0]
+        moved_b = measure(engine, losses_of, moved_args, moved_kwargs)[0]
         same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
         change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
         change[replaced] = 0.0

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_map
 
 from ..clipping_functions import ClippingFunction
 from ..engine import ClippingEngine
-from ..parallel.dtensor import as_dtensor_like, full_tensors, to_local
+from ..parallel.dtensor import as_dtensor_like, full_tensors, is_dtensor, to_local
 from ..precision import sum_dtype
+from ..terms.arithmetic import flat_norm
 from .synthetic import LossFunction, has_batch
 
 # Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is
@@ -31,6 +32,25 @@ def clip(
 ):
     """(B,) norms, the sum of each parameter, clipped where ``clipping`` is given (each of the engine's groups by
     itself), and the lowest precision seen."""
+    losses, low_precision = _forward(engine, losses_of, args, kwargs)
+    groups = [group._replace(clipping=clipping) for group in engine.groups]
+    norms_b = engine.backward(losses, groups=groups)
+    return (
+        norms_b,
+        [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in engine.trainable.parameters],
+        low_precision,
+    )
+
+
+def measure(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict
+) -> tuple[torch.Tensor, torch.dtype]:
+    """(B,) norms, and the lowest precision seen. Nothing is summed."""
+    losses, low_precision = _forward(engine, losses_of, args, kwargs)
+    return engine.backward(losses, norms_only=True), low_precision
+
+
+def _forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict):
     for p in engine.trainable.parameters:
         p.grad = None
     losses = losses_of(*args, **kwargs)
@@ -39,14 +59,7 @@ def clip(
         engine.trainable.low_precision,
         engine.forward.low_precision if engine.forward else torch.float32,
     )
-    low_precision = max(seen, key=TOLERANCE.__getitem__)
-    groups = [group._replace(clipping=clipping) for group in engine.groups]
-    norms_b = engine.backward(losses, groups=groups)
-    return (
-        norms_b,
-        [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in engine.trainable.parameters],
-        low_precision,
-    )
+    return losses, max(seen, key=TOLERANCE.__getitem__)
 
 
 def one_at_a_time(
@@ -112,8 +125,14 @@ def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def length_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    norms = full_tensors(torch.linalg.vector_norm(t.double()) for t in tensors)
-    return torch.stack([norm.cpu() for norm in norms]).norm().float().to(tensors[0].device)
+    norms = [norm.cpu().view(()) for norm in full_tensors(map(_length, tensors))]
+    return torch.stack(norms).norm().float().to(tensors[0].device)
+
+
+def _length(x: torch.Tensor) -> torch.Tensor:
+    if is_dtensor(x):
+        return torch.linalg.vector_norm(x.double())
+    return flat_norm(x.to(sum_dtype(x)).reshape(1, -1)).double()
 
 
 def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:

@@ -40,7 +40,7 @@ from ..owners import reassign_to_parents, warn_about_fallback
 from .causes import true_causes
 from .float32 import in_float32_if_possible, with_float32
 from .locality import locality_as_trained, locality_error_of, require_locality
-from .reference import TOLERANCE, clip, distance, length_of, one_at_a_time, perturbed
+from .reference import TOLERANCE, clip, distance, length_of, measure, one_at_a_time, perturbed
 from .synthetic import (
     LossFunction,
     arguments_of,
@@ -271,7 +271,7 @@ def _compare(
             )
         locality_error = locality_as_trained(engine, losses_of, args, kwargs, batch) if locality else 0.0
         with evaluating(engine.model):
-            norms_b = clip(engine, losses_of, args, kwargs)[0]
+            norms_b = measure(engine, losses_of, args, kwargs)[0]
             if not bool(torch.isfinite(norms_b).all()):
                 raise SelfCheckError(
                     "the gradient of an example of random numbers is not finite, so nothing can be checked. Look for "
