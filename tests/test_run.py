@@ -3,6 +3,7 @@
 import json
 import math
 
+import dp_accounting
 import pytest
 
 from dp_transformers.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
@@ -170,6 +171,14 @@ def test_a_draw_that_was_shown_belongs_to_what_was_begun_last():
 def test_epsilon_of_all_rows_of_a_person(rows, epsilon):
     found = group_epsilon([(1.0, 0.01, 1000)], rows, 1e-5)
     assert epsilon * (1 - 1e-3) <= found <= epsilon * 1.08
+
+
+@pytest.mark.parametrize("before", [[], [(1.0, 0.5, 1)]])
+def test_all_rows_of_a_person_in_full_batches(before):
+    """Each step is then one Gaussian that moves by all of them; sampled steps before cost what they cost alone."""
+    found = group_epsilon([*before, (1.0, 1.0, 5)], 2, 1e-6)
+    exact = dp_accounting.get_epsilon_gaussian(1 / math.sqrt(4 * (5 + len(before))), 1e-6)
+    assert exact <= found <= 1.001 * exact if not before else 30.5 < found < exact
 
 
 def test_sigma_for_all_rows_of_a_person():

@@ -95,14 +95,17 @@ def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> floa
         return math.inf
     parts = []
     for sigma, q, n in phases:
-        chances = stats.binom.pmf(range(rows + 1), rows, q)
-        one = pld.from_mixture_gaussian_mechanism(
-            sigma,
-            list(range(rows + 1)),
-            (chances / chances.sum()).tolist(),
-            value_discretization_interval=grid.interval,
-            log_mass_truncation_bound=grid.log_mass,
-        )
+        if q == 1:
+            one = _one_step(sigma / rows, q, grid.interval, grid.log_mass)
+        else:
+            chances = stats.binom.pmf(range(rows + 1), rows, q)
+            one = pld.from_mixture_gaussian_mechanism(
+                sigma,
+                list(range(rows + 1)),
+                (chances / chances.sum()).tolist(),
+                value_discretization_interval=grid.interval,
+                log_mass_truncation_bound=grid.log_mass,
+            )
         parts.append(one.self_compose(n, grid.tail_mass))
     total = functools.reduce(lambda before, part: before.compose(part, grid.tail_mass), parts)
     return float(total.get_epsilon_for_delta(usable))
