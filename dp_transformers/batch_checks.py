@@ -137,5 +137,5 @@ def refuse_losses_of_other_rows(
         raise ValueError(
             "an example's loss is another one when other examples share its batch: the loss compares them (the "
             "hardest of a batch, ranks, batch statistics). Let per_example_loss_func, or the criterion, compute each "
-            "loss from its own row of the outputs and labels alone."
+            "loss from its own row of the outputs and labels, or of the inputs, alone."
         )

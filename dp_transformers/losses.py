@@ -21,7 +21,8 @@ from torch import nn
 
 IGNORE_INDEX = -100
 
-PerExampleLoss = Callable[[Any, Any], torch.Tensor]  # (model outputs, labels or a tuple of labels) -> (B,)
+# (model outputs, labels or a tuple of labels) -> (B,), or (model, inputs) -> (B,)
+PerExampleLoss = Callable[[Any, Any], torch.Tensor]
 
 _MAPPINGS = {
     "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",  # first: BART is under masked_lm too

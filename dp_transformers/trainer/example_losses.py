@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,33 +11,38 @@ from torch import nn
 
 from ..batch_checks import refuse_losses_of_other_rows
 from ..losses import PerExampleLoss, decoder_inputs
+from ..randomness import seeded_global_generators
+
+
+def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
+    """Return whether a loss is declared as ``f(model, inputs)``, and not as ``f(outputs, labels)``: it then calls the
+    model itself, and batches need no labels."""
+    try:
+        names = list(inspect.signature(loss).parameters)
+    except ValueError:  # some functions that are written in C
+        return False
+    return names[:2] == ["model", "inputs"]
 
 
 class ExampleLosses:
-    """Runs a model on batches of a trainer, with the labels kept out of it, and takes the loss of each example.
+    """Runs a model on batches of a trainer, and takes the loss of each example.
 
     Args:
-        loss: Returns (B,) losses from the model's outputs and the labels.
-        label_names: The columns of a batch that hold labels.
+        loss: Returns (B,) losses, from the model's outputs and the labels, which are kept out of the model; or from
+            the model and the batch, where it is declared with the parameters ``model`` and ``inputs``.
+        label_names: The columns of a batch that hold labels, for a loss that is given labels.
     """
 
     def __init__(self, loss: PerExampleLoss, label_names: Sequence[str]):
         self._loss, self._label_names = loss, label_names
+        self._runs_the_model = runs_the_model(loss)
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """Return the (B,) losses, and the model's outputs."""
-        inputs = dict(inputs)
-        missing = [name for name in self._label_names if name not in inputs]
-        if missing:
-            raise ValueError(
-                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column, "
-                "set label_names, or use a collator that makes labels (DataCollatorForLanguageModeling)."
-            )
-        labels = self._labels_of(inputs)
-        for name in self._label_names:
-            del inputs[name]
-        outputs = model(**{**decoder_inputs(model, labels), **inputs})  # decoder inputs that the batch has win
-        losses = self._loss(outputs, labels)
+        """Return the (B,) losses, and the model's outputs; without outputs where the loss has called the model."""
+        if self._runs_the_model:
+            losses, outputs = self._loss(model, dict(inputs)), {}
+        else:
+            losses, outputs = self._from_outputs(model, dict(inputs))
         if losses.dim() != 1:
             raise ValueError(
                 f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example "
@@ -44,16 +50,42 @@ class ExampleLosses:
             )
         return losses, outputs
 
+    def _from_outputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        missing = [name for name in self._label_names if name not in inputs]
+        if missing:
+            raise ValueError(
+                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column, "
+                "set label_names, or use a collator that makes labels (DataCollatorForLanguageModeling). A loss that "
+                "needs no labels is per_example_loss_func=f with f(model, inputs) -> (B,), which calls the model."
+            )
+        labels = self._labels_of(inputs)
+        for name in self._label_names:
+            del inputs[name]
+        outputs = model(**{**decoder_inputs(model, labels), **inputs})  # decoder inputs that the batch has win
+        return self._loss(outputs, labels), outputs
+
     def _labels_of(self, inputs: Mapping[str, Any]) -> Any:
         labels = tuple(inputs[name] for name in self._label_names)
         return labels[0] if len(labels) == 1 else labels
 
     def refuse_losses_over_the_batch(
-        self, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any], seed: int
+        self, model: nn.Module, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any], seed: int
     ) -> None:
         """Raise ValueError if the losses of half of the rows change when these rows replace all others.
 
         Args:
             seed: Seeds the random numbers that a loss may draw, so that both computations draw the same.
         """
-        refuse_losses_of_other_rows(self._loss, (outputs, self._labels_of(inputs)), losses, seed)
+        if not self._runs_the_model:
+            refuse_losses_of_other_rows(self._loss, (outputs, self._labels_of(inputs)), losses, seed)
+            return
+
+        def loss(rows: Mapping[str, Any]) -> torch.Tensor:
+            return self._loss(model, dict(rows))
+
+        if len(losses) > 1:
+            refuse_losses_of_other_rows(loss, (dict(inputs),), losses, seed)
+            return
+        for _ in range(2):  # ranks that hold parts of the model run it equally often
+            with torch.no_grad(), seeded_global_generators([seed], losses.device):
+                loss(inputs)

@@ -32,7 +32,7 @@ from ..run import PrivacySpent, PrivateRun
 from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
-from .example_losses import ExampleLosses
+from .example_losses import ExampleLosses, runs_the_model
 from .overrides import (
     refuse_order_of_bases,
     refuse_overrides,
@@ -72,7 +72,9 @@ class DPTrainerMixin(Base):
             and `train_dataset` must have a length.
         per_example_loss_func (`Callable`, *optional*): `f(outputs, labels) -> (B,)` losses, each from its own example
             alone, for heads whose per-example loss is not built in, or class weights: see
-            :mod:`dp_transformers.losses` for those that are.
+            :mod:`dp_transformers.losses` for those that are. A function whose first two parameters are called `model`
+            and `inputs` is given the model and the batch instead, for losses without labels or of several forward
+            passes: `f(model, inputs) -> (B,)`.
         kwargs: The other arguments of the class; `compute_loss_func` is refused, because it averages over the batch.
 
     Raises:
@@ -133,8 +135,7 @@ class DPTrainerMixin(Base):
                 "them, a tensor-parallel group, work on the same examples: set expected_batch_size in the arguments."
             )
         refuse_settings(self)
-        if per_example_loss_func is not None and not self.label_names:
-            self.label_names = ["labels"]
+        self._name_labels(per_example_loss_func)
         validate_model(self.model)
         _warn_about_evaluation(args, train_dataset, eval_dataset)
         loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)
@@ -152,6 +153,15 @@ class DPTrainerMixin(Base):
             self._training = TrainerRun(
                 args, len(dataset), self._say, self._about, loss_bound=default_loss_bound(self.model)
             )
+
+    def _name_labels(self, per_example_loss_func: PerExampleLoss | None) -> None:
+        """Set which columns hold labels for a loss of the user's, where the arguments leave it open."""
+        if per_example_loss_func is None:
+            return
+        if not runs_the_model(per_example_loss_func):
+            self.label_names = self.label_names or ["labels"]
+        elif self.args.label_names is None:
+            self.label_names, self.can_return_loss = [], True  # evaluation then asks for the loss without labels
 
     def create_accelerator_and_postprocess(self) -> None:
         with meshes_on_cpu(self.args, self.model):
@@ -278,8 +288,8 @@ class DPTrainerMixin(Base):
             step.check((), dict(rows), lambda **rows: self._example_losses(self.model, rows)[0])
             with self.compute_loss_context_manager():
                 losses, outputs = self._example_losses(self.model, rows)
-            if given.draw & (given.draw - 1) == 0:  # at first, and ever more rarely
-                self._example_losses.refuse_losses_over_the_batch(losses, outputs, rows, given.draw)
+                if given.draw & (given.draw - 1) == 0:  # at first, and ever more rarely
+                    self._example_losses.refuse_losses_over_the_batch(self.model, losses, outputs, rows, given.draw)
             step.clipper.backward(losses)
             if self.args.log_raw_metrics and given.batch.weight:
                 raw += losses.detach().nansum() / step.run.mechanism.at(step.number).expected_batch_size
@@ -429,7 +439,7 @@ def _private_arguments(args: Any, others: Mapping[str, Any]) -> DPTrainingArgume
     if others.get("compute_loss_func") is not None:
         raise ValueError(
             "compute_loss_func returns one loss for the whole batch, from which no example's gradient can be clipped. "
-            "Pass instead per_example_loss_func=f with f(outputs, labels) -> (B,)."
+            "Pass instead per_example_loss_func=f with f(outputs, labels) -> (B,), or f(model, inputs) -> (B,)."
         )
     if packs := [name for name in ("packing", "padding_free") if getattr(args, name, False)]:
         raise ValueError(
