@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from .. import distributed
 from ..checkpoint import rotate
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
+from ..example_losses import ExampleLosses, runs_the_model
 from ..losses import PerExampleLoss, default_loss_bound, find_per_example_loss
 from ..private_loss import loss_release
 from ..randomness import seeded_global_generators
@@ -32,7 +33,6 @@ from ..run import PrivacySpent, PrivateRun
 from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
-from .example_losses import ExampleLosses, runs_the_model
 from .overrides import (
     refuse_order_of_bases,
     refuse_overrides,

@@ -1,4 +1,4 @@
-"""ExampleLosses computes the losses of a training batch, one for each example."""
+"""The losses of a training batch of a model of transformers, one for each example."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch_checks import refuse_losses_of_other_rows
-from ..losses import PerExampleLoss, decoder_inputs
-from ..randomness import seeded_global_generators
+from .batch_checks import refuse_losses_of_other_rows
+from .losses import PerExampleLoss, decoder_inputs
+from .randomness import seeded_global_generators
 
 
 def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
@@ -25,7 +25,7 @@ def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
 
 
 class ExampleLosses:
-    """Runs a model on batches of a trainer, and takes the loss of each example.
+    """Runs a model on batches, and takes the loss of each example.
 
     Args:
         loss: Returns (B,) losses, from the model's outputs and the labels, which are kept out of the model; or from
