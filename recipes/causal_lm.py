@@ -17,7 +17,7 @@ Prompts and completions, of which only the completions are trained:
 
 The same training without privacy, for comparison:
 
-    python recipes/causal_lm.py --noise_multiplier 0 --max_grad_norm 1000000
+    python recipes/causal_lm.py --twin
 
 One row is one example is what is protected: texts are neither packed into one row nor split over several. Perplexity
 is that of all predicted tokens of the held-out texts together, their ends included; what is masked as prompt does not
@@ -35,6 +35,7 @@ import fine_tuning
 import torch
 import torch.nn.functional as F
 from datasets import DatasetDict
+from outcome import Outcome
 from peft import TaskType
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
@@ -253,19 +254,23 @@ def main() -> dict:
         compute_metrics=perplexity,
         preprocess_logits_for_metrics=summed_losses,
     )
-    results, samples = {}, {}
+    perplexities, samples = {}, {}
     for when in ("before", "after"):
         if when == "after":
             fine_tuning.train(trainer)
-        results[f"perplexity_{when}"] = trainer.evaluate()["eval_perplexity"]
+        perplexities[when] = trainer.evaluate()["eval_perplexity"]
         if model_args.max_new_tokens and (model_args.is_split or trainer.is_world_process_zero()):
             samples[f"sample_{when}"] = sample(model, tokenizer, model_args, args.seed)
     trainer.save_model()
-    rows = {
-        "perplexity before": f"{results['perplexity_before']:.2f}  ({len(data['test'])} held-out texts)",
-        "perplexity after": f"{results['perplexity_after']:.2f}",
-    }
-    report = fine_tuning.report(trainer, {**results, **samples}, rows)
+    outcome = Outcome(
+        "perplexity after",
+        perplexities["after"],
+        "perplexity before",
+        perplexities["before"],
+        len(data["test"]),
+        lower_is_better=True,
+    )
+    report = fine_tuning.report(trainer, outcome, samples)
     for name, text in samples.items() if trainer.is_world_process_zero() else ():
         print(f"\n  {name.replace('_', ' ')} training:  {text.strip()}")
     return report

@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 from flags import RecipeParser
+from outcome import NO_CLIPPING, REPORT_NAME, TWIN, TWIN_HELP, Outcome, print_table
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -79,6 +80,7 @@ class Arguments(DPTrainingArguments):
     target_delta: float | None = field(
         default=1e-5, metadata={"help": "The delta of (epsilon, delta); smaller than 1/N."}
     )
+    twin: bool = field(default=False, metadata={"help": TWIN_HELP})
     save_strategy: str = field(
         default="steps", metadata={"help": "When to save checkpoints, from which a command that is repeated goes on."}
     )
@@ -91,6 +93,8 @@ class Arguments(DPTrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.twin:
+            self._drop_privacy()
         if self.target_epsilon is None and self.noise_multiplier is None:
             self.target_epsilon = 8.0
         if str(self.fsdp).lower() in ("true", "false"):
@@ -102,8 +106,14 @@ class Arguments(DPTrainingArguments):
             )
         super().__post_init__()
 
+    def _drop_privacy(self) -> None:
+        self.target_epsilon = self.mechanism = None
+        self.noise_multiplier, self.clipping, self.max_grad_norm = 0.0, "flat", NO_CLIPPING
+        if Path(self.output_dir).name != TWIN:
+            self.output_dir = os.path.join(self.output_dir, TWIN)
 
-PRIVACY = [name for name in DPTrainingArguments.__annotations__ if name != "logging_steps"]
+
+PRIVACY = [*(name for name in DPTrainingArguments.__annotations__ if name != "logging_steps"), "twin"]
 ALSO_TRAINING = [
     "max_steps",
     "lr_scheduler_type",
@@ -313,14 +323,15 @@ def train(trainer: DPTrainer) -> None:
         raise KeyboardInterrupt(f" after {done} steps; type the same command to {way_out}") from None
 
 
-def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
-    """What was spent and ``results``, written to privacy_report.json; the main process prints it as a table, with
-    ``rows`` in it."""
+def report(trainer: DPTrainer, outcome: Outcome, also: dict | None = None) -> dict:
+    """What was spent, the ``outcome`` and what is ``also`` known, written to privacy_report.json. The main process
+    prints what was spent and the outcome as a table."""
     args = trainer.args
-    full = {**trainer.privacy_spent().to_dict(), **results, "lora_BA_norm": lora_movement(trainer.model)}
+    full = {**trainer.privacy_spent().to_dict(), **outcome.to_dict(), **(also or {})}
+    full["lora_BA_norm"] = lora_movement(trainer.model)
     if not trainer.is_world_process_zero():
         return full
-    Path(args.output_dir, "privacy_report.json").write_text(json.dumps(full, indent=2))
+    Path(args.output_dir, REPORT_NAME).write_text(json.dumps(full, indent=2))
     table = {
         **epsilon_in_words(full),
         "delta": f"{full['delta']:g}",
@@ -329,14 +340,15 @@ def report(trainer: DPTrainer, results: dict, rows: dict[str, str]) -> dict:
         "examples expected per step)",
         "steps": f"{full['steps']}",
         "clipping bound (C)": f"{full['max_grad_norm']:g}",
-        **rows,
+        **outcome.rows(full, args.output_dir),
     }
     if full["lora_BA_norm"] is not None:
         table["LoRA moved: |BA|"] = f"{full['lora_BA_norm']:.4f}  (0 before training)"
     table["model, ledger, report"] = args.output_dir
-    table["to hand over"] = f"dp-transformers report {args.output_dir}"
-    width = max(map(len, table))
-    print("\n" + "\n".join(f"  {name:<{width}}  {value}" for name, value in table.items()))
+    table["to hand over"] = "nothing: this training is NOT PRIVATE"
+    if full["private"]:
+        table["to hand over"] = f"dp-transformers report {args.output_dir}"
+    print_table(table)
     return full
 
 

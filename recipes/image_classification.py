@@ -4,7 +4,7 @@
 
 The same training without privacy, for comparison:
 
-    python recipes/image_classification.py --no_privacy
+    python recipes/image_classification.py --twin
 
 4,000 of 5,000 digits of MNIST are trained on, the others are held out.
 """
@@ -61,7 +61,7 @@ def main() -> dict:
     before = plain_loop.accuracy(model, *test)
 
     engine, first_epoch = None, 0
-    if not args.no_privacy:
+    if not args.twin:
         engine = PrivacyEngine(accountant="pld", ledger_dir=args.output_dir)
         model, optimizer, loader = engine.make_private_with_epsilon(
             module=model,
@@ -87,7 +87,7 @@ def main() -> dict:
             )
         print(f"epoch {epoch + 1:2}: test accuracy {plain_loop.accuracy(model, *test):.4f}", flush=True)
 
-    return plain_loop.report(args, engine, before, plain_loop.accuracy(model, *test))
+    return plain_loop.report(args, engine, model, test, before)
 
 
 if __name__ == "__main__":

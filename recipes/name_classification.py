@@ -4,7 +4,7 @@
 
 The same training without privacy, for comparison:
 
-    python recipes/name_classification.py --no_privacy
+    python recipes/name_classification.py --twin
 
 10,676 of 13,345 surnames from 15 countries are trained on, the others are held out.
 """
@@ -73,7 +73,7 @@ def main() -> dict:
     before = plain_loop.accuracy(model, *test)
 
     engine, first_epoch = None, 0
-    if not args.no_privacy:
+    if not args.twin:
         engine = PrivacyEngine(accountant="pld", ledger_dir=args.output_dir)
         model, optimizer, loader = engine.make_private_with_epsilon(
             module=model,
@@ -99,7 +99,7 @@ def main() -> dict:
             )
         print(f"epoch {epoch + 1:2}: test accuracy {plain_loop.accuracy(model, *test):.4f}", flush=True)
 
-    return plain_loop.report(args, engine, before, plain_loop.accuracy(model, *test))
+    return plain_loop.report(args, engine, model, test, before)
 
 
 if __name__ == "__main__":

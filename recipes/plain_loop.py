@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
 from flags import RecipeParser
+from outcome import REPORT_NAME, TWIN, TWIN_HELP, Outcome, print_table
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset, random_split
 
 from dp_transformers import PrivacyEngine
 from dp_transformers.reports.words import up
 
-PRIVACY = ["target_epsilon", "target_delta", "expected_batch_size", "max_grad_norm", "no_privacy"]
+PRIVACY = ["target_epsilon", "target_delta", "expected_batch_size", "max_grad_norm", "twin"]
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Arguments:
     max_grad_norm: float = field(
         default=1.0, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
     )
-    no_privacy: bool = field(default=False, metadata={"help": "Train the same without privacy, for comparison."})
+    twin: bool = field(default=False, metadata={"help": TWIN_HELP})
     output_dir: str = field(default="outputs/plain_loop", metadata={"help": "Where model, ledger and report go."})
     num_train_epochs: int = field(default=20, metadata={"help": "Passes over the data, on average."})
     per_device_train_batch_size: int | None = field(
@@ -39,6 +40,10 @@ class Arguments:
     learning_rate: float = field(default=5e-3, metadata={"help": "Of Adam; private training wants larger ones."})
     seed: int = field(default=0, metadata={"help": "Of split and initial weights, never of the noise."})
     use_cpu: bool = field(default=False, metadata={"help": "Train on the CPU, also where there is a GPU."})
+
+    def __post_init__(self) -> None:
+        if self.twin:
+            self.output_dir = os.path.join(self.output_dir, TWIN)
 
     @property
     def device(self) -> str:
@@ -88,20 +93,23 @@ def accuracy(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> fl
     return float(sum(right)) / len(labels)
 
 
-def report(args: Arguments, engine: PrivacyEngine | None, before: float, after: float) -> dict:
+def report(args: Arguments, engine: PrivacyEngine | None, model: nn.Module, test: tuple, before: float) -> dict:
     """Print and return what was spent and what was learned, and write it to privacy_report.json, beside the
     certificate."""
-    spent = {"epsilon": math.inf} if engine is None else engine.privacy_spent(args.target_delta).to_dict()
-    full = {**spent, "accuracy_before": before, "test_accuracy": after}
+    inputs, labels = test
+    majority = float(labels.bincount().max()) / len(labels)
+    outcome = Outcome("test accuracy", accuracy(model, inputs, labels), "majority baseline", majority, len(labels))
+    spent = (
+        {"private": False, "epsilon": None} if engine is None else engine.privacy_spent(args.target_delta).to_dict()
+    )
+    full = {**spent, **outcome.to_dict(), "accuracy_before": before}
+    table = {"epsilon": "infinite: NOT PRIVATE", "to hand over": "nothing: this training is NOT PRIVATE"}
     if engine is not None:
         engine.write_certificate(args.target_delta)
         engine.detach()
-        Path(args.output_dir, "privacy_report.json").write_text(json.dumps(full, indent=2))
-    print(
-        "\n  epsilon        "
-        + ("infinite: NOT PRIVATE" if engine is None else f"{up(full['epsilon'])} at delta = {args.target_delta:g}")
-    )
-    print(f"  test accuracy  {after:.4f}  ({before:.4f} before training)")
-    if engine is not None:
-        print(f"  to hand over   dp-transformers report {args.output_dir}")
+        table["epsilon"] = f"{up(full['epsilon'])} at delta = {args.target_delta:g}"
+        table["to hand over"] = f"dp-transformers report {args.output_dir}"
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    Path(args.output_dir, REPORT_NAME).write_text(json.dumps(full, indent=2))
+    print_table({"epsilon": table["epsilon"], **outcome.rows(full, args.output_dir), **table})
     return full

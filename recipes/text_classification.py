@@ -12,7 +12,7 @@ Your own model and data, all parameters, a GPU, several processes:
 
 The same training without privacy, for comparison:
 
-    python recipes/text_classification.py --noise_multiplier 0 --max_grad_norm 1000000
+    python recipes/text_classification.py --twin
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import fine_tuning
 import numpy as np
 import torch
 from datasets import DatasetDict
+from outcome import Outcome
 from peft import TaskType
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 
@@ -95,11 +96,6 @@ def build_model(path: str, num_labels: int, args: ModelArguments):
     return fine_tuning.add_lora(model, args, TaskType.SEQ_CLS)
 
 
-def accuracy_in_words(accuracy: float, baseline: float) -> str:
-    learned = "" if accuracy > baseline else "  (not above the baseline: nothing was learned)"
-    return f"{accuracy:.4f}{learned}"
-
-
 def main() -> dict:
     data_args, model_args, args = fine_tuning.parse_arguments(__doc__, DataArguments, ModelArguments, Arguments)
     with args.main_process_first(desc="fetching and tokenizing"):
@@ -126,9 +122,7 @@ def main() -> dict:
     accuracy = trainer.evaluate()["eval_accuracy"]
     trainer.save_model()
     return fine_tuning.report(
-        trainer,
-        {"test_accuracy": accuracy, "majority_baseline": majority},
-        {"test accuracy": accuracy_in_words(accuracy, majority), "majority baseline": f"{majority:.4f}"},
+        trainer, Outcome("test accuracy", accuracy, "majority baseline", majority, len(data["test"]))
     )
 
 

@@ -28,6 +28,7 @@ import psutil
 import pytest
 import text_classification
 import torch
+from outcome import Outcome
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -160,10 +161,41 @@ def test_the_person_comes_first(task, tmp_path, call, capsys):
         assert exact <= float(shown[1]) < exact + 2e-3, "rounded up"
 
 
-def test_an_accuracy_that_anybody_has_is_called_so():
-    assert text_classification.accuracy_in_words(0.61, 0.6) == "0.6100"
-    for accuracy in (0.6, 0.59):
-        assert text_classification.accuracy_in_words(accuracy, 0.6).endswith("nothing was learned)")
+@pytest.mark.parametrize("lower_is_better", [False, True])
+def test_a_result_that_anybody_has_is_called_so(tmp_path, lower_is_better):
+    def shown(value):
+        result = Outcome("result", value, "baseline", 0.6, 30, lower_is_better)
+        return result.rows({}, str(tmp_path))["result"]
+
+    better, worse = (0.59, 0.61) if lower_is_better else (0.61, 0.59)
+    assert shown(better) == f"{better:.4f}  (on 30 held-out examples)"
+    for value in (0.6, worse):
+        assert shown(value).endswith("nothing was learned)")
+
+
+def test_twin_and_private_training_stand_beside_each_other(task, tmp_path, call, capsys):
+    flags = [*classifier_flags(task, tmp_path), "--full"]
+
+    def row(name):
+        found = re.search(rf"^  {re.escape(name)} +(.*)", capsys.readouterr().out, re.M)
+        return found and found[1]
+
+    private = call(text_classification, *flags)
+    assert row("without privacy (twin)") == "not trained yet: the same command with --twin"
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    twin = call(text_classification, *flags, "--target_epsilon", 3, "--clipping", "auto_s", "--twin")
+    said = capsys.readouterr().out
+    assert f"  with privacy              {private['test_accuracy']:.4f}\n" in said
+    assert "infinite: NOT PRIVATE" in said and "dp-transformers report" not in said
+    assert (twin["private"], twin["noise_multiplier"], twin["max_grad_norm"]) == (False, 0, 1e6)
+    assert twin == json.loads((tmp_path / "twin" / "privacy_report.json").read_text())
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before, "untouched"
+    assert call(text_classification, *flags) == private
+    assert row("without privacy (twin)") == f"{twin['test_accuracy']:.4f}"
+    other = {**twin, "steps": 4, "num_examples": 7}
+    (tmp_path / "twin" / "privacy_report.json").write_text(json.dumps(other))
+    call(text_classification, *flags)
+    assert row("without privacy (twin)").endswith("(of another training: num examples 7, steps 4)")
 
 
 @pytest.mark.parametrize(
@@ -659,7 +691,7 @@ def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
     assert private["epsilon"] == pytest.approx(4, rel=0.01)
     assert 0 <= private["test_accuracy"] <= 1
     stdout = capsys.readouterr().out
-    for word in ("epoch  2: test accuracy", "epsilon", "at delta = 0.001", "before training"):
+    for word in ("epoch  2: test accuracy", "epsilon", "at delta = 0.001", "majority baseline"):
         assert word in stdout
     assert "NOT PRIVATE" not in stdout
     assert json.loads((tmp_path / "o" / "privacy_report.json").read_text()) == private
@@ -668,15 +700,20 @@ def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
     assert again == private  # there is nothing left to train
     stdout = capsys.readouterr().out
     assert "going on with the training" in stdout and "epoch" not in stdout
-    twin = call(recipe, *flags, "--no_privacy", "--num_train_epochs", 25, "--learning_rate", 0.01)
+    twin = call(recipe, *flags, "--twin", "--num_train_epochs", 25, "--learning_rate", 0.01)
     assert twin["accuracy_before"] == private["accuracy_before"]  # the same start and split
-    assert twin["epsilon"] == float("inf")
-    assert "NOT PRIVATE" in capsys.readouterr().out
+    assert (twin["private"], twin["epsilon"]) == (False, None)
+    assert twin == json.loads((tmp_path / "o" / "twin" / "privacy_report.json").read_text())
+    stdout = capsys.readouterr().out
+    assert "infinite: NOT PRIVATE" in stdout and "dp-transformers report" not in stdout
+    assert f"  with privacy       {private['test_accuracy']:.4f}\n" in stdout
     assert (
         twin["test_accuracy"] > {name_classification: 0.12, image_classification: 0.8}[recipe]
     )  # guessing: 0.07 and 0.1
     assert call(recipe, "--help") == 0
-    assert "--no_privacy" in capsys.readouterr().out
+    assert "--twin" in capsys.readouterr().out
+    assert call(recipe, *flags, "--target_epsilon", 4, "--per_device_train_batch_size", 32) == private
+    assert f"  without privacy (twin)  {twin['test_accuracy']:.4f}" in capsys.readouterr().out
 
 
 def test_names_are_encoded_by_a_fixed_alphabet():
