@@ -27,14 +27,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from datasets import DatasetDict
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_transformers import PrivacyEngine
+from dp_transformers import PrivacyEngine, PrivacySpent
 
 from .harness import Row, machine
 
@@ -106,31 +108,13 @@ def run_recipe(epsilon: float, seed: int, threads: int) -> Row:
 
 def run_head(epsilon: float, seed: int, threads: int) -> Row:
     """A linear layer on embeddings, split and shuffled as the recipe does it."""
-    (x, y), (x_test, y_test) = split(seed)
-    torch.manual_seed(seed)
-    model, engine = nn.Linear(x.shape[1], 2), PrivacyEngine()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=HEAD_LEARNING_RATE, weight_decay=0.0)
-    parts = {
-        "module": model,
-        "optimizer": optimizer,
-        "data_loader": DataLoader(TensorDataset(x, y), batch_size=BATCH),
-    }
+    optimizer = partial(torch.optim.AdamW, lr=HEAD_LEARNING_RATE, weight_decay=0.0)
     if epsilon == math.inf:
-        _, _, loader = engine.make_private(**parts, noise_multiplier=0.0, max_grad_norm=NO_CLIPPING)
+        accuracy, spent = train_head(seed, optimizer, {"noise_multiplier": 0.0, "max_grad_norm": NO_CLIPPING})
     else:
         budget = {"target_epsilon": epsilon, "target_delta": DELTA, "epochs": EPOCHS}
-        _, _, loader = engine.make_private_with_epsilon(**parts, **budget, max_grad_norm=1.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, EPOCHS * loader.steps_per_epoch)
-    for _ in range(EPOCHS):
-        for features, labels in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(features), labels).backward()
-            optimizer.step()
-            schedule.step()
-    engine.detach()
-    spent = engine.privacy_spent(DELTA)
-    with torch.no_grad():
-        accuracy = float((model(x_test).argmax(1) == y_test).float().mean())
+        accuracy, spent = train_head(seed, optimizer, {**budget, "max_grad_norm": 1.0})
+    y_test = split(seed)[1][1]
     return {
         "noise_multiplier": spent.noise_multiplier,
         "steps": spent.steps,
@@ -142,20 +126,54 @@ def run_head(epsilon: float, seed: int, threads: int) -> Row:
     }
 
 
+def train_head(
+    seed: int, optimizer_of: Callable[..., torch.optim.Optimizer], privacy: dict[str, Any], batch_size: int = BATCH
+) -> tuple[float, PrivacySpent]:
+    """The accuracy of a linear layer on embeddings, and what its training spent.
+
+    Args:
+        optimizer_of: Makes the optimizer of the parameters.
+        privacy: What make_private is given, or make_private_with_epsilon if it says target_epsilon.
+    """
+    (x, y), (x_test, y_test) = split(seed)
+    torch.manual_seed(seed)
+    model, engine = nn.Linear(x.shape[1], 2), PrivacyEngine()
+    optimizer = optimizer_of(model.parameters())
+    make = engine.make_private_with_epsilon if "target_epsilon" in privacy else engine.make_private
+    loader = DataLoader(TensorDataset(x, y), batch_size=batch_size)
+    _, _, loader = make(module=model, optimizer=optimizer, data_loader=loader, **privacy)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, EPOCHS * loader.steps_per_epoch)
+    for _ in range(EPOCHS):
+        for features, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(features), labels).backward()
+            optimizer.step()
+            schedule.step()
+    engine.detach()
+    with torch.no_grad():
+        accuracy = float((model(x_test).argmax(1) == y_test).float().mean())
+    return accuracy, engine.privacy_spent(DELTA)
+
+
 RUNS: dict[str, Callable[[float, int, int], Row]] = {"lora": run_recipe, "head": run_head}
 
 
 def split(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Embeddings and labels for training and for the test, of the split that the recipe makes with this seed."""
-    import assets
-    import fine_tuning
-
-    data = fine_tuning.read_examples(fine_tuning.DataArguments(), assets.movie_sentences, {}, seed)
+    data = examples(seed)
     of = embeddings()
     return [
         (torch.stack([of[text] for text in data[part]["text"]]), torch.tensor(data[part]["label"]))
         for part in ("train", "test")
     ]
+
+
+def examples(seed: int) -> DatasetDict:
+    """The split that the recipe makes with this seed."""
+    import assets
+    import fine_tuning
+
+    return fine_tuning.read_examples(fine_tuning.DataArguments(), assets.movie_sentences, {}, seed)
 
 
 @cache
