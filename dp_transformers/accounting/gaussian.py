@@ -85,30 +85,36 @@ def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
 
 def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> float:
     from dp_accounting.pld import privacy_loss_distribution as pld
-    from scipy import stats
 
     steps = sum(n for _, _, n in phases)
     usable = delta - FLOAT_ROUNDING * (10 + steps)
-    alike = tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases)
-    grid = _grid(alike, steps, delta)
+    grid = _grid(phases, steps, delta, rows)
     if usable < delta / 2 or grid.interval > _MAX_INTERVAL:
         return math.inf
     parts = []
     for sigma, q, n in phases:
-        if q == 1:
-            one = _one_step(sigma / rows, q, grid.interval, grid.log_mass)
-        else:
-            chances = stats.binom.pmf(range(rows + 1), rows, q)
-            one = pld.from_mixture_gaussian_mechanism(
+        one = (
+            _one_step(sigma / rows, q, grid.interval, grid.log_mass)
+            if q == 1
+            else pld.from_mixture_gaussian_mechanism(
                 sigma,
                 list(range(rows + 1)),
-                (chances / chances.sum()).tolist(),
+                _taken(q, rows).tolist(),
                 value_discretization_interval=grid.interval,
                 log_mass_truncation_bound=grid.log_mass,
             )
+        )
         parts.append(one.self_compose(n, grid.tail_mass))
     total = functools.reduce(lambda before, part: before.compose(part, grid.tail_mass), parts)
     return float(total.get_epsilon_for_delta(usable))
+
+
+def _taken(q: float, rows: int) -> np.ndarray:
+    """The probabilities that a draw takes 0, 1, ... of so many rows."""
+    from scipy import stats
+
+    chances = stats.binom.pmf(range(rows + 1), rows, q)
+    return chances / chances.sum()
 
 
 def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str = "pld", *, rows: int = 1) -> float:
@@ -240,7 +246,7 @@ def _gaussian_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
         return float(dp_accounting.get_epsilon_gaussian(sum(n / sigma**2 for sigma, _, n in phases) ** -0.5, usable))
 
 
-def _grid(phases: tuple[Phase, ...], steps: int, delta: float) -> _Grid:
+def _grid(phases: tuple[Phase, ...], steps: int, delta: float, rows: int = 1) -> _Grid:
     """Connect-the-Dots is an upper bound on any grid; its cost goes with 1 / interval, its excess with interval².
 
     Rounding a loss to the grid adds at most interval² / 4 to its variance, so the interval is a sixteenth of the
@@ -249,8 +255,8 @@ def _grid(phases: tuple[Phase, ...], steps: int, delta: float) -> _Grid:
     grows.
     """
     log_mass = math.log(_NEGLIGIBLE * delta) - math.log(4) * math.ceil(math.log(steps, 4))
-    variance = sum(n * _loss_variance(sigma, q) for sigma, q, n in phases)
-    widest = max(_loss_range(sigma, q, math.sqrt(-2 * log_mass)) for sigma, q, _ in phases)
+    variance = sum(n * _loss_variance(sigma, q, rows) for sigma, q, n in phases)
+    widest = max(_loss_range(sigma, q, math.sqrt(-2 * log_mass), rows) for sigma, q, _ in phases)
     composed = variance / widest + 16 * math.sqrt(variance)  # the range that dp_accounting's Chernoff bounds leave
     fewest, most = _CELLS
     interval = max(
@@ -268,14 +274,24 @@ def loss_interval(phases: Iterable[Phase], delta: float) -> float:
     return min(1.0, _grid(phases, sum(n for *_, n in phases), delta).interval) if phases else 1.0
 
 
-def _loss_variance(sigma: float, q: float) -> float:
-    """Variance of one step's privacy loss, roughly: χ² where losses are small, else that of two separate modes."""
+def _loss_variance(sigma: float, q: float, rows: int) -> float:
+    """Variance of one step's privacy loss, roughly: χ² where losses are small, else that of separate modes, one for
+    each number of rows that a draw can take."""
     x = sigma**-2
-    return min(q * q * math.expm1(min(x, 700.0)), q * x + q * (1 - q) * x * x / 4)
+    if rows == 1:
+        return min(q * q * math.expm1(min(x, 700.0)), q * x + q * (1 - q) * x * x / 4)
+    import numpy as np
+
+    taken, squares = _taken(q, rows), np.arange(rows + 1.0) ** 2
+    small = taken @ np.expm1(np.minimum(np.sqrt(np.outer(squares, squares)) * x, 700.0)) @ taken
+    mean = taken @ squares
+    return float(min(small, mean * x + taken @ (squares - mean) ** 2 * x * x / 4))
 
 
-def _loss_range(sigma: float, q: float, z: float) -> float:
-    """Spread of one step's privacy loss over outcomes within z standard deviations."""
+def _loss_range(sigma: float, q: float, z: float, rows: int) -> float:
+    """Spread of one step's privacy loss over outcomes within z standard deviations, as if a draw that takes any row
+    took all."""
+    sigma, q = sigma / rows, 1 - (1 - q) ** rows if rows > 1 else q
     unsampled = z / sigma + 0.5 / sigma**2
     upper = unsampled + math.log(q) if unsampled > 700 else math.log1p(q * math.expm1(unsampled))
     lower = -unsampled if q == 1 else math.log1p(q * math.expm1(-unsampled))
