@@ -18,9 +18,11 @@ from dp_transformers.accounting import (
     calibrate_noise_multiplier,
     calibration,
     compute_epsilon,
+    event_epsilon,
     gaussian,
 )
 from dp_transformers.accounting.arguments import ACCOUNTANTS
+from dp_transformers.accounting.events import event_accountant
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -68,6 +70,8 @@ REFERENCE = [
     (10 / 6, 1.0, 25, 0.78760074, 1.0, None),
     (3**0.5, 1.0, 3, 0.126936, 1.0, None),
     (4.530877117, 1.0, 1, 1e-6, None, 1.0),
+    (0.35, 1.0, 2, 1e-5, 24.7160779, 26.2880374),
+    (0.35, 0.01, 120, 1e-5, 18.6977407, 22.6248601),
 ]
 
 
@@ -100,6 +104,128 @@ def test_agrees_with_prv_accountant(q, steps):
         assert epsilon == pytest.approx(upper - 0.01, rel=1e-3, abs=1e-3)
 
 
+# The columns of other accountants beside some rows of REFERENCE: upper bounds of the PRV accountant, made to be 0.01 high,
+# and the estimate of Gaussian DP in the limit of many steps, μ = q√(T(exp(1/σ²) - 1)), which is no bound: ε is above it
+# where steps are many and q is small, and below for one full batch.
+BESIDE = [
+    (1.5, 0.04, 2249, 1e-5, 6.777395712150674, 6.5998),
+    (1.5, 0.04, 2250, 1e-5, 6.779132, 6.601567),
+    (1.0, 0.01, 300, 1e-5, 1.078196, 0.833533),
+    (1.1, 256 / 60000, 14040, 1e-5, 2.389701, 2.322227),
+    (1.0, 0.001, 10000, 1e-5, 0.485808, 0.457506),
+    (0.6, 0.005, 2000, 1e-6, 6.363008, 4.164794),
+    (2.0, 0.1, 1000, 1e-5, 8.289703, 8.112042),
+    (1.0, 1.0, 1, 1e-5, 4.387414, 6.007077),
+    (1.3232421875, 0.04, 2250, 1e-5, None, 7.9951),
+]
+
+
+@pytest.mark.parametrize(("sigma", "q", "steps", "delta", "prv", "estimate"), BESIDE)
+def test_between_an_estimate_and_the_bound_of_prv(sigma, q, steps, delta, prv, estimate):
+    found = compute_epsilon(sigma, q, steps, delta)
+    limit = gaussian_epsilon(delta, q * math.sqrt(steps * math.expm1(sigma**-2)))
+    assert limit == pytest.approx(estimate, rel=1e-5)
+    assert (found > estimate) == (steps > 1)
+    assert prv is None or prv - 0.011 <= found <= prv
+
+
+def rdp(phases, orders):
+    """The Rényi divergences that ε by "rdp" is made of."""
+    total = sum(n * gaussian._rdp(sigma, q) for sigma, q, n in phases)
+    return [float(total[gaussian.ORDERS.index(order)]) for order in orders]
+
+
+# RDP of ten steps at q = 0.1, σ = 2, and of fifty at q = 0.01, σ = 2.5. At order 1.5 the exact value by mpmath is
+# 6.500708972e-4, and dp_accounting's, 3.2% above, is a bound. Order 100 lies between two that are used.
+@pytest.mark.parametrize(
+    ("phase", "order", "published", "rel"),
+    [
+        ((2.0, 0.1, 10), 5, 0.07737, 1e-4),
+        ((2.5, 0.01, 50), 1.5, 6.70579741e-4, 1e-6),
+        ((2.5, 0.01, 50), 2.5, 1.08548710e-3, 1e-6),
+        ((2.5, 0.01, 50), 5, 2.18075656e-3, 1e-6),
+        ((2.5, 0.01, 50), 50, 2.38460375e-2, 1e-6),
+        ((2.5, 0.01, 50), 2.5, 0.001085, 1e-3),
+        ((2.5, 0.01, 50), 5, 0.00218075, 1e-5),
+        ((2.5, 0.01, 50), 50, 0.023846, 1e-4),
+    ],
+)
+def test_published_rdp(phase, order, published, rel):
+    assert rdp([phase], [order]) == [pytest.approx(published, rel=rel)]
+
+
+def test_rdp_is_above_its_exact_value_and_between_its_neighbours():
+    assert 6.500708972e-4 <= rdp([(2.5, 0.01, 50)], [1.5])[0] <= 1.04 * 6.500708972e-4
+    below, above = rdp([(2.5, 0.01, 50)], [96, 112])
+    assert below < 167.416307 < above and 112 / 96 * below == pytest.approx(167.416307 * 112 / 100, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("phases", "orders", "epsilon", "best"),
+    [
+        ([(1.0, 1e-5, 10), (3.0, 1e-4, 4)], range(2, 33), 0.336344, 23),
+        ([(1.0, 0.01, 300)], [2, 5, 10, 20], 2.393329, 5),
+    ],
+)
+def test_published_epsilons_of_few_orders(phases, orders, epsilon, best):
+    """More orders can only bring ε down."""
+    from dp_accounting.rdp import compute_epsilon as of_orders
+
+    assert of_orders(list(orders), rdp(phases, orders), 1e-5) == (pytest.approx(epsilon, rel=1e-5), best)
+    ours = gaussian.epsilon_of_phases(phases, 1e-5, "rdp")
+    assert gaussian.epsilon_of_phases(phases, 1e-5) < ours <= epsilon * (1 + 1e-5)
+
+
+def test_a_published_bound_by_few_orders_is_far_above():
+    """TensorFlow Privacy's ε for σ = 0.1, by order 1.25; in 976,563 steps of which each example is in about 10."""
+    assert compute_epsilon(0.1, 1024 / 1e8, 976563, 1e-7, "rdp") < 5907982.3113978775 / 1000
+    from dp_accounting.rdp import compute_epsilon as of_orders
+
+    assert of_orders(list(range(2, 33)), [1.1] * 31, 1e-5) == (pytest.approx(1.32783806176, rel=1e-10), 32)
+
+
+# dp_accounting's own tests: events of a user's own sampling. Its grid of 1e-4 takes 40 s for the first.
+@pytest.mark.parametrize(
+    ("make", "accountant", "relation", "bound"),
+    [
+        (
+            lambda dp: [(dp.dp_event.MixtureOfGaussiansDpEvent(1.0, [0.0, 1.0, 2.0], [0.2, 0.6, 0.2]), 3),
+                        (dp.dp_event.MixtureOfGaussiansDpEvent(2.0, [0.0, 2.0, 3.0], [0.33, 0.34, 0.33]), 2)],
+            "pld", "add_or_remove_one", 17.193115,
+        ),
+        (
+            lambda dp: [(dp.TruncatedSubsampledGaussianDpEvent(n, 0.5, 2, 1.0), k) for n, k in ((4, 3), (3, 2))],
+            "pld", "add_or_remove_one", 17.904330,
+        ),
+        (lambda dp: [(dp.SingleEpochTreeAggregationDpEvent(1.13, 1600), 1)], "rdp", "replace_special", 19.74),
+        (lambda dp: [(dp.SingleEpochTreeAggregationDpEvent(8.83, 1600), 1)], "rdp", "replace_special", 2.04),
+    ],
+    ids=["mixture", "truncated", "tree", "tree, more noise"],
+)  # fmt: skip
+def test_published_events(make, accountant, relation, bound):
+    import dp_accounting as dp
+
+    whole = dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count in make(dp)])
+    if accountant == "rdp":
+        assert 0.85 * bound < event_epsilon(whole, 1e-6, accountant, relation=relation) < bound
+    else:
+        counted = event_accountant(accountant, relation, interval=2e-3).compose(whole)
+        assert counted.get_epsilon(1e-6) == pytest.approx(bound, rel=1e-3)
+
+
+def test_composed_gaussians_move_with_the_number_of_steps():
+    """One more step of 9,999 at σ = 100, δ = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ) with μ = √T/σ, and two σ together, whose μ²
+    add up: 50 steps at 10 and 50 at 5 have δ(4) = 0.0164557."""
+    for epsilon in (0.1, 1.0):
+        few, many = (gaussian_delta(epsilon, math.sqrt(steps) / 100) for steps in (9_999, 10_000))
+        assert compute_epsilon(100.0, 1.0, 9_999, few) == pytest.approx(epsilon, rel=1e-6)
+        assert compute_epsilon(100.0, 1.0, 10_000, few) > epsilon * (1 + 1e-6) and few < many
+    assert compute_epsilon(100.0, 1.0, 10_000, 1e-15) < 10 < 100
+    both = gaussian_delta(4.0, math.sqrt(50 / 100 + 50 / 25))
+    assert both == pytest.approx(0.0164557, rel=1e-5)
+    assert gaussian.epsilon_of_phases([(10.0, 1.0, 50), (5.0, 1.0, 50)], both) == pytest.approx(4.0, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("accountant", "steps", "sigma"),
     [("rdp", 2250, 1.416), ("rdp", 2000, 1.3562), ("pld", 2250, 1.34766), ("pld", 2000, 1.2915)],
@@ -113,10 +239,12 @@ def test_reference_noise(accountant, steps, sigma):
 
 @pytest.mark.parametrize(("accountant", "epsilon"), [("pld", 1.615079), ("rdp", 1.894613)])
 def test_two_phases(accountant, epsilon):
+    """The bound of PRV is 1.625192."""
     run = PrivacyAccountant(accountant)
     run.step(noise_multiplier=1.0, sample_rate=0.01, steps=500)
     run.step(noise_multiplier=2.0, sample_rate=0.02, steps=500)
     assert run.epsilon(1e-5) == pytest.approx(epsilon, rel=1e-3)
+    assert accountant == "rdp" or 1.625192 - 0.011 < run.epsilon(1e-5) < 1.625192
 
 
 # --- exact values ----------------------------------------------------------------------------------------------------

@@ -31,10 +31,37 @@ def epsilon(examples, batch, cap, sigma, steps, relation="replace_special"):
 
 @pytest.mark.parametrize(
     ("cap", "expected"),
-    [(960, 7.23002), (1053, 2.56330), (1084, 1.06281), (1100, 1.0277), (1115, 1.02389), (1150, 1.0238)],
-)
+    [
+        (960, 7.23002), (991, 5.59801), (1022, 4.17291), (1053, 2.56330), (1084, 1.06281),
+        (1100, 1.0277), (1115, 1.02389), (1130, 1.0238), (1150, 1.0238),
+    ],
+)  # fmt: skip
 def test_a_cap_near_the_mean_of_960_costs_a_lot(cap, expected):
     assert epsilon(100_000, 960, cap, 1.0, 300) == pytest.approx(expected, rel=1e-3)
+
+
+def older_bound(cap, sigma=1.0, steps=300, examples=100_000, batch=960):
+    """Chua et al. 2024 (arXiv 2411.04205): δ of Poisson sampling at ε, and T(1 + e^ε)·P[Bin(N, q) > cap] more."""
+    beyond, found = steps * stats.binom.sf(cap, examples, batch / examples), 0.0
+    for _ in range(20):
+        if (left := DELTA - (1 + math.exp(found)) * beyond) <= 0:
+            return math.inf
+        found = compute_epsilon(sigma, batch / examples, steps, left)
+    return found
+
+
+def test_the_older_bound_of_a_cap_is_far_above():
+    assert compute_epsilon(1.0, 0.0096, 300, DELTA) == pytest.approx(1.02348, rel=1e-3)
+    assert [older_bound(cap) for cap in (960, 1084, 1100, 1130)] == [math.inf] * 4
+    assert older_bound(1150) == pytest.approx(1.036, rel=1e-3)
+
+
+@pytest.mark.parametrize(("examples", "batch", "sigma", "steps"), [(100_000, 960, 1.0, 300), (10_000, 500, 2.0, 500)])
+def test_five_standard_deviations_above_the_mean_are_free(examples, batch, sigma, steps):
+    deviation = math.sqrt(batch * (1 - batch / examples))
+    assert examples != 100_000 or deviation == pytest.approx(30.83, abs=0.01)
+    cap = math.ceil(batch + 5 * deviation)
+    assert TruncatedPoissonSampling(examples, batch, cap).excess(sigma, steps, DELTA) <= 0.001
 
 
 @pytest.mark.parametrize(("cap", "expected"), [(560, 2.6345), (590, 2.5333), (608, 2.5324)])
