@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from . import rows
-from .mixing import LoadedRows, refuse_mixed
+from .mixing import LoadedRows, refuse_mixed, refuse_reordered
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .sampling import Draw, DrawSampler
@@ -28,18 +28,23 @@ class PhysicalBatch:
 
     Attributes:
         rows: What the collator returned.
-        size: The number of examples in it.
+        size: The number of rows in it.
         padding: How one of its rows was padded; None where none was.
         traits: The kinds of masks and counts in it (:func:`dp_transformers.rows.traits_of`).
-        weight: The weight of its examples. It is 0 for a row that only keeps ranks in step, or stands for an empty
-            draw.
+        fillers: How many of its rows, the last ones, have weight 0. They fill a batch up to a fixed size, keep ranks
+            in step, or stand for an empty draw.
     """
 
     rows: Any
     size: int
     padding: Padding | None = None
     traits: frozenset = frozenset()
-    weight: float = 1.0
+    fillers: int = 0
+
+    @property
+    def examples(self) -> int:
+        """How many of its rows, the first ones, are examples of the draw."""
+        return self.size - self.fillers
 
     def pin_memory(self) -> PhysicalBatch:
         from torch.utils.data._utils.pin_memory import pin_memory
@@ -86,6 +91,13 @@ class LogicalBatches(Dataset):
         collate: It makes a batch of a list of examples.
         physical_batch_size: The largest number of examples in a physical batch.
         seeds: They seed the random generators; by default from a secret of their own.
+        fill: Whether every physical batch has just as many rows as the largest. Those that are missing are copies of
+            other rows, of weight 0.
+        largest_draw: The largest number of examples that a draw has on this rank; None where there is no bound.
+
+    Attributes:
+        batches_per_draw: How many physical batches a draw has at least. Where batches are filled and draws have a
+            largest size, all draws have as many.
     """
 
     def __init__(
@@ -94,8 +106,13 @@ class LogicalBatches(Dataset):
         collate: Callable[[list[Any]], Any],
         physical_batch_size: int,
         seeds: SecretSeeds | None = None,
+        *,
+        fill: bool = False,
+        largest_draw: int | None = None,
     ):
         self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
+        self._fill = fill
+        self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
         self._seeds = seeds or SecretSeeds(secrets.randbits(128))
         # the shortest and longest lengths, to within a factor of two, of which one row was also collated alone
         self._collated_alone: set[tuple[int, int]] = set()
@@ -121,12 +138,14 @@ class LogicalBatches(Dataset):
             self._refuse_mixed_loading(draw)
             self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
         self._reseed(f"batches of draw {draw.number}")  # loading an example may have set a seed
-        return LogicalBatch(draw.number, [self._collated(part) for part in parts], draw.starts_pass, draw.step)
+        batches = [self._physical_batch(part, f"filled batch of draw {draw.number}") for part in parts]
+        return LogicalBatch(draw.number, batches, draw.starts_pass, draw.step)
 
     def filler(self) -> PhysicalBatch:
-        """Return a row of weight 0, for a rank that has no examples left, and for a draw that is empty."""
+        """Return rows of weight 0 alone, for a rank that has no examples left, and for a draw that is empty."""
         if self._filler is None:
-            self._filler = PhysicalBatch(self.collate(self._load([0])), 1, weight=0.0)
+            size = self.physical_batch_size if self._fill else 1
+            self._filler = PhysicalBatch(self.collate(_copies(self._load([0])[0], size)), size, fillers=size)
         return self._filler
 
     def has_one_longest(self) -> bool:
@@ -169,6 +188,24 @@ class LogicalBatches(Dataset):
             indices = list(draw.indices)[-16:]
             refuse_mixed(self._load, indices, self._reseed, who="data set")
 
+    def _physical_batch(self, examples: list[Any], purpose: str) -> PhysicalBatch:
+        """Collate a part of a draw, filled up if batches have a fixed size.
+
+        Fillers are copies of the shortest example, so that no row gets more padding than without them. Which rows are
+        fillers is known by their place alone. Collated with copies of the longest instead, the batch must therefore
+        have the same rows before them.
+        """
+        fillers = self.physical_batch_size - len(examples) if self._fill else 0
+        if not fillers:
+            return self._collated(examples)
+        shortest, longest = examples[0], examples[-1]
+        self._reseed(purpose)
+        other = self.collate([*copy.deepcopy(examples), *_copies(longest, fillers)])
+        self._reseed(purpose)
+        batch = self._collated([*examples, *_copies(shortest, fillers)])
+        refuse_reordered(batch.rows, other, len(examples), batch.size)
+        return replace(batch, fillers=fillers)
+
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
         sizes = [rows.size_of(example) for example in examples]
         row = sizes.index(min(sizes))
@@ -203,6 +240,11 @@ class LogicalBatches(Dataset):
         if padding is not None and self._pads_draws:
             padding = replace(padding, by_others=True)
         return PhysicalBatch(batch, len(examples), padding, rows.traits_of(batch, len(examples)))
+
+
+def _copies(example: Any, count: int) -> list[Any]:
+    """So many copies, since collators may change what they are called with."""
+    return [copy.deepcopy(example) for _ in range(count)]
 
 
 def _length(example: Any) -> int:

@@ -85,6 +85,23 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
         )
 
 
+def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> None:
+    """Raise ValueError unless two batches of ``size`` rows, made of the same examples and of different fillers behind
+    them, have the same first ``examples`` rows."""
+    ours, others = _tensors(batch), _tensors(other)
+    for name, x in ours.items():
+        y, dims = others.get(name), [dim for dim in range(min(2, x.dim())) if x.shape[dim] == size]
+        if y is None or x.shape != y.shape or not dims:
+            continue
+        if not any(_equal(x.narrow(dim, 0, examples), y.narrow(dim, 0, examples)) for dim in dims):
+            raise ValueError(
+                f"the collator puts rows in another order than that of the examples ('{name}'), or what it makes of "
+                "an example depends on those that follow it, so the rows that fill a batch up cannot be told from "
+                "examples. Let it keep the order (sort inside the model if it needs that), or set "
+                "fill_physical_batches=False."
+            )
+
+
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     batch = _as_batch(batch) if isinstance(batch, list) else batch
     return {name: x for name, x in leaves(batch) if isinstance(x, torch.Tensor) and x.dim()}

@@ -36,6 +36,7 @@ class Sampling(Value):
             decides at most whether it does; 1 where it may take part in any step. Noise that is correlated over b
             steps needs b. An example whose steps themselves are random (one of each epoch, or any but those just
             after its last) has 1: steps that share noise hide less which of them it was.
+        largest_draw: The largest size of a draw, over all processes; None where draws may be as large as the data.
         relation: Which data sets are neighbours in :meth:`event`: "add_or_remove_one", "replace_special" (one example
             becomes a null one, and N is public) or "replace_one".
     """
@@ -43,6 +44,7 @@ class Sampling(Value):
     num_examples: int
     expected_batch_size: float
     min_separation: ClassVar[int] = 1
+    largest_draw: ClassVar[int | None] = None
     relation: ClassVar[str] = "add_or_remove_one"
 
     @property
@@ -197,6 +199,10 @@ class TruncatedPoissonSampling(Sampling):
                 f"relation {self.relation!r} has no bound where draws have a cap, by which draws depend on N: "
                 "take 'replace_special' or 'replace_one', for which N is public, or PoissonSampling."
             )
+
+    @property
+    def largest_draw(self) -> int:  # pyrefly: ignore[bad-override]
+        return self.cap
 
     @classmethod
     def with_free_cap(
@@ -456,6 +462,10 @@ class FixedOrderSampling(Sampling):
     def min_separation(self) -> int:  # pyrefly: ignore[bad-override]
         return self.num_examples // self.expected_batch_size
 
+    @property
+    def largest_draw(self) -> int:  # pyrefly: ignore[bad-override]
+        return self.expected_batch_size
+
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
         order = generator.permutation(self.num_examples)
         batches = order[: self.min_separation * self.expected_batch_size].reshape(self.min_separation, -1)
@@ -526,6 +536,12 @@ class DrawSampler:
         self._generator = np.random.Generator(np.random.PCG64DXSM(secret))
         self._number = itertools.count()
         self.start_at(first_step)
+
+    @property
+    def largest_draw(self) -> int | None:
+        """The largest size of a draw on one rank; None where there is no bound."""
+        largest = self.sampling.largest_draw
+        return None if largest is None else math.ceil(largest / self.world_size)
 
     def start_at(self, step: int) -> None:
         """Let the next draw be for this step."""

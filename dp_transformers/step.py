@@ -79,7 +79,8 @@ class PrivateStep:
         share: It releases which share of each draw the bound left as it was; None where no bound follows that.
         seeds: They seed the random numbers of dropout and augmentation.
         data: The source of the draws, and of rows of weight 0 for ranks that have no examples left.
-        at_least: The smallest number of physical batches of a draw, for loops that must see one to go on.
+        at_least: The smallest number of physical batches of a draw, for loops that must see one to go on; ``data``
+            may say a larger one.
         own_optimizer: The optimizer that releases when it steps (PrivacyEngine); None where the release comes before
             any optimizer steps (DPTrainer).
         announce: It is called with a sentence when the self-check has passed.
@@ -118,7 +119,7 @@ class PrivateStep:
         self._released = 0  # how many steps the noise source has served
         self._share = share
         self._checks = BatchChecks(clipper, data, announce, label_names)
-        self._at_least, self._own_optimizer = at_least, own_optimizer
+        self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
         self._reduce_every_batch = reduce_every_batch
         self.given: Given | None = None
         self.number = -1
@@ -294,8 +295,8 @@ class PrivateStep:
             self._begin_draw()
         self.gradients.restore_sums()
         given.stage = _Stage.SUMMING
-        weights = None if given.batch.weight == 1 else torch.full((batch_size,), given.batch.weight)
-        return weights, self._reduce_every_batch or given.last_of_draw
+        weights_b = (torch.arange(batch_size) < given.batch.examples).float() if given.batch.fillers else None
+        return weights_b, self._reduce_every_batch or given.last_of_draw
 
     def after_sum(self, losses_b: torch.Tensor | None, weights_b: torch.Tensor | None) -> None:
         """Keep the clipped sum that was added to ``p.grad``, and add the losses of its examples where they are
@@ -306,8 +307,8 @@ class PrivateStep:
         if self._private_loss is not None:
             assert losses_b is not None, "make_private refuses a loop that hands over one loss for the batch"
             self._private_loss.add(losses_b, weights_b)
-        if self._share is not None and given.batch.weight > 0:  # else it is a filler
-            self._share.add(self.clipper.norms, self.clipper.max_grad_norm)
+        if self._share is not None:
+            self._share.add(self.clipper.norms[: given.batch.examples], self.clipper.max_grad_norm)
         self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
 
     # ---- the release ----

@@ -87,7 +87,7 @@ def count_examples():
     physical_batches = PrivateStep.physical_batches
 
     def counted(step, draw):
-        COUNTS.append(sum(draw.sizes))
+        COUNTS.append(sum(batch.examples for batch in draw.batches))
         return physical_batches(step, draw)
 
     PrivateStep.physical_batches = counted
@@ -130,7 +130,9 @@ def fsdp(**config):
 
 
 def unsharded(options):
-    return {k: v for k, v in options.items() if k not in ("fsdp", "fsdp_config", "accelerator_config", "tp")}
+    """What one process does instead, whose batches have the sizes that they come with."""
+    others = ("fsdp", "fsdp_config", "accelerator_config", "tp", "fill_physical_batches")
+    return {k: v for k, v in options.items() if k not in others}
 
 
 # ---- bytes ----
@@ -236,6 +238,7 @@ def loop(
     seed=SEED,
     expected=3,
     steps=5,
+    fill=False,
 ):
     """A plain loop over five draws, saved and loaded again after the third; what each rank drew, and the gradients
     that were stepped with.
@@ -251,7 +254,7 @@ def loop(
     made = engine.make_private(
         module=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.01, eps=1e-3), data_loader=DataLoader(data, expected, collate_fn=collate),
         criterion=nn.CrossEntropyLoss() if by == "criterion" else None, loss_reduction="none" if by == "losses" else "mean",
-        noise_multiplier=noise_multiplier, max_grad_norm=bound, max_physical_batch_size=2, clipping_mode=mode,
+        noise_multiplier=noise_multiplier, max_grad_norm=bound, max_physical_batch_size=2, clipping_mode=mode, fill_physical_batches=fill,
     )  # fmt: skip
     optimizer, loader, criterion = made[1], made[-1], made[2] if by == "criterion" else F.cross_entropy
     sampler, draws, gradients, weights = loader._draws.sampler, [], [], []
@@ -804,6 +807,7 @@ CASES = {
 }
 CASES |= {
     "ddp-noise": (train, NOISY),
+    "ddp-filled": (train, {"fill_physical_batches": True, **SILENT}),
     "ddp-bytes": (traffic, {"late": True}),
     # before those with an fsdp configuration, which transformers leaves in the environment
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
@@ -843,11 +847,14 @@ CASES |= {
     "fsdp-tied-checkpointed": (train, {"model": "llama-tied", **SILENT, **fsdp(activation_checkpointing=True)}),
     # whole sums kept over the physical batches of a step
     "fsdp-late": (train, {"model": "llama-tied", "clipping_mode": "book_keeping", **SILENT, **fsdp(), **LATE}),
+    "fsdp-filled": (train, {"model": "llama", "fill_physical_batches": True, **SILENT, **fsdp()}),
     "fsdp-noise": (train, {"model": "llama", **NOISY, **fsdp()}),
     "loop-loss": (loop, {}),
     "loop-criterion": (loop, {"by": "criterion", "mode": "ghost"}),
     "loop-noise": (loop, LOOP_NOISE),
+    "loop-filled": (loop, {"fill": True}),
     "loop-fsdp-keeping": (loop, {"model": "llama", "by": "losses", "sharded": True}),
+    "loop-fsdp-filled": (loop, {"model": "llama", "by": "losses", "sharded": True, "fill": True}),
     "loop-fsdp-ghost": (loop, {"model": "llama", "by": "losses", "sharded": True, "mode": "ghost"}),
     "loop-fsdp-criterion": (loop, {"by": "criterion", "sharded": True, "mode": "ghost"}),
     "loop-fsdp-noise": (loop, {"model": "llama", "by": "losses", "sharded": True, **LOOP_NOISE}),

@@ -114,7 +114,7 @@ def test_loop_takes_the_steps_of_one_example_at_a_time(make_optimizer, physical,
             F.cross_entropy(model(x), y, reduction=reduction).backward()
             optimizer.step()
             given = loader._step.given
-            rows += [(x, y)] if given.batch.weight else []
+            rows += [(x, y)] if given.batch.examples else []
             if given.last_of_draw:
                 assert physical is None or all(len(x) <= physical for x, _ in rows)
                 oracle.step(*(torch.cat([row[k] for row in rows] or [torch.empty(0)]) for k in (0, 1)))
@@ -258,7 +258,7 @@ def test_empty_draws_are_steps_of_noise():
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        if loader._step.given.batch.weight == 0:
+        if loader._step.given.batch.examples == 0:
             empty += 1
             assert length([p.grad for p in model.parameters()]) == 0
         optimizer.step()

@@ -157,6 +157,7 @@ class PrivacyEngine:
         loss_reduction: str = "mean",
         batch_first: bool = True,
         max_physical_batch_size: int | None = None,
+        fill_physical_batches: bool = False,
         clipping_mode: str = "auto",
         poisson_sampling: bool = True,
         self_check: bool = True,
@@ -186,6 +187,10 @@ class PrivacyEngine:
             batch_first: False where the batch is the second dimension of the model's inputs (and outputs).
             max_physical_batch_size: Draws of more examples come in several batches; ``optimizer.step()`` does nothing
                 before the last.
+            fill_physical_batches: Whether every batch has just ``max_physical_batch_size`` rows (without that, as many
+                as the largest draw of the mechanism's sampling). Rows that are missing are copies of others, whose
+                gradients have weight 0. They come last, and a metric of your own should leave them out. Under a
+                sampling with a largest draw every step has the same number of batches too.
             clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or
                 ``loss_reduction="none"`` also "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
             poisson_sampling: It must be True, since ε is that of Poisson sampling.
@@ -215,6 +220,7 @@ class PrivacyEngine:
             loss_reduction=loss_reduction,
             batch_first=batch_first,
             max_physical_batch_size=max_physical_batch_size,
+            fill_physical_batches=fill_physical_batches,
             clipping_mode=clipping_mode,
             poisson_sampling=poisson_sampling,
             self_check=self_check,
@@ -260,8 +266,8 @@ class PrivacyEngine:
             epochs: The number of passes over the loader that is planned.
             max_grad_norm: The bound C on each example's gradient norm.
             options: ``criterion``, ``loss_reduction``, ``batch_first``, ``max_physical_batch_size``,
-                ``clipping_mode``, ``poisson_sampling``, ``self_check``, ``loss_bound`` and ``loss_noise_factor``, as
-                in :meth:`make_private`.
+                ``fill_physical_batches``, ``clipping_mode``, ``poisson_sampling``, ``self_check``, ``loss_bound`` and
+                ``loss_noise_factor``, as in :meth:`make_private`.
         """
         self._require_unused()
         if not 0 < epochs < math.inf:

@@ -36,9 +36,10 @@ class PoissonDraws:
         secret: The seed of the draws, the same on all ranks.
         seeds: The seeds of augmentation and random collators.
         max_physical_batch_size: The size of the largest batch that a draw is split into; None for no limit.
+        fill: Whether all batches have this size.
 
     Raises:
-        ValueError: ``sampling`` is for other data or another batch size.
+        ValueError: ``sampling`` is for other data or another batch size, or batches have no size to fill them up to.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class PoissonDraws:
         secret: int,
         seeds: SecretSeeds,
         max_physical_batch_size: int | None,
+        *,
+        fill: bool,
     ):
         if max_physical_batch_size is not None and max_physical_batch_size < 1:
             raise ValueError(
@@ -71,8 +74,20 @@ class PoissonDraws:
         self.sampler = DrawSampler(
             sampling, steps_per_epoch(sampling), secret, distributed.rank(), distributed.world_size()
         )
+        largest = self.sampler.largest_draw
+        if fill and max_physical_batch_size is None and largest is None:
+            raise ValueError(
+                f"fill_physical_batches=True needs a size to fill batches up to, and draws of sampling "
+                f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a mechanism whose draws "
+                "have a largest size (TruncatedPoissonSampling, FixedOrderSampling)."
+            )
         self.logical_batches = LogicalBatches(
-            self.dataset, self.collate_fn, max_physical_batch_size or sampling.num_examples, seeds
+            self.dataset,
+            self.collate_fn,
+            max_physical_batch_size or largest or sampling.num_examples,
+            seeds,
+            fill=fill,
+            largest_draw=largest,
         )
         self._loader = draws_dataloader(self.logical_batches, self.sampler, **options)
 
@@ -84,7 +99,8 @@ class PoissonLoader:
     """Yields the batches of Poisson draws. They are collated as by your DataLoader, and their size is random.
 
     A draw of more than ``max_physical_batch_size`` examples comes in several batches. An empty draw comes as a single
-    row of weight zero, so that every draw is stepped.
+    row of weight zero, so that every draw is stepped. With ``fill_physical_batches`` all batches have one size, and
+    their last rows may have weight zero.
 
     Attributes:
         sample_rate: q, the probability of each example to be in a draw.
@@ -108,12 +124,13 @@ class PoissonLoader:
         self._draws.sampler.start_at(step)
 
     def __len__(self) -> int:
-        if self.max_physical_batch_size is not None:
+        batches_per_draw = self._draws.logical_batches.batches_per_draw
+        if self.max_physical_batch_size is not None and not batches_per_draw:
             raise TypeError(
                 "how many physical batches a pass has is random with max_physical_batch_size; loader.steps_per_epoch "
                 "is the number of optimizer steps."
             )
-        return self.steps_per_epoch
+        return self.steps_per_epoch * max(1, batches_per_draw)
 
     def __iter__(self) -> Iterator[Any]:
         for draw in self._draws:

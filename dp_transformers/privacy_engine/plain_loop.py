@@ -36,6 +36,7 @@ class LoopOptions(TypedDict, total=False):
     loss_reduction: str
     batch_first: bool
     max_physical_batch_size: int | None
+    fill_physical_batches: bool
     clipping_mode: str
     poisson_sampling: bool
     self_check: bool
@@ -57,6 +58,7 @@ class PlainLoop:
     loss_reduction: str = "mean"
     batch_first: bool = True
     max_physical_batch_size: int | None = None
+    fill_physical_batches: bool = False
     clipping_mode: str = "auto"
     poisson_sampling: bool = True
     self_check: bool = True
@@ -116,7 +118,14 @@ class PlainLoop:
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(run.dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())
-        draws = PoissonDraws(self.data_loader, mechanism.sampling, secret, seeds, self.max_physical_batch_size)
+        draws = PoissonDraws(
+            self.data_loader,
+            mechanism.sampling,
+            secret,
+            seeds,
+            self.max_physical_batch_size,
+            fill=self.fill_physical_batches,
+        )
         clipper = PerExampleClipper(
             module,
             mechanism.clipping.at(0),

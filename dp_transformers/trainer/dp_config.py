@@ -57,6 +57,10 @@ class DPTrainingArguments(TrainingArguments):
         clipping_mode (`str`, defaults to `"auto"`):
             How the gradients of examples are clipped: `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or
             `"per_sample"`. All give the same result, and differ in time and memory.
+        fill_physical_batches (`bool`, defaults to `False`):
+            Whether every physical batch has exactly `per_device_train_batch_size` rows. Rows that are missing are
+            copies of others, whose gradients have weight 0: they change no result and cost time. Under a sampling with
+            a largest draw every step has the same number of physical batches too.
         accountant (`str`, defaults to `"pld"`):
             How ε is computed from the steps: `"pld"` gives the tightest value, `"rdp"` an upper bound that is mostly
             larger; an [`~dp_transformers.accounting.Accountant`] of your own is known by its name afterwards.
@@ -147,6 +151,13 @@ class DPTrainingArguments(TrainingArguments):
         metadata={
             "help": "How the gradients of examples are clipped: auto, book_keeping, ghost, fast_gradient or "
             "per_sample. All give the same result, and differ in time and memory; auto suits most models."
+        },
+    )
+    fill_physical_batches: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether every physical batch has exactly per_device_train_batch_size rows. Rows that are missing "
+            "are copies of others, whose gradients have weight 0; they change no result and cost time."
         },
     )
     accountant: str = field(

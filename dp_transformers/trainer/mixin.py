@@ -291,8 +291,9 @@ class DPTrainerMixin(Base):
                 if given.draw & (given.draw - 1) == 0:  # at first, and ever more rarely
                     self._example_losses.refuse_losses_over_the_batch(self.model, losses, outputs, rows, given.draw)
             step.clipper.backward(losses)
-            if self.args.log_raw_metrics and given.batch.weight:
-                raw += losses.detach().nansum() / step.run.mechanism.at(step.number).expected_batch_size
+            if self.args.log_raw_metrics:
+                own_losses = losses.detach()[: given.batch.examples]
+                raw += own_losses.nansum() / step.run.mechanism.at(step.number).expected_batch_size
         step.release()
         if step.run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning(

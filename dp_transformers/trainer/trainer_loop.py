@@ -60,7 +60,14 @@ class TrainerLoop:
         together."""
         args = self._args
         sampler = self._training.sampler(self._data_rank, distributed.world_size() // self._tp_size)
-        self._draws = LogicalBatches(dataset, collator, args.per_device_train_batch_size, self._seeds)
+        self._draws = LogicalBatches(
+            dataset,
+            collator,
+            args.per_device_train_batch_size,
+            self._seeds,
+            fill=args.fill_physical_batches,
+            largest_draw=sampler.largest_draw,
+        )
         return draws_dataloader(
             self._draws,
             sampler,
