@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from . import distributed
 from .clipping import PerExampleClipper
@@ -17,6 +17,7 @@ from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
 from .data import LogicalBatches, PhysicalBatch
 from .losses import refuse_targets_padded_on_the_left
+from .ragged import tensors_with_rows
 from .randomness import seeded_global_generators
 from .rows import Padding
 
@@ -84,7 +85,7 @@ class BatchChecks:
         args, kwargs, padding = given
         rows = batch_size_of(clipper.model, args, kwargs, clipper.batch_first)
         # rows that were packed since they were collated have no dimension of the padded length
-        if any(isinstance(x, torch.Tensor) and padding.length in x.shape for x in tree_leaves((args, kwargs))):
+        if any(padding.length in x.shape for x in tensors_with_rows((args, kwargs))):
             own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
             own_bt[padding.row] = padding.own_t
             try:

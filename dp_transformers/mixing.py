@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from .ragged import bag_columns, is_ragged, unpacked_sequence, with_rows_for_bags
 from .rows import Collate, leaves, size_of
 
 
@@ -38,10 +39,12 @@ def refuse_mixed(
 
 
 def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], None], who: str) -> None:
+    bags: tuple[str, list[str]] | None = None
+
     def made(part: list[Any], purpose: str = "mixing") -> dict[str, torch.Tensor]:
         reseed(purpose)
         try:
-            return _tensors(collate(copy.deepcopy(part)))
+            return with_rows_for_bags(_tensors(collate(copy.deepcopy(part))), len(part), bags)
         except ValueError:  # says itself what is wrong
             raise
         except Exception as error:
@@ -62,6 +65,9 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
         )
     # those of later rows may depend on how many earlier rows took
     drew = not _agree(batch, made(whole, "mixing, with other numbers"))
+    bags = bag_columns([(batch, len(whole)), (without_first, len(whole) - 1)])
+    batch = with_rows_for_bags(batch, len(whole), bags)
+    without_first = with_rows_for_bags(without_first, len(whole) - 1, bags)
     rows_in = _dims_of_rows(batch, without_first, len(whole))
     first, *between, last = whole
     edits = [([*whole[:-1], first], len(whole) - 1), ([first] * len(whole), 1)]  # and how many rows stay
@@ -103,8 +109,9 @@ def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> None:
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:
-    batch = _as_batch(batch) if isinstance(batch, list) else batch
-    return {name: x for name, x in leaves(batch) if isinstance(x, torch.Tensor) and x.dim()}
+    batch = _as_batch(batch) if isinstance(batch, list) else dict(batch) if isinstance(batch, Mapping) else batch
+    found = leaves(tree_map(unpacked_sequence, batch, is_leaf=is_ragged))
+    return {name: x for name, x in found if isinstance(x, torch.Tensor) and x.dim()}
 
 
 def _as_batch(examples: list[Any]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
+
+from .. import ragged
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,20 @@ class BatchDim:
         return x.movedim(0, self.dim) if self.dim else x
 
 
+@dataclass(frozen=True, eq=False)
+class PackedRows(BatchDim):
+    """The rows of a PackedSequence's data, those of one example apart. ``order`` is what it has besides its data."""
+
+    order: tuple = ()
+
+    def holds_examples(self, x: torch.Tensor, batch: int) -> bool:
+        return True
+
+    def batch_first(self, x: torch.Tensor, batch: int) -> torch.Tensor:
+        """(B, T, ...), zero where an example has ended."""
+        return pad_packed_sequence(PackedSequence(x, *self.order), batch_first=True)[0]
+
+
 BATCH_FIRST, FLAT, SHARED = BatchDim(0), BatchDim(flat=True), BatchDim()
 
 
@@ -53,7 +70,7 @@ def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:
     """Returns how many positions an example of this input may have: lengths of its dimensions, and of leading ones
     together."""
     found = set()
-    for x in _tensors(args, kwargs):
+    for x in ragged.tensors_with_rows((args, kwargs)):
         if x.dim() > 1 and len(x) == batch:
             found |= {*x.shape[1:], *(x.shape[1:k].numel() for k in range(3, x.dim() + 1))}
     return found - {1}
@@ -80,7 +97,10 @@ def learn_batch_dim(
 
 
 def batch_size_of(model: nn.Module, args: tuple, kwargs: dict, batch_first: bool = True) -> int:
-    """Returns how many examples the model is called with, by its main input or the first tensor it is given."""
+    """Returns how many examples the model is called with, by its main input or the first tensor it is given; by the
+    offsets of bags, and the lengths of a PackedSequence."""
+    if (number := ragged.number_of_examples(model, args, kwargs)) is not None:
+        return number
     main = kwargs.get(getattr(model, "main_input_name", ""))
     tensors = [main] if isinstance(main, torch.Tensor) else [x for x in _tensors(args, kwargs) if x.dim()]
     if not tensors:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..ragged import is_ragged, unpacked, unpacked_sequence
 from .batch_dims import SHARED, learn_batch_dim
 from .fallback import substituted, without_fused_attention
 from .owners import Owner, assign_to_parent
@@ -72,7 +73,7 @@ def unowned_parameters(
 def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:
     return [
         x.shape
-        for x in tree_leaves(structure)
+        for x in tree_leaves(tree_map(unpacked_sequence, structure, is_leaf=is_ragged))
         if isinstance(x, torch.Tensor) and (x.is_floating_point() or not floating)
     ]
 
@@ -85,7 +86,8 @@ def _observe(
         for owner in owners:
 
             def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, owner: Owner = owner) -> None:
-                seen[owner].append((_shapes((args, kwargs), floating=False), _shapes(output, floating=True)))
+                given = unpacked(module, args, kwargs)
+                seen[owner].append((_shapes(given, floating=False), _shapes(output, floating=True)))
 
             stack.callback(owner.module.register_forward_hook(note, with_kwargs=True).remove)
         run()

@@ -25,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..randomness import replayed
+from .batch_dims import PackedRows
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError, how_to_fix, warn_once
 from .recorded_call import RecordedCall, differentiable_leaves
 from .terms import Dense, Term
@@ -45,7 +46,7 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
     if call.batch_size == 0:
         return {p: Dense(p.new_zeros(0, *p.shape)) for p in parameters}
     reasons = []
-    for way in (_masked,) if call.random_state is not None else (_vmapped, _one_by_one):
+    for way in _ways(call):
         try:
             with without_fused_attention(), _unchanged(module):
                 # on copies: the module may write to what it is given, which autograd still needs as it is
@@ -61,7 +62,7 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
                 "%s cannot be re-run by vmap (%s) and is differentiated once for each example of a physical batch: "
                 "exact, and slow.",
                 type(module).__name__,
-                reasons[0] if reasons else "it uses random numbers",
+                reasons[0] if reasons else _why_not_by_vmap(call),
             )
         return {p: Dense(gradients[name].detach()) for p, name in parameters.items()}
     of_a_child = f"the parameter '{next(iter(parameters.values()))}' of a module in it"
@@ -72,6 +73,16 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
         + (HOW_TO_DO_WITHOUT if owner.covers_children else how_to_fix(module)),
         module,
     )
+
+
+def _ways(call: RecordedCall) -> tuple[Callable, ...]:
+    if call.random_state is not None:
+        return (_masked,)
+    return (_one_by_one,) if call.is_ragged else (_vmapped, _one_by_one)
+
+
+def _why_not_by_vmap(call: RecordedCall) -> str:
+    return "its examples have different lengths" if call.is_ragged else "it uses random numbers"
 
 
 def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
@@ -151,9 +162,16 @@ def _one_by_one(
             args, kwargs = _of_one_example(call, rows)
             with substituted(module, _pairs(parameters, values)):
                 out = tuple(differentiable_leaves(module(*args, **kwargs)))
-        for before, after in zip(outputs, out, strict=True):
-            _require_same(before[i], after.detach().reshape(before.shape[1:]), call)
-        gradients_i = _as_outputs([g[i] for g in backprops], out)
+        own = [
+            len(x) if isinstance(batch_dim, PackedRows) else None
+            for x, batch_dim in zip(out, call.output_batch_dims, strict=True)
+        ]
+        for before, after, length in zip(outputs, out, own, strict=True):
+            row = before[i][:length] if length is not None else before[i]
+            _require_same(row, after.detach().reshape(row.shape), call)
+        gradients_i = _as_outputs(
+            [g[i][:length] if length is not None else g[i] for g, length in zip(backprops, own, strict=True)], out
+        )
         live = [(x, g) for x, g in zip(out, gradients_i, strict=True) if x.requires_grad]
         if live:
             outputs_i, backprops_i = zip(*live, strict=True)

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..ragged import is_ragged, packed, unpacked
 from ..randomness import random_state, same_state
-from .batch_dims import BATCH_FIRST, BatchDim
+from .batch_dims import BATCH_FIRST, BatchDim, PackedRows
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError
 from .owners import Owner
 from .parallel.dtensor import to_local
@@ -118,6 +119,10 @@ class RecordedCall:
         self.owner, self.forward, self.parameters = owner, forward, owner.names
         self.module, self.batch_size = owner.module, forward.batch_size
         self.first_node = first_node  # autograd's sequence number when it began
+        self.is_ragged = False
+        if owner.is_rerun:  # rows of different lengths are run again one by one
+            args, kwargs = unpacked(owner.module, args, kwargs)
+            self.is_ragged = any(is_ragged(x) for x in (*args, *kwargs.values()))
         leaves, self._input_spec = _flatten((args, kwargs))
         self._is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         self._constants = [None if is_tensor else x for x, is_tensor in zip(leaves, self._is_tensor, strict=True)]
@@ -135,6 +140,11 @@ class RecordedCall:
             self.inputs, self.outputs = [to_local(x) for x in self.inputs], [to_local(x) for x in self.outputs]
         batch_dims = owner.batch_dims_of(self.inputs, self.outputs)
         self.input_batch_dims, self.output_batch_dims = batch_dims[: len(self.inputs)], batch_dims[len(self.inputs) :]
+        if owner.is_rerun and self._output_spec is not None:
+            sequences = [x for x in tree_leaves(output, is_leaf=is_ragged) if is_ragged(x)]
+            rows = {id(x.data): PackedRows(order=x[1:]) for x in sequences}
+            dims = zip(self.outputs, self.output_batch_dims, strict=True)
+            self.output_batch_dims = [rows.get(id(x), batch_dim) for x, batch_dim in dims]
         if not owner.rule.takes_call:
             self.outputs = [
                 self._with_batch(x, batch_dim)
@@ -204,7 +214,7 @@ class RecordedCall:
         leaves = [
             next(given) if is_tensor else x for x, is_tensor in zip(self._constants, self._is_tensor, strict=True)
         ]
-        return (tuple(leaves), {}) if self._input_spec is None else tree_unflatten(leaves, self._input_spec)
+        return (tuple(leaves), {}) if self._input_spec is None else packed(tree_unflatten(leaves, self._input_spec))
 
     def rebuilt_output(self, leaves: list[Any]) -> Any:
         return leaves[0] if self._output_spec is None else tree_unflatten(leaves, self._output_spec)

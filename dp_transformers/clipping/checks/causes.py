@@ -30,6 +30,13 @@ def true_causes(
     try:
         yield
     except Exception as error:
+        if "offsets[" in str(error) and not isinstance(error, SelfCheckError):  # of torch, about made-up input
+            raise SelfCheckError(
+                "the model calls an nn.EmbeddingBag with offsets that it is given, under a name from which it is not "
+                "known that they divide its ids: name that argument of the model's forward 'offsets', and the weights "
+                "of ids 'per_sample_weights'. Or give the model ids of shape (B, n), shorter bags filled up with an "
+                "id that is the layer's padding_idx."
+            ) from error
         if (
             engine.trainable.shards or engine.trainable.parallel or not engine.batch_first
         ):  # where a pass of this process's own would leave others waiting

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ...ragged import packed, unpacked
 from ...randomness import forked_generators
 from ..batch_dims import batch_size_of
-from .synthetic import arguments_of, floating_tensors, has_batch, kept_buffers, projected, replace_example
+from .synthetic import arguments_of, floating_tensors, has_batch, kept_buffers, projected, replace_example, with_rows
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
     size = batch_size_of(model, args, kwargs)
     if size < 2:
         raise ValueError("examples that influence each other cannot be seen in a batch of one: give at least two.")
+    args, kwargs = unpacked(model, args, kwargs)
     pairs = _pairs_by_gradient(model, args, kwargs, size)
     outputs = _projected_outputs(model, args, kwargs, size)
     modules: dict[int, str] = {}
@@ -98,8 +100,8 @@ def _pairs_by_gradient(model: nn.Module, args: tuple, kwargs: dict, size: int) -
         for module in model.modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 stack.callback(module.register_forward_hook(lambda module, args, output: watched(output)).remove)
-        args, kwargs = tree_map(watched, (args, kwargs))
-        outputs = floating_tensors(model(*args, **kwargs))
+        args, kwargs = packed(tree_map(watched, (args, kwargs)))
+        outputs = floating_tensors(with_rows(model(*args, **kwargs)))
         if not outputs or not all(has_batch(x, size) and bool(torch.isfinite(x).all()) for x in outputs):
             raise ValueError(
                 f"the model returns floating-point tensors of shapes {[tuple(x.shape) for x in outputs]} for {size} "
@@ -124,12 +126,13 @@ def _projected_outputs(model: nn.Module, args: tuple, kwargs: dict, size: int) -
         for path, module in model.named_modules():
 
             def note(module: nn.Module, args: tuple, output: Any, path: str = path) -> None:
-                tensors = [x for x in floating_tensors(output) if has_batch(x, size)]
+                tensors = [x for x in floating_tensors(with_rows(output)) if has_batch(x, size)]
                 if tensors:
                     found.append(
                         (f"'{path}' ({type(module).__name__})" if path else type(module).__name__, projected(tensors))
                     )
 
             stack.callback(module.register_forward_hook(note).remove)
+        args, kwargs = packed((args, kwargs))
         model(*args, **kwargs)
     return found

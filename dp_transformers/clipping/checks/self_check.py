@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
+from ...ragged import unpacked
 from ...randomness import forked_generators, random_state
 from ..batch_dims import batch_size_of, positions_of
 from ..clipping_functions import FlatClipping
@@ -47,6 +48,7 @@ from .synthetic import (
     batch_second,
     evaluating,
     has_batch,
+    on_packed,
     random_output_loss,
     second_dimension_first,
     synthetic_inputs,
@@ -182,6 +184,7 @@ def self_check(
             given: tuple[tuple, dict] = engine.trainable.shards.broadcast_inputs(
                 (args, kwargs), engine.trainable.device
             )
+            given = unpacked(engine.model, *given)
             if engine.trainable.shards or engine.trainable.parallel:
                 torch.manual_seed(0)  # processes that share parameters must take the same decisions
             if not engine.batch_first:
@@ -226,7 +229,8 @@ def run_checks(
     these for owners to discover_owners on; default: these examples again.
     """
     start = time.perf_counter()
-    losses_of = loss_function or random_output_loss(engine.model)
+    args, kwargs = unpacked(engine.model, args, kwargs)
+    losses_of = on_packed(loss_function or random_output_loss(engine.model))
     batch = batch_size_of(engine.model, args, kwargs)
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")

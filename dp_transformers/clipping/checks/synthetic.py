@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
 
+from ...ragged import Ragged, is_ragged, packed, unpacked_sequence, varied
 from ..batch_dims import batch_size_of
 from ..errors import SelfCheckError
 
@@ -21,11 +22,12 @@ LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> 
 def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | None = None) -> tuple[tuple, dict]:
     """Random input with the shapes, dtypes and masks of the given one, ``rows`` examples (default: three, five or
     seven)."""
+    args, kwargs = varied((args, kwargs))
     batch = batch_size_of(model, args, kwargs)
     sizes = {n for x in tree_flatten((args, kwargs))[0] if has_batch(x, batch) for n in x.shape[1:]}
     sizes |= {m.num_layers * (2 if m.bidirectional else 1) for m in model.modules() if isinstance(m, nn.RNNBase)}
     rows = rows or next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None) or min(tables, default=2)
     num_labels = max(2, getattr(config, "num_labels", None) or 2)
@@ -53,7 +55,7 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
         high = vocabulary if name.endswith("input_ids") else min(tables, default=2)
         return torch.randint(0, high, recycled.shape, device=x.device, dtype=x.dtype)
 
-    return tree_map_with_path(make, (args, kwargs))
+    return varied(tree_map_with_path(make, (args, kwargs)))
 
 
 def argument_names(model: nn.Module) -> Callable[[tuple], str]:
@@ -74,9 +76,11 @@ def replace_example(args: tuple, kwargs: dict, batch: int, row: int, source: int
     """Example ``row`` becomes a copy of another, so that its content is valid whatever it is."""
 
     def change(x: Any) -> Any:
+        if isinstance(x, Ragged):  # as long as it was, so that random numbers stay where they are
+            return replace(x, padded=change(x.padded))
         return torch.cat([x[:row], x[source : source + 1], x[row + 1 :]]) if has_batch(x, batch) else x
 
-    return tree_map(change, (args, kwargs))
+    return tree_map(change, (args, kwargs), is_leaf=is_ragged)
 
 
 def has_batch(x: Any, batch: int) -> bool:
@@ -86,11 +90,15 @@ def has_batch(x: Any, batch: int) -> bool:
 def arguments_of(batch: Any) -> tuple[tuple, dict]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+    return (tuple(batch) if isinstance(batch, (tuple, list)) and not is_ragged(batch) else (batch,)), {}
 
 
 def second_dimension_first(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return tree_map(lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x, (args, kwargs))
+    return tree_map(
+        lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x,
+        (args, kwargs),
+        is_leaf=is_ragged,
+    )
 
 
 def batch_second(losses_of: LossFunction) -> LossFunction:
@@ -101,6 +109,17 @@ def batch_second(losses_of: LossFunction) -> LossFunction:
         return losses_of(*args, **kwargs)
 
     return swapped
+
+
+def on_packed(losses_of: LossFunction) -> LossFunction:
+    """``losses_of`` for inputs with a row for each example (:class:`.ragged.Ragged`), given one for what the model
+    takes."""
+
+    def repacked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = packed((args, kwargs))
+        return losses_of(*args, **kwargs)
+
+    return repacked
 
 
 def random_output_loss(model: nn.Module, *, batch_first: bool = True) -> LossFunction:
@@ -122,7 +141,7 @@ def outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fir
         return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
     output = model(*args, **kwargs)
-    tensors = [x for x in floating_tensors(output) if x.dim()]
+    tensors = [x for x in floating_tensors(with_rows(output)) if x.dim()]
     if not tensors:
         raise SelfCheckError(
             f"{type(model).__name__} returns {type(output).__name__}, in which there is no tensor of floating-point "
@@ -137,6 +156,19 @@ def outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fir
             "batch, or hand over a loss_function."
         )
     return found
+
+
+def with_rows(output: Any) -> Any:
+    """(B, ...) in the place of every PackedSequence: for each example a sum over its positions, each with a weight of
+    its own."""
+
+    def weighted(x: Any) -> Any:
+        if not is_ragged(x):
+            return x
+        padded = unpacked_sequence(x).padded
+        return torch.tensordot(torch.arange(1, padded.shape[1] + 1).sin().to(padded), padded, dims=([0], [1]))
+
+    return tree_map(weighted, output, is_leaf=is_ragged)
 
 
 def floating_tensors(structure: Any) -> list[torch.Tensor]:

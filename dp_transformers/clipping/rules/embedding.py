@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 
+from ...ragged import bag_lengths, own_positions, padded_rows
+from ..errors import UnsupportedModuleError, how_to_fix
 from ..layer_rule import HasWeight, layer_rule
+from ..recorded_call import RecordedCall
 from ..terms import Rows, Term
 
 
@@ -20,6 +23,7 @@ class _Table(HasWeight, Protocol):
 
 class _BagsOfRows(_Table, Protocol):
     mode: str
+    include_last_offset: bool
 
 
 def _refuse_options(module: _Table) -> None:
@@ -48,29 +52,37 @@ def embedding(
     return {module.weight: Rows(ids_bt, grad_btd, module.num_embeddings)}
 
 
-@layer_rule(nn.EmbeddingBag, backward_reads_output=False)
-def embedding_bag(
-    module: _BagsOfRows, activations: Sequence[torch.Tensor], backprops: torch.Tensor
-) -> dict[nn.Parameter, Term]:
+@layer_rule(nn.EmbeddingBag, takes_call=True, backward_reads_output=False)
+def embedding_bag(call: RecordedCall) -> dict[nn.Parameter, Term]:
+    """Bags are the rows of a matrix of ids, or are divided by offsets. An example may have several, one after the
+    other."""
+    module, batch = cast(_BagsOfRows, call.module), call.batch_size
     _refuse_options(module)
-    ids, *offsets = [x for x in activations if not x.is_floating_point()]  # (B, ..., n), and the output is (B, ..., d)
-    if offsets:
-        raise ValueError(
-            "nn.EmbeddingBag was called with offsets, where the ids of all examples lie in one row and no dimension "
-            "is the batch. Give it ids of shape (B, n); fill up shorter bags with an id that is the layer's "
-            "padding_idx."
-        )
     if not module.weight.requires_grad:
         return {}
-    grad = backprops.unsqueeze(-2).expand(*ids.shape, module.embedding_dim)
-    real = None if module.padding_idx is None else (ids != module.padding_idx).unsqueeze(-1)
+    given, backprops = call.arguments, call.backprops[0]
+    ids, weights, offsets = given["input"], given["per_sample_weights"], given["offsets"]
+    is_own = torch.ones_like(ids, dtype=torch.bool)
+    if ids.dim() == 1:
+        starts = offsets if module.include_last_offset else torch.cat([offsets, offsets.new_tensor([len(ids)])])
+        lengths = bag_lengths(starts, len(ids))
+        ids, weights = padded_rows(ids, lengths), None if weights is None else padded_rows(weights, lengths)
+        is_own = own_positions(lengths, ids.shape[1])
+    if len(ids) % batch:
+        raise UnsupportedModuleError(
+            f"{call.owner} was called on {len(ids)} bags in a batch of {batch} examples, so it is not known which "
+            f"example they belong to. Give every example as many bags. {how_to_fix(call.module)}",
+            call.module,
+        )
+    if module.padding_idx is not None:
+        is_own = is_own & (ids != module.padding_idx)
+    is_own, grad = is_own.unsqueeze(-1), backprops.unsqueeze(-2).expand(*ids.shape, module.embedding_dim)
     if module.mode == "max":  # each column comes from one id
-        values = module.weight[ids] if real is None else module.weight[ids].masked_fill(~real, float("-inf"))
+        values = module.weight.detach()[ids].masked_fill(~is_own, float("-inf"))
         grad = torch.zeros_like(grad).scatter_(-2, values.argmax(-2, keepdim=True), backprops.unsqueeze(-2))
     elif module.mode == "mean":
-        grad = grad / (ids.shape[-1] if real is None else real.sum(-2, keepdim=True).clamp(min=1))
-    elif weights := [x for x in activations if x.is_floating_point()]:  # per_sample_weights
-        grad = grad * weights[0].unsqueeze(-1)
-    if real is not None:
-        grad = grad.masked_fill(~real, 0)
-    return {module.weight: Rows(ids.flatten(1), grad.flatten(1, -2), module.num_embeddings)}
+        grad = grad / is_own.sum(-2, keepdim=True).clamp(min=1)
+    elif weights is not None:
+        grad = grad * weights.detach().unsqueeze(-1)
+    grad = grad.masked_fill(~is_own, 0)
+    return {module.weight: Rows(ids.view(batch, -1), grad.reshape(batch, -1, grad.shape[-1]), module.num_embeddings)}

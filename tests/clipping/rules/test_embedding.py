@@ -1,5 +1,7 @@
 """nn.Embedding and nn.EmbeddingBag, option by option, in every mode."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 from layers import ALL_MODES, assert_exact_in_all_modes, check, drawn, overwritten, weigh
 from torch import nn
 
-from dp_transformers import PerExampleClipper
+from dp_transformers import ModuleValidator, PerExampleClipper
+from dp_transformers.clipping.errors import SelfCheckError
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -77,19 +80,119 @@ def test_embedding_bag_options_that_are_refused(option):
         clipper.backward(weigh(layer(torch.randint(0, 7, (4, 3)))))
 
 
-def test_embedding_bags_with_offsets_are_refused():
-    class Ragged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = nn.EmbeddingBag(7, 5)
+class MadeInside(nn.Module):
+    def __init__(self, per_example=1):
+        super().__init__()
+        self.bag, self.per_example = nn.EmbeddingBag(7, 5), per_example
 
+    def forward(self, ids):
+        n = ids.shape[1] // self.per_example
+        return self.bag(ids.flatten(), torch.arange(0, ids.numel(), n)).view(len(ids), -1)
+
+
+@pytest.mark.parametrize("per_example", [1, 2])
+def test_offsets_that_the_model_makes(per_example):
+    model = MadeInside(per_example)
+    assert_exact_in_all_modes(model, torch.randint(0, 7, (4, 6)))
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(weigh(model(torch.randint(0, 7, (4, 6)))))
+
+
+def test_bags_that_are_no_example_s():
+    class Dropped(MadeInside):
         def forward(self, ids):
-            return self.bag(ids.flatten(), torch.arange(0, ids.numel(), ids.shape[1]))
+            return self.bag(ids.flatten(), torch.tensor([0, 3, 5])).sum(0).expand(len(ids), 5)
 
-    model = Ragged()
-    for self_check in (False, True):
-        with (
-            PerExampleClipper(model, 1.0, self_check=self_check) as clipper,
-            pytest.raises(ValueError, match=r"ids of shape \(B, n\)"),
-        ):
-            clipper.backward(weigh(model(torch.randint(0, 7, (4, 3)))))
+    model = Dropped()
+    with (
+        PerExampleClipper(model, 1.0) as clipper,
+        pytest.raises(ValueError, match="(?s)EmbeddingBag|mixes|not exact"),
+    ):
+        clipper.backward(weigh(model(torch.randint(0, 7, (4, 3)))))
+
+
+class Bags(nn.Module):
+    """As in torch's own tutorial of text classification."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.bag, self.out = nn.EmbeddingBag(11, 5, **options), nn.Linear(5, 3)
+
+    def forward(self, text, offsets, per_sample_weights=None):
+        return self.out(self.bag(text, offsets, per_sample_weights))
+
+
+def alone(text, offsets, weights=None, *, all_offsets=False):
+    """The arguments of each example by itself."""
+    starts = offsets.tolist() if all_offsets else [*offsets.tolist(), len(text)]
+    for first, end in pairwise(starts):
+        own = torch.tensor([0, end - first] if all_offsets else [0])
+        yield (text[first:end], own) if weights is None else (text[first:end], own, weights[first:end])
+
+
+@drawn
+@given(st.data())
+def test_ids_and_offsets_as_input(data):
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    kind, all_offsets = data.draw(st.sampled_from(["sum", "mean", "max"])), data.draw(st.booleans())
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5)))
+    lengths[0] += 1
+    weighted = kind == "sum" and data.draw(st.booleans())
+    text, ends = torch.randint(0, 11, (int(lengths.sum()),)), lengths.cumsum(0)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), ends])[: None if all_offsets else -1]
+    given = (text, offsets, torch.randn(len(text))) if weighted else (text, offsets)
+    padding_idx = data.draw(st.sampled_from([None, 2]))
+    model = Bags(mode=kind, include_last_offset=all_offsets, padding_idx=padding_idx)
+    singles = []
+    for one in alone(*given, all_offsets=all_offsets):
+        grads = torch.autograd.grad(weigh(model(*one)).sum(), list(model.parameters()))
+        singles.append(torch.cat([g.flatten() for g in grads]))
+    norms = torch.stack(singles).norm(dim=1)
+    bound = float(norms.median())
+    expected = sum(g * min(1.0, bound / float(n)) for g, n in zip(singles, norms, strict=True))
+    for mode in ALL_MODES:
+        model.zero_grad()
+        with PerExampleClipper(model, bound, mode=mode) as clipper:
+            found = clipper.backward(weigh(model(*given)))
+        torch.testing.assert_close(found, norms, rtol=1e-4, atol=1e-6)
+        total = torch.cat([p.grad.flatten() for p in model.parameters()])
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bag_that_reads_another_is_refused():
+    class Neighbours(Bags):
+        def forward(self, text, offsets):
+            y = self.bag(text, offsets)
+            return self.out(y + 0.1 * y.roll(1, 0))
+
+    model = Neighbours()
+    with PerExampleClipper(model, 1.0) as clipper, pytest.raises(SelfCheckError, match="moved by|not exact"):
+        clipper.backward(weigh(model(torch.randint(0, 11, (9,)), torch.tensor([0, 2, 5]))))
+
+
+@pytest.mark.parametrize("offsets", [[1, 2], [0, 5, 2], [0, 11]], ids=str)
+def test_offsets_that_divide_nothing(offsets):
+    model = Bags()
+    with pytest.raises((ValueError, RuntimeError), match="offsets"), PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(weigh(model(torch.randint(0, 11, (9,)), torch.tensor(offsets))))
+
+
+def test_offsets_under_another_name():
+    class Unnamed(Bags):
+        def forward(self, text, where):
+            return self.out(self.bag(text, where))
+
+    model = Unnamed()
+    with PerExampleClipper(model, 1.0) as clipper, pytest.raises(SelfCheckError, match="name that argument"):
+        clipper.backward(weigh(model(torch.randint(0, 11, (9,)), torch.tensor([0, 2, 5]))))
+
+
+def test_mixing_of_bags_is_found():
+    class Neighbours(Bags):
+        def forward(self, text, offsets):
+            y = self.bag(text, offsets)
+            return self.out(y + 0.1 * y.roll(1, 0))
+
+    batch = {"text": torch.randint(0, 11, (9,)), "offsets": torch.tensor([0, 2, 5, 6])}
+    assert ModuleValidator.find_mixing(Bags(), batch) is None
+    assert ModuleValidator.find_mixing(Neighbours(), batch) is not None
