@@ -28,6 +28,7 @@ from dp_transformers.clipping import PerExampleClipper
 from dp_transformers.clipping.model_state import ModelState
 from dp_transformers.mixing import LoadedRows
 from dp_transformers.private_gradients import PrivateGradients
+from dp_transformers.private_loss import PrivateLoss
 from dp_transformers.randomness import SecretSeeds
 from dp_transformers.step import PrivateStep
 
@@ -42,6 +43,7 @@ PARTS = {
     "mixed rows": [(LoadedRows, "__init__"), (LoadedRows, "refuse_mixed")],
     "draws": [(PrivateStep, "_require_next"), (PrivateStep, "_left_undone")],
     "optimizers": [(PrivateGradients, "refuse_unreleased")],
+    "private loss": [(PrivateLoss, "add"), (PrivateLoss, "release")],
 }
 WARM_UP = 3
 
@@ -61,17 +63,20 @@ def losses(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def timed() -> Iterator[tuple[dict[str, list[float]], list[float]]]:
-    """Seconds of every part in each step, and of the steps."""
-    parts, steps, now = defaultdict(list), [], defaultdict(float)
+    """Seconds of every part in each step, without those of parts inside it, and of the steps."""
+    parts, steps, now, inside = defaultdict(list), [], defaultdict(float), [0.0]
     originals: list[tuple[type, str, Callable]] = []
 
     def measured(name: str, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
+            inside.append(0.0)
             start = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                now[name] += time.thread_time() - start
+                took = time.thread_time() - start
+                now[name] += took - inside.pop()
+                inside[-1] += took
 
         return call
 
