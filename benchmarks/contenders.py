@@ -13,12 +13,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from dp_transformers import PerExampleClipper
+from dp_transformers import FlatClipping, PerExampleClipper, PerLayerClipping
+from dp_transformers.noise.add_noise import add_noise_and_divide
 from dp_transformers.noise.generators import GaussianNoise
 
 from .harness import Contender, Phase
 
 MODES = ("auto", "book_keeping", "ghost")
+PER_LAYER = "per_layer"  # book-keeping with a bound for each layer, which keeps nothing
 MAX_GRAD_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 1e-6
 
 
@@ -55,17 +57,18 @@ def plain(task: Task) -> Sequence[Phase]:
 def ours(task: Task, mode: str) -> Sequence[Phase]:
     model = task.build().to(task.device)
     optimizer = task.start(model)
-    clipper = PerExampleClipper(model, MAX_GRAD_NORM, mode=mode)
-    noise = GaussianNoise()
+    clipping = FlatClipping(MAX_GRAD_NORM)
+    if mode == PER_LAYER:
+        clipping, mode = PerLayerClipping(clipping), "book_keeping"
+    clipper = PerExampleClipper(model, clipping, mode=mode)
+    noise, std = GaussianNoise(), NOISE_MULTIPLIER * clipping.sensitivity
 
     def backward() -> None:
         optimizer.zero_grad()
         clipper.backward(task.forward(model))
 
     def step() -> None:
-        gradients = [p.grad for p in clipper.parameters if p.grad is not None]
-        noise.add_(gradients, std=NOISE_MULTIPLIER * clipper.max_grad_norm)
-        torch._foreach_div_(gradients, task.size)
+        add_noise_and_divide(clipper.parameters, noise, std=std, divisor=task.size, scales=clipper.noise_scales)
         optimizer.step()
 
     return backward, step

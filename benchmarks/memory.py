@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument(
         "--tokens-per-batch", type=int, default=8192, help="in the larger of the two batches; the other is half of it"
     )
-    p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes")
+    p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes, and per_layer")
     p.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="bf16 is autocast")
     p.add_argument("--budget-gb", type=float, default=16.0, help="memory for which the largest batch is given")
     args = p.parse_args(argv)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--rank", type=int, default=16, help="of the LoRA adapters")
     p.add_argument("--tokens-per-batch", type=int, default=2048, help="physical batch: this many tokens")
     p.add_argument("--examples-per-step", type=int, default=256, help="logical batch of the step figure")
-    p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes")
+    p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes, and per_layer")
     p.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32"], help="bf16 is autocast")
     args = p.parse_args(argv)
     if args.quick:

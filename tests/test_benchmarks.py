@@ -13,7 +13,8 @@ from benchmarks.models import KINDS, NETWORKS, Shape, build_transformer, transfo
 
 TINY = ["--width", "64", "--layers", "1", "--vocabulary", "50"]
 SMALLEST = {
-    "throughput": [*TINY, "--models", "llama-lora", "--lengths", "8", "--tokens-per-batch", "32", "--dtypes", "bf16"],
+    "throughput": [*TINY, "--models", "llama-lora", "--lengths", "8", "--tokens-per-batch", "32", "--dtypes", "bf16",
+                   "--modes", "auto", "book_keeping", "ghost", "per_layer"],
     "memory": [*TINY, "--models", "gpt2", "--lengths", "8", "--tokens-per-batch", "64", "--modes", "auto"],
     "trainer": [*TINY, "--tokens", "8", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "bert"],
     "layers": ["--layers", "linear", "embedding", "--batch-sizes", "4", "--memory"],
@@ -21,8 +22,20 @@ SMALLEST = {
     "precision": ["--random", "--steps", "2", "--tunings", "lora"],
     "scaling": ["--base", "2", "8", "64", "1", "50", "2", "--dimensions", "rank"],
     "overhead": ["--width", "64", "--layers", "1", "--tokens", "8", "--physical", "4"],
-}
-OURS = ("plain", "auto", "book_keeping", "ghost", "Trainer", "DPTrainer auto", "fp32", "mixed", "bf16 body")
+    "noise": ["--parameters", "1", "--bands", "3", "--steps", "30", "--separation", "10"],
+}  # fmt: skip
+OURS = (
+    "plain",
+    "auto",
+    "book_keeping",
+    "ghost",
+    "per_layer",
+    "Trainer",
+    "DPTrainer auto",
+    "fp32",
+    "mixed",
+    "bf16 body",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +52,13 @@ def run(name, tmp_path, *options):
     common = ["--repeats", "1", "--allocator", "default", "--json", str(path)]
     import_module(f"benchmarks.{name}").main([*common, *SMALLEST[name], *options])
     return path, json.loads(path.read_text())["rows"]
+
+
+def test_what_noise_keeps(tmp_path):
+    """Bytes for each parameter: of all bands but one, of each buffer, and nothing where noise is drawn again."""
+    _, rows = run("noise", tmp_path)
+    kept = {row["contender"]: row["bytes_per_parameter"] for row in rows if row.get("part") == "kept"}
+    assert kept == {"independent": 0, "secure_rng": 0, "banded 3": 8, "lambda": 0, "BISR 4": 0, "BLT 3": 12}
 
 
 @pytest.mark.parametrize("name", SMALLEST)
