@@ -1,6 +1,7 @@
 """The term algebra against gradients that are written out, over drawn shapes."""
 
 import inspect
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -25,6 +26,7 @@ from dp_transformers.clipping.terms import (
     Rows,
     Stacked,
     arithmetic,
+    cache,
 )
 from dp_transformers.clipping.terms.tied_weights import merge, norm_of_sum
 from dp_transformers.clipping.trainable import TrainableParameters
@@ -345,3 +347,17 @@ def test_a_norm_alone_gives_no_gradient():
     for ask in (only.instantiate, lambda: only.weighted_sum(torch.ones(2))):
         with pytest.raises(TypeError, match="use clipping_mode='book_keeping'.*or register no norm sampler"):
             ask()
+
+
+def test_a_cache_keeps_no_tensor_and_takes_no_other_for_it(monkeypatch):
+    """The input of a wide layer would stay until the layer before it is reached. What is at its address later is
+    something else."""
+    seen, x = LastResultCache(), torch.randn(1000)
+    memory, result = weakref.ref(x.untyped_storage()), seen.get("sum", x, torch.sum)
+    assert seen.known("sum", x.view(1000)) is result and seen.known("sum", x[:999]) is None
+    other = x.clone()
+    monkeypatch.setattr(cache, "_identity", lambda tensor: "the same address")
+    again = seen.get("other", x, torch.sum)
+    assert seen.known("other", other) is again
+    del x
+    assert memory() is None and seen.known("other", other) is None
