@@ -1,8 +1,8 @@
-"""Killed with SIGKILL anywhere and resumed: the ledger covers all noise ever drawn, no noise comes twice, no
-half-written checkpoint is loaded.
+"""Killed with SIGKILL anywhere and resumed: the ledger covers all noise ever drawn, no noise comes twice, be it
+correlated over steps or not, and no half-written checkpoint is loaded.
 
 `python -m pytest tests/test_resume.py` kills some fifty times; `KILLS=200 python -m pytest -s tests/test_resume.py` at
-that many random places, of one process and as many of two.
+that many random places, of one process and as many of two, and of each again with correlated noise.
 
 A life is one output_dir: training that is killed and resumed, killed and resumed, until it is left to end. Each
 attempt is a fork of one process that has paid for the imports (this file as a script), or one for each rank. Each rank
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,13 +38,25 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, checkpoint, compute_epsilon, distributed
 from dp_transformers.accounting import PrivacyAccountant
 from dp_transformers.checkpoint import STATE_NAME, PrivacyState
+from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.clipping.parallel.dtensor import to_local
 from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
+from dp_transformers.mechanism import Mechanism
+from dp_transformers.noise import BandedInverseNoise, BandedNoise
 from dp_transformers.noise.generators import GaussianNoise
+from dp_transformers.noise.streams import CorrelatedStream
+from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling
 from dp_transformers.step import PrivateStep
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
 WITH_LOSS = 1.01**-0.5  # σ of gradients and the logged loss together, over that of the gradients
+CORRELATED = {  # (mechanism, in how many steps that follow each other an independent number takes part when it is drawn)
+    name: (Mechanism(sampling=sampling, clipping=FlatClipping(1.0), noise=noise, steps=STEPS), draws)
+    for name, sampling, noise, draws in (
+        ("banded", CyclicPoissonSampling(40, 8, 3), BandedNoise(1.3, (0.8, 0.5, 0.33)), 1),
+        ("regenerated", FixedOrderSampling(40, 8), BandedInverseNoise(1.3, (1.0, -0.5, -0.125)), 3),
+    )
+}
 DONE, SPENT, BEREFT = 0, 3, 4  # exit codes; the last of a rank whose peer was killed
 PEER_IS_GONE = (
     "connection closed",
@@ -86,6 +99,10 @@ def arguments(folder, **changes):
     return DPTrainingArguments(**{**values, **changes})
 
 
+def with_mechanism(mechanism):
+    return {"mechanism": mechanism, "target_epsilon": None, "expected_batch_size": None, "max_steps": -1}
+
+
 def build(cls, folder, callbacks=(), data=None, model=None, **changes):
     return cls(model or Classifier(), arguments(folder, **changes), collate, data or rows(), callbacks=list(callbacks), per_example_loss_func=per_example_loss)  # fmt: skip
 
@@ -96,8 +113,9 @@ def build(cls, folder, callbacks=(), data=None, model=None, **changes):
 class Attempt:
     """Trains, notes what happens, and kills itself when it comes for the n-th time to the named point."""
 
-    def __init__(self, folder, rank, point=None, occurrence=1, sharded=False):
+    def __init__(self, folder, rank, point=None, occurrence=1, sharded=False, noise=None):
         self.folder, self.point, self.left, self.sharded = Path(folder), point, occurrence, sharded
+        self.noise = noise
         self.journal = open(self.folder / f"journal{rank}", "ab", buffering=0)  # noqa: SIM115
         self.draw = None
 
@@ -179,6 +197,17 @@ class Attempt:
             return values
 
         GaussianNoise._standard_normal = noted
+        add = CorrelatedStream.add_
+
+        def noted_add(stream, tensors, std):
+            noise = [torch.zeros_like(tensor) for tensor in tensors]
+            add(stream, noise, std)
+            content = b"".join(tensor.numpy().tobytes() for tensor in noise)
+            self.note(released=hashlib.sha256(content).hexdigest(), run=self.trainer._run.state.run_id)
+            self.at("between noise and optimizer")
+            torch._foreach_add_(tensors, noise)
+
+        CorrelatedStream.add_ = noted_add
         release = PrivateStep.release
 
         def noted_release(step):
@@ -210,7 +239,8 @@ class Attempt:
                 attempt.at("after a log line")
 
         layout = {"fsdp": True, "fsdp_config": {"version": 2}} if self.sharded else {}
-        self.trainer = build(Noted, self.folder, [Points()], **layout)
+        given = {} if self.noise is None else with_mechanism(CORRELATED[self.noise][0])
+        self.trainer = build(Noted, self.folder, [Points()], **layout, **given)
         assert (
             self.trainer.accelerator.num_processes == distributed.world_size() == int(os.environ.get("WORLD_SIZE", 1))
         )
@@ -267,7 +297,8 @@ def one_rank(job, rank):
                 "gloo", init_method=store, rank=rank, world_size=job["ranks"], timeout=timedelta(seconds=PATIENCE / 2)
             )
         mortal = rank in job["victims"]
-        code = Attempt(job["folder"], rank, job["point"] if mortal else None, job["occurrence"], job["sharded"]).run()
+        point = job["point"] if mortal else None
+        code = Attempt(job["folder"], rank, point, job["occurrence"], job["sharded"], job["noise"]).run()
     except RuntimeError as error:
         traceback.print_exc()
         code = BEREFT if any(words in str(error).lower() for words in PEER_IS_GONE) else 1
@@ -333,7 +364,7 @@ def attempt(tmp_path_factory):
             env=environment(),
         )
 
-    def ask(folder, point=None, occurrence=1, delay=None, ranks=1, victims=(0,), sharded=False):
+    def ask(folder, point=None, occurrence=1, delay=None, ranks=1, victims=(0,), sharded=False, noise=None):
         """Train in `folder` on that many ranks, of which the victims are killed; what became of it, and how long it
         took."""
         Path(folder).mkdir(exist_ok=True)
@@ -344,6 +375,7 @@ def attempt(tmp_path_factory):
             "ranks": ranks,
             "victims": victims,
             "sharded": sharded,
+            "noise": noise,
         }
         server.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
         server.stdin.flush()
@@ -366,21 +398,25 @@ def attempt(tmp_path_factory):
     server.stdout.close()
 
 
-def check(folder):
-    """Everything this file promises, from the journals and the ledger of a life. Returns the noise hashes."""
-    seen = [noise for journal in folder.glob("journal*") for noise in check_rank(folder, journal)]
+def check(folder, noise=None):
+    """Everything this file promises, from the journals and the ledger of a life. Returns the hashes of what was added
+    to gradients."""
+    seen = [added for journal in folder.glob("journal*") for added in check_rank(folder, journal, noise)]
     assert len(set(seen)) == len(seen), "noise was used twice"
     return seen
 
 
-def check_rank(folder, journal):
-    ledger, draws, seen, saving, saved, last = Ledger(folder), {}, [], {}, {}, {}
+def check_rank(folder, journal, noise):
+    ledger, draws, seen, taken, saving, saved, last = Ledger(folder), {}, [], {}, {}, {}, {}
     for line in journal.read_text().splitlines():
         entry = json.loads(line)
         run = entry["run"]
         if "noise" in entry:
-            seen.append(entry["noise"])
-            draws.setdefault(run, set()).add(entry["draw"])
+            process, step = entry["draw"].split()
+            taken.setdefault(entry["noise"], []).append((process, int(step)))
+            draws.setdefault(run, {}).setdefault(entry["draw"])
+        if ("noise" if noise is None else "released") in entry:
+            seen.append(entry["noise" if noise is None else "released"])
         if "saving" in entry:
             saving[run, entry["saving"]] = entry["digest"]
         if "saved" in entry:
@@ -392,18 +428,38 @@ def check_rank(folder, journal):
             assert not saved, "started anew although there was a checkpoint"
         if "epsilon" in entry:
             assert entry["steps"] >= len(draws.get(run, ())), "epsilon leaves out steps whose noise was drawn"
-            assert entry["epsilon"] == pytest.approx(epsilon(entry["sigma"], entry["steps"]), rel=1e-9)
             assert entry["epsilon"] == entry.get("logged", entry["epsilon"])
-            assert entry["epsilon"] <= TARGET
+            if noise is None:
+                assert entry["epsilon"] == pytest.approx(epsilon(entry["sigma"], entry["steps"]), rel=1e-9)
+                assert entry["epsilon"] <= TARGET
+            else:
+                lives = Counter(draw.split()[0] for draw in draws.get(run, ()))
+                assert entry["epsilon"] >= composed(noise, tuple(lives.values())) * (1 - 1e-9)
             last = entry
+    for number in taken.values():
+        processes, steps = zip(*number, strict=True)
+        assert len(set(processes)) == 1, "a resumed process drew what another one had drawn"
+        assert list(steps) == list(range(steps[0], steps[0] + len(steps))), "noise came again after other steps"
+        assert len(steps) <= (1 if noise is None else CORRELATED[noise][1])
     for run, drawn in draws.items():
-        assert len(drawn) <= ledger.steps(run) <= STEPS
-    if "done" in last or "refused" in last:
+        assert len(drawn) <= ledger.steps(run) and (noise is not None or ledger.steps(run) <= STEPS)
+    if noise is not None and "done" in last:
+        segments = ledger.segments(last["run"])
+        assert last["done"] == STEPS and last["steps"] == ledger.steps(last["run"])
+        assert last["epsilon"] == pytest.approx(composed(noise, tuple(s.total() for s in segments)), rel=1e-9)
+    elif "done" in last or "refused" in last:
         assert last["steps"] == ledger.steps(last["run"])
         assert (
             last.get("done") == STEPS or epsilon(last["sigma"], last["steps"] + 1) > TARGET or last["steps"] == STEPS
         )
     return seen
+
+
+@functools.lru_cache
+def composed(noise, lives):
+    """ε of lives of so many steps, none of which takes back what one before added."""
+    mechanism = CORRELATED[noise][0]
+    return mechanism.epsilon(DELTA, executed=[mechanism.planned(0, n) for n in lives if n], accountant=ACCOUNTANT)
 
 
 @functools.lru_cache
@@ -420,9 +476,9 @@ def live(attempt, folder, kills, **layout):
         if not attempt(folder, **kill, **layout)["killed"]:
             break
         killed += 1
-        check(folder)
+        check(folder, layout.get("noise"))
     attempt(folder, **layout)
-    return killed, check(folder)
+    return killed, check(folder, layout.get("noise"))
 
 
 # There is a checkpoint of six files every third step, and the one before is then deleted, as is a half-written one
@@ -504,23 +560,23 @@ def test_a_rank_killed_at_the_nasty_points(tmp_path, attempt, kills, sharded):
     assert killed == len(kills)
 
 
+@pytest.mark.parametrize("noise", [None, *CORRELATED])
 @pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (RANKS, False), (RANKS, True)], ids=["one", "ddp", "fsdp"])
-def test_killed_at_random(tmp_path, attempt, ranks, sharded):
+def test_killed_at_random(tmp_path, attempt, ranks, sharded, noise):
     """At random times, and for the n-th time at random points; of several ranks one, or all at once."""
-    duration, chance = attempt(tmp_path / "whole", ranks=ranks, sharded=sharded)["seconds"], random.Random(4)
-    kills, lives, noise = 0, 0, []
-    while kills < int(os.environ.get("KILLS", "8")):
+    layout = {"ranks": ranks, "sharded": sharded, "noise": noise}
+    duration, chance = attempt(tmp_path / "whole", **layout)["seconds"], random.Random(4)
+    kills, lives, added = 0, 0, []
+    while kills < int(os.environ.get("KILLS", "8" if noise is None else "3")):
         plan = [
             {"delay": chance.uniform(0, duration)},
             {"point": chance.choice(POINTS), "occurrence": chance.randint(1, 12)},
         ] * 2
         plan = [{**kill, "victims": chance.sample(range(ranks), chance.randint(1, ranks))} for kill in plan]
-        killed, seen = live(
-            attempt, tmp_path / str(lives), chance.sample(plan, len(plan)), ranks=ranks, sharded=sharded
-        )
-        kills, lives, noise = kills + killed, lives + 1, noise + seen
-    assert len(set(noise)) == len(noise)
-    print(f"{ranks} ranks: {kills} kills in {lives} lives, {len(noise)} noise vectors")
+        killed, seen = live(attempt, tmp_path / str(lives), chance.sample(plan, len(plan)), **layout)
+        kills, lives, added = kills + killed, lives + 1, added + seen
+    assert len(set(added)) == len(added)
+    print(f"{ranks} ranks, {noise or 'independent'} noise: {kills} kills in {lives} lives, {len(added)} noise vectors")
 
 
 # ---- what may change on resume, and what may not ----
