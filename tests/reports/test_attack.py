@@ -28,6 +28,12 @@ def test_the_run_at_epsilon_8():
     ]
 
 
+def test_three_gaussians_that_are_one_of_a_standard_deviation():
+    """dp_accounting's own test: three with σ = √3 are one with σ = 1, of which Φ(Φ⁻¹(0.1) + 1) = 0.38914 are found."""
+    curve = privacy_curve(dp.SelfComposedDpEvent(dp.GaussianDpEvent(math.sqrt(3)), 3), AR)
+    assert curve.detection(0.1) == pytest.approx(0.38914, rel=1e-4)
+
+
 def by_both_distributions(event, relation, alarms, epsilons):
     """The same by dp_accounting alone, on a grid of its own: no test beats a hockey stick."""
     accountant = dp.pld.PLDAccountant(dp.NeighboringRelation[relation.upper()], value_discretization_interval=1e-3)
