@@ -47,6 +47,9 @@ _WHERE = {
     "check_model": "clipping",
     "check_per_sample_gradients_are_correct": "clipping",
     "compute_epsilon": "accounting",
+    "first_rows_of_each": "documents",
+    "keep_documents_apart": "documents",
+    "padded_blocks": "documents",
     "plan": "planner",
     "register_accountant": "accounting",
     "register_grad_sampler": "clipping",
@@ -92,6 +95,9 @@ __all__ = [
     "check_model",
     "check_per_sample_gradients_are_correct",
     "compute_epsilon",
+    "first_rows_of_each",
+    "keep_documents_apart",
+    "padded_blocks",
     "plan",
     "register_accountant",
     "register_grad_sampler",
@@ -117,6 +123,7 @@ if TYPE_CHECKING:
         PerSampleAdaptiveClipping,
         ScheduledClipping,
     )
+    from .documents import first_rows_of_each, keep_documents_apart, padded_blocks
     from .mechanism import Mechanism, PrivacyUnit, Release
     from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
     from .optimizers import DPAdamW
