@@ -53,6 +53,8 @@ _WHERE = {
     "plan": "planner",
     "register_accountant": "accounting",
     "register_grad_sampler": "clipping",
+    "register_module_fixer": "validation",
+    "register_module_validator": "validation",
     "register_norm_sampler": "clipping",
 }
 __all__ = [
@@ -101,8 +103,29 @@ __all__ = [
     "plan",
     "register_accountant",
     "register_grad_sampler",
+    "register_module_fixer",
+    "register_module_validator",
     "register_norm_sampler",
 ]
+
+# What loops that come from Opacus import, and what does it here.
+_OF_OPACUS = {
+    "BatchMemoryManager": "give make_private max_physical_batch_size=, and leave the loop as it is",
+    "DPDataLoader": "make_private gives back a loader of Poisson draws, and PoissonSampling says what they cost",
+    "DPGRU": "train nn.GRU itself",
+    "DPLSTM": "train nn.LSTM itself",
+    "DPMultiheadAttention": "train nn.MultiheadAttention itself",
+    "DPOptimizer": "make_private hooks the optimizer that you have; noise of your own is a Noise in a Mechanism",
+    "DPRNN": "train nn.RNN itself",
+    "DifferentiallyPrivateDistributedDataParallel": "hand over the bare module in every process",
+    "GradSampleModule": "PerExampleClipper clips and sums; with mode='per_sample' p.grad_sample is there to be read",
+    "GaussianAccountant": "take accountant='pld', or Mechanism(...).epsilon(...)",
+    "PRVAccountant": "take accountant='pld', or Mechanism(...).epsilon(...)",
+    "RDPAccountant": "take accountant='rdp', or Mechanism(...).epsilon(..., accountant='rdp')",
+    "UniformWithReplacementSampler": "PoissonSampling is this scheme",
+    "create_accountant": "take PrivacyEngine(accountant=...), or register_accountant for one of your own",
+    "get_noise_multiplier": "calibrate_noise_multiplier does this",
+}
 
 if TYPE_CHECKING:
     from .accounting import calibrate_noise_multiplier, compute_epsilon, register_accountant
@@ -141,12 +164,14 @@ if TYPE_CHECKING:
     )
     from .schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
     from .trainer import DPTrainer, DPTrainerMixin, DPTrainingArguments
-    from .validation import ModuleValidator
+    from .validation import ModuleValidator, register_module_fixer, register_module_validator
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for, so that importing the package loads nothing heavy."""
     if name not in _WHERE:
+        if name in _OF_OPACUS:  # "from dp_transformers import ..." hides the text of an AttributeError
+            raise ImportError(f"{name} is of Opacus, and not here: {_OF_OPACUS[name]}. (docs/from-opacus.md)")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(import_module(f".{_WHERE[name]}", __name__), name)
 

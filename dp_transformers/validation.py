@@ -60,6 +60,62 @@ class Problem:
         return self.message
 
 
+ModuleFunction = Callable[[Any], Any]
+_VALIDATORS: dict[type[nn.Module], list[Callable[[Any], list[str]]]] = {}
+_FIXERS: dict[type[nn.Module], Callable[[Any], nn.Module]] = {}
+
+
+def register_module_validator(*module_classes: type[nn.Module]) -> Callable[[ModuleFunction], ModuleFunction]:
+    """Let ``ModuleValidator`` and all trainings refuse modules of exactly these classes for what the decorated
+    function says: ``f(module)`` returns a list of sentences, each what is wrong and what to do, empty where nothing
+    is.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from dp_transformers import ModuleValidator, register_module_validator
+        >>> class Tabular(nn.Linear):
+        ...     pass
+        >>> @register_module_validator(Tabular)
+        ... def not_too_wide(module):
+        ...     return ["it has more than 100 inputs. Select some."] if module.in_features > 100 else []
+        >>> str(ModuleValidator.validate(nn.Sequential(Tabular(200, 2)))[0])
+        "'0' is a Tabular: it has more than 100 inputs. Select some."
+    """
+
+    def register(function: ModuleFunction) -> ModuleFunction:
+        for cls in module_classes:
+            _VALIDATORS.setdefault(cls, []).append(function)
+        return function
+
+    return register
+
+
+def register_module_fixer(*module_classes: type[nn.Module]) -> Callable[[ModuleFunction], ModuleFunction]:
+    """Let ``ModuleValidator.fix`` replace modules of exactly these classes that have a problem by what the decorated
+    function returns for them. The last registration wins, also over the repairs of this library.
+
+    Example::
+
+        >>> from torch import nn
+        >>> from dp_transformers import ModuleValidator, register_module_fixer
+        >>> class Norm(nn.BatchNorm1d):
+        ...     pass
+        >>> @register_module_fixer(Norm)
+        ... def by_layer_norm(module):
+        ...     return nn.LayerNorm(module.num_features)
+        >>> ModuleValidator.fix(nn.Sequential(nn.Linear(3, 4), Norm(4)))[1]
+        LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)
+    """
+
+    def register(function: ModuleFunction) -> ModuleFunction:
+        for cls in module_classes:
+            _FIXERS[cls] = function
+        return function
+
+    return register
+
+
 class ModuleValidator:
     """Finds what keeps a model from being trained privately, and repairs what can be repaired.
 
@@ -101,7 +157,7 @@ class ModuleValidator:
         return not ModuleValidator.validate(model)
 
     @staticmethod
-    def fix(model: nn.Module) -> nn.Module:
+    def fix(model: nn.Module, *, num_groups: int | None = None) -> nn.Module:
         """Return a copy of the model with every problem repaired that has a ``fix``. Each repair is logged as a
         warning.
 
@@ -109,11 +165,18 @@ class ModuleValidator:
         some (private) training again. Parameters keep their values, dtype, device and ``requires_grad``, and modules
         their training mode. Build the optimizer from the copy's parameters. :meth:`validate` tells beforehand what
         will be done, and afterwards what is left.
+
+        Args:
+            num_groups: The number of groups of every GroupNorm that replaces a batch norm, in the place of one that is
+                chosen for each. It must divide the channels. For another layer than GroupNorm register a fixer
+                (:func:`register_module_fixer`).
         """
         model = copy.deepcopy(model)
         for problem in list(_problems(model)):
             if problem._repair is not None and problem._module is not None:
-                model = _replace(model, problem._module, problem._repair(problem._module))
+                chosen = num_groups if problem._repair is _group_norm else None
+                options = {} if chosen is None else {"num_groups": chosen}
+                model = _replace(model, problem._module, problem._repair(problem._module, **options))
                 logger.warning("%s: %s", f"'{problem.path}'" if problem.path else "the model", problem.fix)
         return model
 
@@ -157,8 +220,10 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
         held = " and ".join(f"'{path}'" for path in its_paths)
         kind = type(module).__name__
         where = f"{held if its_paths != [''] else 'the model'} is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
-        for find in (_batch_statistics, _embedding_options, _alien):
+        for find in (partial(_batch_statistics, model), _embedding_options, _alien, _registered):
             for what, fix, repair in find(module):
+                if own := _FIXERS.get(type(module)):
+                    fix, repair = f"{kind} -> what {own.__name__} makes of it", own
                 yield Problem(its_paths[0], f"{where}{what}", fix, module, repair)
     yield from _parameter_problems(model)
 
@@ -168,21 +233,20 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
 Finding = tuple[str, str | None, Callable[[Any], nn.Module] | None]
 
 
-def _batch_statistics(module: nn.Module) -> Iterator[Finding]:
+def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
     name = type(module).__name__
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, _BatchNorm) and model.training and not module.training and module.running_mean is not None:
+        pass  # a fixed map of each example, as long as it is not switched back, which the self-check sees
+    elif isinstance(module, _BatchNorm):
         what = (
             ": it normalises every example with statistics of the whole batch, so no example has a gradient of its "
             "own. Replace it by "
         )
         groups = _num_groups(module)
         fix = f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None
-        frozen = (
-            " To keep the statistics of pretraining fixed, use torchvision.ops.FrozenBatchNorm2d."
-            if isinstance(module, nn.BatchNorm2d)
-            else ""
-        )
-        yield f"{what}GroupNorm or LayerNorm.{frozen}", fix, partial(_group_norm, groups) if groups else None
+        or_frozen = ", or use torchvision.ops.FrozenBatchNorm2d" if isinstance(module, nn.BatchNorm2d) else ""
+        frozen = f" To keep the statistics of pretraining fixed, call its eval() after every model.train(){or_frozen}."
+        yield f"{what}GroupNorm or LayerNorm.{frozen}", fix, _group_norm if groups else None
     elif getattr(module, "track_running_stats", False) is True or (
         # a frozen batch norm has no momentum and keeps its statistics
         getattr(module, "running_var", None) is not None and hasattr(module, "momentum")
@@ -239,6 +303,11 @@ def _alien(module: nn.Module) -> Iterator[Finding]:
             None,
             None,
         )
+
+
+def _registered(module: nn.Module) -> Iterator[Finding]:
+    for validator in _VALIDATORS.get(type(module), ()):
+        yield from ((f": {what}", None, None) for what in validator(module))
 
 
 def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
@@ -322,7 +391,14 @@ def _num_groups(batch_norm: _BatchNorm) -> int | None:
     )
 
 
-def _group_norm(num_groups: int, batch_norm: _BatchNorm) -> nn.GroupNorm:
+def _group_norm(batch_norm: _BatchNorm, num_groups: int | None = None) -> nn.GroupNorm:
+    num_groups = num_groups or _num_groups(batch_norm)
+    assert num_groups is not None, "a repair is offered only where there is one"
+    if batch_norm.num_features % num_groups:
+        raise ValueError(
+            f"num_groups={num_groups} does not divide the {batch_norm.num_features} channels of a "
+            f"{type(batch_norm).__name__}: take a common divisor, or leave num_groups out."
+        )
     group_norm = nn.GroupNorm(num_groups, batch_norm.num_features, eps=batch_norm.eps, affine=False)
     group_norm.affine = batch_norm.affine
     # the parameters are the same objects, so that tied parameters stay tied

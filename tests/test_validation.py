@@ -8,7 +8,12 @@ from datasets import Dataset
 from models import DeepSpeedEngine, build
 from torch import nn
 
-from dp_transformers import ModuleValidator, check_per_sample_gradients_are_correct
+from dp_transformers import (
+    ModuleValidator,
+    check_per_sample_gradients_are_correct,
+    register_module_fixer,
+    register_module_validator,
+)
 from dp_transformers.validation import longest_input, validate_lengths, validate_model
 
 
@@ -169,7 +174,7 @@ def test_strict_names_all_at_once():
 
 
 def test_fix_keeps_everything_else():
-    norm = nn.BatchNorm2d(8, eps=1e-3).double().eval()
+    norm = nn.BatchNorm2d(8, eps=1e-3, track_running_stats=False).double().eval()
     nn.init.normal_(norm.weight)
     norm.bias.requires_grad_(False)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), norm, nn.ModuleList([norm, nn.BatchNorm2d(8, affine=False)]))
@@ -224,3 +229,48 @@ def test_too_long_an_example(kind):
     validate_lengths(build("gpt2"), [rows[0]])
     validate_lengths(build("llama"), data)
     validate_lengths(build("gpt2"), [{"pixels": torch.zeros(3)}])
+
+
+# ---- validators and fixers of users ----
+
+
+def test_a_number_of_groups_of_one_s_own():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 12, 1), nn.BatchNorm2d(12))
+    fixed = ModuleValidator.fix(model, num_groups=4)
+    assert [m.num_groups for m in (fixed[1], fixed[3])] == [4, 4] and fixed[1].weight.shape == (8,)
+    with pytest.raises(ValueError, match="num_groups=8 does not divide the 12 channels"):
+        ModuleValidator.fix(model, num_groups=8)
+
+
+def test_a_fixer_of_one_s_own():
+    class Special(nn.BatchNorm2d):
+        pass
+
+    @register_module_fixer(Special)
+    def by_instance(module):
+        return nn.InstanceNorm2d(module.num_features)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Special(8), nn.BatchNorm2d(8))
+    assert ModuleValidator.validate(model)[0].fix == "Special -> what by_instance makes of it"
+    fixed = ModuleValidator.fix(model, num_groups=2)
+    assert type(fixed[1]) is nn.InstanceNorm2d and type(fixed[2]) is nn.GroupNorm and type(model[1]) is Special
+
+
+def test_a_validator_of_one_s_own():
+    class Wide(nn.Linear):
+        pass
+
+    @register_module_validator(Wide)
+    def not_wide(module):
+        return ["it has too many inputs. Select some."] if module.in_features > 5 else []
+
+    assert ModuleValidator.is_valid(nn.Sequential(Wide(5, 2)))
+    with pytest.raises(ValueError, match=r"'0' is a Wide: it has too many inputs. Select some."):
+        validate_model(nn.Sequential(Wide(6, 2)))
+    assert ModuleValidator.validate(nn.Sequential(Wide(6, 2)))[0].fix is None
+
+    @register_module_fixer(Wide)
+    def narrow(module):
+        return nn.Linear(5, module.out_features)
+
+    assert ModuleValidator.fix(nn.Sequential(Wide(6, 2)))[0].in_features == 5

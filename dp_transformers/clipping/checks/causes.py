@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
@@ -36,6 +37,12 @@ def true_causes(
                 "known that they divide its ids: name that argument of the model's forward 'offsets', and the weights "
                 "of ids 'per_sample_weights'. Or give the model ids of shape (B, n), shorter bags filled up with an "
                 "id that is the layer's padding_idx."
+            ) from error
+        norm = next((m for m in engine.model.named_modules() if isinstance(m[1], _BatchNorm) and m[1].training), None)
+        if norm is not None and not isinstance(error, SelfCheckError):
+            raise SelfCheckError(
+                f"{named(*norm)} is in training mode, where it mixes examples (batch statistics): replace it "
+                "(GroupNorm), or keep the statistics of pretraining and call its eval() after every model.train()."
             ) from error
         if (
             engine.trainable.shards or engine.trainable.parallel or not engine.batch_first
