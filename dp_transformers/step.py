@@ -277,8 +277,8 @@ class PrivateStep:
             raise ValueError(
                 "backward ran a second time on one batch of the loader, or on other data after it: an example's "
                 "gradient would be added twice, or one that was not drawn. Add the losses of a batch up first. For a "
-                "loss that is not the private one (a generator's, an adversarial input's) take the clipper off "
-                "meanwhile (engine.clipper.detach(), then attach()), or use a deepcopy of the model."
+                "loss that is not the private one (a generator's, an adversarial input's) go forward and backward "
+                "inside 'with engine.suspended():'."
             )
         if batch_size != given.batch.size:
             raise ValueError(

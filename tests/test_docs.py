@@ -178,7 +178,7 @@ PREPARED = {
     "docs/quick-start.md": [of_the_trainer, dict, of_a_loop],
     "docs/before-you-train.md": [dict, dict],
     "docs/how-it-works.md": [dict, dict],
-    "docs/from-opacus.md": [of_a_loop, of_a_generator, lambda: of_a_loop(5, positions=(7,))],
+    "docs/from-opacus.md": [of_a_loop, of_a_generator, lambda: of_a_loop(5, positions=(7,)), of_a_loop],
     "docs/scaling.md": [of_shards],
 }
 NOT_RUN = re.compile(r"<!-- not run: .* -->\n```python\n.*?```", re.S)

@@ -68,14 +68,21 @@ def _same_attributes(one: Accountant, other: Accountant) -> bool:
         return False
 
 
+_INSTEAD = {
+    "prv": "'pld' computes what 'prv' does, more tightly. ",
+    "gdp": "'gdp' approximates, and may lie below the true epsilon; 'pld' is a tight upper bound. ",
+}
+
+
 def check_accountant(accountant: str | Accountant) -> str:
     """The name of an accountant, which is registered if it is one of a user's."""
     if not isinstance(accountant, str):
         return register_accountant(accountant)
     if accountant not in _KNOWN:
         raise ValueError(
-            f"accountant must be one of {known_accountants()}, got {accountant!r}. One of your own is known after "
-            "register_accountant(...), which every process must call that computes with it."
+            f"accountant must be one of {known_accountants()}, got {accountant!r}. {_INSTEAD.get(accountant, '')}"
+            "One of your own is known after register_accountant(...), which every process must call that computes "
+            "with it."
         )
     return accountant
 

@@ -10,7 +10,9 @@ that it is tried out with (:mod:`.checks`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -147,7 +149,12 @@ class PerExampleClipper:
 
     @property
     def norms(self) -> torch.Tensor:
-        """(B,) the gradient norms of the examples of the last backward pass."""
+        """(B,) the gradient norms of the examples of the last backward pass, before clipping, also where
+        ``loss.backward()`` ran it. They are private data, and no noise is in them: look at them to debug on public
+        examples, and neither publish them nor choose the bound by them (:class:`.AdaptiveClipping` does that
+        privately)."""
+        if not hasattr(self._engine, "norms_b"):
+            raise ValueError("there are no norms before the first backward pass: ask for them after one.")
         return self._engine.norms_b
 
     @property
@@ -172,6 +179,34 @@ class PerExampleClipper:
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
         self._engine.detach()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the model and its parts run and go backward as if no clipper were attached: for a loss that trains
+        something else through the model (a generator's, an adversarial input's), or a saliency map.
+
+        At the end every trainable parameter has the ``grad`` that it had before, so that what the block added is
+        thrown away. What else the block computes of private examples is not private.
+
+        Raises:
+            ValueError: the block changed a parameter, a buffer or an attribute of the model; or, where it happens,
+                losses from before the block go backward in it, or losses from the block after it.
+        """
+        engine, state = self._engine, self._engine.state
+        engine.forget()
+        watches = not state.is_watching
+        if watches:
+            state.before_forward()
+        grads = [(p, p.grad) for p in self.parameters]
+        engine.trainable.drop_gradients()
+        try:
+            with engine.suspended():
+                yield
+        finally:
+            for p, grad in grads:
+                p.grad = grad
+        if watches:
+            state.require_unchanged()
 
     def __enter__(self) -> PerExampleClipper:
         self.attach()

@@ -298,7 +298,8 @@ class ClippingEngine:
             raise ValueError(
                 f"{len(losses)} losses for a batch of {self.forward.batch_size} examples: give one loss for each "
                 "example. Losses of positions, (B, T), are averaged or summed within each example first; do not "
-                "flatten them to (B·T,)."
+                "flatten them to (B·T,). A criterion is called with logits of shape (B, V, T), "
+                "logits.transpose(1, 2), and labels (B, T), not with logits.view(-1, V)."
             )
         return self.forward
 
@@ -382,7 +383,6 @@ class ClippingEngine:
                 "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients "
                 "that are not clipped. Call clipper.backward(losses) with losses of shape (B,) (reduction='none'), or "
                 "use the criterion that make_private returned; for a loss that is not the private one (a generator's, "
-                "an adversarial input's) call clipper.detach() before and clipper.attach() after it, or use a "
-                "deepcopy of the model."
+                "an adversarial input's) go forward and backward inside 'with clipper.suspended():'."
             )
         self._refuse_escape(parameter)

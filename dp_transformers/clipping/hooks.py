@@ -177,7 +177,8 @@ class HookedModel:
         if torch.is_grad_enabled():
             raise ValueError(
                 f"{owner} was called outside the forward of the model that is being clipped, so a gradient through it "
-                "would not be clipped. Call the model itself, or use torch.no_grad(), or detach() the clipper first."
+                "would not be clipped. Call the model itself, or use torch.no_grad(), or, for a loss that is not the "
+                "private one, go forward and backward inside 'with clipper.suspended():'."
             )
         return None
 

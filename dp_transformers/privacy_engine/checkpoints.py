@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -16,16 +16,20 @@ from .loop import PrivateLoop
 
 
 def save(
-    path: str | os.PathLike,
+    path: str | os.PathLike | IO[bytes],
     loop: PrivateLoop,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     others: Mapping[str, Any],
 ) -> None:
-    """Write the file completely or not at all. All ranks that hold shards call this; rank 0 writes."""
+    """Write the file completely or not at all; into a file object that is given, as far as that goes. All ranks that
+    hold shards call this; rank 0 writes."""
     weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.shards))
     content = {**others, "module": weights, "optimizer": moments, "privacy": loop.to_dict()}
     if distributed.rank() != 0:
+        return
+    if not isinstance(path, (str, os.PathLike)):
+        torch.save(content, path)
         return
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -37,7 +41,7 @@ def save(
 
 
 def load(
-    path: str | os.PathLike,
+    path: str | os.PathLike | IO[bytes],
     loop: PrivateLoop,
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -11,6 +12,9 @@ from torch import nn
 
 from ..batch_checks import refuse_losses_of_other_rows
 from ..clipping import PerExampleClipper
+from ..clipping.errors import warn_once
+
+logger = logging.getLogger(__name__)
 
 REDUCTIONS = ("mean", "sum")
 
@@ -25,7 +29,13 @@ class _LossModule(Protocol):
 
 class PrivateCriterion:
     """The loss module that takes the place of the one given to ``make_private``. ``backward`` on its result clips per
-    example; under ``no_grad`` its result is an ordinary loss."""
+    example; under ``no_grad`` its result is an ordinary loss.
+
+    Where the criterion gives losses of positions, "mean" is the mean over the examples of the mean over each one's own
+    positions, without those of ``ignore_index``: for a batch of one example what torch's criterion gives. torch
+    divides by the positions of the whole batch instead, so that each example would change the weight of the others.
+    Class weights multiply the losses, and divide nothing.
+    """
 
     def __init__(self, criterion: nn.Module, clipper: PerExampleClipper, loss_reduction: str):
         reduction = getattr(criterion, "reduction", None)
@@ -41,9 +51,19 @@ class PrivateCriterion:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         each = self.criterion(*args, **kwargs)
+        counted = self._counted(each, args, kwargs)
         if each.dim() > 1 and not self._clipper.batch_first:
-            each = each.movedim(1, 0)
-        losses_b = each if each.dim() == 1 else getattr(each.flatten(1), self.reduction)(1)
+            each, counted = each.movedim(1, 0), counted.movedim(1, 0)
+        losses_b = each if each.dim() == 1 else each.flatten(1).sum(1)
+        if each.dim() > 1 and self.reduction == "mean":
+            warn_once(
+                logger,
+                type(self.criterion),
+                "%s gives losses of positions: those of an example are averaged by themselves, and then the examples. "
+                "torch's mean over all positions of a batch would let a long example weigh more than others.",
+                type(self.criterion).__name__,
+            )
+            losses_b = losses_b / counted.flatten(1).sum(1).clamp(min=1)
         loss = getattr(losses_b, self.reduction)(0)
         if not loss.requires_grad:
             return loss
@@ -56,6 +76,14 @@ class PrivateCriterion:
         return _ClippedBackward.apply(
             torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
         )
+
+    def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Which of the losses count in a mean: all but those of the criterion's ``ignore_index``."""
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        ignored = getattr(self.criterion, "ignore_index", None)
+        if ignored is None or not isinstance(target, torch.Tensor) or target.shape != each.shape:
+            return torch.ones_like(each, dtype=torch.bool)
+        return target != ignored
 
 
 class _ClippedBackward(torch.autograd.Function):

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from .checkpoints import load, save
 from .criterion import check_reduction
 from .loader import steps_per_epoch
 from .loop import PrivateLoop
+from .opacus_names import refuse_unknown
 from .plain_loop import LoopOptions, PlainLoop
 
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ class PrivacyEngine:
         secure_rng: bool = False,
         ledger_dir: str | os.PathLike | None = None,
         dp_seed: int | None = None,
+        **unknown: Any,
     ):
+        refuse_unknown(unknown, "PrivacyEngine", ("accountant", "secure_rng", "ledger_dir", "dp_seed"))
         check_noise_source(dp_seed=dp_seed, secure=secure_rng)
         self._accountant, self.accountant = check_accountant(accountant), SpentSteps(self)
         self._dp_seed, self._secure = dp_seed, secure_rng
@@ -164,6 +167,7 @@ class PrivacyEngine:
         max_examples_per_person: int = 1,
         loss_bound: float | None = None,
         loss_noise_factor: float = 10.0,
+        **unknown: Any,
     ) -> tuple:
         """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by a loader of Poisson draws.
 
@@ -212,6 +216,7 @@ class PrivacyEngine:
             ValueError: the loop cannot be trained privately as it is. The message says what to do.
         """
         self._require_unused()
+        refuse_unknown(unknown, "make_private", ("noise_multiplier", "mechanism", *LoopOptions.__annotations__))
         loop = PlainLoop(
             module,
             optimizer,
@@ -276,6 +281,8 @@ class PrivacyEngine:
                 "will train, finite and above 0; or, if you do not know it, "
                 "make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
             )
+        known = tuple(LoopOptions.__annotations__)
+        refuse_unknown((name for name in options if name not in known), "make_private_with_epsilon", known)
         loop = PlainLoop(module, optimizer, data_loader, **options)
         loop.require_trainable(delta=target_delta)
         steps = math.ceil(epochs * steps_per_epoch(loop.sampling))
@@ -362,6 +369,26 @@ class PrivacyEngine:
         folder, unfinished = run.ledger.path.parent, {run.state.run_id: run.unfinished}
         distributed.call_on_rank_zero(lambda: certificate.write(folder, delta=delta, unfinished=unfinished))
 
+    def suspended(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the private model is an ordinary one, for a loss that trains something else through it, as a GAN's
+        generator, or asks for the gradient of an input::
+
+            with engine.suspended():
+                generator_loss(discriminator(generator(z))).backward()
+            generator_optimizer.step()
+
+        The gradients that the block gives to the private parameters are thrown away at its end, and no optimizer may
+        step with them: neither this one, nor another that holds private parameters.
+
+        ε covers what the private optimizer released, and whatever follows from it and from public or random input, as
+        ``z`` is. What the block computes of private examples (their saliency, their losses) is not private.
+
+        Raises:
+            ValueError: losses go backward on the other side of the block than the model ran, or the block changes the
+                model.
+        """
+        return self._made_private().suspended()
+
     def drop_draw(self) -> None:
         """Give up the draw that the loop was stopped in, and count it as a step.
 
@@ -381,13 +408,14 @@ class PrivacyEngine:
 
     def save_checkpoint(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike | IO[bytes],
         *,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         checkpoint_dict: dict[str, Any] | None = None,
     ) -> None:
-        """Write model, optimizer, what was spent and ``checkpoint_dict`` into one file, completely or not at all.
+        """Write model, optimizer, what was spent and ``checkpoint_dict`` into one file, completely or not at all; or
+        into a file object that is open for writing bytes.
 
         Of several processes the first writes. The others must call this too where they hold shards. They should wait
         for the first before they load.
@@ -396,7 +424,7 @@ class PrivacyEngine:
 
     def load_checkpoint(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike | IO[bytes],
         *,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,

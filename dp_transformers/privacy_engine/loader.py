@@ -123,6 +123,13 @@ class PoissonLoader:
         """Let the next draw be for this step of the plan, counted from 0."""
         self._draws.sampler.start_at(step)
 
+    @property
+    def batch_sampler(self) -> Any:
+        raise AttributeError(
+            "the private loader has no batch_sampler for a BatchMemoryManager to split: leave that out and give "
+            "make_private max_physical_batch_size=, which splits large draws. The loop stays as it is."
+        )
+
     def __len__(self) -> int:
         batches_per_draw = self._draws.logical_batches.batches_per_draw
         if self.max_physical_batch_size is not None and not batches_per_draw:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,12 +45,15 @@ class PrivateLoop:
         self._id, self._planned = self.run.state.run_id, self.run.mechanism.steps
         self._stepped: Given | None = None  # the batch that the last step was for
         self._is_stepping = False  # the optimizer's step has begun and has not returned
+        self._is_suspended = False
+        self._shown: dict[str, float] = {}
         self._plan()
         self.run.begin()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._show_parameters(0)
 
     @property
     def clipper(self) -> PerExampleClipper:
@@ -81,6 +85,17 @@ class PrivateLoop:
         if self.step.drop():
             self.run.spend_step(self.step.number)
 
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the model is an ordinary one (:meth:`.PerExampleClipper.suspended`), and its optimizer does not
+        step."""
+        before, self._is_suspended = self._is_suspended, True
+        try:
+            with self.clipper.suspended():
+                yield
+        finally:
+            self._is_suspended = before
+
     def detach(self) -> None:
         """Take all hooks off and close the ledger. An unfinished draw is dropped and counted.
 
@@ -96,6 +111,9 @@ class PrivateLoop:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for name in self._shown:
+            vars(self.optimizer).pop(name, None)
+        self._shown = {}
         if unfinished and sys.exc_info()[1] is None:
             raise ValueError(
                 "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not "
@@ -157,7 +175,30 @@ class PrivateLoop:
 
     # ---- optimizer.step() ----
 
+    def _show_parameters(self, step: int) -> None:
+        """Let the optimizer's ``noise_multiplier``, ``max_grad_norm`` and ``expected_batch_size`` be those of this
+        step, unless it has its own."""
+        used = self.run.mechanism.at(step)._replace(max_grad_norm=self.run.clipping_at(step).sensitivity)
+        for name in ("noise_multiplier", "max_grad_norm", "expected_batch_size"):
+            if name in self._shown or not hasattr(self.optimizer, name):
+                self._shown[name] = getattr(used, name)
+                setattr(self.optimizer, name, self._shown[name])
+
+    def _require_shown_parameters(self) -> None:
+        for name, value in self._shown.items():
+            if (found := getattr(self.optimizer, name, value)) != value:
+                raise ValueError(
+                    f"optimizer.{name} was set to {found}, but it only shows what the mechanism says, {value:g}, for "
+                    "which noise and epsilon are made. Set it back, and give make_private a mechanism with a schedule "
+                    "(ScheduledNoise, ScheduledClipping, ScheduledPoissonSampling) for a value that changes."
+                )
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self._is_suspended:
+            raise ValueError(
+                "the private optimizer would step inside 'with engine.suspended():', where gradients are not clipped "
+                "and have no noise. Step there with the optimizer of what else is trained, and with this one outside."
+            )
         if self._stepped is not None and self._stepped is self.step.given:
             self.step.gradients.refuse_unreleased(optimizer, also_own=True)
             if self._is_stepping:
@@ -168,12 +209,15 @@ class PrivateLoop:
             with torch.enable_grad():
                 loss = closure()
         check_optimizer(optimizer, self.clipper.model)
+        self._require_shown_parameters()
         self.step.finish_batch()
         self._stepped, self._is_stepping = self.step.given, True
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._is_stepping = False
+        if not self.step.is_unfinished:
+            self._show_parameters(self.step.number + 1)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:

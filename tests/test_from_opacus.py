@@ -1,0 +1,320 @@
+"""Names that loops bring from Opacus: they work, or the message says what is called here."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dp_transformers
+from dp_transformers import LinearSchedule, Mechanism, PoissonSampling, PrivacyEngine, ScheduledNoise
+from dp_transformers.clipping.clipping_functions import FlatClipping
+
+
+def loop(engine=None, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(24, 3), torch.randint(0, 2, (24,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {"module": model, "optimizer": optimizer, "data_loader": DataLoader(data, batch_size=8)}
+    if "mechanism" not in options:
+        options = {"noise_multiplier": 1.5, "max_grad_norm": 0.3, **options}
+    engine = engine or PrivacyEngine()
+    return engine, *engine.make_private(**given, **options)
+
+
+def shown(optimizer):
+    return optimizer.noise_multiplier, optimizer.max_grad_norm, optimizer.expected_batch_size
+
+
+def test_the_optimizer_shows_noise_bound_and_batch_size():
+    engine, model, optimizer, loader = loop()
+    assert shown(optimizer) == (1.5, 0.3, 8)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert shown(optimizer) == (1.5, 0.3, 8)
+    assert "noise_multiplier" not in str(optimizer.state_dict())
+    engine.detach()
+    assert not hasattr(optimizer, "noise_multiplier")
+
+
+def test_noise_that_was_calibrated_is_shown():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    engine = PrivacyEngine()
+    data = TensorDataset(torch.randn(24, 3), torch.randint(0, 2, (24,)))
+    _, optimizer, _ = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=8),
+        target_epsilon=3.0,
+        target_delta=0.01,
+        epochs=2,
+        max_grad_norm=1.0,
+    )
+    assert optimizer.noise_multiplier == engine.privacy_spent().noise_multiplier > 0
+
+
+def test_what_is_shown_follows_a_schedule():
+    noise = ScheduledNoise(2.0, LinearSchedule(0.5, steps=3))
+    mechanism = Mechanism(sampling=PoissonSampling(24, 8), clipping=FlatClipping(0.3), noise=noise, steps=3)
+    engine, model, optimizer, loader = loop(mechanism=mechanism)
+    for step, (x, y) in enumerate(loader):
+        assert optimizer.noise_multiplier == mechanism.at(step).noise_multiplier
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert len({round(sigma, 6) for sigma, *_ in engine.history}) == 3
+
+
+@pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm", "expected_batch_size"])
+def test_setting_what_is_shown_is_refused(name):
+    """Opacus's schedulers write there, and would believe that it did something."""
+    engine, model, optimizer, loader = loop()
+    x, y = next(iter(loader))
+    before = model.weight.detach().clone()
+    F.cross_entropy(model(x), y).backward()
+    setattr(optimizer, name, 0.1)
+    with pytest.raises(ValueError, match=rf"optimizer.{name} was set to 0.1.*ScheduledNoise"):
+        optimizer.step()
+    assert torch.equal(model.weight, before) and engine.steps == 0
+
+
+def test_an_optimizer_that_has_such_an_attribute_keeps_it():
+    class Own(torch.optim.SGD):
+        noise_multiplier = "mine"
+
+    model = nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(24, 3), torch.randint(0, 2, (24,)))
+    _, optimizer, _ = PrivacyEngine().make_private(
+        module=model,
+        optimizer=Own(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    assert optimizer.noise_multiplier == "mine" and optimizer.max_grad_norm == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("grad_sample_mode", "ghost", "clipping_mode"),
+        ("clipping", "flat", "PerLayerClipping"),
+        ("wrap_model", False, r"engine.detach\(\)"),
+        ("noise_generator", None, "dp_seed"),
+        ("secure_mode", True, "secure_rng=True"),
+        ("rand_on_empty", True, "weight 0"),
+        ("clipping_modus", "ghost", "clipping_mode"),
+    ],
+)
+def test_arguments_of_opacus_are_answered_with_ours(name, value, ours):
+    with pytest.raises(TypeError, match=rf"make_private has no argument '{name}'.*{ours}"):
+        loop(**{name: value})
+    engine = PrivacyEngine()
+    target = {"target_epsilon": 3.0, "target_delta": 0.01, "epochs": 1, "max_grad_norm": 1.0}
+    with pytest.raises(TypeError, match=rf"make_private_with_epsilon has no argument '{name}'.*{ours}"):
+        engine.make_private_with_epsilon(module=None, optimizer=None, data_loader=None, **target, **{name: value})
+
+
+def test_secure_mode_of_the_engine():
+    with pytest.raises(TypeError, match=r"PrivacyEngine has no argument 'secure_mode'.*secure_rng=True"):
+        PrivacyEngine(secure_mode=True)
+
+
+@pytest.mark.parametrize(("name", "instead"), [("prv", "'pld' computes what 'prv' does"), ("gdp", "below the true")])
+def test_accountants_of_opacus(name, instead):
+    with pytest.raises(ValueError, match=instead):
+        PrivacyEngine(accountant=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("BatchMemoryManager", "max_physical_batch_size"), ("GradSampleModule", "PerExampleClipper")]
+)
+def test_names_of_opacus_say_what_does_it_here(name, ours):
+    with pytest.raises(ImportError, match=ours):
+        exec(f"from dp_transformers import {name}")
+    with pytest.raises(AttributeError):
+        dp_transformers.NothingOfTheKind  # noqa: B018
+
+
+def test_names_that_are_answered_are_not_there():
+    assert not set(dp_transformers._OF_OPACUS) & set(dp_transformers.__all__)
+
+
+def test_a_batch_memory_manager_left_in_the_loop():
+    *_, loader = loop()
+    with pytest.raises(AttributeError, match="BatchMemoryManager.*max_physical_batch_size"):
+        loader.batch_sampler  # noqa: B018
+
+
+# ---- checkpoints, norms ----
+
+
+def test_a_checkpoint_in_a_file_object():
+    engine, model, optimizer, loader = loop()
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    file = io.BytesIO()
+    engine.save_checkpoint(file, module=model, optimizer=optimizer, checkpoint_dict={"epoch": 1})
+    file.seek(0)
+    again, model_again, optimizer_again, _ = loop()
+    assert again.load_checkpoint(file, module=model_again, optimizer=optimizer_again) == {"epoch": 1}
+    assert again.steps == 3 and torch.equal(model.weight, model_again.weight)
+
+
+def test_norms_can_be_looked_at_in_a_plain_loop():
+    engine, model, _, loader = loop()
+    with pytest.raises(ValueError, match="before the first backward pass"):
+        _ = engine.clipper.norms
+    x, y = next(iter(loader))
+    expected = []
+    with engine.suspended():
+        for a, b in zip(x, y, strict=True):
+            grads = torch.autograd.grad(F.cross_entropy(model(a[None]), b[None]), list(model.parameters()))
+            expected.append(torch.cat([g.flatten() for g in grads]).norm())
+    F.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(engine.clipper.norms, torch.stack(expected))
+
+
+# ---- losses of positions ----
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.out(self.embed(ids)).transpose(1, 2)  # (B, V, T)
+
+
+def tagging(criterion, reduction="mean"):
+    torch.manual_seed(0)
+    model, ids, labels = Tagger(), torch.randint(0, 7, (24, 5)), torch.randint(0, 3, (24, 5))
+    labels[torch.rand(24, 5) < 0.4] = -100
+    labels[3] = -100  # an example without any position
+    return PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(ids, labels), batch_size=8),
+        criterion=criterion,
+        loss_reduction=reduction,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2.0, 0.5])], ids=["plain", "weighted"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_criterion_ignores_positions_as_it_does_for_one_example(reduction, weight):
+    given = nn.CrossEntropyLoss(reduction=reduction, weight=weight)
+    model, optimizer, criterion, loader = tagging(given, reduction)
+    for x, y in loader:
+        each = F.cross_entropy(model(x), y, reduction="none", weight=weight).detach().sum(1)
+        if reduction == "mean":
+            each = each / (y != -100).sum(1).clamp(min=1)
+        if weight is None:  # what torch makes of one example by itself
+            alone = torch.stack([given(model(x[i : i + 1]), y[i : i + 1]) for i in range(len(x))]).nan_to_num()
+            torch.testing.assert_close(each, alone.detach())
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        torch.testing.assert_close(loss.detach(), getattr(each, reduction)())
+        loss.backward()
+        optimizer.step()
+
+
+def test_that_examples_are_averaged_by_themselves_is_said(caplog):
+    dp_transformers.clipping.errors._WARNED.discard(nn.CrossEntropyLoss)
+    model, _, criterion, loader = tagging(nn.CrossEntropyLoss())
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        break
+    assert caplog.text.count("averaged by themselves") == 1
+
+
+def test_flattened_losses_are_told_to_stay_apart():
+    model, _, criterion, loader = tagging(nn.CrossEntropyLoss())
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match=r"losses for a batch of .* \(B, V, T\)"):
+        criterion(model(x).transpose(1, 2).reshape(-1, 3), y.reshape(-1)).backward()
+
+
+# ---- batch norm with fixed statistics ----
+
+
+def with_batch_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model(torch.randn(50, 3))  # statistics of public data
+    model[1].eval()
+    return model
+
+
+def private_batch_norm(model, **options):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 3), torch.randint(0, 2, (24,)))
+    return PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=0.1,
+        **options,
+    )
+
+
+def test_batch_norm_that_stays_in_evaluation_mode_is_exact():
+    model = with_batch_norm()
+    mean = model[1].running_mean.clone()
+    model, optimizer, loader = private_batch_norm(model)
+    for x, y in loader:
+        optimizer.zero_grad()
+        plain = with_batch_norm()
+        plain.load_state_dict(model.state_dict())
+        F.cross_entropy(model(x), y).backward()
+        expected = torch.zeros(sum(p.numel() for p in plain.parameters()))
+        for a, b in zip(x, y, strict=True):
+            grads = torch.autograd.grad(F.cross_entropy(plain(a[None]), b[None]), list(plain.parameters()))
+            flat = torch.cat([g.flatten() for g in grads])
+            expected += flat * (0.1 / flat.norm()).clamp(max=1)
+        found = torch.cat([p.grad.flatten() for p in model.parameters()])
+        if len(x) > 1:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        optimizer.step()
+    assert torch.equal(model[1].running_mean, mean)
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("when", ["before the first batch", "after a step"])
+def test_batch_norm_that_is_switched_back_is_refused(self_check, when):
+    model, optimizer, loader = private_batch_norm(with_batch_norm(), self_check=self_check)
+    batches = iter(loader)
+    if when == "after a step":
+        x, y = next(batches)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    before = model[0].weight.detach().clone()
+    model.train()
+    x, y = next(batches)
+    with pytest.raises(ValueError, match=r"BatchNorm1d.*eval\(\) after every" if self_check else "BatchNorm1d"):
+        F.cross_entropy(model(x), y).backward()
+    assert all(p.grad is None for p in model.parameters()) or when == "after a step"
+    with pytest.raises(ValueError):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_other_batch_norm_is_refused(tracked):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=tracked), nn.Linear(4, 2))
+    if not tracked:
+        model[1].eval()  # without statistics it takes those of the batch
+    with pytest.raises(ValueError, match=r"BatchNorm1d.*eval\(\) after every model.train\(\)"):
+        private_batch_norm(model)
