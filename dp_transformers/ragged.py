@@ -37,14 +37,15 @@ class Ragged:
     form: str
 
 
+def _with_keys(x: Ragged) -> tuple[list[Any], str]:
+    return [(MappingKey("padded"), x.padded), (MappingKey("lengths"), x.lengths)], x.form
+
+
 register_pytree_node(
     Ragged,
     lambda x: ([x.padded, x.lengths], x.form),
-    lambda tensors, form: Ragged(*tensors, form),
-    flatten_with_keys_fn=lambda x: (
-        [(MappingKey("padded"), x.padded), (MappingKey("lengths"), x.lengths)],
-        x.form,
-    ),
+    lambda tensors, form: Ragged(*list(tensors), form=form),
+    flatten_with_keys_fn=_with_keys,
 )
 
 

@@ -41,8 +41,8 @@ def true_causes(
         norm = next((m for m in engine.model.named_modules() if isinstance(m[1], _BatchNorm) and m[1].training), None)
         if norm is not None and not isinstance(error, SelfCheckError):
             raise SelfCheckError(
-                f"{named(*norm)} is in training mode, where it mixes examples (batch statistics): replace it "
-                "(GroupNorm), or keep the statistics of pretraining and call its eval() after every model.train()."
+                f"{named(norm[0], norm[1])} is in training mode, where it mixes examples (batch statistics): replace "
+                "it (GroupNorm), or keep the statistics of pretraining and call its eval() after every model.train()."
             ) from error
         if (
             engine.trainable.shards or engine.trainable.parallel or not engine.batch_first
