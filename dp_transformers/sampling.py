@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from .accounting.events import event_epsilon
+from .keystream import secure_generator
 from .schedules import Schedule
 from .values import StepParameters, Value
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
+_STREAM = 0xD2A3D2A3  # tells the numbers of draws from others that are made of the same secret
 FREE = 0.001  # what a cap may cost, as a share of epsilon, to be called free
 
 
@@ -517,6 +519,7 @@ class DrawSampler:
         skipped: How many of the first draws the loop skips. Those after them are draws of a new start, so that a pass
             begins with the first that is used.
         ended: All draws were taken; there are no more.
+        secure: Draw from a cryptographic generator (extra ``secure``).
     """
 
     def __init__(
@@ -529,11 +532,14 @@ class DrawSampler:
         first_step: int = 0,
         skipped: int = 0,
         ended: bool = False,
+        secure: bool = False,
     ):
         self.sampling, self.steps_per_epoch = sampling, steps_per_epoch
         self.rank, self.world_size, self.ended = rank, world_size, ended
         self._skipped = skipped
-        self._generator = np.random.Generator(np.random.PCG64DXSM(secret))
+        self._generator = (
+            secure_generator([secret, _STREAM]) if secure else np.random.Generator(np.random.PCG64DXSM(secret))
+        )
         self._number = itertools.count()
         self.start_at(first_step)
 

@@ -7,7 +7,6 @@ re-draw the noise and subtract it. So noise never comes from torch's or numpy's 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import secrets
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+
+from ..keystream import chacha20
 
 Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
 _CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at once for several tensors
@@ -171,12 +172,5 @@ def _pcg64(entropy: Sequence[int]) -> Bits:
 
 
 def _chacha20(entropy: Sequence[int]) -> Bits:
-    try:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-    except ImportError as error:
-        raise ImportError(
-            "secure_rng=True needs the 'cryptography' package: install it (pip install cryptography)."
-        ) from error
-    key = hashlib.sha256(repr(list(entropy)).encode()).digest()
-    keystream = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()  # a key is used for one stream only
-    return lambda count: torch.frombuffer(bytearray(keystream.update(bytes(8 * count))), dtype=torch.int64)
+    keystream = chacha20(entropy)
+    return lambda count: torch.frombuffer(bytearray(keystream(bytes(8 * count))), dtype=torch.int64)

@@ -78,7 +78,7 @@ class PrivacyEngine:
 
     Args:
         accountant: "pld", "rdp" or one of your own, see :mod:`dp_transformers.accounting`.
-        secure_rng: Whether noise comes from a cryptographic generator (extra ``secure``).
+        secure_rng: Whether draws and noise come from a cryptographic generator (extra ``secure``).
         ledger_dir: A folder for an append-only record of every step, written before the step's noise exists, by one
             process at a time. With it, a training resumed from a checkpoint also accounts for the steps taken after
             that checkpoint. Without it those steps are forgotten.

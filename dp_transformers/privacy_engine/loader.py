@@ -37,6 +37,7 @@ class PoissonDraws:
         seeds: The seeds of augmentation and random collators.
         max_physical_batch_size: The size of the largest batch that a draw is split into; None for no limit.
         fill: Whether all batches have this size.
+        secure: Whether draws come from a cryptographic generator.
 
     Raises:
         ValueError: ``sampling`` is for other data or another batch size, or batches have no size to fill them up to.
@@ -51,6 +52,7 @@ class PoissonDraws:
         max_physical_batch_size: int | None,
         *,
         fill: bool,
+        secure: bool,
     ):
         if max_physical_batch_size is not None and max_physical_batch_size < 1:
             raise ValueError(
@@ -72,7 +74,12 @@ class PoissonDraws:
         options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
         options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
         self.sampler = DrawSampler(
-            sampling, steps_per_epoch(sampling), secret, distributed.rank(), distributed.world_size()
+            sampling,
+            steps_per_epoch(sampling),
+            secret,
+            distributed.rank(),
+            distributed.world_size(),
+            secure=secure,
         )
         largest = self.sampler.largest_draw
         if fill and max_physical_batch_size is None and largest is None:

@@ -109,7 +109,7 @@ class PlainLoop:
         """Hook the model and the optimizer, and begin ``run``. Where something is refused, nothing stays attached.
 
         Args:
-            secure: Draw the noise from a cryptographic generator.
+            secure: Draw examples and noise from a cryptographic generator.
 
         Returns:
             The private loop, and the criterion that takes the place of the one that was given.
@@ -125,6 +125,7 @@ class PlainLoop:
             seeds,
             self.max_physical_batch_size,
             fill=self.fill_physical_batches,
+            secure=secure,
         )
         clipper = PerExampleClipper(
             module,

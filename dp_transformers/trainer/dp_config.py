@@ -72,7 +72,7 @@ class DPTrainingArguments(TrainingArguments):
             mechanism is built otherwise; also as the dictionary of its `to_dict()`, or as the path of a JSON file with
             that. With `target_epsilon` training stops before the step that would exceed it.
         secure_rng (`bool`, defaults to `False`):
-            Whether the noise is drawn from a cryptographic generator, which needs the extra `secure`.
+            Whether draws and noise come from a cryptographic generator, which needs the extra `secure`.
         dp_seed (`int`, *optional*):
             A fixed seed of draws and noise, for tests only: whoever knows it can reproduce the noise, so the run is
             not private.
@@ -184,7 +184,7 @@ class DPTrainingArguments(TrainingArguments):
     secure_rng: bool = field(
         default=False,
         metadata={
-            "help": "Whether the noise is drawn from a cryptographic generator, which an attacker cannot predict. It "
+            "help": "Whether draws and noise come from a cryptographic generator, which nobody can predict. It "
             "needs the extra 'secure' of this package (pip install 'dp-finetune[secure]')."
         },
     )

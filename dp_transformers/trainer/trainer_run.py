@@ -201,6 +201,7 @@ class TrainerRun:
             first_step=self.first_step,
             skipped=self._skipped,
             ended=self.has_ended,
+            secure=self._args.secure_rng,
         )
 
     def require_counted(self, steps: int) -> None:

@@ -1,0 +1,76 @@
+"""The keystream of ChaCha20, and a generator of NumPy whose random numbers come from it. Free of torch."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import operator
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, repeat
+
+import numpy as np
+
+_WORDS = struct.Struct("<512Q")  # numbers of 64 bits that are made at once
+
+
+def chacha20(entropy: Sequence[int]) -> Callable[[bytes], bytes]:
+    """Return what encrypts zeros, as many at a time as are given, to the keystream under a key of 256 bits that is
+    made of ``entropy``.
+
+    Raises:
+        ImportError: the ``cryptography`` package is missing.
+    """
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    except ImportError as error:
+        raise ImportError(
+            "secure_rng=True needs the 'cryptography' package: install it (pip install cryptography)."
+        ) from error
+    key = hashlib.sha256(repr(list(entropy)).encode()).digest()
+    return Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update  # a key has one stream only
+
+
+def secure_generator(entropy: Sequence[int]) -> np.random.Generator:
+    """Return a generator with all distributions of NumPy's, computed from the keystream of ChaCha20.
+
+    Raises:
+        ImportError: the ``cryptography`` package is missing.
+    """
+    return np.random.Generator(_KeystreamBits(chacha20(entropy)))  # pyrefly: ignore[bad-argument-type]
+
+
+class _Functions(ctypes.Structure):
+    """NumPy's ``bitgen_t``: where its distributions get their random bits."""
+
+    _fields_ = [
+        ("state", ctypes.c_void_p),
+        ("next_uint64", ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p)),
+        ("next_uint32", ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p)),
+        ("next_double", ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_void_p)),
+        ("next_raw", ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p)),
+    ]
+
+
+class _KeystreamBits:
+    """What ``np.random.Generator`` needs of a bit generator.
+
+    NumPy calls the functions from C, where an exception would be lost and a 0 returned in its place. So they run
+    nothing but compiled code, in which Python raises no KeyboardInterrupt.
+    """
+
+    def __init__(self, keystream: Callable[[bytes], bytes]):
+        words = chain.from_iterable(map(_WORDS.unpack, map(keystream, repeat(bytes(_WORDS.size)))))
+        doubles = map((2.0**-53).__mul__, map(operator.rshift, words, repeat(11)))
+        word, double = partial(next, words), partial(next, doubles)
+        kinds = [kind for _, kind in _Functions._fields_[1:]]
+        self._functions = _Functions(
+            None, *(kind(function) for kind, function in zip(kinds, (word, word, double, word), strict=True))
+        )
+        self.lock, self.capsule = threading.Lock(), _capsule(ctypes.addressof(self._functions), b"BitGenerator", None)
+
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
