@@ -17,6 +17,12 @@ _WHERE = {
     "ConstantSchedule": "schedules",
     "CyclicPoissonSampling": "sampling",
     "DPAdamW": "optimizers",
+    "DPDPOConfig": "trl",
+    "DPDPOTrainer": "trl",
+    "DPRewardConfig": "trl",
+    "DPRewardTrainer": "trl",
+    "DPSFTConfig": "trl",
+    "DPSFTTrainer": "trl",
     "DPTrainer": "trainer",
     "DPTrainerMixin": "trainer",
     "DPTrainingArguments": "trainer",
@@ -57,6 +63,7 @@ _WHERE = {
     "register_module_validator": "validation",
     "register_norm_sampler": "clipping",
 }
+# Without those of extras: `from dp_transformers import *` must work where these are not installed.
 __all__ = [
     "AdaptiveClipping",
     "AutomaticClipping",
@@ -164,6 +171,14 @@ if TYPE_CHECKING:
     )
     from .schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
     from .trainer import DPTrainer, DPTrainerMixin, DPTrainingArguments
+    from .trl import (  # noqa: F401  (of an extra)
+        DPDPOConfig,
+        DPDPOTrainer,
+        DPRewardConfig,
+        DPRewardTrainer,
+        DPSFTConfig,
+        DPSFTTrainer,
+    )
     from .validation import ModuleValidator, register_module_fixer, register_module_validator
 
 
@@ -172,7 +187,7 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         if name in _OF_OPACUS:  # "from dp_transformers import ..." hides the text of an AttributeError
             raise ImportError(f"{name} is of Opacus, and not here: {_OF_OPACUS[name]}. (docs/from-opacus.md)")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(_WHERE)}")
     return getattr(import_module(f".{_WHERE[name]}", __name__), name)
 
 

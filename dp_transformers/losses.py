@@ -134,7 +134,20 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothin
     Args:
         logits: (B, T, V); labels: (B, T), not shifted (the logits at t predict the label at t + 1).
     """
-    return token_loss(logits, F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX), label_smoothing=label_smoothing)
+    return token_loss(logits, _shifted(labels), label_smoothing=label_smoothing)
+
+
+def next_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(B, T) cross-entropies, of the label at t + 1 by the logits at t; 0 where that label is -100, and at the end.
+
+    Args:
+        logits: (B, T, V); labels: (B, T), not shifted.
+    """
+    return _cross_entropy(logits, _shifted(labels))
+
+
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def question_answering_loss(

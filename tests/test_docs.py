@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
+import chats
 import dp_accounting as dp
 import numpy as np
 import pytest
@@ -172,6 +173,13 @@ def of_shards():
     return {"model": model, "x": torch.randn(5, 3), "y": torch.arange(5) % 2, "noise_multiplier": 1.0}
 
 
+def of_trl():
+    """A tiny language model, its tokenizer, chats and preferences."""
+    lengths = [2 + i % 5 for i in range(300)]
+    names = {"model": chats.model(), "tokenizer": chats.tokenizer()}
+    return {**names, "chats": chats.rows("chat-completion", lengths), "preferences": chats.rows("preference", lengths)}
+
+
 # for each block of a page, what a reader has before it
 PREPARED = {
     "README.md": [of_the_trainer, of_a_loop],
@@ -180,6 +188,7 @@ PREPARED = {
     "docs/how-it-works.md": [dict, dict],
     "docs/from-opacus.md": [of_a_loop, of_a_generator, lambda: of_a_loop(5, positions=(7,)), of_a_loop],
     "docs/scaling.md": [of_shards],
+    "docs/trl.md": [of_trl, of_trl],
 }
 NOT_RUN = re.compile(r"<!-- not run: .* -->\n```python\n.*?```", re.S)
 
@@ -439,10 +448,10 @@ def test_each_part_is_calibrated(page):
 # ---- docstrings ----
 
 
-@pytest.mark.parametrize("name", sorted({*dp_transformers.__all__, *clipping.__all__}))
+@pytest.mark.parametrize("name", sorted({*dp_transformers._WHERE, *clipping.__all__}))
 def test_every_public_name_has_an_example_that_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    public = getattr(dp_transformers if name in dp_transformers.__all__ else clipping, name)
+    public = getattr(dp_transformers if name in dp_transformers._WHERE else clipping, name)
     (found,) = doctest.DocTestFinder(recurse=False).find(public, name, globs={})
     assert found.examples, f"{name} has no example"
     said: list[str] = []

@@ -10,7 +10,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from .dp_config import DPTrainingArguments
 from .overrides import (
     refuse_order_of_bases,
     refuse_overrides,
+    refuse_trainers_over_the_batch,
     refuse_unknown_loss,
     replaced_owner,
     warn_about_replaced,
@@ -93,10 +94,12 @@ class DPTrainerMixin(Base):
 
     trains_privately = True
     loss_is_scaled_for_ga = True  # our step divides by the expected batch size, once
+    replaced_knowingly: ClassVar[frozenset[str]] = frozenset()  # methods of a base class that need not be called
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         refuse_order_of_bases(cls, DPTrainerMixin)
+        refuse_trainers_over_the_batch(cls)
 
     def __init__(
         self,
@@ -285,7 +288,7 @@ class DPTrainerMixin(Base):
         raw, step = torch.zeros((), device=self.args.device), self._running_loop.step
         for given in step.physical_batches(inputs):
             rows = self._prepare_inputs(given.batch.rows)
-            step.check((), dict(rows), lambda **rows: self._example_losses(self.model, rows)[0])
+            step.check((), dict(rows), self.losses_to_check)
             with self.compute_loss_context_manager():
                 losses, outputs = self._example_losses(self.model, rows)
                 if given.draw & (given.draw - 1) == 0:  # at first, and ever more rarely
@@ -303,6 +306,10 @@ class DPTrainerMixin(Base):
         if self.args.log_raw_metrics:
             self._raw_losses.append(raw)
         return torch.zeros_like(raw) if step.loss is None else step.loss.to(raw.device)
+
+    def losses_to_check(self, **rows: Any) -> torch.Tensor:
+        """Compute the (B,) losses of made-up rows, on which clipping is compared with one example at a time."""
+        return self._example_losses(self.model, rows)[0]
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -323,12 +330,17 @@ class DPTrainerMixin(Base):
     def get_train_dataloader(self) -> DataLoader:
         """Make a loader of Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]."""
         dataset: Any = self.train_dataset
-        collator = self.data_collator
+        collator = self.training_collator()
         if _is_datasets(dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
         return self._running_loop.loader(dataset, collator)
+
+    def training_collator(self) -> Callable[[list[Any]], Any]:
+        """Return what makes a training batch, with a row for each example, of a list of examples."""
+        assert self.data_collator is not None, "Trainer has a default"
+        return self.data_collator
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return args.expected_batch_size

@@ -14,8 +14,7 @@ _OF_MIXIN = {
     "training_step": "it clips, adds noise and counts the step. To watch training, use a callback "
     "(on_pre_optimizer_step sees the noised gradients)",
     "compute_loss": "it returns one loss for the whole batch and is not used in private training. Pass "
-    "per_example_loss_func=f with "
-    "f(outputs, labels) -> (B,)",
+    "per_example_loss_func=f with f(outputs, labels) -> (B,), or f(model, inputs) -> (B,)",
     "get_train_dataloader": "it draws the batches by Poisson sampling, which epsilon is computed for. Pass "
     "train_dataset and data_collator",
     "_clip_grad_norm": "the gradient that it sees has noise already, and examples are clipped before. Set "
@@ -39,6 +38,16 @@ _OF_THE_LOOP = {
     "_prepare_inputs": "a batch must keep one row for each example. Change batches in data_collator",
 }
 _TRUSTED = ("dp_transformers.", "transformers.")
+_READY_MADE = ("SFTTrainer", "DPOTrainer", "RewardTrainer")  # of TRL, which this package makes private
+# Trainers of TRL whose losses, or whose batches, are not made of one row each.
+_OVER_THE_BATCH = {
+    "KTOTrainer": "it measures a divergence over the whole batch, on completions under the prompts of other rows. "
+    "Train on pairs with DPDPOTrainer, or on the desired completions with DPSFTTrainer",
+    "GRPOTrainer": "advantages are compared within a group of sampled completions, which the trainer repeats and "
+    "shuffles over batches, so a row of a batch is no example. Make pairs of completions, and train with DPDPOTrainer",
+    "RLOOTrainer": "rewards are compared within a group of sampled completions, which the trainer repeats and "
+    "shuffles over batches, so a row of a batch is no example. Make pairs of completions, and train with DPDPOTrainer",
+}
 
 
 def refuse_order_of_bases(cls: type, mixin: type) -> None:
@@ -53,6 +62,16 @@ def refuse_order_of_bases(cls: type, mixin: type) -> None:
         f"{first} comes before {private[0]} in the order of bases of {cls.__name__}, so its training without privacy "
         f"would be used. Put {private[0]} first: class {cls.__name__}({', '.join([*private, *others])})."
     )
+
+
+def refuse_trainers_over_the_batch(cls: type) -> None:
+    """Raise TypeError if ``cls`` derives from a trainer of TRL whose loss compares the examples of a batch."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("trl.") and base.__name__ in _OVER_THE_BATCH:
+            raise TypeError(
+                f"{base.__name__} of TRL cannot be made private ({cls.__name__} tries to): "
+                f"{_OVER_THE_BATCH[base.__name__]}."
+            )
 
 
 def refuse_overrides(trainer: Any, mixin: type) -> None:
@@ -97,18 +116,26 @@ def refuse_unknown_loss(cls: type, mixin: type) -> None:
     """Raise ValueError if a class behind ``mixin`` has a ``compute_loss`` of its own: it does not tell the loss of
     each example."""
     if owner := replaced_owner(cls, mixin, "compute_loss"):
+        if owner.__module__.startswith("trl.") and owner.__name__ in _READY_MADE:
+            raise ValueError(
+                f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch. Use "
+                f"dp_transformers.DP{owner.__name__} with DP{owner.__name__.replace('Trainer', 'Config')}: that is "
+                f"{owner.__name__} with a loss for each example."
+            )
         raise ValueError(
             f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch, from which "
             "no example's gradient can be clipped. Pass per_example_loss_func=f with f(outputs, labels) -> (B,), the "
-            "same loss for each example. If that is the loss of the model's head, f = "
-            "dp_transformers.losses.find_per_example_loss(model). Evaluation goes on to use "
+            "same loss for each example, or f(model, inputs) -> (B,) for one without labels. If it is the loss of the "
+            "model's head, f = dp_transformers.losses.find_per_example_loss(model). Evaluation goes on to use "
             f"{owner.__name__}.compute_loss."
         )
 
 
-def warn_about_replaced(cls: type, mixin: type) -> None:
+def warn_about_replaced(cls: Any, mixin: type) -> None:
     """Warn about methods that ``mixin`` replaces in the classes behind it, which are therefore not called."""
     for name in ("training_step", "get_train_dataloader"):
+        if name in cls.replaced_knowingly:
+            continue
         if owner := replaced_owner(cls, mixin, name):
             logger.warning(
                 "%s.%s is not called: %s replaces it. %s.",

@@ -1,0 +1,212 @@
+"""DPSFTTrainer against TRL's SFTTrainer on one row at a time."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import trl
+from chats import StopAt, arguments_of, assert_exact, model, rows, tokenizer
+from models import VOCABULARY
+from oracle import trainable
+from peft import LoraConfig
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+from trl import SFTConfig, SFTTrainer
+
+from dp_transformers import DPSFTConfig, DPSFTTrainer, DPTrainerMixin, DPTrainingArguments
+from dp_transformers.reports import certificate
+
+pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+MODES = ["book_keeping", "ghost", "fast_gradient", "per_sample"]
+
+
+def arguments(folder, cls=DPSFTConfig, **changes):
+    return arguments_of(cls, folder, **changes)
+
+
+FORMATS = {
+    "text": {},
+    "chat": {},
+    "prompt-completion": {},
+    "chat-completion": {},
+    "completion_only_loss=False": {"completion_only_loss": False},
+    "assistant_only_loss": {"assistant_only_loss": True},
+    "dft": {"loss_type": "dft", "max_grad_norm": 0.002},  # the gradient of a token is times its probability
+    "truncated": {"max_length": 9},
+}
+DATA = {
+    "completion_only_loss=False": "prompt-completion",
+    "assistant_only_loss": "chat",
+    "dft": "chat-completion",
+    "truncated": "text",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_one_row_at_a_time(tmp_path, name):
+    data, changes = rows(DATA.get(name, name)), FORMATS[name]
+    private, plain = (
+        cls(model(), arguments(tmp_path, config, **changes), train_dataset=data, processing_class=tokenizer())
+        for cls, config in ((DPSFTTrainer, DPSFTConfig), (SFTTrainer, SFTConfig))
+    )
+    assert_exact(private, plain)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_one_row_at_a_time(tmp_path, mode, lora):
+    made = []
+    for cls, config, changes in (
+        (DPSFTTrainer, DPSFTConfig, {"clipping_mode": mode, "self_check": True}),
+        (SFTTrainer, SFTConfig, {}),
+    ):
+        peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None
+        args = arguments(tmp_path / cls.__name__, config, seed=7, max_grad_norm=0.2, **changes)
+        made.append(
+            cls(
+                model(),
+                args,
+                train_dataset=rows("chat-completion"),
+                processing_class=tokenizer(),
+                peft_config=peft_config,
+            )
+        )
+    assert all(torch.equal(a, b) for a, b in zip(*(trainable(t.model) for t in made), strict=True))
+    assert_exact(*made)
+
+
+# ---- defaults, and what is refused ----
+
+
+def test_the_defaults_are_those_of_trl(tmp_path):
+    """But for the privacy parameters, and what the private arguments set themselves."""
+    private = DPSFTConfig(
+        str(tmp_path),
+        target_epsilon=8.0,
+        target_delta=1e-6,
+        expected_batch_size=8,
+        use_cpu=True,
+        activation_checkpointing=False,
+    )
+    plain = SFTConfig(str(tmp_path), use_cpu=True, activation_checkpointing=False)
+    different = {name for name in vars(plain) if getattr(private, name) != getattr(plain, name)}
+    assert different <= {"_n_gpu", "distributed_state", "run_name", "logging_dir"}, different
+    assert (private.learning_rate, private.max_length, private.bf16) == (2e-5, 1024, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"packing": True}, "packing=True.*joins several examples in one row.*set packing=False"),
+        ({"padding_free": True, "max_length": None}, "padding_free=True.*set padding_free=False"),
+        ({"eval_packing": True}, "eval_packing=True.*leave it None"),
+        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef=0.1.*all tokens of the batch.*router_aux_loss_coef=0.0"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True.*no loss per example"),
+        ({"activation_offloading": True}, "activation_offloading=True.*gradient_checkpointing"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+    ],
+)
+def test_settings_that_join_or_compare_rows_are_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **changes)
+
+
+def mixtral():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    more = {"vocab_size": VOCABULARY, "intermediate_size": 16, "num_local_experts": 2, "pad_token_id": 0}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **more))
+
+
+def test_a_model_whose_router_is_trained_on_the_batch_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM has a part for its router.*router_aux_loss_coef=0.0"):
+        DPSFTTrainer(mixtral(), arguments(tmp_path), train_dataset=rows("text"), processing_class=tokenizer())
+    args = arguments(tmp_path, router_aux_loss_coef=0.0)
+    DPSFTTrainer(mixtral(), args, train_dataset=rows("text"), processing_class=tokenizer())
+
+
+def test_arguments_of_another_class_are_refused(tmp_path):
+    other = DPTrainingArguments(str(tmp_path), target_epsilon=8.0, target_delta=1e-6, use_cpu=True)
+    for args in (other, arguments(tmp_path, SFTConfig)):
+        with pytest.raises(ValueError, match=rf"DPSFTTrainer needs DPSFTConfig, got {type(args).__name__}"):
+            DPSFTTrainer(model(), args, train_dataset=rows("text"), processing_class=tokenizer())
+
+
+def test_private_arguments_in_trls_own_trainer_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="SFTTrainer is no DPTrainer and would train without privacy"):
+        SFTTrainer(model(), arguments(tmp_path), train_dataset=rows("text"), processing_class=tokenizer())
+
+
+@pytest.mark.parametrize("name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer"])
+def test_trainers_that_compare_rows_cannot_be_derived_from(name):
+    """Not all of them can be imported everywhere, as they need more than TRL."""
+    base = trl.KTOTrainer if name == "KTOTrainer" else type(name, (Trainer,), {"__module__": "trl.trainer"})
+    with pytest.raises(TypeError, match=rf"{name} of TRL cannot be made private \(Mine tries to\).*DPDPOTrainer"):
+        type("Mine", (DPTrainerMixin, base), {})
+
+
+def test_a_mixture_of_ones_own_is_told_of_the_private_trainer(tmp_path):
+    class Mine(DPTrainerMixin, SFTTrainer):
+        pass
+
+    with pytest.raises(ValueError, match=r"Use dp_transformers\.DPSFTTrainer with DPSFTConfig"):
+        Mine(model(), args=arguments(tmp_path), train_dataset=rows("text"), processing_class=tokenizer())
+
+
+def test_without_trl_the_error_names_the_extra():
+    code = "import sys; sys.modules['trl'] = None\nimport importlib.util\nfrom dp_transformers import *\nimport dp_transformers\ndp_transformers.DPSFTTrainer"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert 'pip install "dp-finetune[trl]"' in found.stderr.splitlines()[-1]
+
+
+# ---- a whole training ----
+
+
+def test_logs_tell_nothing_of_private_batches(tmp_path):
+    """Every line has ε; entropy, accuracy and the number of tokens are of the evaluation data alone."""
+    args = arguments(tmp_path, target_epsilon=20.0, noise_multiplier=None, dp_seed=None, max_steps=4, logging_steps=1, eval_strategy="steps",
+                     eval_steps=2)  # fmt: skip
+    trainer = DPSFTTrainer(
+        model(), args, train_dataset=rows("chat"), eval_dataset=rows("chat", (4, 6)), processing_class=tokenizer()
+    )
+    trainer.train()
+    lines = trainer.state.log_history
+    training, evaluation = [x for x in lines if "loss" in x], [x for x in lines if "eval_loss" in x]
+    assert len(training) == 4 and len(evaluation) == 2
+    assert all(set(x) == {"loss", "grad_norm", "learning_rate", "epsilon", "epoch", "step"} for x in training)
+    for line in evaluation:
+        assert {"eval_entropy", "eval_mean_token_accuracy", "epsilon"} <= set(line) and "eval_num_tokens" not in line
+    plain = SFTTrainer(trainer.model, arguments(tmp_path, SFTConfig), train_dataset=rows("chat"), eval_dataset=rows("chat", (4, 6)),
+                       processing_class=tokenizer())  # fmt: skip
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+
+
+def test_a_resumed_training_goes_on_and_its_card_and_certificate_say_so(tmp_path):
+    def trainer(steps):
+        args = arguments(
+            tmp_path,
+            target_epsilon=20.0,
+            noise_multiplier=None,
+            dp_seed=None,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+        )
+        peft_config = LoraConfig(r=2, target_modules=["q_proj"])
+        made = DPSFTTrainer(
+            model(),
+            args,
+            train_dataset=rows("prompt-completion"),
+            processing_class=tokenizer(),
+            peft_config=peft_config,
+        )
+        made.add_callback(StopAt(steps))
+        return made
+
+    trainer(2).train()
+    resumed = trainer(None)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy_spent().steps == 4 and 0 < resumed.privacy_spent().epsilon <= 20.0
+    card = (tmp_path / "README.md").read_text()
+    assert "## Privacy" in card and "trl" in card
+    (run,) = certificate.read(tmp_path)["runs"]
+    assert run["steps"] == 4
