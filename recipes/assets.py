@@ -60,12 +60,12 @@ MOVIE_SENTENCES = Asset(
     "MIT (movie-review snippets rated by people, Hutto and Gilbert, ICWSM 2014)",
 )
 
-SURNAMES = Asset(
+FAKER = Asset(
     "Faker",
     "40.54.0",
     "faker-40.54.0-py3-none-any.whl",
     "2dd88ee8cb63a9149e19ef48bdd73879bc3854d8ba2d6c1535e902a762e603f7",
-    "MIT",
+    "MIT (names, towns and occupations)",
 )
 SURNAME_LOCALES = (
     "de_AT",
@@ -210,26 +210,41 @@ def movie_sentences() -> list[dict[str, str | int]]:
 def surnames() -> tuple[list[str], list[int]]:
     """13,345 surnames and the number of the country and language each is from, in SURNAME_LOCALES; those of several
     are left out."""
-    names = []
-    with zipfile.ZipFile(fetch(SURNAMES)) as wheel:
-        for locale in SURNAME_LOCALES:
-            source = ast.parse(wheel.read(f"faker/providers/person/{locale}/__init__.py"))  # read, not run
-            assigned = [
-                node.value
-                for node in ast.walk(source)
-                if isinstance(node, (ast.Assign, ast.AnnAssign))
-                for target in getattr(node, "targets", None) or [node.target]
-                if isinstance(target, ast.Name) and target.id.startswith("last_name")
-            ]
-            constants = [
-                node.value for value in assigned for node in ast.walk(value) if isinstance(node, ast.Constant)
-            ]
-            names.append({name for name in constants if isinstance(name, str)})
+    with zipfile.ZipFile(fetch(FAKER)) as wheel:
+        names = [
+            set(_words(wheel, f"faker/providers/person/{locale}/__init__.py", "last_name"))
+            for locale in SURNAME_LOCALES
+        ]
     places = Counter(name for of_locale in names for name in of_locale)
     pairs = [
         (name, number) for number, of_locale in enumerate(names) for name in sorted(of_locale) if places[name] == 1
     ]
     return [name for name, _ in pairs], [number for _, number in pairs]
+
+
+def people_places_jobs() -> tuple[tuple[list[str], list[str]], list[str], list[str]]:
+    """First and last names of Britain and the United States, towns of Germany and India, and occupations."""
+    with zipfile.ZipFile(fetch(FAKER)) as wheel:
+        people = [f"faker/providers/person/{locale}/__init__.py" for locale in ("en_GB", "en_US")]
+        first_names = sorted({name for path in people for name in _words(wheel, path, "first_name")})
+        last_names = sorted({name for path in people for name in _words(wheel, path, "last_name")})
+        towns = [f"faker/providers/address/{locale}/__init__.py" for locale in ("de_DE", "en_IN")]
+        places = sorted({name for path in towns for name in _words(wheel, path, "cities")})
+        jobs = sorted({name.lower() for name in _words(wheel, "faker/providers/job/__init__.py", "jobs")})
+    return (first_names, last_names), places, [job for job in jobs if "," not in job]
+
+
+def _words(wheel: zipfile.ZipFile, path: str, variable: str) -> list[str]:
+    """The words that a module assigns to variables whose names begin so. The module is read, not run."""
+    assigned = [
+        node.value
+        for node in ast.walk(ast.parse(wheel.read(path)))
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for target in getattr(node, "targets", None) or [node.target]
+        if isinstance(target, ast.Name) and target.id.startswith(variable) and node.value is not None
+    ]
+    constants = [node.value for value in assigned for node in ast.walk(value) if isinstance(node, ast.Constant)]
+    return [word for word in constants if isinstance(word, str)]
 
 
 def mnist_digits() -> tuple[torch.Tensor, torch.Tensor]:

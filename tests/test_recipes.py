@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import assets
+import call_notes
 import causal_lm
 import datasets
 import fine_tuning
@@ -26,7 +27,10 @@ import name_classification
 import numpy as np
 import psutil
 import pytest
+import question_answering
+import summarization
 import text_classification
+import token_classification
 import torch
 from outcome import Outcome
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -45,7 +49,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from dp_transformers import DPTrainer
+from dp_transformers import DPTrainer, FlatClipping, IndependentNoise, Mechanism, PoissonSampling
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["good", "great", "fine", "bad", "awful", "poor", "the", "film", "plot", "was"]
@@ -552,6 +556,166 @@ def test_adapters_in_the_last_layers_only(model, inside):
     assert [name.split(".", 3)[2:] for name in adapters] == [["1", name] for name in inside]
 
 
+# ---- token_classification, question_answering, summarization ----
+
+
+@pytest.fixture(scope="module")
+def labelled(task):
+    """Rows of each task: a tag for every word, questions with their answers, and summaries."""
+    draw = random.Random(0)
+    tagged, asked, summed = [], [], []
+    for _ in range(60):
+        words = draw.choices(WORDS, k=draw.randint(3, 8))
+        kinds = ["O" if word in WORDS[6:] else "B-PRAISE" if word in WORDS[:3] else "B-BLAME" for word in words]
+        tagged.append({"words": words, "kinds": kinds})
+        context, found = " ".join(words), draw.choice(words)
+        answers = {"text": [found], "answer_start": [context.index(found)]}
+        asked.append({"question": f"was {found}", "context": context, "answers": answers})
+        summed.append({"text": context, "summary": " ".join(words[:2])})
+    for name, rows in (("tagged", tagged), ("asked", asked), ("summed", summed)):
+        (task / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return task
+
+
+OWN_FLAGS = {
+    token_classification: ["tagged", "--tokens_column", "words", "--tags_column", "kinds"],
+    question_answering: ["asked", "--max_length", 32],
+    summarization: ["summed"],
+}
+
+
+def labelled_flags(recipe, labelled, output_dir):
+    file, *own = OWN_FLAGS[recipe]
+    model = [] if recipe is summarization else ["--model_name_or_path", labelled / "model"]
+    return [*model, *own, "--train_file", labelled / f"{file}.jsonl", "--output_dir", output_dir, "--expected_batch_size", 16,
+            "--target_delta", 1e-3, "--max_steps", 2, "--save_steps", 1, "--use_cpu"]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", OWN_FLAGS, ids=lambda recipe: recipe.__name__)
+def test_trains_goes_on_and_ends_with_the_table(recipe, labelled, tmp_path, call, capsys):
+    flags = labelled_flags(recipe, labelled, tmp_path)
+    report = call(recipe, *flags, "--noise_multiplier", 2)
+    assert report == json.loads((tmp_path / "privacy_report.json").read_text())
+    assert (report["num_examples"], report["steps"], report["held_out"]) == (48, 2, 12)
+    stdout = capsys.readouterr().out
+    assert re.search(r"^  F1 of \w+ +[01]\.\d{4}  \(", stdout, re.M)
+    for word in ("  epsilon ", "without privacy (twin) ", f"dp-transformers report {tmp_path}"):
+        assert word in stdout
+    longer = call(recipe, *flags, "--noise_multiplier", 2, "--max_steps", 3)
+    assert (longer["steps"], "going on" in capsys.readouterr().out) == (3, True)
+    twin = call(recipe, *flags, "--twin")
+    assert (twin["private"], twin["noise_multiplier"]) == (False, 0)
+    assert "  with privacy " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [
+        ("O B-A I-A O", {("A", 1, 3)}),
+        ("B-A B-A I-B I-B", {("A", 0, 1), ("A", 1, 2), ("B", 2, 4)}),
+        ("A A O O A", {("A", 0, 2), ("A", 4, 5)}),
+        ("I-A", {("A", 0, 1)}),
+        ("O O", set()),
+        ("", set()),
+    ],
+)
+def test_entities(tags, found):
+    assert token_classification.entities(tags.split()) == found
+
+
+def test_f1_of_entities_and_its_baseline():
+    right = [["B-A", "I-A", "O"], ["O", "B-B", "O"]]
+    assert token_classification.f1(right, right) == 1
+    assert token_classification.f1([["B-A", "O", "O"], ["O", "B-B", "O"]], right) == 0.5, "half of one is none"
+    assert token_classification.f1([["O"] * 3] * 2, right) == 0
+    words = [["Emma", "Smith", "was"], ["the", "film", "The"]]
+    assert token_classification.capitals_baseline(words, right) == pytest.approx(0.5)
+    assert token_classification.capitals_baseline(words, [["O"] * 3] * 2) == 0
+
+
+def test_only_the_first_token_of_a_word_has_its_tag(task):
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    rows = datasets.Dataset.from_list([{"tokens": ["good", "film the", "was"], "tags": ["A", "B", "O"]}])
+    data = datasets.DatasetDict(train=rows)
+    args = token_classification.DataArguments(max_length=5)
+    encoded = token_classification.tokenize(data, args, tokenizer, ["A", "B", "O"])["train"][0]
+    assert encoded["labels"] == [-100, 0, 1, -100, -100], "the last word is cut off"
+    wrong = datasets.DatasetDict(train=datasets.Dataset.from_list([{"tokens": ["good"], "tags": ["A", "B"]}]))
+    with pytest.raises(ValueError, match="row 0 of the data has 1 words and 2 tags"):
+        token_classification.tokenize(wrong, args, tokenizer, ["A", "B"])
+
+
+def windows_of(task, max_windows):
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    text = "the film was the plot was the film was good"
+    answers = {"text": ["good"], "answer_start": [text.index("good")]}
+    rows = [{"question": "was", "context": text, "answers": answers}] * 3
+    args = question_answering.DataArguments(max_length=8, max_windows=max_windows)
+    data = datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
+    return text, question_answering.tokenize(data, args, tokenizer)["train"]
+
+
+def test_a_row_has_no_more_windows_than_epsilon_covers(task, labelled, tmp_path, call, monkeypatch):
+    _, truncated = windows_of(task, 1)
+    assert (len(truncated), truncated["start_positions"][:]) == (3, [question_answering.NO_ANSWER] * 3)
+    text, windows = windows_of(task, 9)
+    of_row = windows["row"][:]
+    assert sorted(set(of_row)) == [0, 1, 2] and max(map(of_row.count, of_row)) > 3
+    for window in windows:
+        first, last = window["start_positions"], window["end_positions"]
+        if first != question_answering.NO_ANSWER:
+            assert text[window["places"][first][0] : window["places"][last][1]] == "good"
+    assert sum(window["start_positions"] != 0 for window in windows) == 3, "the end of each text is in one window"
+
+    def stop(args, train_dataset, **kwargs):
+        raise ValueError(f"{args.max_examples_per_person} of {len(train_dataset)}")
+
+    monkeypatch.setattr(question_answering, "DPTrainer", stop)
+    flags = [*labelled_flags(question_answering, labelled, tmp_path), "--max_examples_per_person", 2]
+    assert call(question_answering, *flags, "--max_windows", 3) == "error: 6 of 48"
+    parts = {"sampling": PoissonSampling(48, 16), "clipping": FlatClipping(1.0), "noise": IndependentNoise(1.0)}
+    mechanism = Mechanism(**parts, steps=2)
+    given = ["--mechanism", json.dumps(mechanism.to_dict()), "--max_windows", 3]
+    assert "leaves no room" in call(question_answering, *flags[:-2], *given)
+
+
+def test_the_likeliest_span_lies_in_the_text():
+    places = [[-1, -1], [-1, -1], [0, 3], [4, 8], [9, 12]]
+    start_t, end_t = np.zeros(6), np.zeros(6)
+    start_t[[1, 3, 5]], end_t[[1, 2, 4]] = [9, 3, 9], [9, 5, 4]
+    score, place = question_answering.best_span(start_t, end_t, places)
+    assert (score, place) == (7, (4, 12)), "not in the question, the padding, or from the end to the beginning"
+    start_t[0], end_t[0] = 4, 4
+    assert question_answering.best_span(start_t, end_t, places) == (8, None)
+    windows = {"places": [places, places], "row": [0, 0]}
+    other_t = np.zeros(6)
+    other_t[2] = 3
+    prediction = (np.stack([start_t, other_t]), np.stack([end_t, other_t]))
+    assert question_answering.answer(prediction, windows, ["the film was"]) == ["the"], "the other window has one"
+
+
+def test_words_in_common():
+    assert question_answering.f1("the Film", ["film", "plot"]) == pytest.approx(2 / 3)
+    assert question_answering.f1("", []) == 1 and question_answering.f1("film", []) == 0
+    assert question_answering.f1("", ["film"]) == 0
+    assert summarization.overlap(["good film", "bad"], ["film good", "good"]) == 0.5
+
+
+def test_notes_name_what_their_facts_say(monkeypatch):
+    lists = ((["Ann"], ["Actor"]), ["Bath", "Ann"], ["actor", "gas fitter"])
+    monkeypatch.setattr(assets, "people_places_jobs", lambda: lists)
+    notes = call_notes.call_notes(40)
+    assert notes == call_notes.call_notes(40)
+    for note in notes:
+        for slot, (fact, start) in note.facts.items():
+            assert note.text[start : start + len(fact)] == fact
+            first = len(note.text[:start].split())
+            kind = {"caller": "PERSON", "other": "PERSON"}.get(slot, slot.upper())
+            assert note.tags[first] == f"B-{kind}"
+    known = {*call_notes.vocabulary(), "Ann", "Actor", "Bath", "actor", "gas", "fitter"}
+    assert {word for row in call_notes.summaries()[:99] for word in f"{row['text']} {row['summary']}".split()} <= known
+
+
 # ---- the GGUF archive ----
 
 
@@ -655,7 +819,7 @@ def tiny_assets(tmp_path, monkeypatch):
             f"    last_names: tuple = OrderedDict((({own[8]!r}, 0.5),)) + {own[9:]!r}\n    first_names = ('Emma',)\n"
         )
         names[f"faker/providers/person/{locale}/__init__.py"] = source
-    monkeypatch.setattr(assets, "SURNAMES", archive(tmp_path / "names.whl", names))
+    monkeypatch.setattr(assets, "FAKER", archive(tmp_path / "names.whl", names))
     rows = []
     for i in range(250):
         image = np.zeros((28, 28), dtype=int)

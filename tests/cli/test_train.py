@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import call_notes
 import causal_lm
 import fine_tuning
 import flags
@@ -13,7 +14,10 @@ import name_classification
 import outcome
 import plain_loop
 import pytest
+import question_answering
+import summarization
 import text_classification
+import token_classification
 import yaml
 
 from dp_transformers.cli import train
@@ -24,6 +28,9 @@ CLASSES = {
     "causal_lm": causal_lm,
     "name_classification": name_classification,
     "image_classification": image_classification,
+    "question_answering": question_answering,
+    "summarization": summarization,
+    "token_classification": token_classification,
 }
 
 
@@ -204,5 +211,5 @@ def test_a_recipe_runs_as_a_command(tmp_path):
 
 def test_modules_that_are_no_recipes_are_left_out():
     assert set(train.NOT_RECIPES) == {
-        assets_like.__name__ for assets_like in (fine_tuning, flags, outcome, plain_loop)
+        assets_like.__name__ for assets_like in (call_notes, fine_tuning, flags, outcome, plain_loop)
     } | {"assets"}
