@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib
 import itertools
 import json
 import os
@@ -17,7 +18,6 @@ import chats
 import dp_accounting as dp
 import numpy as np
 import pytest
-import text_classification
 import torch
 import torch.distributed as dist
 import typer
@@ -32,6 +32,7 @@ import dp_transformers
 from dp_transformers import DPTrainer, Mechanism, PerExampleClipper, clipping
 from dp_transformers.accounting import PrivacyAccountant
 from dp_transformers.cli.main import app
+from dp_transformers.cli.train import recipes
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.layer_rule import layer_rule
 from dp_transformers.clipping.modes import MODES
@@ -271,9 +272,13 @@ def test_the_page_of_errors_quotes_messages():
 
 def test_commands_have_the_flags_that_pages_give_them():
     known = typer.main.get_command(app).commands
-    recipe = text_classification
-    classes = (recipe.DataArguments, recipe.ModelArguments, recipe.Arguments)
-    of_recipes = {"--config", *HfArgumentParser(classes)._option_string_actions}  # read by the recipe
+
+    def of_recipe(name):
+        recipe = importlib.import_module(name if name in recipes() else "text_classification")
+        names = ("DataArguments", "ModelArguments", "Arguments")
+        classes = [getattr(recipe, name) for name in names if hasattr(recipe, name)]
+        return {"--config", *HfArgumentParser(classes)._option_string_actions}
+
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     typed = [line for page in pages for line in re.findall(r"dp-transformers ([a-z]+\b[^`\n#]*)", page.read_text())]
     typed = [line for line in typed if line.split()[0] in known or "--" in line]  # not "dp-transformers on PyPI"
@@ -281,7 +286,7 @@ def test_commands_have_the_flags_that_pages_give_them():
     for line in typed:
         name, *words = line.split()
         flags = {flag for parameter in known[name].params for flag in parameter.opts}
-        flags |= of_recipes if name == "train" else set()
+        flags |= of_recipe(words[0]) if name == "train" else set()
         assert {word for word in words if word.startswith("--")} <= flags, line
 
 
