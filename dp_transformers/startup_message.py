@@ -4,7 +4,9 @@ its draws cost more than they have to."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from .clipping import PerExampleClipper
 from .mechanism import Release
 from .run import UNIT, PrivateRun
 
@@ -16,10 +18,46 @@ _NEIGHBOURS = {
 }
 
 
-def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> str:
+# why "auto" takes a mode
+_WHY = {
+    "book_keeping": "auto: one backward pass, and no example's gradient is formed",
+    "ghost": "auto: activations are checkpointed, and other modes would keep them",
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, as far as the message says.
+
+    Attributes:
+        model: The class of the model.
+        parameters: The number of its trainable parameters.
+        of: The number of all of its parameters.
+        mode: The clipping mode.
+        asked: What was asked for, "auto" or a mode.
+    """
+
+    model: str
+    parameters: int
+    of: int
+    mode: str
+    asked: str
+
+    @classmethod
+    def by(cls, clipper: PerExampleClipper) -> Trained:
+        """What the clipper is attached to."""
+        return cls(
+            type(clipper.model).__name__,
+            sum(p.numel() for p in clipper.parameters),
+            sum(p.numel() for p in clipper.model.parameters()),
+            clipper.mode.name,
+            clipper.asked_mode,
+        )
+
+
+def describe(run: PrivateRun, steps: int | None, trained: Trained) -> str:
     """Describe the training to whoever starts it. ``steps`` is None where the loop decides."""
-    state, k, step = run.state, run.mechanism.unit.max_examples_per_person, run.mechanism.at(0)
-    whose = "epsilon" if k == 1 else "epsilon for all rows of one person"
+    k, step = run.mechanism.unit.max_examples_per_person, run.mechanism.at(0)
     lines = [
         f"private training protects: {UNIT} (N = {run.mechanism.sampling.num_examples}); "
         f"{_NEIGHBOURS[run.mechanism.sampling.relation]} is hidden."
@@ -28,15 +66,13 @@ def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> 
             if k > 1
             else " A person with k rows is hidden less; see max_examples_per_person."
         ),
+        f"  model {trained.model}: {trained.parameters:,} of {trained.of:,} parameters are trained",
+        f"  clipping mode {trained.mode} ({_WHY[trained.mode] if trained.asked == 'auto' else 'as asked for'})",
         f"  expected batch size {step.expected_batch_size} (q = {step.sample_rate:.6f}), noise multiplier "
-        f"{step.noise_multiplier:.4f}, clipping bound {step.max_grad_norm:g}"
-        + "".join(
-            f", {name} {value:g}"
-            for name, value in (("steps", steps), ("delta", state.delta), (whose, state.target_epsilon))
-            if value
-        ),
-        f"  clipping mode {mode}; {parameters:,} trainable parameters; noise {noise_norm(run, parameters):.3g} beside "
-        f"a signal of at most {step.max_grad_norm:g} in each step",
+        f"{step.noise_multiplier:.4f}, clipping bound {step.max_grad_norm:g}" + (f", steps {steps}" if steps else ""),
+        f"  noise {noise_norm(run, trained.parameters):.3g} beside a signal of at most {step.max_grad_norm:g} in each "
+        "step",
+        f"  to be spent: {_to_be_spent(run)}",
     ]
     sampling, noise = run.mechanism.sampling.kind, run.mechanism.noise.kind
     if (sampling, noise) != ("poisson", "independent"):
@@ -47,6 +83,15 @@ def describe(run: PrivateRun, steps: int | None, parameters: int, mode: str) -> 
     if not run.verified:
         lines.append("  NOT VERIFIED: the self-check is switched off, or was before this run was resumed")
     return "\n".join(lines)
+
+
+def _to_be_spent(run: PrivateRun) -> str:
+    state = run.state
+    at = "" if state.delta is None else f" at delta {state.delta:g}"
+    if state.target_epsilon is None:
+        return f"what the steps add up to{at}; there is no target_epsilon"
+    whose = " for all rows of one person" if run.mechanism.unit.max_examples_per_person > 1 else ""
+    return f"epsilon {state.target_epsilon:g}{at}{whose}"
 
 
 def _describe_release(release: Release, batch_size: float) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import dp_accounting
 import pytest
@@ -14,7 +15,9 @@ from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise
 from dp_transformers.run import PrivateRun
 from dp_transformers.sampling import FixedOrderSampling, PoissonSampling
-from dp_transformers.startup_message import describe, hopeless
+from dp_transformers.startup_message import Trained, describe, hopeless
+
+TRAINED = Trained("Net", 10, 20, "book_keeping", "auto")
 
 
 def run_of(
@@ -82,9 +85,9 @@ def test_what_is_not_private_says_so_everywhere(tmp_path, options, reason):
     line = json.loads((tmp_path / LEDGER_NAME).read_text().splitlines()[0])
     assert line["private"] is False and line["verified"] is False and reason in line["not_private_because"][0]
     assert (
-        reason in describe(run, 3, 10, "auto")
-        and "NOT PRIVATE" in describe(run, 3, 10, "auto")
-        and "NOT VERIFIED" in describe(run, 3, 10, "auto")
+        reason in describe(run, 3, TRAINED)
+        and "NOT PRIVATE" in describe(run, 3, TRAINED)
+        and "NOT VERIFIED" in describe(run, 3, TRAINED)
     )
 
 
@@ -235,13 +238,33 @@ def test_sigma_for_all_rows_of_a_person():
         run_of(rows=0)
 
 
+@pytest.mark.parametrize(
+    ("mode", "asked", "why"),
+    [
+        ("book_keeping", "auto", "auto: one backward pass"),
+        ("ghost", "auto", "auto: activations are checkpointed"),
+        ("ghost", "ghost", "as asked for"),
+    ],
+)
+def test_the_start_says_which_mode_and_why(mode, asked, why):
+    assert f"clipping mode {mode} ({why}" in describe(run_of(), 3, replace(TRAINED, mode=mode, asked=asked))
+
+
+def test_the_start_says_what_is_to_be_spent():
+    assert "to be spent: epsilon 8 at delta 1e-05\n" in describe(run_of(target_epsilon=8.0), 3, TRAINED) + "\n"
+    assert "to be spent: epsilon 8 at delta 1e-05 for all rows of one person" in describe(
+        run_of(target_epsilon=8.0, rows=3), 3, TRAINED
+    )
+    assert "there is no target_epsilon" in describe(run_of(), 3, TRAINED)
+
+
 def test_plan_in_words():
     run = run_of(target_epsilon=8.0, rows=30)
-    text = describe(run, 100, 10_000, "book_keeping")
+    text = describe(run, 100, replace(TRAINED, parameters=10_000))
     assert (
         "one row of train_dataset (N = 1000)" in text
         and "30 at most" in text
-        and "10,000 trainable parameters" in text
+        and "10,000 of 20 parameters are trained" in text
     )
     assert "noise 2 beside a signal of at most 1" in text, "σ·C·√d/B = 1 · 1 · 100 / 50"
     assert hopeless(run, 100, 10_000) is None

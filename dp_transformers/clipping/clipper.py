@@ -86,7 +86,7 @@ class PerExampleClipper:
                 "batch_first=False needs the self-check, which learns where every module has its examples."
             )
         self.clipping = checked_clipping(max_grad_norm)
-        self.self_check = self_check
+        self.self_check, self.asked_mode = self_check, mode
         self.checked = False
         self._engine = ClippingEngine(
             model,

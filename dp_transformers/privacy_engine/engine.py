@@ -24,7 +24,7 @@ from ..reports import certificate
 from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
 from ..run import PrivacySpent, PrivateRun
-from ..startup_message import describe, warnings
+from ..startup_message import Trained, describe, warnings
 from .checkpoints import load, save
 from .criterion import check_reduction
 from .loader import steps_per_epoch
@@ -319,10 +319,10 @@ class PrivacyEngine:
             self._loop, criterion = loop.attach(run, secure=self._secure)
             undo.pop_all()
         clipper, loader = self._loop.clipper, self._loop.loader
-        size = sum(p.numel() for p in clipper.parameters)
-        logger.info(describe(run, mechanism.steps, size, clipper.mode.name))
-        for warning in warnings(run, mechanism.steps or loader.steps_per_epoch, size):
-            logger.warning(warning)
+        trained = Trained.by(clipper)
+        _say(describe(run, mechanism.steps, trained))
+        for warning in warnings(run, mechanism.steps or loader.steps_per_epoch, trained.parameters):
+            _say(warning)
         given_back = (loop.module, loop.optimizer)
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
 
@@ -455,3 +455,9 @@ class PrivacyEngine:
         if self._loop is None:
             raise ValueError("this engine trains nothing yet: call make_private or make_private_with_epsilon first.")
         return self._loop
+
+
+def _say(text: str) -> None:
+    """Show a sentence once over all processes, also in scripts that configure no logging."""
+    if distributed.rank() == 0:
+        logger.warning(text)

@@ -16,7 +16,7 @@ from ..data import LogicalBatches, draws_dataloader
 from ..private_loss import private_loss_of
 from ..quantile import noised_share_of
 from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
-from ..startup_message import describe, warnings
+from ..startup_message import Trained, describe, warnings
 from ..step import PrivateStep
 from .dp_config import DPTrainingArguments
 from .trainer_run import TrainerRun
@@ -113,9 +113,9 @@ class TrainerLoop:
             ),
         )
         clipper.follow(self._step, None)
-        steps, size = self._training.planned_steps, sum(p.numel() for p in clipper.parameters)
-        self._say(describe(run, steps, size, clipper.mode.name))
-        for warning in warnings(run, steps, size):
+        steps, trained = self._training.planned_steps, Trained.by(clipper)
+        self._say(describe(run, steps, trained))
+        for warning in warnings(run, steps, trained.parameters):
             self._say(warning)
 
     @property

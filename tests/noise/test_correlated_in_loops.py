@@ -13,7 +13,7 @@ from dp_transformers.ledger import Ledger
 from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
 from dp_transformers.noise.correlated import ToeplitzNoise
 from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, FixedOrderSampling
-from dp_transformers.startup_message import describe
+from dp_transformers.startup_message import Trained, describe
 
 N, EXPECTED = 40, 8
 IN_ORDER, IN_GROUPS = FixedOrderSampling(N, EXPECTED), CyclicPoissonSampling(N, EXPECTED, 3)
@@ -51,7 +51,7 @@ def test_the_noise_of_a_step_takes_back_that_of_the_step_before(tmp_path, loop, 
 def test_the_plan_says_what_is_hidden(sampling, words):
     engine, *_ = by_engine(mechanism(sampling=sampling, noise=IndependentNoise(1.0)))
     run = engine._loop.run
-    assert f"(N = 40); {words} hidden." in describe(run, STEPS, 50, "auto")
+    assert f"(N = 40); {words} hidden." in describe(run, STEPS, Trained("Net", 50, 50, "book_keeping", "auto"))
 
 
 def test_a_resumed_run_has_a_noise_source_of_its_own_and_is_composed(tmp_path, monkeypatch):
