@@ -41,6 +41,7 @@ from .overrides import (
     replaced_owner,
     warn_about_replaced,
 )
+from .progress import show_spent
 from .refused_settings import refuse_settings
 from .trainer_loop import TrainerLoop
 from .trainer_run import TrainerRun
@@ -138,6 +139,7 @@ class DPTrainerMixin(Base):
                 "them, a tensor-parallel group, work on the same examples: set expected_batch_size in the arguments."
             )
         refuse_settings(self)
+        show_spent(self)
         self._name_labels(per_example_loss_func)
         validate_model(self.model)
         _warn_about_evaluation(args, train_dataset, eval_dataset)
