@@ -23,6 +23,8 @@ _WHERE = {
     "DPRewardTrainer": "trl",
     "DPSFTConfig": "trl",
     "DPSFTTrainer": "trl",
+    "DPSeq2SeqTrainer": "trainer",
+    "DPSeq2SeqTrainingArguments": "trainer",
     "DPTrainer": "trainer",
     "DPTrainerMixin": "trainer",
     "DPTrainingArguments": "trainer",
@@ -53,6 +55,7 @@ _WHERE = {
     "check_model": "clipping",
     "check_per_sample_gradients_are_correct": "clipping",
     "compute_epsilon": "accounting",
+    "find_example_losses": "example_losses",
     "first_rows_of_each": "documents",
     "keep_documents_apart": "documents",
     "padded_blocks": "documents",
@@ -74,6 +77,8 @@ __all__ = [
     "ConstantSchedule",
     "CyclicPoissonSampling",
     "DPAdamW",
+    "DPSeq2SeqTrainer",
+    "DPSeq2SeqTrainingArguments",
     "DPTrainer",
     "DPTrainerMixin",
     "DPTrainingArguments",
@@ -104,6 +109,7 @@ __all__ = [
     "check_model",
     "check_per_sample_gradients_are_correct",
     "compute_epsilon",
+    "find_example_losses",
     "first_rows_of_each",
     "keep_documents_apart",
     "padded_blocks",
@@ -154,6 +160,7 @@ if TYPE_CHECKING:
         ScheduledClipping,
     )
     from .documents import first_rows_of_each, keep_documents_apart, padded_blocks
+    from .example_losses import find_example_losses
     from .mechanism import Mechanism, PrivacyUnit, Release
     from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
     from .optimizers import DPAdamW
@@ -170,7 +177,13 @@ if TYPE_CHECKING:
         TruncatedPoissonSampling,
     )
     from .schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
-    from .trainer import DPTrainer, DPTrainerMixin, DPTrainingArguments
+    from .trainer import (
+        DPSeq2SeqTrainer,
+        DPSeq2SeqTrainingArguments,
+        DPTrainer,
+        DPTrainerMixin,
+        DPTrainingArguments,
+    )
     from .trl import (  # noqa: F401  (of an extra)
         DPDPOConfig,
         DPDPOTrainer,

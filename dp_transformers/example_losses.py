@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from .batch_checks import refuse_losses_of_other_rows
-from .losses import PerExampleLoss, decoder_inputs
+from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss, label_columns
 from .randomness import seeded_global_generators
 
 
@@ -22,6 +23,42 @@ def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
     except ValueError:  # some functions that are written in C
         return False
     return names[:2] == ["model", "inputs"]
+
+
+def find_example_losses(model: nn.Module, label_smoothing: float = 0.0) -> Callable[[Mapping[str, Any]], torch.Tensor]:
+    """Return a function that runs ``model`` on a batch, and gives the (B,) losses of its examples.
+
+    It takes the place of ``model(**batch).loss`` in a loop with [`PrivacyEngine`]. That is a mean over all tokens of
+    the batch for most heads, so how much an example weighs would depend on the others. The mean of these losses is a
+    mean over rows, which the engine assumes. On a batch of one they are the model's own loss.
+
+    Args:
+        model: A model of transformers, or one of peft around it. Batches are moved to its device.
+        label_smoothing: As ``TrainingArguments.label_smoothing_factor``, applied within each example.
+
+    Raises:
+        ValueError: a head whose losses are not known; the message says what to do instead.
+
+    Example::
+
+        >>> import torch
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> from dp_transformers import find_example_losses
+        >>> config = BertConfig(
+        ...     vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        ... )
+        >>> model = BertForMaskedLM(config)
+        >>> example_losses = find_example_losses(model)
+        >>> example_losses({"input_ids": torch.ones(4, 5).long(), "labels": torch.ones(4, 5).long()}).shape
+        torch.Size([4])
+    """
+    losses_of = ExampleLosses(find_per_example_loss(model, label_smoothing), label_columns(model))
+
+    def example_losses(batch: Mapping[str, Any]) -> torch.Tensor:
+        device = next(model.parameters()).device
+        return losses_of(model, send_to_device(dict(batch), device))[0]
+
+    return example_losses
 
 
 class ExampleLosses:

@@ -218,6 +218,13 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
     return per_example_loss
 
 
+def label_columns(model: nn.Module) -> list[str]:
+    """The columns of a batch that hold the labels of ``model``'s head."""
+    from transformers.utils import find_labels
+
+    return find_labels(type(_base_model(model)))
+
+
 def default_loss_bound(model: nn.Module) -> float:
     """The loss that an example counts with at most where the loss is released: 4 more than that of a guess among all
     classes or tokens; 10 for heads without such a number (regression, positions, unknown heads)."""

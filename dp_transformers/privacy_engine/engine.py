@@ -135,6 +135,13 @@ class PrivacyEngine:
         return [] if self._loop is None else self._loop.history
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether the last ``optimizer.step()`` ended a draw, and so changed the model. With
+        ``max_physical_batch_size`` it is False after a part of a draw: count steps, and step a learning rate schedule,
+        where it is True."""
+        return self._made_private().has_stepped
+
+    @property
     def private_loss(self) -> float | None:
         """The mean of the last step's losses, with the noise that the mechanism plans for it (``loss_bound``). None
         before the first step, and where no loss is released."""

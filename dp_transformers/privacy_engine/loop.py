@@ -63,6 +63,11 @@ class PrivateLoop:
     def run(self) -> PrivateRun:
         return self.step.run
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the last step of the optimizer ended a draw."""
+        return self._stepped is not None and self._stepped.last_of_draw
+
     def _plan(self, first_step: int = 0) -> None:
         if self._planned is not None:
             self.run.plan(max(0, self._planned - self.run.steps), first_step)

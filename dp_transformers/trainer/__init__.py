@@ -1,7 +1,7 @@
-"""This package makes transformers' Trainer private: DPTrainer, DPTrainerMixin and DPTrainingArguments."""
+"""This package makes transformers' trainers private: DPTrainer, DPSeq2SeqTrainer, DPTrainerMixin and arguments."""
 
-from .dp_config import DPTrainingArguments
-from .dp_trainer import DPTrainer
+from .dp_config import DPSeq2SeqTrainingArguments, DPTrainingArguments
+from .dp_trainer import DPSeq2SeqTrainer, DPTrainer
 from .mixin import DPTrainerMixin
 
-__all__ = ["DPTrainer", "DPTrainerMixin", "DPTrainingArguments"]
+__all__ = ["DPSeq2SeqTrainer", "DPSeq2SeqTrainingArguments", "DPTrainer", "DPTrainerMixin", "DPTrainingArguments"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from ..accounting.accountants import check_accountant
 from ..clipping.clipping_functions import CLIPPING_FUNCTIONS
@@ -413,6 +413,22 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 "secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them."
             )
+
+
+@dataclass
+class DPSeq2SeqTrainingArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
+    """Arguments of [`DPSeq2SeqTrainer`]: everything [`~transformers.Seq2SeqTrainingArguments`] has, and the privacy
+    parameters of [`DPTrainingArguments`].
+
+    Example::
+
+        >>> from dp_transformers import DPSeq2SeqTrainingArguments
+        >>> args = DPSeq2SeqTrainingArguments(
+        ...     "outputs", target_epsilon=8.0, target_delta=1e-6, predict_with_generate=True
+        ... )
+        >>> args.predict_with_generate, args.max_grad_norm
+        (True, 1.0)
+    """
 
 
 def _read_mechanism(given: Mechanism | str | Mapping[str, Any]) -> Mechanism:

@@ -1,8 +1,8 @@
-"""DPTrainer is transformers' Trainer with the private step of DPTrainerMixin."""
+"""DPTrainer and DPSeq2SeqTrainer are transformers' trainers with the private step of DPTrainerMixin."""
 
 from __future__ import annotations
 
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 
 from .mixin import DPTrainerMixin
 
@@ -33,4 +33,17 @@ class DPTrainer(DPTrainerMixin, Trainer):
         >>> spent = trainer.privacy_spent()
         >>> spent.steps, spent.epsilon <= 8.0
         (5, True)
+    """
+
+
+class DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer):
+    """[`~transformers.Seq2SeqTrainer`] with the private training of [`DPTrainer`]: it evaluates by generating, if
+    `predict_with_generate` of its [`DPSeq2SeqTrainingArguments`] says so.
+
+    Example::
+
+        >>> from transformers import Seq2SeqTrainer
+        >>> from dp_transformers import DPSeq2SeqTrainer
+        >>> issubclass(DPSeq2SeqTrainer, Seq2SeqTrainer), DPSeq2SeqTrainer.trains_privately
+        (True, True)
     """
