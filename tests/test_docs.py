@@ -167,6 +167,20 @@ def of_a_generator(names):
     }
 
 
+def of_a_draw():
+    """A private loop after its backward pass on one batch of a draw."""
+    names = of_a_loop()
+    engine = dp_transformers.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=names["model"], optimizer=names["optimizer"], data_loader=names["loader"], noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(model(x), y).backward()
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    return {"engine": engine, "optimizer": optimizer, "lr_scheduler": scheduler, "completed_steps": 0}
+
+
 def of_shards():
     """A model of two layers, and a batch."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -190,6 +204,7 @@ PREPARED = {
     "docs/from-opacus.md": [of_a_loop, of_a_generator, lambda: of_a_loop(5, positions=(7,)), of_a_loop],
     "docs/scaling.md": [of_shards],
     "docs/trl.md": [of_trl, of_trl],
+    "docs/huggingface-scripts.md": [of_a_draw],
 }
 NOT_RUN = re.compile(r"<!-- not run: .* -->\n```python\n.*?```", re.S)
 
