@@ -65,7 +65,7 @@ class _KeystreamBits:
         words = chain.from_iterable(map(_WORDS.unpack, map(keystream, repeat(bytes(_WORDS.size)))))
         doubles = map((2.0**-53).__mul__, map(operator.rshift, words, repeat(11)))
         word, double = partial(next, words), partial(next, doubles)
-        kinds = [kind for _, kind in _Functions._fields_[1:]]
+        kinds = [field[1] for field in _Functions._fields_[1:]]
         self._functions = _Functions(
             None, *(kind(function) for kind, function in zip(kinds, (word, word, double, word), strict=True))
         )
