@@ -2,7 +2,7 @@
 correlated over steps or not, and no half-written checkpoint is loaded.
 
 `python -m pytest tests/test_resume.py` kills some fifty times; `KILLS=200 python -m pytest -s tests/test_resume.py` at
-that many random places, of one process and as many of two, and of each again with correlated noise.
+that many random places, of one process and as many of two, plain and sharded; again with correlated noise.
 
 A life is one output_dir: training that is killed and resumed, killed and resumed, until it is left to end. Each
 attempt is a fork of one process that has paid for the imports (this file as a script), or one for each rank. Each rank
@@ -560,10 +560,14 @@ def test_a_rank_killed_at_the_nasty_points(tmp_path, attempt, kills, sharded):
     assert killed == len(kills)
 
 
-@pytest.mark.parametrize("noise", [None, *CORRELATED])
-@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (RANKS, False), (RANKS, True)], ids=["one", "ddp", "fsdp"])
-def test_killed_at_random(tmp_path, attempt, ranks, sharded, noise):
+LAYOUTS = {"one": (1, False), "ddp": (RANKS, False), "fsdp": (RANKS, True)}
+RANDOM_LIVES = [*((name, None) for name in LAYOUTS), *((name, n) for name in ("one", "fsdp") for n in CORRELATED)]
+
+
+@pytest.mark.parametrize(("name", "noise"), RANDOM_LIVES)
+def test_killed_at_random(tmp_path, attempt, name, noise):
     """At random times, and for the n-th time at random points; of several ranks one, or all at once."""
+    ranks, sharded = LAYOUTS[name]
     layout = {"ranks": ranks, "sharded": sharded, "noise": noise}
     duration, chance = attempt(tmp_path / "whole", **layout)["seconds"], random.Random(4)
     kills, lives, added = 0, 0, []
@@ -576,7 +580,7 @@ def test_killed_at_random(tmp_path, attempt, ranks, sharded, noise):
         killed, seen = live(attempt, tmp_path / str(lives), chance.sample(plan, len(plan)), **layout)
         kills, lives, added = kills + killed, lives + 1, added + seen
     assert len(set(added)) == len(added)
-    print(f"{ranks} ranks, {noise or 'independent'} noise: {kills} kills in {lives} lives, {len(added)} noise vectors")
+    print(f"{name}, {noise or 'independent'} noise: {kills} kills in {lives} lives, {len(added)} noise vectors")
 
 
 # ---- what may change on resume, and what may not ----
