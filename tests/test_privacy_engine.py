@@ -1056,7 +1056,7 @@ def test_lightning_module():
             with pytest.warns(UserWarning, match="dp_seed"):
                 self.engine = PrivacyEngine(dp_seed=1)
             _, optimizer, self.loader = self.engine.make_private(
-                module=self, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=0.3
+                module=self.net, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=0.3
             )
             return optimizer
 
