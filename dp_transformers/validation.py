@@ -223,7 +223,7 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
         for find in (partial(_batch_statistics, model), _embedding_options, _alien, _registered):
             for what, fix, repair in find(module):
                 if own := _FIXERS.get(type(module)):
-                    fix, repair = f"{kind} -> what {own.__name__} makes of it", own
+                    fix, repair = f"{kind} -> what {getattr(own, '__name__', 'a fixer')} makes of it", own
                 yield Problem(its_paths[0], f"{where}{what}", fix, module, repair)
     yield from _parameter_problems(model)
 
