@@ -7,10 +7,22 @@ import pytest
 import torch
 import trl
 from chats import StopAt, arguments_of, assert_exact, model, rows, tokenizer
+from datasets import Dataset
 from models import VOCABULARY
 from oracle import trainable
 from peft import LoraConfig
-from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+from PIL import Image
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+)
 from trl import SFTConfig, SFTTrainer
 
 from dp_transformers import DPSFTConfig, DPSFTTrainer, DPTrainerMixin, DPTrainingArguments
@@ -122,6 +134,25 @@ def test_a_model_whose_router_is_trained_on_the_batch_is_refused(tmp_path):
         DPSFTTrainer(mixtral(), arguments(tmp_path), train_dataset=rows("text"), processing_class=tokenizer())
     args = arguments(tmp_path, router_aux_loss_coef=0.0)
     DPSFTTrainer(mixtral(), args, train_dataset=rows("text"), processing_class=tokenizer())
+
+
+def test_rows_with_images_are_refused(tmp_path):
+    tok = tokenizer()
+    tok.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    size = {"height": 8, "width": 8}
+    images = CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
+    processor = LlavaProcessor(images, tok, patch_size=4, vision_feature_select_strategy="full")
+    widths = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**widths, image_size=8, patch_size=4),
+        text_config=LlamaConfig(vocab_size=len(tok), **widths),
+        image_token_index=tok.convert_tokens_to_ids("<image>"),
+    )
+    data = Dataset.from_list([row | {"images": [Image.new("RGB", (8, 8))]} for row in rows("chat-completion")])
+    with pytest.raises(ValueError, match="rows with images cannot be trained on"):
+        DPSFTTrainer(
+            LlavaForConditionalGeneration(config), arguments(tmp_path), train_dataset=data, processing_class=processor
+        )
 
 
 def test_arguments_of_another_class_are_refused(tmp_path):

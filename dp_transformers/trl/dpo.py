@@ -83,7 +83,7 @@ class DPDPOTrainer(PairsMixin, DPOTrainer):
         if self._is_vision_dataset:
             raise ValueError(
                 "the images of preferences are not laid out by example in the batches of TRL's collator, so nobody "
-                "could say whose they are: train on preferences of texts, or on images with DPSFTTrainer."
+                "could say whose they are: train on preferences of texts."
             )
 
     def example_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
