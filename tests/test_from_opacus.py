@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dp_transformers
 from dp_transformers import LinearSchedule, Mechanism, PoissonSampling, PrivacyEngine, ScheduledNoise
-from dp_transformers.clipping.clipping_functions import FlatClipping
+from dp_transformers.clipping.clipping_functions import AutomaticClipping, FlatClipping
 
 
 def loop(engine=None, **options):
@@ -104,7 +104,6 @@ def test_an_optimizer_that_has_such_an_attribute_keeps_it():
     ("name", "value", "ours"),
     [
         ("grad_sample_mode", "ghost", "clipping_mode"),
-        ("clipping", "flat", "PerLayerClipping"),
         ("wrap_model", False, r"engine.detach\(\)"),
         ("noise_generator", None, "dp_seed"),
         ("secure_mode", True, "secure_rng=True"),
@@ -119,6 +118,16 @@ def test_arguments_of_opacus_are_answered_with_ours(name, value, ours):
     target = {"target_epsilon": 3.0, "target_delta": 0.01, "epochs": 1, "max_grad_norm": 1.0}
     with pytest.raises(TypeError, match=rf"make_private_with_epsilon has no argument '{name}'.*{ours}"):
         engine.make_private_with_epsilon(module=None, optimizer=None, data_loader=None, **target, **{name: value})
+
+
+def test_clipping_functions_are_named_as_in_the_arguments_of_dptrainer():
+    engine, _, optimizer, _ = loop(clipping="auto_s")
+    assert engine.privacy_spent(1e-2).mechanism.clipping == AutomaticClipping(optimizer.max_grad_norm)
+    with pytest.raises(ValueError, match=r"clipping 'per_layer' is unknown.*PerLayerClipping"):
+        loop(clipping="per_layer")
+    with pytest.raises(ValueError, match="clipping, .* is given beside a mechanism"):
+        mechanism = engine.privacy_spent(1e-2).mechanism
+        loop(mechanism=mechanism, clipping="auto_s")
 
 
 def test_secure_mode_of_the_engine():

@@ -231,6 +231,15 @@ CLIPPING_FUNCTIONS: dict[str, type[BoundedNorm]] = {
 }
 
 
+def require_clipping_function(kind: str) -> None:
+    """Raise ValueError if there is no clipping function of that name that a bound alone describes."""
+    if kind not in CLIPPING_FUNCTIONS:
+        raise ValueError(
+            f"clipping {kind!r} is unknown; choose one of {list(CLIPPING_FUNCTIONS)}, or give a mechanism: with "
+            "PerLayerClipping, PerGroupClipping, AdaptiveClipping, or a clipping function of your own."
+        )
+
+
 def least_noise(bounds: Sequence[float], sizes: Sequence[int]) -> list[float]:
     """The noise scale of each group for which the noise on all coordinates together is least, Σ d_k s_k².
 

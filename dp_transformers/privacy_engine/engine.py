@@ -168,6 +168,7 @@ class PrivacyEngine:
         batch_first: bool = True,
         max_physical_batch_size: int | None = None,
         fill_physical_batches: bool = False,
+        clipping: str = "flat",
         clipping_mode: str = "auto",
         poisson_sampling: bool = True,
         self_check: bool = True,
@@ -187,8 +188,8 @@ class PrivacyEngine:
             noise_multiplier: σ. The noise on the summed gradients has standard deviation σ · max_grad_norm.
             max_grad_norm: The bound C on each example's gradient norm.
             mechanism: Sampling, clipping, noise and what else ε depends on, in the place of ``noise_multiplier``,
-                ``max_grad_norm``, ``max_examples_per_person`` and ``loss_bound``, from which a mechanism is built
-                otherwise. It must be for this data set and batch size.
+                ``max_grad_norm``, ``clipping``, ``max_examples_per_person`` and ``loss_bound``, from which a mechanism
+                is built otherwise. It must be for this data set and batch size.
             criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per
                 example, which the clipping modes "ghost" and "fast_gradient" need.
             loss_reduction: "mean" or "sum": how your loss is reduced over the *rows of the batch*, and that is all it
@@ -202,6 +203,9 @@ class PrivacyEngine:
                 as the largest draw of the mechanism's sampling). Rows that are missing are copies of others, whose
                 gradients have weight 0. They come last, and a metric of your own should leave them out. Under a
                 sampling with a largest draw every step has the same number of batches too.
+            clipping: What an example's gradient is multiplied with: "flat" bounds long gradients, "auto_s" and
+                "normalised" make all nearly equally long, "dp_psac" all but the shortest. Others are given by a
+                mechanism.
             clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or
                 ``loss_reduction="none"`` also "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
             poisson_sampling: It must be True, since ε is that of Poisson sampling.
@@ -233,6 +237,7 @@ class PrivacyEngine:
             batch_first=batch_first,
             max_physical_batch_size=max_physical_batch_size,
             fill_physical_batches=fill_physical_batches,
+            clipping=clipping,
             clipping_mode=clipping_mode,
             poisson_sampling=poisson_sampling,
             self_check=self_check,
@@ -246,10 +251,12 @@ class PrivacyEngine:
                     "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
                 )
             mechanism = loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
-        elif (noise_multiplier, max_grad_norm, max_examples_per_person, loss_bound) != (None, None, 1, None):
+        elif (noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound) != (
+            (None, None, "flat", 1, None)
+        ):
             raise ValueError(
-                "noise_multiplier, max_grad_norm, max_examples_per_person or loss_bound is given beside a mechanism, "
-                "which says them: leave them out."
+                "noise_multiplier, max_grad_norm, clipping, max_examples_per_person or loss_bound is given beside a "
+                "mechanism, which says them: leave them out."
             )
         return self._start(loop, mechanism)
 
@@ -278,8 +285,8 @@ class PrivacyEngine:
             epochs: The number of passes over the loader that is planned.
             max_grad_norm: The bound C on each example's gradient norm.
             options: ``criterion``, ``loss_reduction``, ``batch_first``, ``max_physical_batch_size``,
-                ``fill_physical_batches``, ``clipping_mode``, ``poisson_sampling``, ``self_check``, ``loss_bound`` and
-                ``loss_noise_factor``, as in :meth:`make_private`.
+                ``fill_physical_batches``, ``clipping``, ``clipping_mode``, ``poisson_sampling``, ``self_check``,
+                ``loss_bound`` and ``loss_noise_factor``, as in :meth:`make_private`.
         """
         self._require_unused()
         if not 0 < epochs < math.inf:

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 _ARGUMENTS = {
     "alphas": "leave it out: the accountant 'rdp' has orders of its own",
     "batch_size": "the DataLoader's batch size is taken",
-    "clipping": "leave out 'flat', which is the default; other ways to clip are clipping functions, "
-    "mechanism=Mechanism(clipping=PerLayerClipping(...)) for 'per_layer', AdaptiveClipping for 'adaptive'",
     "grad_sample_mode": "take clipping_mode: 'book_keeping' (the default) or 'per_sample' for 'hooks', 'functorch' "
     "and 'ew', 'ghost' with criterion= for 'ghost'; FSDP2 needs no mode of its own",
     "max_grad_norms": "take mechanism=Mechanism(clipping=PerLayerClipping(...))",

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from .. import distributed
 from ..clipping import PerExampleClipper
-from ..clipping.clipping_functions import FlatClipping
+from ..clipping.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
 from ..mechanism import Mechanism, PrivacyUnit, Release
@@ -37,6 +37,7 @@ class LoopOptions(TypedDict, total=False):
     batch_first: bool
     max_physical_batch_size: int | None
     fill_physical_batches: bool
+    clipping: str
     clipping_mode: str
     poisson_sampling: bool
     self_check: bool
@@ -59,6 +60,7 @@ class PlainLoop:
     batch_first: bool = True
     max_physical_batch_size: int | None = None
     fill_physical_batches: bool = False
+    clipping: str = "flat"
     clipping_mode: str = "auto"
     poisson_sampling: bool = True
     self_check: bool = True
@@ -81,7 +83,7 @@ class PlainLoop:
         )
         return Mechanism(
             sampling=self.sampling,
-            clipping=FlatClipping(max_grad_norm),
+            clipping=CLIPPING_FUNCTIONS[self.clipping](max_grad_norm),
             noise=IndependentNoise(noise_multiplier),
             steps=steps,
             releases=releases,
@@ -96,6 +98,7 @@ class PlainLoop:
                 "small. Leave it True, or give mechanism= with RandomAllocationSampling, which takes every example in "
                 "one random step of every pass."
             )
+        require_clipping_function(self.clipping)
         if self.loss_reduction not in (*REDUCTIONS, "none"):
             raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {self.loss_reduction!r}.")
         refuse_attached(self.module)

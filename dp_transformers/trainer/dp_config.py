@@ -14,7 +14,7 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from ..accounting.accountants import check_accountant
-from ..clipping.clipping_functions import CLIPPING_FUNCTIONS
+from ..clipping.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
 from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit, Release
 from ..noise import IndependentNoise
@@ -392,11 +392,8 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"max_examples_per_person must be an int of at least 1, got {self.max_examples_per_person!r}."
             )
-        if self.mechanism is None and self.clipping not in CLIPPING_FUNCTIONS:
-            raise ValueError(
-                f"clipping {self.clipping!r} is unknown; choose one of {list(CLIPPING_FUNCTIONS)}, or give a "
-                "mechanism with a clipping function of your own."
-            )
+        if self.mechanism is None:
+            require_clipping_function(self.clipping)
         if self.clipping_mode not in ("auto", *MODES):
             raise ValueError(
                 f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}."
