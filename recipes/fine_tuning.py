@@ -49,7 +49,6 @@ class DataArguments:
         default=None,
         metadata={"help": "Held-out examples in the same format; default: a random fifth of the training data."},
     )
-    max_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Use only this many training examples."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Use only this many held-out examples."})
 

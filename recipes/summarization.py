@@ -57,6 +57,7 @@ class DataArguments(fine_tuning.DataArguments):
     text_column: str = field(default="text", metadata={"help": "Column with the text."})
     summary_column: str = field(default="summary", metadata={"help": "Column with the summary."})
     source_prefix: str = field(default="", metadata={"help": "What is put before each text, such as 'summarize: '."})
+    max_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
     max_target_length: int = field(default=64, metadata={"help": "Longer summaries are truncated, in tokens."})
 
 

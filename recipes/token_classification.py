@@ -53,6 +53,7 @@ class DataArguments(fine_tuning.DataArguments):
         default=None, metadata={"help": "Hub id or folder of a model; default: all-MiniLM-L6-v2, fetched with pip."}
     )
     tokens_column: str = field(default="tokens", metadata={"help": "Column with the list of words."})
+    max_length: int = field(default=128, metadata={"help": "Longer texts are truncated to this many tokens."})
     tags_column: str = field(
         default="tags", metadata={"help": "Column with the list of tags, such as B-PERSON, I-PERSON, O."}
     )
