@@ -13,6 +13,10 @@ import pytest
 from dp_transformers.cli.main import main
 
 ROOT = Path(__file__).parents[2]
+RECIPES = (
+    "causal_lm, image_classification, instruction_tuning, name_classification, preference_tuning, question_answering, "
+    "summarization, text_classification, token_classification"
+)
 
 
 def run(*words, **environment):
@@ -43,9 +47,9 @@ def test_help_and_wrong_usage_load_nothing_heavy(words):
         (["--verbose"], "No such option: --verbose"),
         (["report", "--epsilon", "3"], "No such option: --epsilon"),
         (["report", "--singed-by", "3"], "No such option: --singed-by. Did you mean --signed-by?"),
-        (["train"], "train needs a recipe: one of causal_lm, image_classification, name_classification, text_classification."),
+        (["train"], f"train needs a recipe: one of {RECIPES}."),
         (["train", "text_clasification"], "there is no recipe 'text_clasification'; did you mean text_classification?"),
-        (["train", "xyzzy"], "there is no recipe 'xyzzy'; there are causal_lm, image_classification, name_classification, text_classification."),
+        (["train", "xyzzy"], f"there is no recipe 'xyzzy'; there are {RECIPES}."),
         (["train", "--full", "causal_lm"], "the recipe comes before its flags: dp-transformers train RECIPE --full ..."),
         (["train", "causal_lm", "--accelerate_config", "fdsp"], "--accelerate_config: there is no file 'fdsp', and it is none of ddp, fsdp2, fsdp2_tp, multi_node."),
         (["check"], "Missing argument 'model'."),
