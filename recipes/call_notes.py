@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import assets
 
+INSTRUCTION = "Say in a few words what the call was about and what was done: "
 OPENINGS = (
     "{caller} called from {place} .",
     "{caller} , a {job} in {place} , was on the line .",
@@ -151,3 +152,31 @@ def vocabulary() -> list[str]:
     told = [*OPENINGS, *SECOND_PERSONS, *TOPICS, *OUTCOMES]
     told += [sentence for told_by in (TOPICS, OUTCOMES) for sentences in told_by.values() for sentence in sentences]
     return sorted({word for sentence in told for word in sentence.split() if "{" not in word})
+
+
+def instructions() -> list[dict]:
+    """Rows ``{"prompt", "completion"}`` of messages: a note, and its summary."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": INSTRUCTION + note.text}],
+            "completion": [{"role": "assistant", "content": note.summary}],
+        }
+        for note in call_notes(2_200)
+    ]
+
+
+def preferences() -> list[dict]:
+    """Rows ``{"prompt", "chosen", "rejected"}`` of messages: summaries without names are preferred to those with."""
+    draw, rows = random.Random(2), []
+    for note in call_notes(1_200):
+        named = (
+            f"{note.facts['caller'][0]} : {note.summary}"
+            if draw.random() < 0.5
+            else f"{note.summary} ( {note.facts['caller'][0]} )"
+        )
+        answers = {"chosen": note.summary, "rejected": named}
+        rows.append(
+            {"prompt": [{"role": "user", "content": INSTRUCTION + note.text}]}
+            | {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+        )
+    return rows

@@ -228,6 +228,16 @@ def check_model_name(name: str) -> str:
     return name
 
 
+def check_columns(data: DatasetDict, *layouts: tuple[str, ...]) -> None:
+    """Raise ValueError if the rows of a split have all columns of none of these layouts."""
+    needed = ", or ".join(" and ".join(map(repr, layout)) for layout in layouts)
+    for split, rows in data.items():
+        if not any(set(layout) <= set(rows.column_names) for layout in layouts):
+            raise ValueError(
+                f"the data ('{split}') has the columns {rows.column_names}, and needs {needed}: rename the columns."
+            )
+
+
 def check_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError if texts of so many tokens are longer than the model reads."""
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)

@@ -23,8 +23,10 @@ import causal_lm
 import datasets
 import fine_tuning
 import image_classification
+import instruction_tuning
 import name_classification
 import numpy as np
+import preference_tuning
 import psutil
 import pytest
 import question_answering
@@ -714,6 +716,156 @@ def test_notes_name_what_their_facts_say(monkeypatch):
             assert note.tags[first] == f"B-{kind}"
     known = {*call_notes.vocabulary(), "Ann", "Actor", "Bath", "actor", "gas", "fitter"}
     assert {word for row in call_notes.summaries()[:99] for word in f"{row['text']} {row['summary']}".split()} <= known
+
+
+# ---- instruction_tuning, preference_tuning ----
+
+
+IN_CHAT = "{% for m in messages %}{{ m.content }} </s> {% endfor %}"  # the end is one token, as in Llama's chats
+
+
+def said(role, *texts):
+    return [{"role": role, "content": text} for text in texts]
+
+
+@pytest.fixture(scope="module")
+def conversations(language):
+    """The tiny Llama with a chat template, and the same rows as texts and as chats."""
+    tokenizer = llama_tokenizer()
+    tokenizer.chat_template = IN_CHAT
+    tokenizer.save_pretrained(language / "model")
+    pairs = [json.loads(line) for line in (language / "rows.jsonl").read_text().splitlines()]
+    layouts = {
+        "prompts": [{"prompt": row["film"], "completion": f" {row['verdict']}"} for row in pairs],
+        "texts": [{"text": f"{row['film']} {row['verdict']}"} for row in pairs],
+        "chats": [{"messages": said("user", row["film"]) + said("assistant", row["verdict"])} for row in pairs],
+        "preferred_chats": [
+            {"prompt": said("user", row["film"]), "chosen": said("assistant", "good great"), "rejected": said("assistant", row["verdict"])}
+            for row in pairs
+        ],
+        "preferred_texts": [{"prompt": row["film"], "chosen": " good great", "rejected": f" {row['verdict']}"} for row in pairs],
+    }  # fmt: skip
+    for name, rows in layouts.items():
+        (language / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return language
+
+
+@pytest.mark.parametrize(
+    ("recipe", "file", "own_flags"),
+    [
+        (instruction_tuning, "chats", ["--prompt", "the film"]),
+        (instruction_tuning, "texts", ["--prompt", "the film", "--full"]),
+        (preference_tuning, "preferred_chats", []),
+        (preference_tuning, "preferred_texts", ["--full"]),
+    ],
+    ids=["chats", "texts", "preferred-chats", "preferred-texts"],
+)
+def test_conversations_train_go_on_and_end_with_the_table(
+    recipe, file, own_flags, conversations, tmp_path, call, capsys
+):
+    flags = [*lm_flags(conversations, tmp_path), "--train_file", conversations / f"{file}.jsonl", "--max_length", 32, "--max_steps", 2,
+             "--save_steps", 1, *own_flags]  # fmt: skip
+    report = call(recipe, *flags, "--noise_multiplier", 2)
+    assert report == json.loads((tmp_path / "privacy_report.json").read_text())
+    assert (report["num_examples"], report["steps"], report["held_out"]) == (120, 2, 30)
+    assert (report["lora_BA_norm"] is None) == ("--full" in own_flags)
+    stdout = capsys.readouterr().out
+    for word in ("  epsilon ", "without privacy (twin) ", f"dp-transformers report {tmp_path}"):
+        assert word in stdout
+    if recipe is instruction_tuning:
+        assert report["perplexity_after"] != report["perplexity_before"]
+        assert "reply before training:" in stdout and "reply after training:" in stdout
+    else:
+        assert re.search(r"^  preferred answers +[01]\.\d{4}  \(", stdout, re.M)
+        assert re.search(r"^  coin +0\.5000", stdout, re.M)
+    longer = call(recipe, *flags, "--noise_multiplier", 2, "--max_steps", 3)
+    assert (longer["steps"], "going on" in capsys.readouterr().out) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "file"),
+    [(instruction_tuning, "texts"), (preference_tuning, "preferred_texts")],
+    ids=["texts", "preferred"],
+)
+def test_twins_of_conversations_learn(recipe, file, conversations, tmp_path, call, capsys):
+    flags = [*lm_flags(conversations, tmp_path), "--train_file", conversations / f"{file}.jsonl", "--full"]
+    twin = call(recipe, *flags, "--twin", "--max_steps", 10, "--save_strategy", "no")
+    assert (twin["private"], twin["noise_multiplier"], twin["max_grad_norm"]) == (False, 0, 1e6)
+    assert "with privacy  " in capsys.readouterr().out
+    if recipe is instruction_tuning:
+        assert twin["perplexity_after"] < 0.7 * twin["perplexity_before"]
+    else:
+        assert twin["preferred_answers"] > 0.8, "a coin has 0.5"
+
+
+def test_only_completions_are_trained_to_be_written(conversations, tmp_path, call, monkeypatch):
+    """A row of the recipe's default data, as the trainer has it: the prompt is read, and has no label."""
+    seen = {}
+
+    class Stop(instruction_tuning.DPSFTTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            seen.update(next(iter(self.get_eval_dataloader())))
+            raise ValueError("seen")
+
+    monkeypatch.setattr(instruction_tuning, "DPSFTTrainer", Stop)
+    flags = [*lm_flags(conversations, tmp_path), "--train_file", conversations / "prompts.jsonl"]
+    assert call(instruction_tuning, *flags) == "error: seen"
+    assert seen["labels"].shape[0] == 16
+    for labels in seen["labels"].tolist():
+        trained = [token for token in labels if token != -100]
+        assert len(trained) == 4 and trained[-1] == 1, "three words and the end"
+
+
+def test_the_model_is_asked_as_the_rows_are_written(conversations):
+    tokenizer, asked = AutoTokenizer.from_pretrained(conversations / "model"), []
+    model = tiny_llama()
+    generate = model.generate
+
+    def spy(**kwargs):
+        asked.append(kwargs["input_ids"][0].tolist())
+        return generate(**kwargs)
+
+    model.generate = spy
+    tokenizer.pad_token = tokenizer.eos_token
+    args = instruction_tuning.ModelArguments(prompt="the film", max_new_tokens=2)
+    for in_chat in (False, True):
+        assert len(instruction_tuning.reply(model, tokenizer, args, in_chat).split()) <= 2
+    the, film = tokenizer.convert_tokens_to_ids(["the", "film"])
+    assert asked == [[0, the, film], [the, film, 1]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "needed"),
+    [
+        (instruction_tuning, "'prompt' and 'completion', or 'messages', or 'text'"),
+        (preference_tuning, "'chosen' and 'rejected'"),
+    ],
+    ids=["instructions", "preferences"],
+)
+def test_rows_of_another_kind_are_refused_in_one_line(recipe, needed, conversations, tmp_path, call):
+    flags = lm_flags(conversations, tmp_path / "o")
+    said = call(recipe, *flags, "--train_file", conversations / "rows.jsonl")
+    assert said == (
+        f"error: the data ('train') has the columns ['film', 'verdict'], and needs {needed}: rename the columns."
+    )
+    assert not (tmp_path / "o").exists()
+
+
+def test_default_conversations_are_notes_and_their_summaries(monkeypatch):
+    monkeypatch.setattr(assets, "people_places_jobs", lambda: ((["Ann"], ["Actor"]), ["Bath"], ["gas fitter"]))
+    instructions, preferences = call_notes.instructions(), call_notes.preferences()
+    assert (len(instructions), len(preferences)) == (2_200, 1_200)
+    for row in [*instructions, *preferences]:
+        (asked,) = row["prompt"]
+        assert asked["role"] == "user" and "Ann Actor" in asked["content"]
+        (answer,) = row.get("completion") or row["chosen"]
+        assert answer["role"] == "assistant" and "Ann" not in answer["content"]
+    for row in preferences:
+        assert (
+            "Ann Actor" in row["rejected"][0]["content"]
+            and row["chosen"][0]["content"] in row["rejected"][0]["content"]
+        )
 
 
 # ---- the GGUF archive ----

@@ -10,9 +10,11 @@ import causal_lm
 import fine_tuning
 import flags
 import image_classification
+import instruction_tuning
 import name_classification
 import outcome
 import plain_loop
+import preference_tuning
 import pytest
 import question_answering
 import summarization
@@ -28,6 +30,8 @@ CLASSES = {
     "causal_lm": causal_lm,
     "name_classification": name_classification,
     "image_classification": image_classification,
+    "instruction_tuning": instruction_tuning,
+    "preference_tuning": preference_tuning,
     "question_answering": question_answering,
     "summarization": summarization,
     "token_classification": token_classification,
