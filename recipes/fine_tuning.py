@@ -238,11 +238,11 @@ def check_columns(data: DatasetDict, *layouts: tuple[str, ...]) -> None:
             )
 
 
-def check_length(max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if texts of so many tokens are longer than the model reads."""
+def check_length(max_length: int | None, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if texts of so many tokens are longer than the model reads; None: nothing is truncated."""
     config = AutoConfig.from_pretrained(tokenizer.name_or_path)
     most = min(getattr(config, "max_position_embeddings", math.inf), tokenizer.model_max_length)
-    if max_length > most:
+    if max_length is not None and max_length > most:
         raise ValueError(
             f"--max_length {max_length} exceeds the {most} tokens that the model reads: give --max_length {most}."
         )

@@ -809,7 +809,9 @@ def test_only_completions_are_trained_to_be_written(conversations, tmp_path, cal
             raise ValueError("seen")
 
     monkeypatch.setattr(instruction_tuning, "DPSFTTrainer", Stop)
+    (tmp_path / "whole.yaml").write_text("max_length: null")  # nothing is truncated
     flags = [*lm_flags(conversations, tmp_path), "--train_file", conversations / "prompts.jsonl"]
+    flags += ["--config", tmp_path / "whole.yaml"]
     assert call(instruction_tuning, *flags) == "error: seen"
     assert seen["labels"].shape[0] == 16
     for labels in seen["labels"].tolist():
