@@ -110,10 +110,10 @@ def run_head(epsilon: float, seed: int, threads: int) -> Row:
     """A linear layer on embeddings, split and shuffled as the recipe does it."""
     optimizer = partial(torch.optim.AdamW, lr=HEAD_LEARNING_RATE, weight_decay=0.0)
     if epsilon == math.inf:
-        accuracy, spent = train_head(seed, optimizer, {"noise_multiplier": 0.0, "max_grad_norm": NO_CLIPPING})
+        accuracy, spent = train_head(seed, optimizer, {"noise_multiplier": 0.0, "max_grad_norm": NO_CLIPPING}, BATCH)
     else:
         budget = {"target_epsilon": epsilon, "target_delta": DELTA, "epochs": EPOCHS}
-        accuracy, spent = train_head(seed, optimizer, {**budget, "max_grad_norm": 1.0})
+        accuracy, spent = train_head(seed, optimizer, {**budget, "max_grad_norm": 1.0}, BATCH)
     y_test = split(seed)[1][1]
     return {
         "noise_multiplier": spent.noise_multiplier,
@@ -127,7 +127,7 @@ def run_head(epsilon: float, seed: int, threads: int) -> Row:
 
 
 def train_head(
-    seed: int, optimizer_of: Callable[..., torch.optim.Optimizer], privacy: dict[str, Any], batch_size: int = BATCH
+    seed: int, optimizer_of: Callable[..., torch.optim.Optimizer], privacy: dict[str, Any], batch_size: int
 ) -> tuple[float, PrivacySpent]:
     """The accuracy of a linear layer on embeddings, and what its training spent.
 

@@ -7,7 +7,8 @@
 the frozen model, as in ``benchmarks.accuracy``. Only the mechanism changes from run to run, or the optimizer; nothing
 is tuned for any of them. Beside the accuracy stands the noise that the planner predicts. The loss is not released.
 
-The result of a run is one line of the results file, and runs that are in the file are not run again.
+The result of a run is one line of the results file, and runs that are in the file are not run again. The table is
+also put in its place in docs/before-you-train.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 import tempfile
@@ -35,6 +37,8 @@ from .accuracy import BATCH, DELTA, EPOCHS, HEAD_LEARNING_RATE, RECIPE, cell, ex
 from .harness import Row, machine
 
 RESULTS = Path(__file__).with_name("mechanisms.jsonl")
+PAGE = Path(__file__).parents[1] / "docs" / "before-you-train.md"
+PLACE = re.compile(r"(<!-- table: mechanisms -->\n).*?(\n\n|\Z)", re.S)
 BOUND = 1.0
 
 
@@ -70,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with args.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{trained}, epsilon {epsilon:g}, seed {seed}, {setting}: {accuracy:.4f}", flush=True)
-    print("\n".join(table(read(args.results))))
+    rows = read(args.results)
+    print("\n".join(table(rows)))
+    if args.results == RESULTS:
+        PAGE.write_text(PLACE.sub(in_place(rows), PAGE.read_text()))
 
 
 @cache
@@ -181,6 +188,10 @@ def table(rows: Sequence[Row]) -> list[str]:
             cells += [cell([r["test_accuracy"] for r in runs]) if runs else "not measured", f"{noise:.3g}"]
         lines.append(f"| {setting} | " + " | ".join(cells) + " |")
     return lines
+
+
+def in_place(rows: Sequence[Row]) -> Callable[[re.Match[str]], str]:
+    return lambda place: place[1] + "\n".join(table(rows)) + place[2]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from benchmarks import accuracy
+from benchmarks import accuracy, mechanisms
 from dp_transformers import compute_epsilon
 
 
@@ -67,6 +67,13 @@ def test_the_picture_is_drawn(tmp_path):
     rows = [row(1.0, 1, 0.6), row(math.inf, 1, 0.8, "lora"), row(math.inf, 2, 0.9, "lora")]
     accuracy.draw(rows, tmp_path / "accuracy.png")
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_table_of_the_mechanisms():
+    text, rows = mechanisms.PAGE.read_text(), accuracy.read(mechanisms.RESULTS)
+    assert len(mechanisms.PLACE.findall(text)) == 1
+    assert mechanisms.PLACE.sub(mechanisms.in_place(rows), text) == text
+    assert {row["setting"] for row in rows} == set(mechanisms.SETTINGS)
 
 
 @pytest.mark.parametrize("page", accuracy.PAGES, ids=lambda page: page.name)
