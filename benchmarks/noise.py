@@ -29,7 +29,7 @@ def live_bytes() -> int:
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
         for x in gc.get_objects()
-        if isinstance(x, torch.Tensor)
+        if isinstance(x, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     }
     return sum(storages.values())
 

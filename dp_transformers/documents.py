@@ -55,9 +55,9 @@ def padded_blocks(block_size: int) -> Callable[[Columns], dict]:
 
         >>> from dp_transformers import keep_documents_apart, padded_blocks
         >>> prepare = keep_documents_apart(padded_blocks(3))
-        >>> prepare({"input_ids": [[5, 6, 7, 8], [9]], "attention_mask": [[1, 1, 1, 1], [1]]})
-        {'input_ids': [[5, 6, 7], [9, 0, 0]], 'attention_mask': [[1, 1, 1], [1, 0, 0]],
-         'labels': [[5, 6, 7], [9, -100, -100]]}
+        >>> rows = prepare({"input_ids": [[5, 6, 7, 8], [9]], "attention_mask": [[1, 1, 1, 1], [1]]})
+        >>> rows["input_ids"], rows["labels"]
+        ([[5, 6, 7], [9, 0, 0]], [[5, 6, 7], [9, -100, -100]])
     """
     _require_positive("block_size", block_size)
 

@@ -68,7 +68,8 @@ def embedding_bag(call: RecordedCall) -> dict[nn.Parameter, Term]:
         lengths = bag_lengths(starts, len(ids))
         ids, weights = padded_rows(ids, lengths), None if weights is None else padded_rows(weights, lengths)
         is_own = own_positions(lengths, ids.shape[1])
-    if len(ids) % batch:
+    bags = len(ids) // max(1, batch)  # of each example
+    if len(ids) != bags * batch:
         raise UnsupportedModuleError(
             f"{call.owner} was called on {len(ids)} bags in a batch of {batch} examples, so it is not known which "
             f"example they belong to. Give every example as many bags. {how_to_fix(call.module)}",
@@ -85,4 +86,9 @@ def embedding_bag(call: RecordedCall) -> dict[nn.Parameter, Term]:
     elif weights is not None:
         grad = grad * weights.detach().unsqueeze(-1)
     grad = grad.masked_fill(~is_own, 0)
-    return {module.weight: Rows(ids.view(batch, -1), grad.reshape(batch, -1, grad.shape[-1]), module.num_embeddings)}
+    number = bags * ids.shape[1:].numel()
+    return {
+        module.weight: Rows(
+            ids.view(batch, number), grad.reshape(batch, number, grad.shape[-1]), module.num_embeddings
+        )
+    }
