@@ -230,7 +230,8 @@ def _lengths_of_bags(batch: dict[str, torch.Tensor], size: int, offsets: str, id
 
 
 def varied(structure: Any) -> Any:
-    """Rows of three lengths in the place of those that there are, the first ones with all positions."""
+    """Rows of three lengths in the place of those that there are. They are in no order of their lengths, unless the
+    model was given sorted ones, so that a model which loses the order of a PackedSequence is seen to do so."""
 
     def change(x: Any) -> Any:
         if not isinstance(x, Ragged):
@@ -238,7 +239,8 @@ def varied(structure: Any) -> Any:
         missing = max(0, _SHORTEST_LONGEST - x.padded.shape[1])
         more = x.padded.new_zeros(len(x.padded), missing, *x.padded.shape[2:])
         padded = torch.cat([x.padded, more], 1)
-        shorter_b = torch.arange(len(padded), device=x.lengths.device) % _SHORTEST_LONGEST
+        by_one = [0, 1, 2] if x.form == "sorted" else [1, 0, 2]
+        shorter_b = x.lengths.new_tensor(by_one)[torch.arange(len(padded), device=x.lengths.device) % len(by_one)]
         return replace(x, padded=padded, lengths=(padded.shape[1] - shorter_b).to(x.lengths))
 
     return tree_map(change, structure, is_leaf=is_ragged)
