@@ -94,11 +94,12 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
 def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> None:
     """Raise ValueError unless two batches of ``size`` rows, made of the same examples and of different fillers behind
     them, have the same first ``examples`` rows."""
-    ours, others = _tensors(batch), _tensors(other)
+    ours, others, compared = _tensors(batch), _tensors(other), False
     for name, x in ours.items():
         y, dims = others.get(name), [dim for dim in range(min(2, x.dim())) if x.shape[dim] == size]
         if y is None or x.shape != y.shape or not dims:
             continue
+        compared = True
         if not any(_equal(x.narrow(dim, 0, examples), y.narrow(dim, 0, examples)) for dim in dims):
             raise ValueError(
                 f"the collator puts rows in another order than that of the examples ('{name}'), or what it makes of "
@@ -106,12 +107,20 @@ def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> None:
                 "examples. Let it keep the order (sort inside the model if it needs that), or set "
                 "fill_physical_batches=False."
             )
+    if not compared:
+        raise ValueError(
+            f"no tensor that the collator returns has a row for each of the {size} rows of a filled batch, so the "
+            "rows that fill it up cannot be told from examples. Return a dictionary, a tuple or a dataclass of "
+            "tensors, or set fill_physical_batches=False."
+        )
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:
-    batch = _as_batch(batch) if isinstance(batch, list) else dict(batch) if isinstance(batch, Mapping) else batch
+    """The tensors of a batch. A list is one that default_collate makes of tuples, or has a row for each example."""
+    columns = _as_batch(batch) if isinstance(batch, list) else {}
+    batch = {"batch": batch} if isinstance(batch, list) else dict(batch) if isinstance(batch, Mapping) else batch
     found = leaves(tree_map(unpacked_sequence, batch, is_leaf=is_ragged))
-    return {name: x for name, x in found if isinstance(x, torch.Tensor) and x.dim()}
+    return columns | {name: x for name, x in found if isinstance(x, torch.Tensor) and x.dim()}
 
 
 def _as_batch(examples: list[Any]) -> dict[str, torch.Tensor]:

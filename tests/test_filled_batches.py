@@ -18,6 +18,7 @@ from dp_transformers.clipping.clipping_functions import (
 )
 from dp_transformers.data import LogicalBatches
 from dp_transformers.mechanism import Release
+from dp_transformers.mixing import refuse_reordered
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.private_loss import PrivateLoss
 from dp_transformers.quantile import NoisedShare
@@ -356,3 +357,12 @@ def test_a_model_sees_whole_batches_of_trainable_rows_only(tmp_path, silent):
         trainer.train()
         ends.append(trainable(trainer.model))
     assert distance(*ends) <= 1e-5 * distance(ends[0], trainable(Classifier()))
+
+
+@pytest.mark.parametrize("as_list", [True, False], ids=["list", "nothing to compare"])
+def test_batches_without_columns_by_name_are_compared_or_refused(as_list):
+    other, batch = torch.arange(8.0).view(4, 2), torch.arange(8.0).flip(0).view(4, 2)
+    with pytest.raises(ValueError, match="in another order" if as_list else "no tensor that the collator returns"):
+        refuse_reordered(
+            [batch, batch[:, 0]] if as_list else object(), [other, other[:, 0]] if as_list else object(), 3, 4
+        )
