@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -17,6 +18,8 @@ LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
 # Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its
 # input, is long.
 SHORTEST = 2.0**-57
+# From so many positions on, products are formed above the diagonal only, in so many rows of blocks: fewer do not pay.
+MANY_POSITIONS, BLOCKS = 256, 4
 
 
 @dataclass
@@ -43,7 +46,15 @@ class Gram:
 
 def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
     x_btd = factor(x_btd, bf16=bf16)
-    return Gram(product(x_btd, x_btd.mT, bf16=bf16))
+    batch, positions, _ = x_btd.shape
+    if positions < MANY_POSITIONS:
+        return Gram(product(x_btd, x_btd.mT, bf16=bf16))
+    products_bts = torch.empty(batch, positions, positions, device=x_btd.device, dtype=torch.float32)
+    ends = [positions * i // BLOCKS for i in range(BLOCKS + 1)]
+    for start, end in pairwise(ends):
+        products_bts[:, start:end, start:] = product(x_btd[:, start:end], x_btd[:, start:].mT, bf16=bf16)
+        products_bts[:, end:, start:end] = products_bts[:, start:end, end:].mT
+    return Gram(products_bts)
 
 
 def lengths_of(x: torch.Tensor, summed_dims: Sequence[int], cache: LastResultCache | None) -> torch.Tensor:

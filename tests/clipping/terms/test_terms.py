@@ -28,6 +28,7 @@ from dp_transformers.clipping.terms import (
     arithmetic,
     cache,
 )
+from dp_transformers.clipping.terms.gram import gram_of
 from dp_transformers.clipping.terms.tied_weights import merge, norm_of_sum
 from dp_transformers.clipping.trainable import TrainableParameters
 
@@ -129,6 +130,16 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
     total = term.weighted_sum(coef, LastResultCache()).double()
     expected, within = (torch.einsum("b,b...->...", coef.double(), x) for x in (exact, reach))
     assert ((total - expected).abs() <= (SPLIT_ROUNDING + 1e-6) * within).all()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("positions", [255, 256, 257, 302])
+def test_inner_products_of_many_positions_are_formed_on_one_side_of_the_diagonal(positions, bf16):
+    x = torch.randn(2, positions, 40, generator=torch.Generator().manual_seed(positions))
+    found = gram_of(x, bf16=bf16).products_bts
+    rounded = x.bfloat16().double() if bf16 else x.double()
+    torch.testing.assert_close(found.double(), rounded @ rounded.mT, rtol=1e-5, atol=1e-4)
+    assert positions < 256 or torch.equal(found, found.mT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
