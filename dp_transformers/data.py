@@ -192,18 +192,21 @@ class LogicalBatches(Dataset):
         """Collate a part of a draw, filled up if batches have a fixed size.
 
         Fillers are copies of the shortest example, so that no row gets more padding than without them. Which rows are
-        fillers is known by their place alone. Collated with copies of the longest instead, the batch must therefore
-        have the same rows before them.
+        fillers is known by their place alone. The batch must therefore have the same rows before them with copies of
+        another example in their place, one whose rows are seen to be other ones, the longest if they are. Where no
+        example's are, all rows are alike.
         """
         fillers = self.physical_batch_size - len(examples) if self._fill else 0
         if not fillers:
             return self._collated(examples)
-        shortest, longest = examples[0], examples[-1]
+        kept = copy.deepcopy(examples)
         self._reseed(purpose)
-        other = self.collate([*copy.deepcopy(examples), *_copies(longest, fillers)])
-        self._reseed(purpose)
-        batch = self._collated([*examples, *_copies(shortest, fillers)])
-        refuse_reordered(batch.rows, other, len(examples), batch.size)
+        batch = self._collated([*examples, *_copies(kept[0], fillers)])
+        for other in reversed(kept):
+            self._reseed(purpose)
+            made = self.collate([*copy.deepcopy(kept), *_copies(other, fillers)])
+            if refuse_reordered(batch.rows, made, len(kept), batch.size):
+                break
         return replace(batch, fillers=fillers)
 
     def _collated(self, examples: list[Any]) -> PhysicalBatch:

@@ -91,28 +91,48 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
         )
 
 
-def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> None:
-    """Raise ValueError unless two batches of ``size`` rows, made of the same examples and of different fillers behind
-    them, have the same first ``examples`` rows."""
-    ours, others, compared = _tensors(batch), _tensors(other), False
+def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> bool:
+    """Whether the last rows of two batches, made of the same examples and of other fillers behind them, are seen to
+    differ. They then are the fillers: the rows before them are the same in both, so they are the examples.
+
+    Args:
+        examples: How many rows of each batch must be those of the examples.
+        size: The number of rows in each batch.
+
+    Raises:
+        ValueError: the first ``examples`` rows are not the same, or nothing can be compared.
+    """
+    ours, others = _tensors(batch), _tensors(other)
+    bags = bag_columns([(ours, size), (others, size)])
+    ours, others = with_rows_for_bags(ours, size, bags), with_rows_for_bags(others, size, bags)
+    compared, differ_f = False, torch.zeros(size - examples, dtype=torch.bool)
     for name, x in ours.items():
         y, dims = others.get(name), [dim for dim in range(min(2, x.dim())) if x.shape[dim] == size]
         if y is None or x.shape != y.shape or not dims:
             continue
         compared = True
-        if not any(_equal(x.narrow(dim, 0, examples), y.narrow(dim, 0, examples)) for dim in dims):
+        same_b = next((same for dim in dims if bool((same := _same_rows(x, y, dim))[:examples].all())), None)
+        if same_b is None:
             raise ValueError(
                 f"the collator puts rows in another order than that of the examples ('{name}'), or what it makes of "
                 "an example depends on those that follow it, so the rows that fill a batch up cannot be told from "
                 "examples. Let it keep the order (sort inside the model if it needs that), or set "
                 "fill_physical_batches=False."
             )
+        differ_f |= ~same_b[examples:]
     if not compared:
         raise ValueError(
             f"no tensor that the collator returns has a row for each of the {size} rows of a filled batch, so the "
             "rows that fill it up cannot be told from examples. Return a dictionary, a tuple or a dataclass of "
             "tensors, or set fill_physical_batches=False."
         )
+    return bool(differ_f.all())
+
+
+def _same_rows(x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
+    """(B,) bool: which rows along ``dim`` are the same."""
+    same = ((x == y) | ((x != x) & (y != y))).movedim(dim, 0)
+    return same.reshape(len(same), -1).all(1).cpu()
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:

@@ -366,3 +366,30 @@ def test_batches_without_columns_by_name_are_compared_or_refused(as_list):
         refuse_reordered(
             [batch, batch[:, 0]] if as_list else object(), [other, other[:, 0]] if as_list else object(), 3, 4
         )
+
+
+@pytest.mark.parametrize("twins", [False, True], ids=["shortest and longest differ", "shortest and longest are alike"])
+def test_rows_in_another_order_are_seen_whichever_examples_are_alike(twins):
+    """A filler that is like the example it is compared with shows nothing; another one is then taken."""
+    rows = [{"x": torch.tensor([float(i), 1.0]), "rank": i} for i in (3, 0, 1, 2, 3 if twins else 4)]
+
+    def by_rank(examples):
+        return {"x": torch.stack([e["x"] for e in sorted(examples, key=lambda e: e["rank"])])}
+
+    def in_order(examples):
+        return {"x": torch.stack([e["x"] for e in examples])}
+
+    assert filled(in_order, rows).batches[0].rows["x"][:5].tolist() == [e["x"].tolist() for e in rows]
+    with pytest.raises(ValueError, match="puts rows in another order"):
+        filled(by_rank, rows)
+
+
+def test_a_batch_of_rows_that_are_all_alike_has_fillers_like_them():
+    rows = [{"x": torch.ones(2)} for _ in range(3)]
+    batch = filled(lambda examples: {"x": torch.stack([e["x"] for e in examples])}, rows).batches[0]
+    assert batch.fillers == 5 and batch.rows["x"].tolist() == [[1.0, 1.0]] * 8
+
+
+def filled(collate, rows):
+    """The draw of all rows, filled up to eight."""
+    return LogicalBatches(rows, collate, 8, SecretSeeds(1), fill=True)[Draw(3, list(range(len(rows))))]
