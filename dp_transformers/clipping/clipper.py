@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .batch_dims import batch_size_of
+from .checks.locality import require_own_rows
 from .checks.padding import check_padding
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
@@ -88,6 +89,7 @@ class PerExampleClipper:
         self.clipping = checked_clipping(max_grad_norm)
         self.self_check, self.asked_mode = self_check, mode
         self.checked = False
+        self._backward_passes = 0
         self._engine = ClippingEngine(
             model,
             choose_mode(mode, model, self.clipping),
@@ -314,5 +316,10 @@ class PerExampleClipper:
         Raises:
             ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
+            SelfCheckError: an example's loss has a gradient in the rows of another.
         """
+        # at first, and ever more rarely
+        if self.self_check and self._backward_passes & (self._backward_passes - 1) == 0:
+            require_own_rows(self._engine, losses, self._backward_passes)
+        self._backward_passes += 1
         return self._engine.backward(losses, weights=weights)

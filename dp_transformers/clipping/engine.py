@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from ..randomness import forked_generators
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .clipping_functions import ClippingFunction
@@ -20,7 +21,7 @@ from .groups import ParameterGroup, parameter_groups
 from .hooks import HookedModel, refuse_attached
 from .loss_graph import LossGraph
 from .model_state import ModelState
-from .modes import Mode
+from .modes import MODES, Mode
 from .owners import Owner, assign_owners, refuse_escape
 from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall
@@ -341,6 +342,24 @@ class ClippingEngine:
             self.forget()  # used up, whatever happened
         self.end_sum(losses.detach(), weights_b)
         return self.norms_b
+
+    def norms_of_part(self, losses: torch.Tensor, chosen_b: torch.Tensor) -> torch.Tensor:
+        """(B,) the gradient norms of all examples when only the losses of the ``chosen_b`` are gone back over. Nothing
+        is kept or summed, and the forward pass is as good as before."""
+        forward = self._require_forward(losses)
+        forward.on_backward, forward.followed = None, False
+        fills_gradients, self._fills_gradients = self._fills_gradients, True
+        try:
+            with without_autocast(losses.device), forked_generators(losses.device):
+                graph = LossGraph(losses, forward)
+                clip = partial(coefficients, weights_b=None, reduce=True)
+                all_of_them = [ParameterGroup(self.trainable.parameters)]
+                backward = MODES["ghost"].begin(forward, all_of_them, clip, None, graph)
+                self.go_back(forward, backward)
+                graph.go_back(retain_graph=True, weights_b=chosen_b)
+                return backward.finish()
+        finally:
+            self._fills_gradients = fills_gradients
 
     def begin_sum(self, forward: ForwardPass, weights_b: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
         """The examples' weights, None where all are one, and whether sums are reduced now."""

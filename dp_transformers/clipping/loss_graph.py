@@ -22,20 +22,23 @@ class LossGraph:
         """The dtypes that something was computed in, as far as that was seen."""
         return self.losses.dtype, self.forward.low_precision, self.forward.trainable.low_precision
 
-    def go_back(self, *, retain_graph: bool) -> None:
-        """Reach all taps, by a backward pass that computes no weight gradient."""
+    def go_back(self, *, retain_graph: bool, weights_b: torch.Tensor | None = None) -> None:
+        """Reach all taps, by a backward pass that computes no weight gradient, over the losses times ``weights_b``
+        (None: ones)."""
         forward, trainable = self.forward, self.forward.trainable
         if forward.reentrant and (trainable.shards or trainable.parallel):
             raise ValueError(
                 "reentrant activation checkpointing does not go with parameters that are sharded (FSDP2) or "
                 "tensor-parallel: use use_reentrant=False."
             )
+        weights_b = torch.ones_like(self.losses) if weights_b is None else weights_b.to(self.losses)
         if forward.reentrant:
-            reached = self._gradient_of_probe(retain_graph=retain_graph)
+            reached = self._gradient_of_probe(weights_b, retain_graph=retain_graph)
         else:
             probes = [forward.probe, *forward.earlier_probes]
-            ones = torch.ones_like(self.losses)
-            reached = torch.autograd.grad(self.losses, probes, ones, retain_graph=retain_graph, allow_unused=True)[0]
+            reached = torch.autograd.grad(
+                self.losses, probes, weights_b, retain_graph=retain_graph, allow_unused=True
+            )[0]
         if reached is None:
             raise ValueError(
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under "
@@ -44,7 +47,7 @@ class LossGraph:
                 "losses from what it returns."
             )
 
-    def _gradient_of_probe(self, *, retain_graph: bool) -> torch.Tensor | None:
+    def _gradient_of_probe(self, weights_b: torch.Tensor, *, retain_graph: bool) -> torch.Tensor | None:
         """Returns what autograd.grad would, where reentrant checkpointing allows only a backward that fills every
         ``grad``."""
         parameters, probe = self.forward.trainable.parameters, self.forward.probe
@@ -52,7 +55,7 @@ class LossGraph:
         try:
             for p in parameters:
                 p.grad = None
-            self.losses.sum().backward(retain_graph=retain_graph)
+            self.losses.backward(weights_b, retain_graph=retain_graph)
             reached, probe.grad = probe.grad, None
             return reached
         finally:

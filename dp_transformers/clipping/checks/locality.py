@@ -1,4 +1,4 @@
-"""The check that no example's content moves another example's gradient, or anything that the model keeps."""
+"""The checks that no example's content moves another example's gradient, or anything that the model keeps."""
 
 from __future__ import annotations
 
@@ -77,4 +77,37 @@ def require_locality(error: float, tolerance: float) -> None:
             "ModuleValidator.find_mixing(model, batch), on public examples, names the module that mixes: replace it "
             "(GroupNorm in the place of BatchNorm). Average the loss within each example alone, and draw random "
             "numbers from torch's global generator, in training mode alone."
+        )
+
+
+def require_own_rows(engine: ClippingEngine, losses: torch.Tensor, number: int) -> None:
+    """Go back over the losses of a random half of a real batch: what is taken for the gradients of the others must be
+    zero.
+
+    The self-check sees made-up batches. A model that sorts, packs or routes the positions of its batch may treat a
+    real one in another way. ``number`` chooses the half, and is the same on all ranks.
+
+    Raises:
+        SelfCheckError: another example's gradient is not zero, on any rank.
+    """
+    shards, batch = engine.trainable.shards, len(losses)
+    if batch < 2 and not shards:
+        return
+    generator = torch.Generator().manual_seed(number)
+    chosen_b = torch.zeros(batch, dtype=torch.bool)
+    chosen_b[torch.randperm(batch, generator=generator)[: (batch + 1) // 2]] = True
+    chosen_b = chosen_b.to(losses.device)
+    norms_b = engine.norms_of_part(losses, chosen_b).nan_to_num(0.0)
+    moved = (
+        norms_b.masked_fill(chosen_b, 0.0).sum() > TOLERANCE[torch.float32] * norms_b.masked_fill(~chosen_b, 0.0).sum()
+    )
+    if shards.any_rank(bool(moved), losses.device):
+        engine.forget()
+        raise SelfCheckError(
+            "the losses of some examples of this batch have a gradient in rows that are taken for other examples. The "
+            "model, or the loss, mixes examples, or puts their positions in an order of its own (sequences sorted or "
+            "packed by their lengths, positions of all examples in one row), which the self-check's made-up batch did "
+            "not show. ModuleValidator.find_mixing(model, batch), on public examples, names a module that mixes. Keep "
+            "the examples in the order of the batch, one row for each: pack_padded_sequence with enforce_sorted=False "
+            "sorts by itself, and its rows are known."
         )

@@ -1,0 +1,187 @@
+"""Locality on the batches that a training meets, where the model treats them otherwise than made-up ones."""
+
+import pytest
+import torch
+from oracle import clipped_sum, distance, length, per_example_gradients, trainable
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
+from dp_transformers.clipping import clipper as clipper_module
+from dp_transformers.clipping.errors import SelfCheckError
+
+MODES = ["book_keeping", "ghost", "fast_gradient", "per_sample"]
+REFUSED = "in rows that are taken for other examples"
+T, FEATURES = 6, 3
+
+
+class Reader(nn.Module):
+    """Reads the rows up to the first zeros: random numbers, which the self-check makes up, have none."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.lstm, self.head = how, nn.LSTM(FEATURES, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x, labels=None):
+        lengths = (x != 0).all(2).sum(1).clamp(min=1)
+        if self.how == "sorts by itself":  # unknown to the library
+            order = lengths.argsort(descending=True, stable=True)
+            packed = pack_padded_sequence(x[order], lengths[order], batch_first=True)
+            last = self.lstm(packed)[1][0][-1][order.argsort()]
+        else:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            last = self.lstm(packed)[1][0][-1]
+        logits = self.head(last)
+        return logits
+
+
+def batch(lengths, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(lengths), T, FEATURES, generator=generator)
+    for row, length_of_row in zip(x, lengths, strict=True):
+        row[length_of_row:] = 0
+    return x, torch.randint(2, (len(lengths),), generator=generator)
+
+
+def losses_of(model, x, y):
+    return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_the_model_reorders_are_seen_when_they_come(mode):
+    whole, ragged = batch([T] * 5), batch([2, 6, 3, 5, 4])
+    with PerExampleClipper(Reader("sorts by itself"), 0.1, mode=mode) as clipper:
+        clipper.backward(losses_of(clipper.model, *whole))
+        losses = losses_of(clipper.model, *ragged)
+        with pytest.raises(SelfCheckError, match=REFUSED):
+            clipper.backward(losses)
+    with PerExampleClipper(Reader("lets torch sort"), 0.1, mode=mode) as clipper:
+        clipper.backward(losses_of(clipper.model, *whole))
+        clipper.model.zero_grad()
+        norms = clipper.backward(losses_of(clipper.model, *ragged))
+        found = [p.grad for p in trainable(clipper.model)]
+    model = Reader("lets torch sort")
+    gradients = per_example_gradients(
+        model, lambda given: losses_of(model, given["x"], given["y"]), {"x": ragged[0], "y": ragged[1]}
+    )
+    expected_norms, expected = clipped_sum(gradients, 0.1)
+    torch.testing.assert_close(norms, torch.tensor(expected_norms), rtol=1e-5, atol=0)
+    assert distance(found, expected) <= 1e-5 * length(expected)
+
+
+def loader(x, y):
+    return DataLoader(list(zip(x, y, strict=True)), batch_size=4)
+
+
+def by_trainer(folder, how):
+    x, y = batch([2, 6, 3, 5, 4, 1, 6, 2])
+    data = [{"x": row.tolist(), "labels": int(label)} for row, label in zip(x, y, strict=True)]
+    arguments = DPTrainingArguments(
+        output_dir=str(folder), target_epsilon=8.0, target_delta=1e-2, max_steps=2, expected_batch_size=6, report_to="none", use_cpu=True,
+        save_strategy="no", disable_tqdm=True, max_grad_norm=0.1,
+    )  # fmt: skip
+    DPTrainer(
+        model=Reader(how),
+        args=arguments,
+        train_dataset=data,
+        per_example_loss_func=lambda outputs, labels: nn.functional.cross_entropy(outputs, labels, reduction="none"),
+    ).train()
+
+
+def by_engine(folder, how, criterion=True):
+    x, y = batch([2, 6, 3, 5, 4, 1, 6, 2])
+    model, engine = Reader(how), PrivacyEngine(ledger_dir=folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"criterion": nn.CrossEntropyLoss()} if criterion else {"loss_reduction": "none"}
+    made = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader(x, y), noise_multiplier=1.0, max_grad_norm=0.1, **options
+    )
+    model, optimizer, private = made[0], made[1], made[-1]
+    loss_function = made[2] if criterion else None
+    for rows, labels in private:
+        optimizer.zero_grad()
+        if criterion:
+            loss_function(model(rows), labels).backward()
+        else:
+            engine.clipper.backward(losses_of(model, rows, labels))
+        optimizer.step()
+
+
+LOOPS = {
+    "trainer": by_trainer,
+    "engine, criterion": by_engine,
+    "engine, losses": lambda folder, how: by_engine(folder, how, criterion=False),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_both_loops_refuse_rows_that_the_model_reorders(tmp_path, loop):
+    LOOPS[loop](tmp_path / "right", "lets torch sort")
+    with pytest.raises(SelfCheckError, match=REFUSED):
+        LOOPS[loop](tmp_path / "wrong", "sorts by itself")
+
+
+class Switching(nn.Module):
+    """Each example sees the one before it where some number of the batch is large."""
+
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointed, self.first, self.second = checkpointed, nn.Linear(FEATURES, 4), nn.Linear(4, 1)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        hidden = checkpoint(self.first, x, use_reentrant=False) if self.checkpointed else self.first(x)
+        if x.max() > 50:
+            hidden = hidden + hidden.roll(1, 0)
+        return self.second(self.dropout(hidden.tanh())).squeeze(-1)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_examples_that_rarely_see_each_other(checkpointed):
+    x = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(2))
+    large = torch.cat([x[:3], torch.full_like(x[:1], 60.0)])
+    with PerExampleClipper(Switching(checkpointed), 1.0) as clipper:
+        clipper.backward(clipper.model(x) ** 2)
+        losses = clipper.model(large) ** 2
+        with pytest.raises(SelfCheckError, match=REFUSED):
+            clipper.backward(losses)
+        clipper.backward(clipper.model(x) ** 2)  # the pass that was refused is forgotten
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_check_leaves_norms_sums_and_random_numbers_alone(monkeypatch, mode, checkpointed):
+    def run():
+        torch.manual_seed(3)
+        found = []
+        with PerExampleClipper(Switching(checkpointed), 0.5, mode=mode) as clipper:
+            for number in range(3):
+                x = torch.randn(5, FEATURES, generator=torch.Generator().manual_seed(number))
+                found.append(clipper.backward(clipper.model(x) ** 2))
+            return [*found, *(p.grad for p in trainable(clipper.model)), torch.rand(3)]
+
+    checked = run()
+    monkeypatch.setattr(clipper_module, "require_own_rows", lambda *args: None)
+    for x, y in zip(checked, run(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_it_runs_at_first_and_ever_more_rarely(monkeypatch):
+    seen = []
+    monkeypatch.setattr(clipper_module, "require_own_rows", lambda engine, losses, number: seen.append(number))
+    with PerExampleClipper(nn.Linear(FEATURES, 1), 1.0) as clipper:
+        for _ in range(10):
+            clipper.backward(clipper.model(torch.randn(3, FEATURES)).squeeze(-1))
+    assert seen == [0, 1, 2, 4, 8]
+
+
+def test_a_gradient_that_is_not_finite_is_no_mixing():
+    with PerExampleClipper(nn.Linear(FEATURES, 1), 1.0) as clipper:
+        x = torch.randn(4, FEATURES)
+        x[1] = float("nan")
+        norms = clipper.backward(clipper.model(x).squeeze(-1))
+    assert norms.isnan().tolist() == [False, True, False, False]
