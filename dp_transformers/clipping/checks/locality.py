@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
+from ...ragged import is_ragged
 from ...randomness import forked_generators, global_state, set_global_state
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from .reference import TOLERANCE, clip, measure
-from .synthetic import (
-    LossFunction,
-    kept_buffers,
-    replace_example,
-)
+from .synthetic import LossFunction, has_batch, kept_buffers, replace_example
 
 
 def locality_as_trained(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    others: Callable[[int], tuple[tuple, dict]],
 ) -> float:
     """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may
-    change."""
+    change. ``others(rows)`` gives other inputs like these."""
     engine.trainable.shards.reshard()
     watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
         engine.model.named_buffers()
@@ -36,7 +40,10 @@ def locality_as_trained(
         torch.manual_seed(0)
         numbers = global_state(engine.trainable.device)
         norms_b, _, low_precision = clip(engine, replayed, args, kwargs)  # modes of two passes compare them
-        error = locality_error_of(engine, replayed, args, kwargs, batch, norms_b)
+        error = max(
+            _error_of_norms(engine, replayed, args, kwargs, batch, norms_b),
+            _error_of_losses(engine, replayed, args, kwargs, batch, others),
+        )
         engine.trainable.shards.reshard()
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
             engine.model.named_buffers()
@@ -52,7 +59,7 @@ def locality_as_trained(
     return error
 
 
-def locality_error_of(
+def _error_of_norms(
     engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor
 ) -> float:
     """Returns how much (relative) the other examples' norms move when the last one is replaced, and when the first one
@@ -68,12 +75,52 @@ def locality_error_of(
     return worst
 
 
+# What the other examples' numbers are multiplied with when an example's loss is looked at: new ones, or where it is
+# negative their own.
+_FACTORS = (1.0, 100.0, -1.0, -10.0)
+
+
+def _error_of_losses(
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    others: Callable[[int], tuple[tuple, dict]],
+) -> float:
+    """Returns how much (relative to the largest) an example's loss moves when all others are replaced, also by large
+    numbers. A sign, or a threshold over the batch, may move losses and no norms."""
+
+    def beside(x: Any, other: Any, kept: int, factor: float) -> Any:
+        if not has_batch(x, batch) or x.shape != other.shape:
+            return x
+        if x.is_floating_point():  # what is not made up anew (masks, positions) stays as it is
+            other = torch.where(other == x, x, (x if factor < 0 else other) * factor)
+        return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
+
+    worst, given = 0.0, (args, kwargs)
+    with engine.suspended(), torch.no_grad():
+        losses = losses_of(*args, **kwargs).float()
+        for number, factor in enumerate(_FACTORS):
+            kept = number % batch
+            moved_args, moved_kwargs = tree_map(
+                lambda x, other, kept=kept, factor=factor: beside(x, other, kept, factor),
+                given,
+                others(batch),
+                is_leaf=is_ragged,
+            )
+            moved = losses_of(*moved_args, **moved_kwargs).float()[kept]
+            if not (moved == losses[kept] or (moved.isnan() and losses[kept].isnan())):
+                worst = max(worst, float((moved - losses[kept]).abs() / losses.abs().max().clamp(min=1e-12)))
+    return worst
+
+
 def require_locality(error: float, tolerance: float) -> None:
     if not error <= tolerance:
         raise SelfCheckError(
-            f"an example's gradient moved by {error:.1e} (relative) when only another example of its batch changed: "
-            "the model or its loss mixes examples (batch statistics, a loss averaged over the batch's tokens, a "
-            "load-balancing loss, ...), or draws random numbers that are other ones when it runs again. "
+            f"an example's gradient or loss moved by {error:.1e} (relative) when only another example of its batch "
+            "changed: the model or its loss mixes examples (batch statistics, a loss averaged over the batch's "
+            "tokens, a load-balancing loss, ...), or draws random numbers that are other ones when it runs again. "
             "ModuleValidator.find_mixing(model, batch), on public examples, names the module that mixes: replace it "
             "(GroupNorm in the place of BatchNorm). Average the loss within each example alone, and draw random "
             "numbers from torch's global generator, in training mode alone."

@@ -125,7 +125,7 @@ def test_both_loops_refuse_rows_that_the_model_reorders(tmp_path, loop):
 
 
 class Switching(nn.Module):
-    """Each example sees the one before it where some number of the batch is large."""
+    """Each example sees the one before it where some row of the batch is empty."""
 
     def __init__(self, checkpointed=False):
         super().__init__()
@@ -135,7 +135,7 @@ class Switching(nn.Module):
 
     def forward(self, x):
         hidden = checkpoint(self.first, x, use_reentrant=False) if self.checkpointed else self.first(x)
-        if x.max() > 50:
+        if (x == 0).all(1).any():
             hidden = hidden + hidden.roll(1, 0)
         return self.second(self.dropout(hidden.tanh())).squeeze(-1)
 
@@ -143,13 +143,37 @@ class Switching(nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_examples_that_rarely_see_each_other(checkpointed):
     x = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(2))
-    large = torch.cat([x[:3], torch.full_like(x[:1], 60.0)])
+    empty = torch.cat([x[:3], torch.zeros_like(x[:1])])
     with PerExampleClipper(Switching(checkpointed), 1.0) as clipper:
         clipper.backward(clipper.model(x) ** 2)
-        losses = clipper.model(large) ** 2
+        losses = clipper.model(empty) ** 2
         with pytest.raises(SelfCheckError, match=REFUSED):
             clipper.backward(losses)
         clipper.backward(clipper.model(x) ** 2)  # the pass that was refused is forgotten
+
+
+class TurnedRound(nn.Module):
+    """All outputs have another sign where something of the batch is so: no norm moves, nor is there a gradient."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self.turns, self.linear = turns, nn.Linear(FEATURES, 1)
+
+    def forward(self, x):
+        return torch.where(self.turns(x), -1.0, 1.0) * self.linear(x).squeeze(-1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "turns",
+    [lambda x: x[-1, 0] < 0, lambda x: x[:, 0].roll(1) < 0, lambda x: x.max() > 8],
+    ids=["sign of the last", "sign of a neighbour", "a large number"],
+)
+def test_signs_and_thresholds_over_the_batch_are_seen_in_the_losses(turns, seed):
+    torch.manual_seed(seed)
+    clipper = PerExampleClipper(TurnedRound(turns), 1.0)
+    with pytest.raises(SelfCheckError, match="only another example of its batch changed|clipping is not exact"):
+        clipper.model(torch.randn(8, FEATURES))
 
 
 @pytest.mark.parametrize("mode", MODES)
