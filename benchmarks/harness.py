@@ -193,10 +193,11 @@ def prepare(contenders: Mapping[str, Contender]) -> tuple[dict[str, Sequence[Pha
 
 
 def warmed_up(contender: Contender) -> Sequence[Phase]:
-    """Its phases after one step, in which a model may be checked and buffers appear."""
+    """Its phases after three steps, in which a model and its batches may be checked and buffers appear."""
     phases = contender()
-    for phase in phases:
-        phase()
+    for _ in range(3):
+        for phase in phases:
+            phase()
     return phases
 
 

@@ -202,6 +202,7 @@ class ClippingEngine:
     def _replace_forward(self, forward: ForwardPass | None) -> None:
         if self.forward is not None:
             self.forward.is_current = False
+            self.forward.backward = None  # they hold each other, and what was kept
         self.forward, self._hooks.in_backward = forward, False
 
     def _begin_forward(self, args: tuple, kwargs: dict) -> bool:

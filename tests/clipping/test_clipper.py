@@ -1,6 +1,7 @@
 """PerExampleClipper against one example at a time: modes, models, tying, sensitivity, locality, misuse."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -23,6 +24,8 @@ from torch import nn
 
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping.modes import MODES
+from dp_transformers.clipping.recorded_call import ForwardPass
+from dp_transformers.clipping.terms import Dense, Outer
 
 ALL_MODES = sorted(MODES)
 
@@ -245,7 +248,6 @@ def test_activation_checkpointing_gives_the_same(mode, reentrant, lora):
 def test_ghost_norm_never_comes_out_too_small(tokens, width, out):
     """Nearly constant activations against output gradients that sum to zero: the norm is a small difference of large
     numbers."""
-    from dp_transformers.clipping.terms import Outer
 
     generator = torch.Generator().manual_seed(0)
     for jitter in (0.1, 0.01, 1e-3):
@@ -688,3 +690,19 @@ def test_a_copy_of_a_clipper_holds_nothing():
     model.clipper = clipper = PerExampleClipper(model, 1.0, self_check=False)
     clipper.backward(model(torch.randn(4, 3)).sum(1))
     assert vars(copy.deepcopy(model).clipper) == {} == vars(pickle.loads(pickle.dumps(clipper)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_pass_kept_is_freed_without_the_garbage_collector(mode):
+    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 2))
+    gc.collect()
+    gc.disable()
+    try:
+        with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+            losses = model(torch.randn(4, 6, 5)).square().mean((1, 2))
+            clipper.backward(losses)
+            del losses
+            kept = [x for x in gc.get_objects() if type(x) in (Outer, Dense, ForwardPass)]
+    finally:
+        gc.enable()
+    assert not kept

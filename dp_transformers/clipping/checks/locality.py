@@ -99,8 +99,8 @@ def _error_of_losses(
         return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
 
     worst, given = 0.0, (args, kwargs)
-    with engine.suspended(), torch.no_grad():
-        losses = losses_of(*args, **kwargs).float()
+    with engine.suspended():
+        losses = losses_of(*args, **kwargs).detach().float()
         for number, factor in enumerate(_FACTORS):
             kept = number % batch
             moved_args, moved_kwargs = tree_map(
@@ -109,7 +109,7 @@ def _error_of_losses(
                 others(batch),
                 is_leaf=is_ragged,
             )
-            moved = losses_of(*moved_args, **moved_kwargs).float()[kept]
+            moved = losses_of(*moved_args, **moved_kwargs).detach().float()[kept]
             if not (moved == losses[kept] or (moved.isnan() and losses[kept].isnan())):
                 worst = max(worst, float((moved - losses[kept]).abs() / losses.abs().max().clamp(min=1e-12)))
     return worst
