@@ -16,12 +16,18 @@ from ...ragged import Ragged, is_ragged, packed, unpacked_sequence, varied
 from ..batch_dims import batch_size_of
 from ..errors import SelfCheckError
 
+# parts of the names of integers that say how the others are to be read
+_STRUCTURE = ("mask", "position", "token_type", "length", "shape", "grid", "size")
 LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> (B,) losses
 
 
 def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | None = None) -> tuple[tuple, dict]:
-    """Random input with the shapes, dtypes and masks of the given one, ``rows`` examples (default: three, five or
-    seven)."""
+    """Random input with the shapes, dtypes and structure of the given one, ``rows`` examples (default: three, five or
+    seven).
+
+    The structure is what masks, lengths and shapes say, and where the ids stand that the model's config names
+    (padding, ends, separators, images): a model may look for them. Words are drawn among the others.
+    """
     args, kwargs = varied((args, kwargs))
     batch = batch_size_of(model, args, kwargs)
     sizes = {n for x in tree_flatten((args, kwargs))[0] if has_batch(x, batch) for n in x.shape[1:]}
@@ -34,7 +40,9 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     reads_out = getattr(model, "get_output_embeddings", None)
     token_labels = vocabulary if reads_out is None or reads_out() is not None else num_labels
     name_of = argument_names(model)
-
+    named_ids = torch.tensor(sorted(_ids_named_in(config.to_dict())) if hasattr(config, "to_dict") else [])
+    words = torch.arange(vocabulary)
+    words = words[~torch.isin(words, named_ids)] if vocabulary > len(named_ids) else words
     longest = max((n for n in sizes if n < 2**20), default=0)
 
     def make(path: tuple, x: Any) -> Any:
@@ -44,7 +52,7 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
         recycled = x[torch.arange(rows, device=x.device) % batch]
         if x.is_floating_point():
             return recycled if "mask" in name else torch.randn(recycled.shape, device=x.device).to(x.dtype)
-        if x.dtype == torch.bool or any(word in name for word in ("mask", "position", "token_type", "length")):
+        if x.dtype == torch.bool or any(word in name for word in _STRUCTURE):
             return recycled
         if x.dim() == 1 and "label" not in name and all(0 < n <= longest for n in x.tolist()):
             return recycled  # lengths of rows, whatever they are called
@@ -52,10 +60,31 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
             classes = num_labels if x.dim() == 1 else token_labels
             drawn = torch.randint(0, classes, recycled.shape, device=x.device, dtype=x.dtype)
             return drawn.masked_fill(recycled < 0, -100)
-        high = vocabulary if name.endswith("input_ids") else min(tables, default=2)
-        return torch.randint(0, high, recycled.shape, device=x.device, dtype=x.dtype)
+        if name.endswith("input_ids"):
+            drawn = words[torch.randint(0, len(words), recycled.shape)].to(recycled)
+            return torch.where(torch.isin(recycled, named_ids.to(recycled)), recycled, drawn)
+        if "box" in name and recycled.shape[-1] == 4:
+            return _boxes(recycled, getattr(config, "max_2d_position_embeddings", 1000))
+        return torch.randint(0, min(tables, default=2), recycled.shape, device=x.device, dtype=x.dtype)
 
     return varied(tree_map_with_path(make, (args, kwargs)))
+
+
+def _ids_named_in(settings: Mapping[str, Any]) -> set[int]:
+    """The ids of tokens with a meaning of their own in these settings of a model and of its parts."""
+    found: set[int] = set()
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _ids_named_in(value)
+        elif str(name).endswith(("token_id", "token_index", "pad_index", "eos_index", "bos_index")):
+            found |= {i for i in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(i, int)}
+    return found
+
+
+def _boxes(like: torch.Tensor, side: int) -> torch.Tensor:
+    """Random boxes (left, top, right, bottom) on a page of this size."""
+    left_top, right_bottom = torch.randint(0, side, (2, *like.shape[:-1], 2)).sort(0).values.to(like)
+    return torch.cat([left_top, right_bottom], -1)
 
 
 def argument_names(model: nn.Module) -> Callable[[tuple], str]:

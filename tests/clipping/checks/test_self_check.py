@@ -164,9 +164,33 @@ def test_synthetic_input_has_the_shape_but_nothing_of_the_content():
     assert (made["pixels"] != 7).all()
     torch.manual_seed(1)
     first = synthetic_inputs(model, (), batch)[1]
-    batch["input_ids"] = batch["input_ids"].flip(0).clamp(min=2)
+    ids = batch["input_ids"]
+    batch["input_ids"] = torch.where(ids == 0, 0, ids.flip(0).clamp(min=2))  # other words
     torch.manual_seed(1)
     assert torch.equal(synthetic_inputs(model, (), batch)[1]["input_ids"], first["input_ids"])
+
+
+def test_synthetic_ids_have_a_meaning_where_the_given_ones_have_it():
+    model, rows = build("bert"), range(3)
+    model.config.eos_token_id, model.config.image_token_index = [7, 9], 11
+    ids = torch.tensor([[3, 11, 11, 5, 7, 0], [3, 11, 5, 9, 0, 0]])
+    for _ in range(20):
+        made = synthetic_inputs(model, (), {"input_ids": ids}, 3)[1]["input_ids"]
+        named = torch.isin(ids, torch.tensor([0, 7, 9, 11]))[[0, 1, 0]]
+        assert torch.equal(made[named], ids[[0, 1, 0]][named]) and not torch.isin(made[~named], ids[named[:2]]).any()
+    assert all((made[i] != ids[i % 2]).any() for i in rows)
+    model.config.vocab_size = 2  # nothing but padding, and one word
+    assert synthetic_inputs(model, (), {"input_ids": torch.zeros(2, 4).long()})[1]["input_ids"].sum() == 0
+
+
+def test_synthetic_boxes_lie_on_the_page_and_shapes_stay():
+    model = build("bert")
+    model.config.max_2d_position_embeddings = 50
+    batch = {"bbox": torch.full((3, 40, 4), 7), "spatial_shapes": torch.tensor([[2, 3], [3, 2], [1, 6]])}
+    made = synthetic_inputs(model, (), batch, 3)[1]
+    boxes = made["bbox"]
+    assert (boxes[..., 2:] >= boxes[..., :2]).all() and boxes.min() >= 0 and boxes.max() in range(40, 50)
+    assert torch.equal(made["spatial_shapes"], batch["spatial_shapes"])
 
 
 def test_report_and_log(caplog):
