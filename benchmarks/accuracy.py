@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -39,13 +38,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_transformers import PrivacyEngine, PrivacySpent
 
 from .harness import Row, machine
+from .pages import with_table
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "text_classification.py"
 RESULTS = Path(__file__).with_name("accuracy.jsonl")
 PICTURE = ROOT / "docs" / "accuracy.png"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "before-you-train.md")
-PLACE = re.compile(r"(<!-- table: accuracy -->\n).*?(\n\n|\Z)", re.S)
 TRAINED = {"lora": "LoRA and head (the recipe)", "head": "head alone, on frozen embeddings"}
 NO_CLIPPING = 1e6  # a bound that no gradient reaches
 BATCH, EPOCHS, DELTA = 512, 3, 1e-5  # the recipe's
@@ -227,12 +226,8 @@ def cell(scores: Sequence[float]) -> str:
 def write(rows: Sequence[Row]) -> None:
     """The table into the pages that have a place for it, and the picture."""
     for page in PAGES:
-        page.write_text(PLACE.sub(in_place(rows), page.read_text()))
+        page.write_text(with_table(page.read_text(), "accuracy", table(rows)))
     draw(rows, PICTURE)
-
-
-def in_place(rows: Sequence[Row]) -> Callable[[re.Match[str]], str]:
-    return lambda place: place[1] + "\n".join(table(rows)) + place[2]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

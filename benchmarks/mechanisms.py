@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import statistics
 import sys
 import tempfile
@@ -35,10 +34,10 @@ from dp_transformers.planner import MechanismPlan, predicted_noise
 
 from .accuracy import BATCH, DELTA, EPOCHS, HEAD_LEARNING_RATE, RECIPE, cell, examples, read, train_head
 from .harness import Row, machine
+from .pages import with_table
 
 RESULTS = Path(__file__).with_name("mechanisms.jsonl")
 PAGE = Path(__file__).parents[1] / "docs" / "before-you-train.md"
-PLACE = re.compile(r"(<!-- table: mechanisms -->\n).*?(\n\n|\Z)", re.S)
 BOUND = 1.0
 
 
@@ -77,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = read(args.results)
     print("\n".join(table(rows)))
     if args.results == RESULTS:
-        PAGE.write_text(PLACE.sub(in_place(rows), PAGE.read_text()))
+        PAGE.write_text(with_table(PAGE.read_text(), "mechanisms", table(rows)))
 
 
 @cache
@@ -188,10 +187,6 @@ def table(rows: Sequence[Row]) -> list[str]:
             cells += [cell([r["test_accuracy"] for r in runs]) if runs else "not measured", f"{noise:.3g}"]
         lines.append(f"| {setting} | " + " | ".join(cells) + " |")
     return lines
-
-
-def in_place(rows: Sequence[Row]) -> Callable[[re.Match[str]], str]:
-    return lambda place: place[1] + "\n".join(table(rows)) + place[2]
 
 
 if __name__ == "__main__":

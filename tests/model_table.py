@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.pages import with_table
+
 PATH = Path(__file__).parents[1] / "docs" / "models.md"
-
-HEAD = """# Models and adapters
-
-Measured by the test suite (`python -m pytest tests/clipping/test_models.py tests/clipping/test_adapters.py --write-tables` writes this
-page), on small random models, in fp32: norms and clipped sums in all four modes (`book_keeping`, `ghost`, `fast_gradient`, `per_sample`)
-against one example at a time through plain autograd. Everything listed is exact to 1e-5; the last digits of the figures differ between
-machines. Modules under *re-run* have no rule of their own: they go through the fallback, exact and slower, and the log says so.
-"""
-MODELS = "\n## Models\n\n| model | tuning | worst relative error | rules | re-run |\n|---|---|---|---|---|\n"
-ADAPTERS = "\n## Adapters (peft)\n\n| adapter | outcome | worst relative error | re-run |\n|---|---|---|---|\n"
+HEADS = {
+    "models": ["| model | tuning | worst relative error | rules | re-run |", "|---|---|---|---|---|"],
+    "adapters": ["| adapter | outcome | worst relative error | re-run |", "|---|---|---|---|"],
+}
 TUNING = {"full": "full", "tied": "full, embeddings tied", "lora": "LoRA"}
 
 
@@ -26,25 +22,26 @@ class ModelTable:
     """Rows of the two tables; the columns before the error are what must be current in the file."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, list[tuple[str, float | None, str]]] = {MODELS: [], ADAPTERS: []}
+        self.rows: dict[str, list[tuple[str, float | None, str]]] = {name: [] for name in HEADS}
 
     def add(self, name: str, variant: str, worst: float, owners: list) -> None:
         tail = f" {_classes(owners, ruled=True)} | {_classes(owners, ruled=False)} |"
-        self.rows[MODELS].append((f"| {name} | {TUNING[variant]} |", worst, tail))
+        self.rows["models"].append((f"| {name} | {TUNING[variant]} |", worst, tail))
 
     def add_adapter(self, name: str, outcome: str, worst: float | None, owners: list) -> None:
-        self.rows[ADAPTERS].append(
+        self.rows["adapters"].append(
             (f"| {name} | {outcome} |", worst, f" {_classes(owners, ruled=False) if owners else ''} |")
         )
 
-    def lines(self, title: str) -> list[str]:
-        return [
-            head + (f" {worst:.1e} |" if worst is not None else " |") + tail for head, worst, tail in self.rows[title]
+    def lines(self, name: str) -> list[str]:
+        return HEADS[name] + [
+            head + (f" {worst:.1e} |" if worst is not None else " |") + tail for head, worst, tail in self.rows[name]
         ]
 
     def write(self) -> None:
-        PATH.parent.mkdir(exist_ok=True)
-        PATH.write_text(HEAD + "".join(title + "\n".join(self.lines(title)) + "\n" for title in (MODELS, ADAPTERS)))
+        """The tables whose tests ran, into their places."""
+        for name in (name for name, rows in self.rows.items() if rows):
+            PATH.write_text(with_table(PATH.read_text(), name, self.lines(name)))
 
     def stale(self) -> list[str]:
         """Rows measured in this run that the file does not have, figures aside."""

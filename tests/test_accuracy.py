@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import accuracy, mechanisms
+from benchmarks.pages import with_table
 from dp_transformers import compute_epsilon
 
 
@@ -71,13 +72,17 @@ def test_the_picture_is_drawn(tmp_path):
 
 def test_the_page_has_the_table_of_the_mechanisms():
     text, rows = mechanisms.PAGE.read_text(), accuracy.read(mechanisms.RESULTS)
-    assert len(mechanisms.PLACE.findall(text)) == 1
-    assert mechanisms.PLACE.sub(mechanisms.in_place(rows), text) == text
+    assert with_table(text, "mechanisms", mechanisms.table(rows)) == text
     assert {row["setting"] for row in rows} == set(mechanisms.SETTINGS)
 
 
 @pytest.mark.parametrize("page", accuracy.PAGES, ids=lambda page: page.name)
 def test_pages_have_the_table_of_the_results(page):
     text = page.read_text()
-    assert len(accuracy.PLACE.findall(text)) == 1
-    assert accuracy.PLACE.sub(accuracy.in_place(accuracy.read(accuracy.RESULTS)), text) == text
+    assert with_table(text, "accuracy", accuracy.table(accuracy.read(accuracy.RESULTS))) == text
+
+
+@pytest.mark.parametrize("page", ["no place", "<!-- table: a -->\nx\n\n<!-- table: a -->\ny\n"])
+def test_a_page_has_one_place_for_a_table(page):
+    with pytest.raises(ValueError, match="one place"):
+        with_table(page, "a", ["| z |"])
