@@ -244,6 +244,8 @@ LOOP_SCRIPTS = {
         "text",
         "--summary_column",
         "summary",
+        "--num_beams",
+        "1",
     ],
 }
 

@@ -9,7 +9,7 @@ import random
 from itertools import chain
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from accelerate.logging import get_logger
 from accelerate.utils import set_seed
 from datasets import load_dataset
@@ -89,6 +89,8 @@ def main():
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
     )
+    if accelerator.distributed_type == DistributedType.TPU:
+        model.tie_weights()
     num_update_steps_per_epoch = math.ceil(len(train_dataloader) / args.gradient_accumulation_steps)
     args.num_train_epochs = math.ceil(args.max_train_steps / num_update_steps_per_epoch)
     checkpointing_steps = args.checkpointing_steps
