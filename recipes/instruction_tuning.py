@@ -33,7 +33,6 @@ import torch
 from outcome import Outcome
 from peft import TaskType
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import is_conversational
 
 from dp_transformers import DPSFTConfig, DPSFTTrainer
 
@@ -124,7 +123,8 @@ def main() -> dict:
         data = fine_tuning.read_examples(data_args, call_notes.instructions, {}, seed=args.seed)
         own_text = (args.dataset_text_field,)
         fine_tuning.check_columns(data, ("prompt", "completion"), ("messages",), own_text)
-        in_chat = is_conversational(data["test"][0])
+        first = data["test"][0]
+        in_chat = isinstance(first.get("messages", first.get("prompt")), list)
         fine_tuning.check_length(args.max_length, tokenizer)
         fine_tuning.check_batch(args, len(data["train"]))
     model = build_model(model_path, model_args)

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command. What the user can set right ends in one line on standard error and exit code 2."""
     try:
         code = app(arguments, prog_name="dp-transformers", standalone_mode=False)
-    except (typer.TyperException, ValueError, OSError) as error:
+    except (typer.TyperException, ValueError, OSError, ImportError) as error:
         print(f"error: {_message(error)}", file=sys.stderr)
         code = 2
     sys.exit(code)

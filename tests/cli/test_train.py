@@ -213,6 +213,18 @@ def test_a_recipe_runs_as_a_command(tmp_path):
     assert result.stderr == f"error: --config: there is no file '{tmp_path / 'none.yaml'}'.\n"
 
 
+def test_without_trl_a_recipe_ends_in_one_line():
+    code = (
+        "import sys\nsys.modules['trl'] = None\nfrom dp_transformers.cli.main import main\n"
+        "main(['train', 'instruction_tuning'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == (
+        'error: the private trainers of TRL need trl, which is not installed. Type: pip install "dp-finetune[trl]"\n'
+    )
+
+
 def test_modules_that_are_no_recipes_are_left_out():
     assert set(train.NOT_RECIPES) == {
         assets_like.__name__ for assets_like in (call_notes, fine_tuning, flags, outcome, plain_loop)
