@@ -251,10 +251,12 @@ def _copies(example: Any, count: int) -> list[Any]:
 
 
 def _length(example: Any) -> int:
-    """Return the number of positions, for several texts (multiple choice) that of the longest; 0 without a length."""
+    """Return the number of positions, for several texts (multiple choice) that of the longest, for texts in parts
+    (columns such as `prompt_ids` and `chosen_ids`) that of all; 0 without a length."""
     name = rows.main_input(example)
     if name is None:
-        return 0
+        columns = example.items() if isinstance(example, Mapping) else ()
+        return sum(len(x) for column, x in columns if str(column).endswith("_ids") and hasattr(x, "__len__"))
     x = example[name]
     if name == "input_ids" and getattr(x, "ndim", 1) > 1:
         return x.shape[-1]

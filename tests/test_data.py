@@ -143,3 +143,14 @@ def test_examples_are_ordered_by_their_lengths_in_time():
         2,
     )
     assert batches[Draw(0, range(9))].physical_batches == [[1, 2], [3, 4], [5, 6], [7, 8], [9]]
+
+
+def test_preferences_are_ordered_by_the_lengths_of_their_texts_together():
+    preferences = [
+        {"prompt_ids": [1] * prompt, "chosen_ids": [1] * chosen, "rejected_ids": [1], "ref_chosen_logps": -9.0}
+        for prompt, chosen in [(5, 5), (1, 2), (4, 3), (1, 8)]
+    ]
+    batches = LogicalBatches(
+        preferences, lambda rows: [len(row["prompt_ids"]) + len(row["chosen_ids"]) for row in rows], 2
+    )
+    assert batches[Draw(0, range(4))].physical_batches == [[3, 7], [9, 10]]
