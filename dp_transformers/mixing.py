@@ -44,7 +44,7 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     def made(part: list[Any], purpose: str = "mixing") -> dict[str, torch.Tensor]:
         reseed(purpose)
         try:
-            return with_rows_for_bags(_tensors(collate(copy.deepcopy(part))), len(part), bags)
+            return with_rows_for_bags(_tensors(collate([copy.deepcopy(row) for row in part])), len(part), bags)
         except ValueError:  # says itself what is wrong
             raise
         except Exception as error:

@@ -314,3 +314,13 @@ def test_mixing_that_begins_late_is_seen_in_numbers():
     calls.append(5)
     with pytest.raises(ValueError, match="the collator mixes examples"):
         batches[Draw(5, range(24))]
+
+
+def test_a_collator_may_change_the_rows_that_it_is_called_with():
+    """Those that it is called with twice, too."""
+
+    def takes_out(examples):
+        return stacked(torch.stack([e.pop("x") for e in examples]), [e.pop("labels") for e in examples])
+
+    data = [{"x": torch.rand(4), "labels": i} for i in range(2)]
+    assert LogicalBatches(data, takes_out, 8)[Draw(0, range(2))].sizes == [2]
