@@ -142,7 +142,7 @@ def parse_arguments(description: str, data: type, model: type, training: type) -
     parsed = RecipeParser((data, model, training), groups, description).parse()
     args = parsed[-1]
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("dp_transformers").setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
+    logging.getLogger("dp_transformers").setLevel(logging.WARNING if args.process_index == 0 else logging.ERROR)
     # peft
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     set_seed(args.seed)

@@ -98,7 +98,6 @@ class PerExampleClipper:
             before_forward=self._before_forward,
         )
         self.attach()
-        logger.info("clipping mode %s (asked for: %s), C = %g", self.mode.name, mode, self.max_grad_norm)
 
     @property
     def max_grad_norm(self) -> float:
