@@ -39,7 +39,7 @@ Phase = Callable[[], object]
 Contender = Callable[[], Sequence[Phase]]
 Row = dict[str, Any]
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "numpy", "opacus", "jax")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "numpy", "opacus", "jax")
 WARM_UP = 2  # turns that are not counted
 MEASURED = "measured step"
 

@@ -17,6 +17,7 @@ SMALLEST = {
                    "--modes", "auto", "book_keeping", "ghost", "per_layer"],
     "memory": [*TINY, "--models", "gpt2", "--lengths", "8", "--tokens-per-batch", "64", "--modes", "auto"],
     "trainer": [*TINY, "--tokens", "8", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "bert"],
+    "trl": [*TINY, "--tokens", "8", "--shortest", "4", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "llama-lora"],
     "layers": ["--layers", "linear", "embedding", "--batch-sizes", "4", "--memory"],
     "end_to_end": ["--networks", "mnist-cnn", "imdb-embedding", "--batch-sizes", "4"],
     "precision": ["--random", "--steps", "2", "--tunings", "lora"],
@@ -32,6 +33,8 @@ OURS = (
     "per_layer",
     "Trainer",
     "DPTrainer auto",
+    "TRL",
+    "private auto",
     "fp32",
     "mixed",
     "bf16 body",
@@ -69,7 +72,7 @@ def test_every_benchmark_runs_and_reports(name, tmp_path, monkeypatch):
     path, rows = run(name, tmp_path, "--no-peers")
     assert not [row for row in rows if row["contender"] in OURS and "failed" in row]
     assert all(
-        row["ratio"] == 1 for row in rows if row["contender"] in ("plain", "Trainer", "fp32") and "ratio" in row
+        row["ratio"] == 1 for row in rows if row["contender"] in ("plain", "Trainer", "TRL", "fp32") and "ratio" in row
     )
     report.main([str(path), "--output", str(tmp_path / "RESULTS.md")])
     cells = [
