@@ -22,17 +22,17 @@ class LastResultCache:
         result = self.known(kind, x)
         if result is None:
             result = compute(x)
-            self._last[kind] = (weakref.ref(x.untyped_storage()), _identity(x), result)
+            self._last[kind] = (weakref.ref(x.untyped_storage()), _place(x), result)
         return result
 
     def known(self, kind: Hashable, x: torch.Tensor) -> Any:
         """The last result, if it came from ``x``; else None."""
         if kind not in self._last:
             return None
-        storage, identity, result = self._last[kind]
-        # while its memory was not freed it was not given to another, so an equal address means the same content
-        return result if storage() is not None and identity == _identity(x) else None
+        storage, place, result = self._last[kind]
+        return result if storage() is x.untyped_storage() and place == _place(x) else None
 
 
-def _identity(x: torch.Tensor) -> tuple:
-    return x.data_ptr(), x.dtype, x.shape, x.stride()
+def _place(x: torch.Tensor) -> tuple:
+    """Where in its memory a tensor lies."""
+    return x.storage_offset(), x.dtype, x.shape, x.stride()
