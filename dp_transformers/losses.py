@@ -356,14 +356,17 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing:
             "at once set config.problem_type='multi_label_classification', for numbers 'regression'."
         )
     targets, classes = targets.to(logits.device, torch.long), logits.shape[-1]
-    outside = targets[((targets < 0) | (targets >= classes)) & (targets != IGNORE_INDEX)]
-    if len(outside):
+    counts = targets != IGNORE_INDEX
+    outside = counts & ((targets < 0) | (targets >= classes))
+    number, is_outside = torch.stack((counts.sum(), outside.any())).tolist()  # the program waits for the device once
+    if is_outside:
         raise ValueError(
-            f"label {outside[0].item()} is not one of the {classes} classes of the logits (0 to {classes - 1}, or "
-            "-100 to ignore). Correct the labels, or load the model with more classes (num_labels; for tokens "
-            "model.resize_token_embeddings)."
+            f"label {targets[outside][0].item()} is not one of the {classes} classes of the logits (0 to "
+            f"{classes - 1}, or -100 to ignore). Correct the labels, or load the model with more classes (num_labels; "
+            "for tokens model.resize_token_embeddings)."
         )
-    return _TokenCrossEntropy.apply(logits, targets, label_smoothing)
+    counted_k = counts.flatten().nonzero_static(size=number).squeeze(1)
+    return _TokenCrossEntropy.apply(logits, targets, counted_k, label_smoothing)
 
 
 def _precision(logits: torch.Tensor) -> torch.dtype:
@@ -374,16 +377,19 @@ class _TokenCrossEntropy(torch.autograd.Function):
     """Cross-entropy a few rows at a time: what it allocates is the gradient, in the logits' dtype, and a bounded
     scratch.
 
-    Only rows with a target are read, and in the backward pass only those whose upstream gradient is not 0. All else
-    has gradient 0, whatever its logits are. Saved are the logits themselves and one logsumexp per row.
+    Only the rows ``counted_k`` are read, those with a target, and in the backward pass only those of them whose
+    upstream gradient is not 0. All else has gradient 0, whatever its logits are. Saved are the logits themselves and
+    one logsumexp per row.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, counted_k: torch.Tensor, label_smoothing: float
+    ) -> torch.Tensor:
         logits_nv, targets_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         losses_n = torch.zeros(targets_n.shape, dtype=_precision(logits), device=logits.device)
         logsumexp_n = torch.zeros_like(losses_n)
-        for rows in _chunks(targets_n != IGNORE_INDEX, logits_nv):
+        for rows in _chunks(counted_k, logits_nv):
             x_kv = logits_nv.index_select(0, rows).to(losses_n.dtype)
             logsumexp_n[rows] = x_kv.logsumexp(1)
             losses_n[rows] = logsumexp_n[rows] - (1 - label_smoothing) * x_kv.gather(1, targets_n[rows, None]).squeeze(
@@ -391,7 +397,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
             )
             if label_smoothing:
                 losses_n[rows] -= label_smoothing * x_kv.mean(1)
-        ctx.save_for_backward(logits, targets, logsumexp_n)
+        ctx.save_for_backward(logits, targets, counted_k, logsumexp_n)
         ctx.label_smoothing = label_smoothing
         return losses_n.view(targets.shape)
 
@@ -402,21 +408,21 @@ class _TokenCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "the per-example losses have no second derivative: call backward without create_graph=True."
             )
-        logits, targets, logsumexp_n = ctx.saved_tensors
+        logits, targets, counted_k, logsumexp_n = ctx.saved_tensors
         logits_nv, targets_n, grad_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), grads[0].reshape(-1)
         grad_nv = logits_nv.new_zeros(logits_nv.shape)
-        for rows in _chunks((targets_n != IGNORE_INDEX) & (grad_n != 0), logits_nv):
+        for rows in _chunks(counted_k[grad_n[counted_k] != 0], logits_nv):
             p_kv = logits_nv.index_select(0, rows).to(logsumexp_n.dtype).sub_(logsumexp_n[rows, None]).exp_()
             if ctx.label_smoothing:
                 p_kv -= ctx.label_smoothing / p_kv.shape[1]
             target_k1 = targets_n[rows, None]
             p_kv.scatter_(1, target_k1, p_kv.gather(1, target_k1) - (1 - ctx.label_smoothing))
             grad_nv.index_copy_(0, rows, p_kv.mul_(grad_n[rows, None]).to(grad_nv.dtype))
-        return grad_nv.view(logits.shape), None, None
+        return grad_nv.view(logits.shape), None, None, None
 
 
-def _chunks(counted_n: torch.Tensor, logits_nv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Indices of the rows that count, so many at a time that three float copies of their logits fit in the scratch."""
-    scratch = 2**26 if logits_nv.is_cuda else 2**22  # bytes: enough work for a GPU's kernels; near a CPU's cache
+def _chunks(rows_k: torch.Tensor, logits_nv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The rows, so many at a time that three float copies of their logits fit in the scratch."""
+    scratch = 2**22 if logits_nv.device.type == "cpu" else 2**26  # bytes: near a CPU's cache; work for a GPU's kernels
     rows = scratch // max(3 * logits_nv.shape[1] * _precision(logits_nv).itemsize, 1)
-    return counted_n.nonzero().squeeze(1).split(max(rows, 1))
+    return rows_k.split(max(rows, 1))
