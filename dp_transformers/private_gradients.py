@@ -60,19 +60,10 @@ class PrivateGradients:
     # ---- clipped sums ----
 
     def restore_sums(self) -> None:
-        """Put the sum so far in ``p.grad``.
-
-        Raises:
-            ValueError: it is not what was clipped.
-        """
-        if self._checksums is not None and not torch.equal(self._checksums, _checksums(self._sums.values())):
-            raise ValueError(
-                "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum "
-                "that was clipped. Clear gradients with optimizer.zero_grad(set_to_none=True), and let nothing write "
-                "to p.grad before optimizer.step(): no clip_grad_norm_, nor .data, .numpy() or a view. If a backward "
-                "pass or a step was interrupted, call engine.drop_draw(), which counts the draw as a step, and take "
-                "the next batch."
-            )
+        """Put the sum so far in ``p.grad``, and expect that it is what was clipped."""
+        if self._checksums is not None:
+            same = (self._checksums == _checksums(self._sums.values())).all()
+            self._clipper.conditions.expect(same, _refuse_overwritten_sum)
         for p in self._clipper.parameters:
             set_gradient(p, self._sums.get(p))
 
@@ -124,6 +115,15 @@ class PrivateGradients:
                     "between training_step and optimizer.step(); in a loop of your own, step with the optimizer that "
                     "make_private was given."
                 )
+
+
+def _refuse_overwritten_sum() -> None:
+    raise ValueError(
+        "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum that was "
+        "clipped. Clear gradients with optimizer.zero_grad(set_to_none=True), and let nothing write to p.grad before "
+        "optimizer.step(): no clip_grad_norm_, nor .data, .numpy() or a view. If a backward pass or a step was "
+        "interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
+    )
 
 
 def _before_any_step(

@@ -324,7 +324,7 @@ class PrivateStep:
         """
         clipper, given = self.clipper, self.given
         clipper.require_same_parameters()
-        clipper.require_same_weights()
+        clipper.expect_same_weights()
         self._require_no_gap()
         if (
             given is not None
@@ -339,6 +339,7 @@ class PrivateStep:
             )
         self._require_own_clipping()
         self.gradients.restore_sums()
+        clipper.conditions.require()  # the program waits for the device here, and before this in clipping alone
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:

@@ -25,6 +25,7 @@ from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
 from .clipping_functions import ClippingFunction
 from .coefficients import checked_clipping
+from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
@@ -267,9 +268,14 @@ class PerExampleClipper:
         """Frozen weights may have been written since the last draw, and from now on not before the next one."""
         self._engine.state.begin_draw()
 
-    def require_same_weights(self) -> None:
-        """Raise ValueError if a forward or backward pass of this draw wrote to a frozen weight."""
-        self._engine.state.require_same_weights()
+    def expect_same_weights(self) -> None:
+        """Expect that no forward or backward pass of this draw wrote to a frozen weight."""
+        self._engine.state.expect_same_weights()
+
+    @property
+    def conditions(self) -> Conditions:
+        """What must hold before anything is released, and only the device can tell."""
+        return self._engine.conditions
 
     def require_same_parameters(self) -> None:
         """Raise ValueError if other parameters are trainable than when the clipper was attached."""

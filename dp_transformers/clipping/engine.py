@@ -16,6 +16,7 @@ from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .clipping_functions import ClippingFunction
 from .coefficients import checked_weights, coefficients
+from .conditions import Conditions
 from .gradient_sums import GradientSums
 from .groups import ParameterGroup, parameter_groups
 from .hooks import HookedModel, refuse_attached
@@ -62,6 +63,7 @@ class ClippingEngine:
 
     Attributes:
         trainable, owners, state, sums: What :meth:`attach` found out.
+        conditions: What must hold before anything is released, and only the device can tell.
         groups: The parameters that are clipped together, as :meth:`clip_by` divides them.
         forward: The forward pass that a backward pass would use.
         loop: Weighs the examples of every sum, and is told of it.
@@ -87,7 +89,7 @@ class ClippingEngine:
     ):
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
         self.owners: list[Owner] = []
-        self._clipping = clipping
+        self._clipping, self.conditions = clipping, Conditions()
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
@@ -119,7 +121,7 @@ class ClippingEngine:
             self.trainable, self.sums = trainable, GradientSums(trainable)
             self.owners = assign_owners(self.model)
             self.clip_by(self._clipping)
-        self.state = ModelState(self.model, watch_parameters=not self.trainable.shards)
+        self.state = ModelState(self.model, self.conditions, watch_parameters=not self.trainable.shards)
         self.install_hooks()
         return not is_known
 
@@ -372,9 +374,10 @@ class ClippingEngine:
 
     def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
         try:
-            self.state.require_unchanged()
+            self.state.expect_unchanged()
             if self._loop_in_charge is None:
-                self.state.require_same_weights()
+                self.state.expect_same_weights()
+                self.conditions.require()
         except ValueError:
             self.trainable.drop_gradients()
             raise

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .conditions import Conditions
 from .errors import warn_once
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,12 @@ class ModelState:
     Args:
         model: Its modules' attributes are watched, those of objects they hold (configurations) and the content of
             lists, dicts and sets.
+        conditions: They are given what must be read from the device.
         watch_parameters: False where frozen parameters change in the forward pass by themselves (FSDP2 gathers them).
     """
 
-    def __init__(self, model: nn.Module, *, watch_parameters: bool = True):
-        self.model, self._watch_parameters = model, watch_parameters
+    def __init__(self, model: nn.Module, conditions: Conditions, *, watch_parameters: bool = True):
+        self.model, self._conditions, self._watch_parameters = model, conditions, watch_parameters
         self._noted = False
         self.paused = False  # while a check runs the model, which compares for itself
         self._switches: list[Any] | None = None
@@ -74,11 +76,11 @@ class ModelState:
         doing."""
         self._weights = None
 
-    def require_same_weights(self) -> None:
-        """Raise ValueError if a large frozen parameter holds something else than at the first forward pass of the
-        draw. It is asked once a draw, since it reads them all."""
+    def expect_same_weights(self) -> None:
+        """Expect that large frozen parameters hold what they held at the first forward pass of the draw. It is asked
+        once a draw, since it reads them all."""
         weights, self._weights = self._weights, None
-        _refuse(_rewritten(weights or []))
+        self._expect_same(weights or [])
 
     def runs_otherwise(self) -> bool:
         """Returns True if the model may compute otherwise than when this was asked last: a class, method, hook, word
@@ -90,13 +92,19 @@ class ModelState:
 
     def require_unchanged(self) -> None:
         """Put back what may be; raise ValueError that names what else the batch changed."""
+        self.expect_unchanged()
+        self._conditions.require()
+
+    def expect_unchanged(self) -> None:
+        """Do as :meth:`require_unchanged`, but leave what must be read from the device to the conditions."""
         if self.paused:
             return
         self._noted = False
         rewritten = [
             p for p, version in zip(self._trained, self._trained_versions, strict=True) if p._version != version
         ]
-        if not rewritten and self._is_as_recorded():
+        if not rewritten and self._is_same_by_identity() and not self._rewritten_arrays():
+            self._expect_same(self._contents)
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
         changed = [names.get(id(p), "a parameter") for p in rewritten] + self._settle()
@@ -158,9 +166,6 @@ class ModelState:
         if self._watch_parameters:
             yield from (p for p in self.model.parameters() if not p.requires_grad)
 
-    def _is_as_recorded(self) -> bool:
-        return self._is_same_by_identity() and not self._rewritten_buffers()
-
     def _is_same_by_identity(self) -> bool:
         """Without a look at the content of tensors, which would wait for the device."""
         return (
@@ -169,11 +174,19 @@ class ModelState:
             and [t._version for t in self._tensors] == self._versions
         )
 
+    def _rewritten_arrays(self) -> list[str]:
+        return [name for name, a, content in self._arrays if _content_of_array(a).tobytes() != content.tobytes()]
+
     def _rewritten_buffers(self) -> list[str]:
         """Tensors and arrays whose content is another one, although they are the same; ``.data``, NumPy and batch
         normalisation write without a trace."""
-        changed = [name for name, a, content in self._arrays if _content_of_array(a).tobytes() != content.tobytes()]
-        return changed + _rewritten(self._contents)
+        same = _are_same(self._contents)
+        others = _names_of_others(self._contents, same) if same and not _all(same) else []
+        return self._rewritten_arrays() + others
+
+    def _expect_same(self, contents: _Contents) -> None:
+        if same := _are_same(contents):
+            self._conditions.expect(_all(same), lambda: _refuse(_names_of_others(contents, same)))
 
     # ---- what changed ----
 
@@ -258,11 +271,16 @@ def _contents(named: Iterable[tuple[str, torch.Tensor]]) -> _Contents:
     return [(name, t, _content(t)) for name, t in named]
 
 
-def _rewritten(contents: _Contents) -> list[str]:
-    """The names of those whose content is another one, with one look for all of them, which may wait for a device."""
-    same = [((now := _content(t)) == content).logical_or_(now != now).all() for _, t, content in contents]
-    if not same or bool(torch.stack([x.to(same[0].device) for x in same]).all()):
-        return []
+def _are_same(contents: _Contents) -> list[torch.Tensor]:
+    """Whether each holds what it held, as numbers on its device."""
+    return [((now := _content(t)) == content).logical_or_(now != now).all() for _, t, content in contents]
+
+
+def _all(same: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.to(same[0].device) for x in same]).all()
+
+
+def _names_of_others(contents: _Contents, same: list[torch.Tensor]) -> list[str]:
     return [name for (name, *_), is_same in zip(contents, same, strict=True) if not is_same]
 
 

@@ -89,6 +89,7 @@ class PrivateLoop:
         """Drop an unfinished draw, and count it as a step."""
         if self.step.drop():
             self.run.spend_step(self.step.number)
+        self.clipper.conditions.require()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -105,7 +106,8 @@ class PrivateLoop:
         """Take all hooks off and close the ledger. An unfinished draw is dropped and counted.
 
         Raises:
-            ValueError: there was an unfinished draw, and no other error is on its way.
+            ValueError: there was an unfinished draw, or a batch of it left something behind in the model, and no
+                other error is on its way.
         """
         unfinished = self.step.is_unfinished
         self.step.close()
@@ -119,7 +121,10 @@ class PrivateLoop:
         for name in self._shown:
             vars(self.optimizer).pop(name, None)
         self._shown = {}
-        if unfinished and sys.exc_info()[1] is None:
+        if sys.exc_info()[1] is not None:
+            return
+        self.clipper.conditions.require()
+        if unfinished:
             raise ValueError(
                 "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not "
                 "finished. Its clipped sums have no noise and were dropped (p.grad is None), and epsilon counts the "

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PerExampleClipper, PrivacyEngine
+from dp_transformers.clipping.conditions import Conditions
 from dp_transformers.clipping.model_state import ModelState
 
 
@@ -218,6 +219,49 @@ def test_frozen_weights_may_be_written_between_draws():
 
 
 def test_nothing_is_found_where_nothing_changed():
-    state = ModelState(Base())
+    state = ModelState(Base(), Conditions())
     state.before_forward()
     state.require_unchanged()
+
+
+class Remembers(Base):
+    """It writes past autograd's count of changes, once it was checked."""
+
+    remembers = False
+
+    def change(self, x):
+        if self.remembers:
+            self.mean.data.copy_(x.detach()[0])
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("end", ["step", "drop", "detach"])
+def test_what_the_device_tells_later_is_heard_before_anything_is_released(end):
+    """Buffers are compared after every batch, and the comparison is read once a draw."""
+    model, engine = Remembers(), PrivacyEngine(dp_seed=0)
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 3)), 10),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        max_physical_batch_size=2,
+    )
+    engine.clipper.check((torch.randn(2, 3),), {})
+    before = model.layer.weight.clone()
+    batches = iter(loader)
+    (x,) = next(batches)
+    model.remembers = True
+    model(x).square().sum(1).mean().backward()
+    with pytest.raises(ValueError, match=r"'mean' of the model changed in a forward or backward pass"):
+        if end == "drop":
+            engine.drop_draw()
+        elif end == "detach":
+            engine.detach()
+        else:
+            optimizer.step()
+            for (x,) in batches:
+                model(x).square().sum(1).mean().backward()
+                optimizer.step()
+    assert engine.steps == (end == "drop") and torch.equal(model.layer.weight, before)
