@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
+from dp_transformers.noise import generators
 from dp_transformers.noise.generators import GaussianNoise, _chacha20, standard_normal
 from dp_transformers.randomness import _TWISTER, SecretSeeds, forked_generators, seed_worker, seeded_global_generators
 
@@ -99,6 +100,25 @@ def test_small_tensors_that_are_drawn_together_share_no_number(secure):
     assert stats.kstest(numbers.numpy(), "norm").pvalue > 1e-4
     exact = torch.cat([(t.flatten() - 7) / 0.5 for t in tensors if t.dtype == torch.float64])
     assert len(exact.unique()) > 0.998 * len(exact)  # of so many float32 normal numbers 0.9991 are unique
+
+
+@pytest.mark.parametrize("layout", ["in order", "transposed"])
+def test_noise_of_a_large_tensor_is_added_in_pieces(monkeypatch, layout):
+    """The same numbers, without ever being in memory all at once."""
+    monkeypatch.setattr(generators, "_PIECE", 2**17)
+    drawn = []
+    draw = GaussianNoise._standard_normal
+    monkeypatch.setattr(
+        GaussianNoise, "_standard_normal", lambda self, count, *rest: drawn.append(count) or draw(self, count, *rest)
+    )
+    tensors = [torch.zeros(5), torch.zeros(2**9, 2**9 + 1), torch.zeros(7)]
+    if layout == "transposed":
+        tensors[1] = tensors[1].T
+    GaussianNoise(dp_seed=3).add_(tensors, 1.0)
+    assert drawn == ([5, 2**17, 2**17, 2**9 + 7] if layout == "in order" else [5, 2**9 * (2**9 + 1), 7])
+    whole = GaussianNoise(dp_seed=3)
+    first, second = (draw(whole, count, torch.device("cpu")) for count in (5, 2**18))
+    assert torch.equal(tensors[0], first) and torch.equal(tensors[1].reshape(-1)[: 2**18], second)
 
 
 @pytest.mark.parametrize("secure", [False, True])

@@ -20,6 +20,7 @@ from ..keystream import chacha20
 
 Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
 _CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at once for several tensors
+_PIECE = 2**22  # numbers of a tensor that are made before they are added, a multiple of _CHUNK
 _SUMMED = 4  # draws that are added up to one number where noise is secure
 
 
@@ -83,7 +84,7 @@ class GaussianNoise:
                     f"noise is added in float32 before any cast to a lower precision, not to {tensor.dtype}: give "
                     "float32 sums."
                 )
-        for group in _groups(tensors):
+        for group in _groups(piece for tensor in tensors for piece in _pieces(tensor)):
             sizes = [tensor.numel() for tensor in group]
             numbers = self._standard_normal(sum(sizes), group[0].device).split(sizes)
             torch._foreach_add_(
@@ -122,6 +123,11 @@ def check_noise_source(*, dp_seed: int | None, secure: bool) -> None:
         )
     if secure:
         _chacha20([0])
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views of a large tensor, so that noise as large as it never is in memory."""
+    return tensor.view(-1).split(_PIECE) if tensor.numel() > _PIECE and tensor.is_contiguous() else [tensor]
 
 
 def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
