@@ -20,6 +20,7 @@ from .synthetic import (
     evaluating,
     has_batch,
     outputs_by_example,
+    predicts_words,
     projected,
     random_output_loss,
     second_dimension_first,
@@ -128,7 +129,8 @@ def _with_and_without_padding(
 ) -> tuple[tuple, tuple]:
     """Synthetic arguments for this row, with the padding it has, and without; a label wherever there may be one."""
     (size, length), own_t, count_b = own_bt.shape, own_bt[row], own_bt.sum(1)
-    own_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False)  # with a length of their own
+    # with a length of their own
+    own_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and predicts_words(model)
     name_of = argument_names(model)
 
     def position_dims(path: tuple, x: torch.Tensor) -> list[int]:

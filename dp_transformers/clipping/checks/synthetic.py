@@ -37,8 +37,7 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None) or min(tables, default=2)
     num_labels = max(2, getattr(config, "num_labels", None) or 2)
-    reads_out = getattr(model, "get_output_embeddings", None)
-    token_labels = vocabulary if reads_out is None or reads_out() is not None else num_labels
+    token_labels = vocabulary if predicts_words(model) else num_labels
     name_of = argument_names(model)
     named_ids = torch.tensor(sorted(_ids_named_in(config.to_dict())) if hasattr(config, "to_dict") else [])
     words = torch.arange(vocabulary)
@@ -68,6 +67,12 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
         return torch.randint(0, min(tables, default=2), recycled.shape, device=x.device, dtype=x.dtype)
 
     return varied(tree_map_with_path(make, (args, kwargs)))
+
+
+def predicts_words(model: nn.Module) -> bool:
+    """Returns False for heads that predict something else for each position, or for all."""
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    return get_output_embeddings is None or get_output_embeddings() is not None
 
 
 def _ids_named_in(settings: Mapping[str, Any]) -> set[int]:

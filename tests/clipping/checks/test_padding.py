@@ -10,6 +10,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForTokenClassification,
     Wav2Vec2Config,
     Wav2Vec2ForSequenceClassification,
 )
@@ -257,6 +259,18 @@ def test_padding_of_an_encoder_whose_targets_are_as_long():
 
     def losses_of(labels, **rows):
         return loss(model(**rows, labels=labels), labels)
+
+    assert padding_of(model, (), batch, batch["attention_mask"], losses_of) <= 1e-5
+
+
+def test_padding_of_labels_that_an_encoder_decoder_predicts_for_its_inputs():
+    """They are as long as the inputs, and are cut with them."""
+    model, batch = UMT5ForTokenClassification(UMT5Config(**TINY_T5, num_labels=3)), padded_ids()
+    batch["labels"] = torch.randint(0, 3, (4, 12)).masked_fill(batch["attention_mask"] == 0, -100)
+    loss = find_per_example_loss(model)
+
+    def losses_of(labels, **rows):
+        return loss(model(**rows), labels)
 
     assert padding_of(model, (), batch, batch["attention_mask"], losses_of) <= 1e-5
 
