@@ -125,6 +125,12 @@ class ClippingEngine:
         self.install_hooks()
         return not is_known
 
+    def begin_anew(self) -> None:
+        """Let every module own the parameters it holds, as at first, and forget what a try has left."""
+        self.forget()
+        self._drop_instances()
+        self.owners = assign_owners(self.model)
+
     def clip_by(self, clipping: ClippingFunction | None) -> None:
         """Multiply gradients with what ``clipping`` says from now on; None clips nothing."""
         self._clipping, trainable = clipping, self.trainable

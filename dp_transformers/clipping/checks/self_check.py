@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from ...ragged import unpacked
@@ -264,17 +265,61 @@ def _compare(
     """Worst errors of norms, sums, locality and per-example gradients, in the precision that this runs in; raises if
     one is too large.
 
+    The model is evaluating, so that it draws no random numbers. One that cannot be checked so may do something else
+    there than in training (read a weight otherwise, refuse to go backward), and is checked as it trains.
+
     Low precision adds nothing to what is known of locality, so it need not be looked at twice.
     """
+
+    def compare(mode: Callable[[nn.Module], contextlib.AbstractContextManager]) -> tuple[float, float, float, float]:
+        return _compare_in(mode, engine, losses_of, args, kwargs, batch, others, locality=locality)
+
+    try:
+        return compare(evaluating)
+    except (SelfCheckError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not _can_be_checked_in_training(engine):
+            raise
+        engine.begin_anew()
+        try:
+            return compare(contextlib.nullcontext)
+        except SelfCheckError as in_training:
+            if isinstance(error, UnsupportedModuleError):
+                raise error from None
+            raise in_training from error
+        except Exception:
+            raise error from None
+
+
+def _can_be_checked_in_training(engine: ClippingEngine) -> bool:
+    """Returns False where statistics of the batch would be the reason of every failure, and where a pass of this
+    process's own would leave others waiting."""
+    mixes = any(isinstance(m, _BatchNorm) and m.training for m in engine.model.modules())
+    return engine.model.training and not (mixes or engine.trainable.shards or engine.trainable.parallel)
+
+
+def _compare_in(
+    mode: Callable[[nn.Module], contextlib.AbstractContextManager],
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    others: Callable[[int], tuple[tuple, dict]],
+    *,
+    locality: bool,
+) -> tuple[float, float, float, float]:
+    """:func:`_compare` with the model in this mode."""
     with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
-        with evaluating(engine.model):
+        with mode(engine.model):
             _until_all_can_be_run(
                 engine,
                 lambda: _discover(engine, losses_of, args, kwargs, batch, others),
                 lambda: clip(engine, losses_of, args, kwargs),
             )
         locality_error = locality_as_trained(engine, losses_of, args, kwargs, batch, others) if locality else 0.0
-        with evaluating(engine.model):
+        with mode(engine.model):
             norms_b = measure(engine, losses_of, args, kwargs)[0]
             if not bool(torch.isfinite(norms_b).all()):
                 raise SelfCheckError(

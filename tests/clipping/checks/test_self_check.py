@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from layers import Attends, scale_linear_rule
 from models import SHORT, batch_for, build, losses_function
+from oracle import assert_exact_in_modes
 from torch import nn
 from transformers import (
     BatchEncoding,
@@ -20,7 +21,7 @@ from transformers.utils import ModelOutput
 from dp_transformers import PerExampleClipper, check_model, check_per_sample_gradients_are_correct
 from dp_transformers.clipping import layer_rule
 from dp_transformers.clipping.checks.synthetic import synthetic_inputs
-from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.errors import SelfCheckError, UnsupportedModuleError
 from dp_transformers.clipping.layer_rule import LayerRule, rule_for
 from dp_transformers.clipping.terms import Dense
 
@@ -433,3 +434,43 @@ def test_models_that_take_no_random_input():
         match=r"random numbers.*AssertionError: energies are not negative.*called labels.*self_check=False",
     ):
         model(torch.rand(4, 4))
+
+
+class TrainsOtherwise(nn.Module):
+    """Reads its weight without calling the layer, or lays no graph, in the other mode than that in which it trains."""
+
+    def __init__(self, evaluates, dropout=0.0):
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(5, 7), nn.Linear(7, 2), nn.Dropout(dropout)
+        self.evaluates = evaluates
+
+    def forward(self, x):
+        if self.training:
+            x = F.linear(x, self.first.weight.clamp(-0.3, 0.3))
+        elif self.evaluates:
+            x = self.first(x)
+        else:
+            raise RuntimeError("this network can be trained alone")
+        return self.second(torch.tanh(self.dropout(x)))
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_model_that_computes_otherwise_in_training_is_checked_as_it_trains(evaluates, mode):
+    model, x = TrainsOtherwise(evaluates), torch.randn(4, 5)
+    assert_exact_in_modes(model, lambda batch: model(batch["x"]).square().sum(1), {"x": x}, [mode])
+    assert model.training
+
+
+def test_a_model_that_cannot_be_checked_in_either_mode_is_refused_for_the_first_reason():
+    with pytest.raises(UnsupportedModuleError, match="first"):
+        check_model(TrainsOtherwise(True, dropout=0.5), {"x": torch.randn(4, 5)})
+    model = TrainsOtherwise(False)
+    model.dropout = nn.Linear(3, 3)  # of another width
+    with pytest.raises(RuntimeError, match="trained alone"):
+        check_model(model, {"x": torch.randn(4, 5)})
+
+
+def test_a_model_that_must_draw_random_numbers_is_refused_for_them():
+    with pytest.raises(SelfCheckError, match="random numbers"):
+        check_model(TrainsOtherwise(False, dropout=0.5), {"x": torch.randn(4, 5)})
