@@ -14,6 +14,7 @@ from torch import nn
 from ..randomness import forked_generators
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
+from .caches import configurations, without_caches
 from .clipping_functions import ClippingFunction
 from .coefficients import checked_weights, coefficients
 from .conditions import Conditions
@@ -186,7 +187,7 @@ class ClippingEngine:
         training = {m: m.training for m in self.model.modules()}
         on_trial, self._on_trial = self._on_trial, True
         try:
-            with torch.enable_grad(), self.state.during_check():
+            with torch.enable_grad(), self.state.during_check(), without_caches(configurations(self.model)):
                 yield
         finally:
             self._on_trial = on_trial

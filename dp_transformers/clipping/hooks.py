@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..randomness import random_state
+from .caches import configurations, without_caches
 from .layer_rule import ForwardContext, Tap, forward_context_for
 from .owners import Owner
 
@@ -51,13 +52,16 @@ class HookedModel:
         self._in_forward = False
         self._suspended = False
         self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
+        self._configs: list[Any] = []  # those that say whether the model fills a cache
+        self._without_caches = contextlib.ExitStack()
         self._hidden: set[nn.Parameter] = set()  # ask for no gradient while the module that uses them runs
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes
         with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
-        return inert | {"_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
+        inert |= {"_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
+        return inert | {"_configs": [], "_without_caches": contextlib.ExitStack()}
 
     @property
     def are_installed(self) -> bool:
@@ -73,7 +77,7 @@ class HookedModel:
             hides: Parameters ask for no gradient while the module that owns them runs, so that autograd computes none.
         """
         self._remove_handles()
-        self._owners, self._hides = owners, hides
+        self._owners, self._hides, self._configs = owners, hides, configurations(self.model)
         handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=gathers)]
         for owner in owners:
             handles.append(owner.module.register_forward_pre_hook(partial(self._before_call, owner), prepend=True))
@@ -112,6 +116,7 @@ class HookedModel:
         self._show(self._hidden)
         while self._opened:
             self._opened.pop()[1].__exit__(None, None, None)
+        self._without_caches.close()
 
     @property
     def are_suspended(self) -> bool:
@@ -139,6 +144,8 @@ class HookedModel:
         if not self._on_forward(args, kwargs):
             return
         self._in_forward = True
+        if kwargs.get("past_key_values") is None:
+            self._without_caches.enter_context(without_caches(self._configs))
         # hooks that the model itself was given now come too late for the call that is going on
         if self._handles is not handles:
             for owner in [owner for owner in self._owners if owner.module is module]:
@@ -150,6 +157,7 @@ class HookedModel:
 
     def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._in_forward = False
+        self._without_caches.close()
         self._show(self._hidden)
         for owner in self._owners:
             owner.first_nodes.clear()  # of calls that raised
