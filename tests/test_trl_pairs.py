@@ -106,6 +106,12 @@ def test_every_reference_is_one_preference_at_a_time(tmp_path, name, mode):
     assert not any("ref" in name for name in before)
 
 
+def test_an_adapter_that_is_its_own_reference_is_checked_once(tmp_path, caplog):
+    trainer = dpo(*BOTH[0], tmp_path, get_peft_model(model(), LORA), ref_model=None, self_check=True, max_steps=2)
+    trainer.train()
+    assert "checked again" not in caplog.text
+
+
 # ---- a preference is the unit ----
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from torch import nn
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import use_adapter
@@ -85,6 +86,9 @@ class DPDPOTrainer(PairsMixin, DPOTrainer):
                 "the images of preferences are not laid out by example in the batches of TRL's collator, so nobody "
                 "could say whose they are: train on preferences of texts."
             )
+        if self.ref_model is None and isinstance(self.model, PeftModel):
+            with self._as_reference(self.model):  # so that peft notes the trained adapter as it will after every batch
+                pass
 
     def example_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """Compute the (B,) losses of a training batch."""
