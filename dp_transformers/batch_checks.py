@@ -91,8 +91,14 @@ class BatchChecks:
             try:
                 clipper.check_padding(args, kwargs, own_bt, loss_function, padding.row)
             except SelfCheckError as error:
-                if padding.by_others or len(self._lengths) > 1 or self._data.has_one_longest():
+                if padding.by_others or len(self._lengths) > 1:
                     raise
+                if self._data.has_one_longest():
+                    raise SelfCheckError(
+                        f"{error} One row alone fills the {padding.length} positions that rows came padded to, so it "
+                        "seems to have decided how many those are. If you chose them, choose more, so that no row "
+                        f"fills them (max_length={padding.length + 8} for example)."
+                    ) from error
                 logger.warning(
                     "rows came padded to one length, %d, which several rows fill. If it is the length of the longest "
                     "example, and not one that was chosen without looking at the data, this is not private: %s",

@@ -742,7 +742,8 @@ def test_rows_padded_before_training_to_the_length_of_the_longest(loop):
     was chosen."""
     batch = padded(texts([40, *range(5, 14)], classes=None), "left")
     rows = [{name: column[i] for name, column in batch.items()} for i in range(len(batch["input_ids"]))]
-    with pytest.raises(ValueError, match=r"padded on the left to the length of a longer one"):
+    message = r"padded on the left to the length of a longer one.* One row alone fills the 40 positions.*max_length=48"
+    with pytest.raises(ValueError, match=message):
         train(loop, Task(gpt2, rows, bound=0.01, physical=16))
 
 
