@@ -436,14 +436,21 @@ def test_a_criterion_that_compares_the_examples_of_a_batch_is_refused():
             criterion(model(x), y).backward()
 
 
-def test_a_loss_of_the_private_criterion_goes_backward_once_and_as_it_is():
-    _, model, _, criterion, loader = make(criterion=nn.CrossEntropyLoss())
+def test_a_loss_of_the_private_criterion_goes_backward_as_it_is():
+    engine, model, optimizer, criterion, loader = make(criterion=nn.CrossEntropyLoss())
     x, y = next(iter(loader))
+    (criterion(model(x), y) / 2).backward()
     with pytest.raises(
         ValueError,
         match=r"scaled or combined.*without GradScaler.*engine.clipper.backward\(losses\).*loss_reduction='none'",
     ):
-        (criterion(model(x), y) / 2).backward()
+        optimizer.step()
+    assert engine.steps == 0
+
+
+def test_a_loss_of_the_private_criterion_goes_backward_once():
+    _, model, _, criterion, loader = make(criterion=nn.CrossEntropyLoss())
+    x, y = next(iter(loader))
     loss = criterion(model(x), y)
     loss.backward(retain_graph=True)
     with pytest.raises(ValueError, match="called twice on one loss.*Call it once"):

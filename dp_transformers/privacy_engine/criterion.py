@@ -104,16 +104,19 @@ class _ClippedBackward(torch.autograd.Function):
                 "backward was called twice on one loss of the private criterion, which would add every example's "
                 "gradient twice. Call it once, and compute a new loss from the next batch of the loader."
             )
-        if float(grad_outputs[0]) != 1:
-            raise ValueError(
-                "the loss of a private criterion was scaled or combined with another before backward. Call backward "
-                "on the loss itself, without GradScaler and without dividing by accumulation steps. For other losses "
-                "compute losses of shape (B,) and call engine.clipper.backward(losses), with make_private(..., "
-                "loss_reduction='none') and without criterion."
-            )
+        ctx.clipper.conditions.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
         with torch.enable_grad():
             ctx.clipper.backward(ctx.losses.pop())
         return None, None, None, None
+
+
+def _refuse_scaled_loss() -> None:
+    raise ValueError(
+        "the loss of a private criterion was scaled or combined with another before backward. Call backward on the "
+        "loss itself, without GradScaler and without dividing by accumulation steps. For other losses compute losses "
+        "of shape (B,) and call engine.clipper.backward(losses), with make_private(..., loss_reduction='none') and "
+        "without criterion."
+    )
 
 
 def check_reduction(
