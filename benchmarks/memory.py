@@ -10,10 +10,10 @@ On the CPU every allocation of torch is followed through the profiler, which is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .contenders import MODES, Task, field
-from .harness import Benchmark, explain, parser
+from .harness import Benchmark, Contender, Row, explain, parser
 from .models import KINDS, Shape, build_transformer, transformer_losses
 
 
@@ -59,22 +59,37 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "batch": 2 * small,
                 "dtype": args.dtype,
             }
-            plain = None
-            for name in fields[0]:
-                try:
-                    low, high = (benchmark.peak_bytes(contenders[name]) for contenders in fields)
-                except Exception as error:
-                    benchmark.add(case, name, {"failed": explain(error)})
-                    continue
-                per_example = (high - low) / small
-                largest = int((args.budget_gb * 1e9 - (low - small * per_example)) // per_example)
-                plain = plain or (high, largest)
-                figures = {
-                    "peak_mb": high / 1e6,
-                    "peak_of_plain": high / plain[0],
-                    "per_example_mb": per_example / 1e6,
-                }
-                benchmark.add(case, name, figures | {"largest_batch": largest, "largest_of_plain": largest / plain[1]})
+            peaks(benchmark, case, fields, small, args.budget_gb * 1e9)
+
+
+def peaks(
+    benchmark: Benchmark, case: Row, fields: Sequence[Mapping[str, Contender]], small: int, budget: float
+) -> dict[str, Row]:
+    """Record the peak of each contender, and its largest batch within ``budget`` bytes; returns the figures by
+    contender.
+
+    ``fields``: the contenders with batches of ``small`` and of twice as many examples.
+    """
+    plain, found = None, {}
+    for name in fields[0]:
+        try:
+            low, high = (benchmark.peak_bytes(contenders[name]) for contenders in fields)
+        except Exception as error:
+            found[name] = {"failed": explain(error)}
+            benchmark.add(case, name, found[name])
+            continue
+        per_example = (high - low) / small
+        largest = int((budget - (low - small * per_example)) // per_example)
+        plain = plain or (high, largest)
+        found[name] = {
+            "peak_mb": high / 1e6,
+            "peak_of_plain": high / plain[0],
+            "per_example_mb": per_example / 1e6,
+            "largest_batch": largest,
+            "largest_of_plain": largest / plain[1],
+        }
+        benchmark.add(case, name, found[name])
+    return found
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ class Shape:
     tokens: int = 128
     size: int = 16
     rank: int = 16
+    inner: int | None = None  # of Llama's MLP; default: hidden
+    key_value_heads: int | None = None  # of Llama; default: all heads
+    tied: bool = False  # whether Llama's head is its embedding
 
     @property
     def heads(self) -> int:
@@ -80,7 +83,14 @@ def build_transformer(kind: str, shape: Shape) -> nn.Module:
         model = GPT2LMHeadModel(config)
     elif base == "llama":
         model = LlamaForCausalLM(
-            LlamaConfig(**sizes, vocab_size=shape.vocabulary, intermediate_size=shape.hidden, use_cache=False)
+            LlamaConfig(
+                **sizes,
+                vocab_size=shape.vocabulary,
+                intermediate_size=shape.inner or shape.hidden,
+                num_key_value_heads=shape.key_value_heads,
+                tie_word_embeddings=shape.tied,
+                use_cache=False,
+            )
         )
     elif base == "vit":
         config = ViTConfig(

@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available() and "DP_TEST_DEVICE" not in os.environ:
         why = "no CUDA device; DP_TEST_DEVICE=simulated runs it on one that is simulated"
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=why))
 
 

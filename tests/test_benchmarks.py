@@ -15,6 +15,7 @@ TINY = ["--width", "64", "--layers", "1", "--vocabulary", "50"]
 SMALLEST = {
     "throughput": [*TINY, "--models", "llama-lora", "--lengths", "8", "--tokens-per-batch", "32", "--dtypes", "bf16",
                    "--modes", "auto", "book_keeping", "ghost", "per_layer"],
+    "gpu": ["--toy", "--models", "bert-base", "llama-1b-lora", "--dtypes", "fp32", "--modes", "auto"],
     "memory": [*TINY, "--models", "gpt2", "--lengths", "8", "--tokens-per-batch", "64", "--modes", "auto"],
     "trainer": [*TINY, "--tokens", "8", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "bert"],
     "trl": [*TINY, "--tokens", "8", "--shortest", "4", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "llama-lora"],

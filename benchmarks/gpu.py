@@ -1,0 +1,102 @@
+"""One table for one card: speed, memory and largest batch at the shapes of BERT-base and Llama-3.2-1B.
+
+    python -m benchmarks.gpu
+    python -m benchmarks.gpu --models llama-1b-lora --lengths 512 --dtypes bf16 --json gpu.json
+    python -m benchmarks.gpu --toy
+
+The weights are random. Full fine-tuning and LoRA are measured beside plain training and Opacus. A step is one physical
+batch, noise and the optimizer. Every contender takes turns with plain training alone, so that no more than two models
+lie on the card. The largest batch is the one that the card's memory has room for. --toy does all of this with tiny
+models, on the CPU unless --device says otherwise.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .contenders import Task, field
+from .harness import Benchmark, Contender, Row, parser
+from .memory import peaks
+from .models import Shape, build_transformer, transformer_losses
+from .report import table
+
+SHAPES = {
+    "bert-base": Shape(width=768, layers=12, vocabulary=30522),
+    "llama-1b": Shape(width=2048, layers=16, vocabulary=128256, inner=8192, key_value_heads=8, tied=True),
+}
+TOY = Shape(width=64, layers=1, vocabulary=50)
+MODES = ("auto", "ghost")
+COLUMNS = ("ratio", "tokens_per_second", "peak_mb", "peak_of_plain", "largest_batch", "largest_of_plain")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    p = parser(__doc__)
+    p.set_defaults(device=None)
+    models = [*SHAPES, *(f"{name}-lora" for name in SHAPES)]
+    p.add_argument("--models", nargs="+", choices=models, default=models)
+    p.add_argument("--lengths", nargs="+", type=int, default=[128, 512], help="tokens per example")
+    p.add_argument("--tokens-per-batch", type=int, default=8192, help="physical batch: this many tokens")
+    p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes, and per_layer")
+    p.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="bf16 is autocast")
+    p.add_argument("--toy", action="store_true", help="tiny models and batches, to see that everything runs")
+    args = p.parse_args(argv)
+    args.device = args.device or ("cpu" if args.toy else "cuda")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        p.error("there is no CUDA device: --toy shows on the CPU what would be measured.")
+    if args.toy:
+        args.lengths, args.tokens_per_batch = [8], 32
+    elif args.quick:
+        args.lengths, args.dtypes = [128], ["bf16"]
+    benchmark = Benchmark("gpu", args)
+    budget = 1e9 if args.device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    lines = []
+    for model in args.models:
+        for tokens in args.lengths:
+            for dtype in args.dtypes:
+                case = {"model": model, "tokens": tokens, "batch": args.tokens_per_batch // tokens, "dtype": dtype}
+                lines += measured(benchmark, case, budget)
+    print("\n" + "\n".join(table(lines)))
+
+
+def measured(benchmark: Benchmark, case: Row, budget: float) -> list[Row]:
+    """The lines of the table for one case: a row for each contender."""
+    size = case["batch"]
+    fields = [contenders_of(benchmark, case, batch) for batch in (size // 2, size)]
+    names = list(fields[1])
+    figures: dict[str, Row] = {}
+    for name in names[1:]:
+        figures |= benchmark.compare(case, {each: fields[1][each] for each in (names[0], name)})
+        release(benchmark)
+    memory = peaks(benchmark, {**case, "part": "memory"}, fields, size - size // 2, budget)
+    release(benchmark)
+    for name in names:
+        if "ms" in figures[name]:
+            figures[name]["tokens_per_second"] = size * case["tokens"] / figures[name]["ms"] * 1e3
+        figures[name] |= memory[name]
+    shown = (*COLUMNS, "failed")
+    return [{**case, "contender": name, **{k: v for k, v in figures[name].items() if k in shown}} for name in names]
+
+
+def contenders_of(benchmark: Benchmark, case: Row, size: int) -> dict[str, Contender]:
+    name = case["model"]
+    shape = TOY if benchmark.args.toy else SHAPES[name.removesuffix("-lora")]
+    shape = replace(shape, tokens=case["tokens"], size=size)
+    kind = name.replace("-base", "").replace("-1b", "")
+    losses = transformer_losses(kind, shape, benchmark.device)
+    task = Task(lambda: build_transformer(kind, shape), losses, size, benchmark.device, case["dtype"] == "bf16")
+    return field(task, peers=benchmark.args.peers, modes=benchmark.args.modes)
+
+
+def release(benchmark: Benchmark) -> None:
+    """Give the memory of the models that took their turns back to the card."""
+    gc.collect()
+    if benchmark.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
