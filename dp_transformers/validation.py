@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from .accounting.arguments import require_small_delta
 from .clipping.checks.example_mixing import ExampleMixing, find_example_mixing
+from .clipping.errors import HOW_TO_UNCOMPILE, is_compiled
 from .clipping.owners import unsupported_wrapper_reason
 from .clipping.precision import TRAINABLE
 
@@ -285,13 +286,8 @@ def _embedding_options(module: nn.Module) -> Iterator[Finding]:
 
 
 def _alien(module: nn.Module) -> Iterator[Finding]:
-    if hasattr(module, "_orig_mod"):
-        yield (
-            " compiled by torch.compile, which is not supported yet: pass the module that was compiled (its "
-            "_orig_mod).",
-            None,
-            None,
-        )
+    if is_compiled(module):
+        yield f" compiled by torch.compile, {HOW_TO_UNCOMPILE}", None, None
     if isinstance(module, torch.jit.ScriptModule):
         yield " compiled by torch.jit, whose layers cannot be seen: pass the module that was compiled.", None, None
     if why := unsupported_wrapper_reason(module):

@@ -12,6 +12,12 @@ HOW_TO_DO_WITHOUT = (  # where no rule would help
     "Ways out: freeze the module's parameters (requires_grad_(False)), or train adapters such as LoRA instead."
 )
 
+HOW_TO_UNCOMPILE = (
+    "which traces the hooks that see an example's gradient and calls them otherwise, so that norms would come out "
+    "wrong. Pass the module as it was before (the _orig_mod of what torch.compile returned); after module.compile() "
+    "set module._compiled_call_impl = None. Functions that own no parameters may be compiled."
+)
+
 _WARNED: set[Hashable] = set()
 
 
@@ -29,6 +35,11 @@ class UnownedParameterError(ValueError):
 
 class SelfCheckError(ValueError):
     """Per-example clipping is not exact for this model; nothing was trained."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` returned this module, or ``module.compile()`` was called."""
+    return hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None
 
 
 def named(path: str, module: nn.Module) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from .conditions import Conditions
-from .errors import warn_once
+from .errors import HOW_TO_UNCOMPILE, is_compiled, named, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ class ModelState:
     # ---- comparing: a few microseconds a module ----
 
     def _record(self) -> None:
+        _refuse_compiled(self.model)
         self._places = list(_places(self.model, self._watch_parameters))
         self._holders = [place.holder for place in self._places]
         self._before = [
@@ -294,6 +295,13 @@ def _refuse(changed: list[str]) -> None:
             "other than 'dynamic' or attention_type='original_full', or switch off the running statistics, "
             "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step()."
         )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError for a module that torch.compile took over, before the model was attached or since."""
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
 
 
 def _content(t: torch.Tensor) -> torch.Tensor:
