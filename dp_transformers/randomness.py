@@ -120,7 +120,12 @@ def seeded_global_generators(entropy: Sequence[int], device: torch.device) -> It
 def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the states of torch's generators that a module on ``device`` draws from."""
     states = (torch.get_rng_state(),)
-    return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
+    return (*states, torch.get_device_module(device).get_rng_state(device)) if _has_generators(device) else states
+
+
+def _has_generators(device: torch.device) -> bool:
+    """Whether modules on ``device`` draw from a generator that is kept and put back here."""
+    return device.type not in ("cpu", "mps", "meta")
 
 
 def same_state(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
@@ -136,8 +141,8 @@ def set_global_state(device: torch.device, state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
     torch.set_rng_state(state[2])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[3], device)
+    if _has_generators(device):
+        torch.get_device_module(device).set_rng_state(state[3], device)
 
 
 @contextmanager
@@ -146,10 +151,11 @@ def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
     if state is None:
         yield
         return
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if len(state) > 1 else []):
+    accelerator = torch.accelerator.current_accelerator() if len(state) > 1 else None
+    with forked_generators(accelerator or torch.device("cpu")):
         torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state(state[1])
+        if accelerator is not None:
+            torch.get_device_module(accelerator).set_rng_state(state[1])
         yield
 
 
@@ -157,7 +163,7 @@ def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
 def forked_generators(device: torch.device) -> Iterator[None]:
     """Fork the generators of all devices: manual_seed seeds all of them, and what one of them drew afterwards would be
     known."""
-    many = device.type in ("cuda", "xpu")
+    many = _has_generators(device)
     with torch.random.fork_rng(
         devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"
     ):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +36,27 @@ _OUT_DTYPES = {"aten.mm.dtype": torch.ops.aten.mm.default, "aten.bmm.dtype": tor
 
 
 class _Module(backend_registration._DummyBackendModule):
-    """What torch asks of ``torch.simulated``."""
+    """What torch asks of ``torch.simulated``. The device has a generator of its own."""
+
+    def __init__(self) -> None:
+        self.state = torch.Generator().manual_seed(0).get_state()
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        self.state = state.clone()
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed + 1).get_state()  # another stream than the CPU's
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, the CPU draws what the device would."""
+        with torch.random.fork_rng(devices=()):
+            torch.set_rng_state(self.state)
+            yield
+            self.state = torch.get_rng_state()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -131,7 +153,9 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     if out_dtype := _OUT_DTYPES.get(str(op)):
         op, (*a, dtype) = out_dtype, a
         a = [x.to(dtype) for x in a]
-    results = op(*a, **k)
+    draws = torch.Tag.nondeterministic_seeded in op.tags and not isinstance(k.get("generator"), torch.Generator)
+    with _module.drawing() if draws else nullcontext():
+        results = op(*a, **k)
     for x, content in zip(given, contents, strict=True):
         if x.size() != content.size():  # one that was made empty for the result
             x.data = _new(content)
@@ -211,7 +235,8 @@ class _Generator(torch.Generator):
         return super().__new__(cls, torch.device("cpu") if torch.device(device).type == NAME else device)
 
 
-backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+_module = _Module()
+backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_module)
 _library = torch.library.Library("_", "IMPL")
 _library.fallback(_run, "PrivateUse1")
 _operations = torch.library.Library("aten", "IMPL")

@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dp_transformers import PerExampleClipper
+from dp_transformers.clipping import precision
 from dp_transformers.clipping.precision import product_settings
+from dp_transformers.clipping.rounding import SPLIT_ROUNDING
+from dp_transformers.clipping.terms import Outer
 
 pytestmark = pytest.mark.gpu
 FEW_MODES = ["book_keeping", "ghost"]
@@ -85,8 +88,8 @@ def tf32(device):
         setting.fp32_precision = "tf32"
     yield
     assert [setting.fp32_precision for setting in settings] == ["tf32"] * 2  # clipping leaves them as they are
-    for setting, precision in zip(settings, before, strict=True):
-        setting.fp32_precision = precision
+    for setting, own in zip(settings, before, strict=True):
+        setting.fp32_precision = own
 
 
 def longest_contribution(model, losses_of, batch, mode, bound):
@@ -115,6 +118,20 @@ def test_norms_are_exact_whatever_is_allowed_to_products(mode, device, tf32):
 @pytest.mark.parametrize("name", ["net", "images"])
 def test_no_example_adds_more_than_the_bound_with_tf32(name, mode, device, tf32):
     assert longest_contribution(*case_on(device, name), mode, 1e-2) <= 1 + 1e-6
+
+
+def test_factors_in_bf16_are_multiplied_into_float32(device, monkeypatch):
+    if device.type == "simulated":  # which can do it, as CUDA can
+        monkeypatch.setattr(precision, "_multiplies_bf16", lambda x: True)
+    left, right = torch.randn(4, 32, 48).bfloat16(), torch.randn(4, 32, 64).bfloat16()
+    coef = torch.rand(4)
+    each = left.double().mT @ right.double()
+    term = Outer(left.to(device), right.to(device))
+    for norm in (term.norm(), term.norm(instantiate=True)):
+        assert norm.squared().sqrt().double().cpu() == pytest.approx(each.flatten(1).norm(dim=1), rel=1e-5)
+    total = term.weighted_sum(coef.to(device))
+    expected = (each * coef[:, None, None]).sum(0)
+    assert total.dtype == torch.float32 and (total.cpu() - expected).norm() <= SPLIT_ROUNDING * expected.norm()
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)

@@ -56,6 +56,7 @@ def test_secure_noise_is_that_of_the_cpu(device):
 
 def test_what_a_module_drew_is_drawn_again(device):
     state, everything = random_state(device), global_state(device)
+    assert len(state) == (1 if device.type == "cpu" else 2)
     first, second = dropped(device), dropped(device)
     assert not torch.equal(first, second)
     with replayed(state):
