@@ -57,15 +57,9 @@ class Trained:
 
 def describe(run: PrivateRun, steps: int | None, trained: Trained) -> str:
     """Describe the training to whoever starts it. ``steps`` is None where the loop decides."""
-    k, step = run.mechanism.unit.max_examples_per_person, run.mechanism.at(0)
+    step = run.mechanism.at(0)
     lines = [
-        f"private training protects: {UNIT} (N = {run.mechanism.sampling.num_examples}); "
-        f"{_NEIGHBOURS[run.mechanism.sampling.relation]} is hidden."
-        + (
-            f" All rows of one person, {k} at most, are hidden together."
-            if k > 1
-            else " A person with k rows is hidden less; see max_examples_per_person."
-        ),
+        _protected(run),
         f"  model {trained.model}: {trained.parameters:,} of {trained.of:,} parameters are trained",
         f"  clipping mode {trained.mode} ({_WHY[trained.mode] if trained.asked == 'auto' else 'as asked for'})",
         f"  expected batch size {step.expected_batch_size} (q = {step.sample_rate:.6f}), noise multiplier "
@@ -78,15 +72,31 @@ def describe(run: PrivateRun, steps: int | None, trained: Trained) -> str:
     if (sampling, noise) != ("poisson", "independent"):
         lines.append(f"  sampling {sampling!r}, noise {noise!r}")
     lines += [_describe_release(release, step.expected_batch_size) for release in run.mechanism.releases]
-    if run.not_private_because:
-        lines.insert(0, "NOT PRIVATE: " + "; ".join(run.not_private_because))
     if not run.verified:
         lines.append("  NOT VERIFIED: the self-check is switched off, or was before this run was resumed")
     return "\n".join(lines)
 
 
+def _protected(run: PrivateRun) -> str:
+    """Who is protected, or why nobody is."""
+    k, sampling = run.mechanism.unit.max_examples_per_person, run.mechanism.sampling
+    if run.not_private_because:
+        return f"NOT PRIVATE, nobody is protected (N = {sampling.num_examples}): {'; '.join(run.not_private_because)}"
+    persons = (
+        f"All rows of one person, {k} at most, are hidden together."
+        if k > 1
+        else "A person with k rows is hidden less; see max_examples_per_person."
+    )
+    return (
+        f"private training protects: {UNIT} (N = {sampling.num_examples}); {_NEIGHBOURS[sampling.relation]} is "
+        f"hidden. {persons}"
+    )
+
+
 def _to_be_spent(run: PrivateRun) -> str:
     state = run.state
+    if run.not_private_because:
+        return "epsilon is infinite"
     at = "" if state.delta is None else f" at delta {state.delta:g}"
     if state.target_epsilon is None:
         return f"what the steps add up to{at}; there is no target_epsilon"

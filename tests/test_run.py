@@ -84,11 +84,10 @@ def test_what_is_not_private_says_so_everywhere(tmp_path, options, reason):
     assert written["epsilon"] is None and written["private"] is False
     line = json.loads((tmp_path / LEDGER_NAME).read_text().splitlines()[0])
     assert line["private"] is False and line["verified"] is False and reason in line["not_private_because"][0]
-    assert (
-        reason in describe(run, 3, TRAINED)
-        and "NOT PRIVATE" in describe(run, 3, TRAINED)
-        and "NOT VERIFIED" in describe(run, 3, TRAINED)
-    )
+    said = describe(run, 3, TRAINED)
+    assert said.startswith("NOT PRIVATE, nobody is protected (N = ") and reason in said.splitlines()[0]
+    assert "to be spent: epsilon is infinite\n" in said and "NOT VERIFIED" in said
+    assert "hidden" not in said and "protects" not in said
 
 
 def test_a_run_stays_what_it_was_when_it_is_resumed_without_its_seed(tmp_path):
