@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .batch_dims import batch_size_of
-from .checks.locality import require_own_rows
+from .checks.locality import WeightedPass, require_own_rows_of_outputs
 from .checks.padding import check_padding
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
@@ -90,7 +90,7 @@ class PerExampleClipper:
         self.clipping = checked_clipping(max_grad_norm)
         self.self_check, self.asked_mode = self_check, mode
         self.checked = False
-        self._backward_passes = 0
+        self._passes = 0  # over real batches
         self._engine = ClippingEngine(
             model,
             choose_mode(mode, model, self.clipping),
@@ -98,6 +98,7 @@ class PerExampleClipper:
             batch_first=batch_first,
             before_forward=self._before_forward,
         )
+        self._engine.on_outputs = self._after_forward
         self.attach()
 
     @property
@@ -323,8 +324,18 @@ class PerExampleClipper:
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
             SelfCheckError: an example's loss has a gradient in the rows of another.
         """
-        # at first, and ever more rarely
-        if self.self_check and self._backward_passes & (self._backward_passes - 1) == 0:
-            require_own_rows(self._engine, losses, self._backward_passes)
-        self._backward_passes += 1
-        return self._engine.backward(losses, weights=weights)
+        if not self._is_looked_at():
+            return self._engine.backward(losses, weights=weights)
+        weighted = WeightedPass.over(self._engine, losses, self._passes)
+        return self._engine.backward(losses, weights=weights, verify=weighted.require_own_rows)
+
+    def _is_looked_at(self) -> bool:
+        """Whether it is looked at whose rows are whose in this pass over a real batch: at first, and ever more
+        rarely."""
+        number, self._passes = self._passes, self._passes + 1
+        return self.self_check and number & (number - 1) == 0
+
+    def _after_forward(self, output: Any) -> None:
+        """The end of a forward pass of a loop that goes back itself, over losses that are not known here."""
+        if self._is_looked_at():
+            require_own_rows_of_outputs(self._engine, output, self._passes)

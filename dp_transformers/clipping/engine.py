@@ -69,6 +69,7 @@ class ClippingEngine:
         forward: The forward pass that a backward pass would use.
         loop: Weighs the examples of every sum, and is told of it.
         norms_b: The gradient norms of the examples of the last backward pass.
+        on_outputs: Is given what the model returned in a forward pass that is recorded, where the user goes back.
         on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
             :meth:`backward` goes back.
     """
@@ -94,8 +95,14 @@ class ClippingEngine:
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
+        self.on_outputs: Callable[[Any], None] = lambda output: None
         self._hooks = HookedModel(
-            model, self._begin_forward, self._record, self._refuse_native_gradient, self._during_forward_without_graph
+            model,
+            self._begin_forward,
+            self._record,
+            self._end_forward,
+            self._refuse_native_gradient,
+            self._during_forward_without_graph,
         )
         self._on_trial = False
         self._fills_gradients = False  # autograd may, for the second of two passes
@@ -279,6 +286,10 @@ class ClippingEngine:
         owner.random_state = None  # of no use any more, and nobody shall find it in a saved model
         return tapped(call)
 
+    def _end_forward(self, output: Any) -> None:
+        if self.on_user_backward is not None and not self._on_trial:
+            self.on_outputs(output)
+
     # ---- backward ----
 
     def go_back(self, forward: ForwardPass, backward: BackwardPass) -> None:
@@ -321,12 +332,14 @@ class ClippingEngine:
         groups: Sequence[ParameterGroup] | None = None,
         weights: torch.Tensor | None = None,
         norms_only: bool = False,
+        verify: Callable[[torch.Tensor], None] = lambda norms_b: None,
     ) -> torch.Tensor:
         """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that.
 
         Args:
             groups: Clip these in the place of :attr:`groups`.
             norms_only: Add nothing.
+            verify: Is given the norms before the loop is told of the sum. May raise.
         """
         forward = self._require_forward(losses)
         weights_b = checked_weights(weights, losses)
@@ -346,6 +359,7 @@ class ClippingEngine:
                 self._refuse_escapes(graph)
                 self.sums.end_watch()
                 self.norms_b = backward.finish()
+                verify(self.norms_b)
         finally:
             self._fills_gradients = False
             self.sums.end_watch()
@@ -353,12 +367,12 @@ class ClippingEngine:
         self.end_sum(losses.detach(), weights_b)
         return self.norms_b
 
-    def norms_of_part(self, losses: torch.Tensor, chosen_b: torch.Tensor) -> torch.Tensor:
-        """(B,) the gradient norms of all examples when only the losses of the ``chosen_b`` are gone back over. Nothing
-        is kept or summed, and the forward pass is as good as before."""
+    def norms_of_weighted(self, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
+        """(B,) the gradient norms of the examples when their losses have these weights. Nothing is kept or summed, and
+        the forward pass is as good as before."""
         forward = self._require_forward(losses)
-        forward.on_backward, forward.followed = None, False
-        fills_gradients, self._fills_gradients = self._fills_gradients, True
+        followed, fills_gradients = (forward.on_backward, forward.followed), self._fills_gradients
+        forward.on_backward, forward.followed, self._fills_gradients = None, False, True
         try:
             with without_autocast(losses.device), forked_generators(losses.device):
                 graph = LossGraph(losses, forward)
@@ -366,10 +380,14 @@ class ClippingEngine:
                 all_of_them = [ParameterGroup(self.trainable.parameters)]
                 backward = MODES["ghost"].begin(forward, all_of_them, clip, None, graph)
                 self.go_back(forward, backward)
-                graph.go_back(retain_graph=True, weights_b=chosen_b)
+                graph.go_back(retain_graph=True, weights_b=weights_b)
                 return backward.finish()
+        except BaseException:
+            self.forget()
+            raise
         finally:
-            self._fills_gradients = fills_gradients
+            forward.on_backward, forward.followed = followed
+            self._fills_gradients, self._hooks.in_backward, forward.backward = fills_gradients, False, None
 
     def begin_sum(self, forward: ForwardPass, weights_b: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
         """The examples' weights, None where all are one, and whether sums are reduced now."""

@@ -24,6 +24,7 @@ class HookedModel:
         on_forward: ``f(args, kwargs)``, before the model runs with a graph. Whether calls shall be passed on.
         on_call: ``f(owner, args, kwargs, output, first_node)``, after each of them: the output to go on with, None for
             the same.
+        on_output: ``f(output)``, after a forward pass whose calls were passed on.
         on_gradient: ``f(parameter)``, when autograd has filled a gradient by itself.
         without_graph: A context in which the model runs without a graph.
 
@@ -39,10 +40,12 @@ class HookedModel:
         model: nn.Module,
         on_forward: Callable[[tuple, dict], bool],
         on_call: Callable[[Owner, tuple, dict, Any, int], Any],
+        on_output: Callable[[Any], None],
         on_gradient: Callable[[nn.Parameter], None],
         without_graph: Callable[[], contextlib.AbstractContextManager],
     ):
         self.model, self._on_forward, self._on_call, self._on_gradient = model, on_forward, on_call, on_gradient
+        self._on_output = on_output
         self._without_graph = without_graph
         self._opened_without_graph: contextlib.AbstractContextManager | None = None
         self.in_backward = False
@@ -156,7 +159,7 @@ class HookedModel:
                     self._hide(owner, module, args)
 
     def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._in_forward = False
+        was_recorded, self._in_forward = self._in_forward, False
         self._without_caches.close()
         self._show(self._hidden)
         for owner in self._owners:
@@ -164,6 +167,8 @@ class HookedModel:
         opened, self._opened_without_graph = self._opened_without_graph, None
         if opened is not None:
             opened.__exit__(None, None, None)
+        if was_recorded and output is not None:  # None: it raised
+            self._on_output(output)
 
     # ---- modules that own parameters ----
 

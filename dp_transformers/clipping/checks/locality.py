@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_map
@@ -12,8 +13,9 @@ from ...ragged import is_ragged
 from ...randomness import forked_generators, global_state, set_global_state
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
+from ..recorded_call import ForwardPass
 from .reference import TOLERANCE, clip, measure
-from .synthetic import LossFunction, has_batch, kept_buffers, replace_example
+from .synthetic import LossFunction, by_example, has_batch, kept_buffers, projected, replace_example
 
 
 def locality_as_trained(
@@ -127,34 +129,59 @@ def require_locality(error: float, tolerance: float) -> None:
         )
 
 
-def require_own_rows(engine: ClippingEngine, losses: torch.Tensor, number: int) -> None:
-    """Go back over the losses of a random half of a real batch: what is taken for the gradients of the others must be
-    zero.
+@dataclass(frozen=True)
+class WeightedPass:
+    """A backward pass over a real batch, whose losses have weights that are powers of two: of an example's gradient
+    nothing but the length may be another one, by exactly its weight.
 
     The self-check sees made-up batches. A model that sorts, packs or routes the positions of its batch may treat a
-    real one in another way. ``number`` chooses the half, and is the same on all ranks.
-
-    Raises:
-        SelfCheckError: another example's gradient is not zero, on any rank.
+    real one in another way. Then what is taken for one example's gradient has the weights of others.
     """
-    shards, batch = engine.trainable.shards, len(losses)
-    if batch < 2 and not shards:
+
+    engine: ClippingEngine
+    weights_b: torch.Tensor
+    norms_b: torch.Tensor
+    tolerance: float
+
+    @classmethod
+    def over(cls, engine: ClippingEngine, losses: torch.Tensor, number: int) -> WeightedPass:
+        """Go back over ``losses``, which can be gone back over again. ``number`` chooses the weights, and is the same
+        on all ranks."""
+        generator = torch.Generator().manual_seed(number)
+        weights_b = torch.randint(-4, 5, (len(losses),), generator=generator).float().exp2().to(losses.device)
+        norms_b = engine.norms_of_weighted(losses, weights_b)
+        seen = losses.dtype, engine.trainable.low_precision, cast(ForwardPass, engine.forward).low_precision
+        return cls(engine, weights_b, norms_b, max(TOLERANCE[dtype] for dtype in seen))
+
+    def require_own_rows(self, norms_b: torch.Tensor) -> None:
+        """Compare with the norms of the same pass without weights.
+
+        Raises:
+            SelfCheckError: on some rank an example's gradient has another weight than its own.
+        """
+        trainable, expected_b = self.engine.trainable, self.weights_b * norms_b
+        same_b = (self.norms_b - expected_b).abs() <= self.tolerance * torch.maximum(self.norms_b, expected_b)
+        differs = bool((~same_b & torch.isfinite(self.norms_b) & torch.isfinite(expected_b)).any())
+        if trainable.shards.any_rank(differs, norms_b.device):
+            trainable.drop_gradients()
+            raise SelfCheckError(
+                "the losses of some examples of this batch have a gradient in rows that are taken for other examples. "
+                "The model, or the loss, mixes examples, or puts their positions in an order of its own (sequences "
+                "sorted or packed by their lengths, positions of all examples in one row), which the self-check's "
+                "made-up batch did not show; or a backward pass gives something else when it runs again. "
+                "ModuleValidator.find_mixing(model, batch), on public examples, names a module that mixes. Keep the "
+                "examples in the order of the batch, one row for each: pack_padded_sequence with enforce_sorted=False "
+                "sorts by itself, and its rows are known."
+            )
+
+
+def require_own_rows_of_outputs(engine: ClippingEngine, output: Any, number: int) -> None:
+    """The same for a loop whose losses are not known: with a random linear function of what the model returned."""
+    batch = cast(ForwardPass, engine.forward).batch_size
+    try:
+        losses = projected(by_example(engine.model, output, batch, batch_first=engine.batch_first))
+    except SelfCheckError:  # it is not known which of the numbers are whose
         return
-    generator = torch.Generator().manual_seed(number)
-    chosen_b = torch.zeros(batch, dtype=torch.bool)
-    chosen_b[torch.randperm(batch, generator=generator)[: (batch + 1) // 2]] = True
-    chosen_b = chosen_b.to(losses.device)
-    norms_b = engine.norms_of_part(losses, chosen_b).nan_to_num(0.0)
-    moved = (
-        norms_b.masked_fill(chosen_b, 0.0).sum() > TOLERANCE[torch.float32] * norms_b.masked_fill(~chosen_b, 0.0).sum()
-    )
-    if shards.any_rank(bool(moved), losses.device):
-        engine.forget()
-        raise SelfCheckError(
-            "the losses of some examples of this batch have a gradient in rows that are taken for other examples. The "
-            "model, or the loss, mixes examples, or puts their positions in an order of its own (sequences sorted or "
-            "packed by their lengths, positions of all examples in one row), which the self-check's made-up batch did "
-            "not show. ModuleValidator.find_mixing(model, batch), on public examples, names a module that mixes. Keep "
-            "the examples in the order of the batch, one row for each: pack_padded_sequence with enforce_sorted=False "
-            "sorts by itself, and its rows are known."
-        )
+    if losses.requires_grad:
+        norms_b = engine.norms_of_weighted(losses, torch.ones_like(losses))
+        WeightedPass.over(engine, losses, number).require_own_rows(norms_b)

@@ -168,13 +168,17 @@ def random_output_loss(model: nn.Module, *, batch_first: bool = True) -> LossFun
 def outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_first: bool) -> list[torch.Tensor]:
     """Every tensor of numbers that the model returns for this input, examples first."""
     batch = batch_size_of(model, args, kwargs, batch_first)
+    return by_example(model, model(*args, **kwargs), batch, batch_first=batch_first)
+
+
+def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) -> list[torch.Tensor]:
+    """Every tensor of numbers in what the model returned for so many examples, examples first."""
 
     def has_batch_second(x: torch.Tensor) -> bool:
         """Returns True for tensors like the states of a recurrent layer, whose batch is second whatever comes first in
         its outputs."""
         return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
-    output = model(*args, **kwargs)
     tensors = [x for x in floating_tensors(with_rows(output)) if x.dim()]
     if not tensors:
         raise SelfCheckError(

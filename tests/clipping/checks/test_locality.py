@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
-from dp_transformers.clipping import clipper as clipper_module
+from dp_transformers.clipping.checks.locality import WeightedPass
 from dp_transformers.clipping.errors import SelfCheckError
 
 MODES = ["book_keeping", "ghost", "fast_gradient", "per_sample"]
@@ -91,11 +91,11 @@ def by_trainer(folder, how):
     ).train()
 
 
-def by_engine(folder, how, criterion=True):
+def by_engine(folder, how, criterion=True, follows=False):
     x, y = batch([2, 6, 3, 5, 4, 1, 6, 2])
     model, engine = Reader(how), PrivacyEngine(ledger_dir=folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"criterion": nn.CrossEntropyLoss()} if criterion else {"loss_reduction": "none"}
+    options = {"criterion": nn.CrossEntropyLoss()} if criterion else {"loss_reduction": "mean" if follows else "none"}
     made = engine.make_private(
         module=model, optimizer=optimizer, data_loader=loader(x, y), noise_multiplier=1.0, max_grad_norm=0.1, **options
     )
@@ -105,6 +105,8 @@ def by_engine(folder, how, criterion=True):
         optimizer.zero_grad()
         if criterion:
             loss_function(model(rows), labels).backward()
+        elif follows:
+            nn.functional.cross_entropy(model(rows), labels).backward()
         else:
             engine.clipper.backward(losses_of(model, rows, labels))
         optimizer.step()
@@ -114,6 +116,7 @@ LOOPS = {
     "trainer": by_trainer,
     "engine, criterion": by_engine,
     "engine, losses": lambda folder, how: by_engine(folder, how, criterion=False),
+    "engine, loss.backward()": lambda folder, how: by_engine(folder, how, criterion=False, follows=True),
 }
 
 
@@ -189,18 +192,70 @@ def test_the_check_leaves_norms_sums_and_random_numbers_alone(monkeypatch, mode,
             return [*found, *(p.grad for p in trainable(clipper.model)), torch.rand(3)]
 
     checked = run()
-    monkeypatch.setattr(clipper_module, "require_own_rows", lambda *args: None)
+    monkeypatch.setattr(PerExampleClipper, "_is_looked_at", lambda self: False)
     for x, y in zip(checked, run(), strict=True):
         assert torch.equal(x, y)
 
 
 def test_it_runs_at_first_and_ever_more_rarely(monkeypatch):
-    seen = []
-    monkeypatch.setattr(clipper_module, "require_own_rows", lambda engine, losses, number: seen.append(number))
+    over, seen = WeightedPass.over, []
+    monkeypatch.setattr(WeightedPass, "over", lambda *args: seen.append(clipper._passes) or over(*args))
     with PerExampleClipper(nn.Linear(FEATURES, 1), 1.0) as clipper:
         for _ in range(10):
             clipper.backward(clipper.model(torch.randn(3, FEATURES)).squeeze(-1))
-    assert seen == [0, 1, 2, 4, 8]
+    assert seen == [1, 2, 3, 5, 9]
+
+
+class Swaps(nn.Module):
+    """Two examples change places inside, where some row of the batch is empty; what comes out is in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        order = list(range(len(x)))
+        if (x == 0).all(1).any():
+            order[:2] = [1, 0]
+        return self.second(self.first(x[order])[order].tanh()).squeeze(-1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_examples_that_change_places(seed):
+    torch.manual_seed(seed)
+    x = torch.randn(6, FEATURES)
+    x[5] = 0
+    with PerExampleClipper(Swaps(), 1.0) as clipper:
+        seen = []
+        for _ in range(3):  # not every time do two examples have different weights
+            losses = clipper.model(x) ** 2
+            try:
+                clipper.backward(losses)
+            except SelfCheckError as error:
+                seen.append(str(error))
+                assert all(p.grad is None for p in trainable(clipper.model))
+    assert seen and all(REFUSED in message for message in seen)
+
+
+class Once(torch.autograd.Function):
+    """Multiplies in backward what it keeps, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = 2 * x.detach()
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.kept.mul_(gradient)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_pass_that_gives_something_else_when_it_runs_again(mode):
+    with PerExampleClipper(nn.Linear(FEATURES, 1), 1.0, mode=mode) as clipper:
+        losses = Once.apply(clipper.model(torch.randn(4, FEATURES)).squeeze(-1))
+        with pytest.raises(SelfCheckError, match="gives something else when it runs again"):
+            clipper.backward(losses)
 
 
 def test_a_gradient_that_is_not_finite_is_no_mixing():
