@@ -125,8 +125,8 @@ def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def length_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    norms = [norm.cpu().view(()) for norm in full_tensors(map(_length, tensors))]
-    return torch.stack(norms).norm().float().to(tensors[0].device)
+    norms = [norm.to(tensors[0].device).view(()) for norm in full_tensors(map(_length, tensors))]
+    return torch.stack(norms).norm().float()
 
 
 def _length(x: torch.Tensor) -> torch.Tensor:
