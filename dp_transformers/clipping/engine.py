@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from ..randomness import forked_generators
+from ..randomness import global_state, set_global_state
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .caches import configurations, without_caches
@@ -373,8 +373,9 @@ class ClippingEngine:
         forward = self._require_forward(losses)
         followed, fills_gradients = (forward.on_backward, forward.followed), self._fills_gradients
         forward.on_backward, forward.followed, self._fills_gradients = None, False, True
+        numbers = global_state(losses.device)  # which activation checkpointing may draw from
         try:
-            with without_autocast(losses.device), forked_generators(losses.device):
+            with without_autocast(losses.device):
                 graph = LossGraph(losses, forward)
                 clip = partial(coefficients, weights_b=None, reduce=True)
                 all_of_them = [ParameterGroup(self.trainable.parameters)]
@@ -386,6 +387,7 @@ class ClippingEngine:
             self.forget()
             raise
         finally:
+            set_global_state(losses.device, numbers)
             forward.on_backward, forward.followed = followed
             self._fills_gradients, self._hooks.in_backward, forward.backward = fills_gradients, False, None
 
