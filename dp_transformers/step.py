@@ -339,7 +339,12 @@ class PrivateStep:
             )
         self._require_own_clipping()
         self.gradients.restore_sums()
-        clipper.conditions.require()  # the program waits for the device here, and before this in clipping alone
+        try:
+            clipper.conditions.require()  # the program waits for the device here, and before this in clipping alone
+        except ValueError:
+            if given is not None:
+                given.stage = _Stage.SUMMING  # nobody steps with what was refused, when asked a second time either
+            raise
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:

@@ -283,4 +283,7 @@ def test_what_the_device_tells_later_is_heard_before_anything_is_released(end):
             for (x,) in batches:
                 model(x).square().sum(1).mean().backward()
                 optimizer.step()
+    if end == "step":
+        with pytest.raises(ValueError, match="without a loss.backward"):
+            optimizer.step()  # nor when it is asked a second time
     assert engine.steps == (end == "drop") and torch.equal(model.layer.weight, before)
