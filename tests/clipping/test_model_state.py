@@ -219,6 +219,7 @@ def test_frozen_weights_may_be_written_between_draws():
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_compiled_layers_are_refused_whenever_they_were_compiled(when):
     """Measured with hooks that were traced, a norm came out 18% too large, and none raised."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
