@@ -29,7 +29,9 @@ def live_bytes() -> int:
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
         for x in gc.get_objects()
-        if isinstance(x, torch.Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        if isinstance(x, torch.Tensor)
+        and x.device.type in ("cpu", "cuda")
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     }
     return sum(storages.values())
 

@@ -102,6 +102,7 @@ def test_small_tensors_that_are_drawn_together_share_no_number(secure):
     assert len(exact.unique()) > 0.998 * len(exact)  # of so many float32 normal numbers 0.9991 are unique
 
 
+@pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("layout", ["in order", "transposed"])
 def test_noise_of_a_large_tensor_is_added_in_pieces(monkeypatch, layout):
     """The same numbers, without ever being in memory all at once."""

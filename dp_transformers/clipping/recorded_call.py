@@ -167,7 +167,9 @@ class RecordedCall:
         batch = self.batch_size
         if batch_dim.holds_examples(x, batch) and (not batch_dim.flat or self._holds_all_positions(x)):
             return x
-        if x.dim() and len(x) == 1 and batch_dim == BATCH_FIRST:
+        # unless the self-check saw other outputs alone: some experts are called on one token, and so on one row
+        may_be_for_all = self.owner.returned_unbatched_output or not self.owner.batch_dims
+        if x.dim() and len(x) == 1 and batch_dim == BATCH_FIRST and may_be_for_all:
             return x.expand(batch, *x.shape[1:])
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
             f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch "

@@ -77,6 +77,8 @@ def _error_of_norms(
     return worst
 
 
+# The smallest bound that a clipper takes: shorter gradients are never clipped.
+_NEGLIGIBLE = 1e-12
 # What the other examples' numbers are multiplied with when an example's loss is looked at: new ones, or where it is
 # negative their own.
 _FACTORS = (1.0, 100.0, -1.0, -10.0)
@@ -160,7 +162,8 @@ class WeightedPass:
             SelfCheckError: on some rank an example's gradient has another weight than its own.
         """
         trainable, expected_b = self.engine.trainable, self.weights_b * norms_b
-        same_b = (self.norms_b - expected_b).abs() <= self.tolerance * torch.maximum(self.norms_b, expected_b)
+        tolerated_b = self.tolerance * torch.maximum(self.norms_b, expected_b) + _NEGLIGIBLE
+        same_b = (self.norms_b - expected_b).abs() <= tolerated_b
         differs = bool((~same_b & torch.isfinite(self.norms_b) & torch.isfinite(expected_b)).any())
         if trainable.shards.any_rank(differs, norms_b.device):
             trainable.drop_gradients()
