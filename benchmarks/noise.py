@@ -9,6 +9,7 @@ as its memory reaches. `kept` are the tensors that are left after a step.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Sequence
 
@@ -24,15 +25,13 @@ WIDTH = 1000  # of a layer, which has the square of it
 
 
 def live_bytes() -> int:
-    """Of all tensors, each storage once."""
+    """Of all tensors that have memory of their own, each storage once."""
     gc.collect()
-    storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for x in gc.get_objects()
-        if isinstance(x, torch.Tensor)
-        and x.device.type in ("cpu", "cuda")
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-    }
+    storages = {}
+    for x in gc.get_objects():
+        if isinstance(x, torch.Tensor) and not x.is_meta:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # of a fake, wrapped or sparse tensor
+                storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     return sum(storages.values())
 
 
