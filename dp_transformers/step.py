@@ -324,7 +324,7 @@ class PrivateStep:
         """
         clipper, given = self.clipper, self.given
         clipper.require_same_parameters()
-        clipper.expect_same_weights()
+        clipper.expect_same_model()
         self._require_no_gap()
         if (
             given is not None
@@ -339,12 +339,7 @@ class PrivateStep:
             )
         self._require_own_clipping()
         self.gradients.restore_sums()
-        try:
-            clipper.conditions.require()  # the program waits for the device here, and before this in clipping alone
-        except ValueError:
-            if given is not None:
-                given.stage = _Stage.SUMMING  # nobody steps with what was refused, when asked a second time either
-            raise
+        clipper.conditions.require()  # the program waits for the device here, and before this in clipping alone
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:

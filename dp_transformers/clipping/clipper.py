@@ -267,11 +267,15 @@ class PerExampleClipper:
 
     def begin_draw(self) -> None:
         """Frozen weights may have been written since the last draw, and from now on not before the next one."""
-        self._engine.state.begin_draw()
+        self._engine.begin_draw()
 
-    def expect_same_weights(self) -> None:
-        """Expect that no forward or backward pass of this draw wrote to a frozen weight."""
-        self._engine.state.expect_same_weights()
+    def expect_same_model(self) -> None:
+        """Expect that no forward or backward pass of this draw wrote to a frozen weight, nor one after its last sum to
+        anything else."""
+        state = self._engine.state
+        state.expect_same_weights()
+        if state.is_watching:
+            state.expect_unchanged()
 
     @property
     def conditions(self) -> Conditions:

@@ -211,6 +211,12 @@ class ClippingEngine:
 
     # ---- forward ----
 
+    def begin_draw(self) -> None:
+        """What was summed before is released or dropped, and with it what was refused of it. What was written to the
+        model since is the user's own doing."""
+        self.conditions.begin()
+        self.state.begin_draw()
+
     def forget(self) -> None:
         """Let go of the forward pass: it is used up, or its losses are thrown away."""
         self._replace_forward(None)
@@ -234,7 +240,7 @@ class ClippingEngine:
             self._before_forward(args, kwargs)
         batch = None if loop is None else loop.current_batch()
         if loop is None:
-            self.state.begin_draw()
+            self.begin_draw()
         if loop is None or batch is not None:
             self.state.before_forward()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)

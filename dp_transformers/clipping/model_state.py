@@ -109,7 +109,8 @@ class ModelState:
         names = {id(p): name for name, p in self.model.named_parameters()}
         changed = [names.get(id(p), "a parameter") for p in rewritten] + self._settle()
         self._record()
-        _refuse(changed)
+        if changed:
+            self._conditions.refuse(lambda: _refuse(changed))
 
     @contextmanager
     def during_check(self) -> Iterator[None]:
@@ -126,7 +127,11 @@ class ModelState:
             self.paused = paused
         self._versions = [t._version for t in self._tensors]
         self._trained_versions = [p._version for p in self._trained]
-        self.require_unchanged()
+        conditions, self._conditions = self._conditions, Conditions()  # what a check finds is told by its own error
+        try:
+            self.require_unchanged()
+        finally:
+            self._conditions = conditions
 
     # ---- comparing: a few microseconds a module ----
 

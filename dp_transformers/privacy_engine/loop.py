@@ -89,7 +89,7 @@ class PrivateLoop:
         """Drop an unfinished draw, and count it as a step."""
         if self.step.drop():
             self.run.spend_step(self.step.number)
-        self.clipper.conditions.require()
+        self.clipper.conditions.begin()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -123,7 +123,7 @@ class PrivateLoop:
         self._shown = {}
         if sys.exc_info()[1] is not None:
             return
-        self.clipper.conditions.require()
+        self.clipper.conditions.begin()
         if unfinished:
             raise ValueError(
                 "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not "

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import TrainerCallback
 
-from dp_transformers import PerExampleClipper, PrivacyEngine
+from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
 from dp_transformers.clipping.conditions import Conditions
 from dp_transformers.clipping.model_state import ModelState
 
@@ -28,6 +29,8 @@ class Base(nn.Module):
         self.deep[1]["inner"].kind = "sparse"
         self.large, self.large_array = nn.Parameter(torch.zeros(70_001), requires_grad=False), np.zeros(70_000)
         self.listed, self.many = [torch.zeros(3), np.zeros(3)], {k: [0.0] for k in range(1000)}
+
+    remembers = False
 
     def forward(self, x):
         self.change(x)
@@ -247,8 +250,6 @@ def test_nothing_is_found_where_nothing_changed():
 class Remembers(Base):
     """It writes past autograd's count of changes, once it was checked."""
 
-    remembers = False
-
     def change(self, x):
         if self.remembers:
             self.mean.data.copy_(x.detach()[0])
@@ -285,6 +286,100 @@ def test_what_the_device_tells_later_is_heard_before_anything_is_released(end):
                 model(x).square().sum(1).mean().backward()
                 optimizer.step()
     if end == "step":
-        with pytest.raises(ValueError, match="without a loss.backward"):
+        with pytest.raises(ValueError, match="'mean' of the model changed"):
             optimizer.step()  # nor when it is asked a second time
     assert engine.steps == (end == "drop") and torch.equal(model.layer.weight, before)
+
+
+LOOKS = []  # not empty while a loop looks at the model
+WRITES = {
+    "buffer": lambda self, x: LOOKS and self.mean.data.copy_(x.detach()[0]),
+    "switch": lambda self, x: LOOKS and setattr(self, "switch", True),
+}
+
+
+def stacked(rows):
+    return {"x": torch.stack([row["x"] for row in rows])}
+
+
+def looks_again(model, x, how):
+    """A loop goes forward once more, to look at the model, and catches what it is told."""
+    LOOKS.append(how)
+    try:
+        with torch.set_grad_enabled(how == "with a graph"):
+            model(x)
+    except ValueError:
+        pass
+    LOOKS.clear()
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("written", WRITES)
+@pytest.mark.parametrize("how", ["with a graph", "without"])
+@pytest.mark.parametrize("last", [True, False], ids=["after the last batch", "between batches"])
+def test_an_error_that_a_loop_of_ones_own_catches_is_not_forgotten(written, how, last):
+    """What was refused stays refused until the draw is dropped, and then the next one is released."""
+    model, engine = change(change=WRITES[written]), PrivacyEngine(dp_seed=0)
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 3)), 10),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        max_physical_batch_size=2,
+    )
+    engine.clipper.check((torch.randn(2, 3),), {})
+    before, refused = model.layer.weight.clone(), ""
+    for (x,) in loader:
+        try:
+            model(x).square().sum(1).mean().backward()
+            if (model.layer.weight.grad is not None) == last:  # a loop sees the sum of a whole draw
+                looks_again(model, x, how)
+            optimizer.step()
+        except ValueError as e:
+            refused = str(e)
+            with pytest.raises(ValueError, match="of the model changed|without a loss.backward"):
+                optimizer.step()  # nor when it is asked a second time
+            assert engine.steps == 0 and torch.equal(model.layer.weight, before)
+            engine.drop_draw()
+            break
+    assert "of the model changed in a forward or backward pass" in refused
+    for (x,) in loader:
+        model(x).square().sum(1).mean().backward()
+        optimizer.step()
+    assert engine.steps > 2 and not torch.equal(model.layer.weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("written", WRITES)
+@pytest.mark.parametrize("how", ["with a graph", "without"])
+def test_an_error_that_a_trainer_catches_is_not_forgotten(written, how, tmp_path):
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            due.extend(["look"] * (state.global_step == 2))
+
+    def losses_of(model, inputs):
+        losses = model(inputs["x"]).square().sum(1)
+        while due:
+            looks_again(model, inputs["x"], due.pop() and how)
+        return losses
+
+    model, due = change(change=WRITES[written]), []
+    args = DPTrainingArguments(
+        tmp_path,
+        max_steps=5,
+        expected_batch_size=10,
+        per_device_train_batch_size=2,
+        noise_multiplier=1.0,
+        target_delta=1e-3,
+        report_to=[],
+        save_strategy="no",
+    )
+    rows = [{"x": row} for row in torch.randn(40, 3)]
+    trainer = DPTrainer(
+        model, args, train_dataset=rows, per_example_loss_func=losses_of, callbacks=[Begins()], data_collator=stacked
+    )
+    with pytest.raises(ValueError, match="of the model changed in a forward or backward pass"):
+        trainer.train()
+    assert trainer.state.global_step == 2
