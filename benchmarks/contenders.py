@@ -1,11 +1,12 @@
-"""Who is compared: plain training, this library in its modes, Opacus. Each returns two phases: clipped gradient, and
-noise and step.
+"""Who is compared: plain training, this library in its modes, Opacus, opake. Each returns two phases: clipped
+gradient, and noise and step.
 
 All step with SGD, which costs least: a dearer optimizer would only hide what privacy adds.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from dp_transformers.noise.add_noise import add_noise_and_divide
 from dp_transformers.noise.generators import GaussianNoise
 
 from .harness import Contender, Phase
+from .models import Losses
 
 MODES = ("auto", "book_keeping", "ghost")
 PER_LAYER = "per_layer"  # book-keeping with a bound for each layer, which keeps nothing
@@ -107,6 +109,46 @@ def opacus(task: Task, mode: str) -> Sequence[Phase]:
     return backward, step
 
 
+def opake(task: Task) -> Sequence[Phase]:
+    """opake's clipped gradients and noise: by vmap, with its own kernels where it has any."""
+    from opake.dpsgd.clipping import clipped_grad
+    from opake.dpsgd.noise import gaussian_noise
+    from opake.exceptions import ConfigurationError
+    from opake.patches.transformers import apply_transformers_model_patches
+    from opake.random import key
+    from peft import PeftModel
+
+    assert isinstance(task.losses, Losses), "opake is given the rows of a batch"
+    model, losses, latest = task.build().to(task.device), task.losses, {}
+    with contextlib.suppress(ConfigurationError):  # it has no kernels for this architecture
+        apply_transformers_model_patches(model.get_base_model() if isinstance(model, PeftModel) else model)
+    optimizer = task.start(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def loss(values: dict[str, torch.Tensor], row: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {name: x[None] for name, x in row.items() if name != "targets"}
+        with torch.autocast(task.device.type, dtype=torch.bfloat16, enabled=task.bf16):
+            logits = torch.func.functional_call(model, values, (), inputs).logits
+            return losses.of(logits, row["targets"][None]).sum()
+
+    clipped, clipping_state = clipped_grad(loss, clipping_norm=MAX_GRAD_NORM)
+    noised, noise_state = gaussian_noise(noise_multiplier=NOISE_MULTIPLIER, key=key(0))
+    rows = {**losses.batch, "targets": losses.targets}
+
+    def backward() -> None:
+        latest.clear()
+        values = {name: p.detach() for name, p in parameters.items()}
+        latest["sum"] = clipped(values, rows, state=clipping_state)[0]
+
+    def step() -> None:
+        noisy = noised(latest["sum"], noise_state)[0].pytree
+        for name, p in parameters.items():
+            p.grad = noisy[name] / task.size
+        optimizer.step()
+
+    return backward, step
+
+
 def for_opacus(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """``build`` with the layers that Opacus cannot do replaced by its own: recurrent ones and multi-head attention."""
 
@@ -129,4 +171,6 @@ def field(task: Task, *, peers: bool, modes: Sequence[str] = MODES) -> dict[str,
     if peers:
         fixed = replace(task, build=for_opacus(task.build))
         contenders |= {f"opacus {mode}": partial(opacus, fixed, mode) for mode in ("ghost", "hooks")}
+        if isinstance(task.losses, Losses):
+            contenders["opake"] = partial(opake, task)
     return contenders

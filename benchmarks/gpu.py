@@ -1,13 +1,14 @@
-"""One table for one card: speed, memory and largest batch at the shapes of BERT-base and Llama-3.2-1B.
+"""One table for one card: speed, memory and largest batch at the sizes of models that people fine-tune.
 
     python -m benchmarks.gpu
     python -m benchmarks.gpu --models llama-1b-lora --lengths 512 --dtypes bf16 --json gpu.json
+    python -m benchmarks.gpu --device cpu --dtypes fp32 --layers 1 --tokens-per-batch 1024
     python -m benchmarks.gpu --toy
 
-The weights are random. Full fine-tuning and LoRA are measured beside plain training and Opacus. A step is one physical
-batch, noise and the optimizer. Every contender takes turns with plain training alone, so that no more than two models
-lie on the card. The largest batch is the one that the card's memory has room for. --toy does all of this with tiny
-models, on the CPU unless --device says otherwise.
+The weights are random. Full fine-tuning and LoRA are measured beside plain training, Opacus and opake. A step is one
+physical batch, noise and the optimizer. Every contender takes turns with plain training alone, so that no more than
+two models lie on the card. The largest batch is the one that the card's memory has room for. --toy does all of this
+with tiny models, on the CPU unless --device says otherwise.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from .report import table
 
 SHAPES = {
     "bert-base": Shape(width=768, layers=12, vocabulary=30522),
+    "modernbert-base": Shape(width=768, layers=22, vocabulary=50368, inner=1152),
+    "smollm2-135m": Shape(width=576, layers=30, vocabulary=49152, inner=1536, key_value_heads=3, tied=True),
     "llama-1b": Shape(width=2048, layers=16, vocabulary=128256, inner=8192, key_value_heads=8, tied=True),
+    "llama-8b": Shape(width=4096, layers=32, vocabulary=128256, inner=14336, key_value_heads=8, head_width=128),
 }
+KINDS = {"bert-base": "bert", "modernbert-base": "modernbert"}  # the others are Llamas
 TOY = Shape(width=64, layers=1, vocabulary=50)
 MODES = ("auto", "ghost")
 COLUMNS = ("ratio", "tokens_per_second", "peak_mb", "peak_of_plain", "largest_batch", "largest_of_plain")
@@ -37,11 +42,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     p = parser(__doc__)
     p.set_defaults(device=None)
     models = [*SHAPES, *(f"{name}-lora" for name in SHAPES)]
-    p.add_argument("--models", nargs="+", choices=models, default=models)
+    default = [name for name in models if name.startswith(("bert-base", "llama-1b"))]
+    p.add_argument("--models", nargs="+", choices=models, default=default)
+    p.add_argument("--layers", type=int, help="fewer layers than the model has")
+    p.add_argument("--vocabulary", type=int, help="a smaller vocabulary than the model has")
     p.add_argument("--lengths", nargs="+", type=int, default=[128, 512], help="tokens per example")
     p.add_argument("--tokens-per-batch", type=int, default=8192, help="physical batch: this many tokens")
     p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes, and per_layer")
     p.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="bf16 is autocast")
+    p.add_argument("--budget-gb", type=float, default=16.0, help="memory that the largest batch has on the CPU")
     p.add_argument("--toy", action="store_true", help="tiny models and batches, to see that everything runs")
     args = p.parse_args(argv)
     args.device = args.device or ("cpu" if args.toy else "cuda")
@@ -52,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif args.quick:
         args.lengths, args.dtypes = [128], ["bf16"]
     benchmark = Benchmark("gpu", args)
-    budget = 1e9 if args.device == "cpu" else torch.cuda.get_device_properties(0).total_memory
+    budget = args.budget_gb * 1e9 if args.device == "cpu" else torch.cuda.get_device_properties(0).total_memory
     lines = []
     for model in args.models:
         for tokens in args.lengths:
@@ -83,9 +92,11 @@ def measured(benchmark: Benchmark, case: Row, budget: float) -> list[Row]:
 
 def contenders_of(benchmark: Benchmark, case: Row, size: int) -> dict[str, Contender]:
     name = case["model"]
-    shape = TOY if benchmark.args.toy else SHAPES[name.removesuffix("-lora")]
-    shape = replace(shape, tokens=case["tokens"], size=size)
-    kind = name.replace("-base", "").replace("-1b", "")
+    base = name.removesuffix("-lora")
+    shape = TOY if benchmark.args.toy else SHAPES[base]
+    smaller = {k: v for k in ("layers", "vocabulary") if (v := getattr(benchmark.args, k)) is not None}
+    shape = replace(shape, tokens=case["tokens"], size=size, **smaller)
+    kind = KINDS.get(base, "llama") + name.removeprefix(base)
     losses = transformer_losses(kind, shape, benchmark.device)
     task = Task(lambda: build_transformer(kind, shape), losses, size, benchmark.device, case["dtype"] == "bf16")
     return field(task, peers=benchmark.args.peers, modes=benchmark.args.modes)

@@ -3,14 +3,13 @@ paper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-KINDS = ("bert", "gpt2", "llama", "vit")  # each also as "…-lora"
+KINDS = ("bert", "gpt2", "llama", "modernbert", "vit")  # each also as "…-lora"
 PATCH = 4  # side of a ViT patch in pixels
 
 
@@ -24,13 +23,14 @@ class Shape:
     tokens: int = 128
     size: int = 16
     rank: int = 16
-    inner: int | None = None  # of Llama's MLP; default: hidden
+    inner: int | None = None  # of the MLP of Llama and ModernBERT; default: hidden
     key_value_heads: int | None = None  # of Llama; default: all heads
+    head_width: int = 64
     tied: bool = False  # whether Llama's head is its embedding
 
     @property
     def heads(self) -> int:
-        return max(1, self.width // 64)
+        return max(1, self.width // self.head_width)
 
     @property
     def hidden(self) -> int:
@@ -51,6 +51,8 @@ def build_transformer(kind: str, shape: Shape) -> nn.Module:
         GPT2LMHeadModel,
         LlamaConfig,
         LlamaForCausalLM,
+        ModernBertConfig,
+        ModernBertForSequenceClassification,
         ViTConfig,
         ViTForImageClassification,
     )
@@ -92,6 +94,15 @@ def build_transformer(kind: str, shape: Shape) -> nn.Module:
                 use_cache=False,
             )
         )
+    elif base == "modernbert":
+        config = ModernBertConfig(
+            **sizes,
+            vocab_size=shape.vocabulary,
+            intermediate_size=shape.inner or shape.hidden,
+            pad_token_id=0,
+            classifier_pooling="mean",
+        )
+        model = ModernBertForSequenceClassification(config)
     elif base == "vit":
         config = ViTConfig(
             **sizes, intermediate_size=4 * shape.width, image_size=shape.image_side, patch_size=PATCH, num_labels=10
@@ -108,30 +119,46 @@ def build_transformer(kind: str, shape: Shape) -> nn.Module:
     return model.train()
 
 
-def transformer_losses(kind: str, shape: Shape, device: torch.device) -> Callable[[nn.Module], torch.Tensor]:
-    """f(model) -> (B,) cross-entropies of one random batch."""
+@dataclass(frozen=True)
+class Losses:
+    """f(model) -> (B,) cross-entropies of one random batch.
+
+    Attributes:
+        batch: What the model is called with, each (B, ...).
+        targets: (B,) classes, or (B, T - 1) tokens.
+    """
+
+    batch: dict[str, torch.Tensor]
+    targets: torch.Tensor
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        return self.of(model(**self.batch).logits, self.targets)
+
+    @staticmethod
+    def of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """(B,) cross-entropies of (B, K) or (B, T, V) logits."""
+        if targets.ndim == 2:
+            logits = logits[:, :-1]
+        losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+        return losses.view(len(logits), -1).mean(1)
+
+
+def transformer_losses(kind: str, shape: Shape, device: torch.device) -> Losses:
     ids = torch.randint(0, shape.vocabulary, (shape.size, shape.tokens), device=device)
     batch = {"input_ids": ids}
     if kind.startswith("vit"):
         batch = {"pixel_values": torch.randn(shape.size, 3, shape.image_side, shape.image_side, device=device)}
+    elif kind.startswith("modernbert"):
+        batch["attention_mask"] = torch.ones_like(ids)
     elif not kind.startswith(
         "llama"
     ):  # explicit, because Opacus cannot do with the (1, T) that the model makes itself
         batch["position_ids"] = torch.arange(shape.tokens, device=device).repeat(shape.size, 1)
     if kind.startswith("bert"):
         batch["token_type_ids"] = torch.zeros_like(ids)
-    is_language_model = kind.startswith(("gpt2", "llama"))
-    targets = ids[:, 1:] if is_language_model else torch.zeros(shape.size, dtype=torch.long, device=device)
-
-    def losses(model: nn.Module) -> torch.Tensor:
-        logits = model(**batch).logits
-        if is_language_model:
-            logits = logits[:, :-1]
-        return (
-            F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(len(logits), -1).mean(1)
-        )
-
-    return losses
+    if kind.startswith(("gpt2", "llama")):
+        return Losses(batch, ids[:, 1:])
+    return Losses(batch, torch.zeros(shape.size, dtype=torch.long, device=device))
 
 
 class MnistCNN(nn.Sequential):
