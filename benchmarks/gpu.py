@@ -5,10 +5,11 @@
     python -m benchmarks.gpu --device cpu --dtypes fp32 --layers 1 --tokens-per-batch 1024
     python -m benchmarks.gpu --toy
 
-The weights are random. Full fine-tuning and LoRA are measured beside plain training, Opacus and opake. A step is one
-physical batch, noise and the optimizer. Every contender takes turns with plain training alone, so that no more than
-two models lie on the card. The largest batch is the one that the card's memory has room for. --toy does all of this
-with tiny models, on the CPU unless --device says otherwise.
+The weights are random. Full fine-tuning and LoRA are measured beside plain training, Opacus and opake. The table shows
+forward, backward and clipping of one physical batch; *step*, which is printed as it comes, is a whole step of
+--examples-per-step examples with its noise and the optimizer. Every contender takes turns with plain training alone,
+so that no more than two models lie on the card. The largest batch is the one that the card's memory has room for.
+--toy does all of this with tiny models, on the CPU unless --device says otherwise.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--vocabulary", type=int, help="a smaller vocabulary than the model has")
     p.add_argument("--lengths", nargs="+", type=int, default=[128, 512], help="tokens per example")
     p.add_argument("--tokens-per-batch", type=int, default=8192, help="physical batch: this many tokens")
+    p.add_argument("--examples-per-step", type=int, default=256, help="logical batch of the step figure")
     p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes, and per_layer")
     p.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="bf16 is autocast")
     p.add_argument("--budget-gb", type=float, default=16.0, help="memory that the largest batch has on the CPU")
@@ -77,8 +79,9 @@ def measured(benchmark: Benchmark, case: Row, budget: float) -> list[Row]:
     fields = [contenders_of(benchmark, case, batch) for batch in (size // 2, size)]
     names = list(fields[1])
     figures: dict[str, Row] = {}
+    parts = {"step": (benchmark.args.examples_per_step / size, 1), "backward": (1, 0)}
     for name in names[1:]:
-        figures |= benchmark.compare(case, {each: fields[1][each] for each in (names[0], name)})
+        figures |= benchmark.compare(case, {each: fields[1][each] for each in (names[0], name)}, parts)
         release(benchmark)
     memory = peaks(benchmark, {**case, "part": "memory"}, fields, size - size // 2, budget)
     release(benchmark)

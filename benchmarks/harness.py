@@ -40,7 +40,7 @@ Contender = Callable[[], Sequence[Phase]]
 Row = dict[str, Any]
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "numpy", "opacus", "jax")
-WARM_UP = 2  # turns that are not counted
+WARM_UP = 3  # turns that are not counted; in the first ones more of a model is checked
 MEASURED = "measured step"
 
 
