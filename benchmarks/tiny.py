@@ -97,6 +97,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, LENGTHS[0] // 4]},
+    "shieldgemma2": {"yes_token_index": 20, "no_token_index": 30},
     "swin": {"image_size": 64, "window_size": 2},
     "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
     "xlstm": {"hidden_size": 128},

@@ -35,8 +35,14 @@ def test_a_sample_is_exact(task, name):
 
 
 def test_a_refusal_comes_with_its_reason():
+    row = measure("MASKED_LM", "IBertForMaskedLM")
+    assert row["outcome"] == "refused" and "x_min" in row["reason"]
+
+
+def test_batch_normalization_is_refused_while_it_trains_and_exact_while_it_evaluates():
     row = measure("IMAGE_CLASSIFICATION", "ResNetForImageClassification")
-    assert row["outcome"] == "refused" and "BatchNorm" in row["reason"]
+    assert row["outcome"] == "exact" and "BatchNorm" in row[architectures.REFUSED_IN_TRAINING]
+    assert "| 1 | 1 | 1 | 1 | 0" in tables([row])["architectures"][-1]
 
 
 CELL = ("MASKED_LM", "DistilBertForMaskedLM", "book_keeping")

@@ -12,21 +12,29 @@ from typing import Any
 
 from torch import nn
 
+_SWITCHES = ("use_cache", "use_mems_eval", "use_mems_train")  # the last two are XLNet's
+
 
 def configurations(model: nn.Module) -> list[Any]:
     """The configurations of the model and of its parts that say whether a cache is used."""
     found = {id(config): config for m in model.modules() if (config := vars(m).get("config")) is not None}
-    return [config for config in found.values() if isinstance(getattr(config, "use_cache", None), bool)]
+    return [config for config in found.values() if any(_is_on(config, name) is not None for name in _SWITCHES)]
+
+
+def _is_on(config: Any, name: str) -> bool | None:
+    """Whether a cache is on; None where there is no such switch."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, bool) else None
 
 
 @contextmanager
 def without_caches(configs: Iterable[Any]) -> Iterator[None]:
-    """Inside, ``use_cache`` is off in these configurations."""
-    used = [config for config in configs if config.use_cache]
+    """Inside, the caches of these configurations are off."""
+    used = [(config, name) for config in configs for name in _SWITCHES if _is_on(config, name)]
     try:
-        for config in used:
-            config.use_cache = False
+        for config, name in used:
+            setattr(config, name, False)
         yield
     finally:
-        for config in used:
-            config.use_cache = True
+        for config, name in used:
+            setattr(config, name, True)

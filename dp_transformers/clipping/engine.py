@@ -274,6 +274,8 @@ class ClippingEngine:
         )
 
     def _record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
+        if owner.rule.require is not None:
+            owner.rule.require(owner.module)
         forward = cast(ForwardPass, self.forward)  # calls are passed on only after _begin_forward
         if forward.backward is not None:  # activation checkpointing recomputes a call that was counted
             if forward.followed and forward.reentrant:

@@ -18,6 +18,11 @@ HOW_TO_UNCOMPILE = (
     "set module._compiled_call_impl = None. Functions that own no parameters may be compiled."
 )
 
+HOW_BATCH_NORM_MIXES = (
+    "is in training mode or keeps no running statistics, so it mixes examples (batch statistics): replace it "
+    "(GroupNorm), or keep the statistics of pretraining and call its eval() after every model.train()."
+)
+
 _WARNED: set[Hashable] = set()
 
 

@@ -62,6 +62,8 @@ class LayerRule:
         channels_second: The second dimension is special, so examples may not come as flattened rows.
         backward_reads_output: Whether the module's own backward may need its output. False allows the model to
             overwrite that in place.
+        require: ``f(module)``, asked at every call that is recorded, raises ValueError where the module is in a state
+            that mixes examples.
     """
 
     terms: Callable[..., Terms] | None = None
@@ -71,6 +73,7 @@ class LayerRule:
     tapped_inside: bool = False
     channels_second: bool = False
     backward_reads_output: bool = True
+    require: Callable[[Any], None] | None = None
 
 
 _RULES: dict[Callable, LayerRule] = {}  # by the forward of a class

@@ -82,3 +82,13 @@ def test_a_layer_that_fills_a_cache_is_re_run_by_itself():
         norm_error, sum_error, owners = errors(model, mode, {"x": x}, lambda b: model(b["x"]).sum(1), oracle)
         assert max(norm_error, sum_error) <= 1e-5
         assert [owner.path for owner in owners if owner.is_rerun] == ["block"]
+
+
+def test_the_memories_of_xlnet_are_no_outputs():
+    """They come in evaluation alone, with the choices of all examples in one dimension."""
+    sizes = {"vocab_size": 50, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16, "dropout": 0.0}
+    model = hf.XLNetForMultipleChoice(hf.XLNetConfig(**sizes))
+    ids = torch.randint(5, 50, (3, 2, 7))
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(torch.logsumexp(model(ids).logits, 1))
+    assert model.config.use_mems_eval

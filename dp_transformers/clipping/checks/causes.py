@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
-from ..errors import SelfCheckError, named
+from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, named
 from .synthetic import (
     LossFunction,
     floating_tensors,
@@ -40,10 +40,7 @@ def true_causes(
             ) from error
         norm = next((m for m in engine.model.named_modules() if isinstance(m[1], _BatchNorm) and m[1].training), None)
         if norm is not None and not isinstance(error, SelfCheckError):
-            raise SelfCheckError(
-                f"{named(norm[0], norm[1])} is in training mode, where it mixes examples (batch statistics): replace "
-                "it (GroupNorm), or keep the statistics of pretraining and call its eval() after every model.train()."
-            ) from error
+            raise SelfCheckError(f"{named(norm[0], norm[1])} {HOW_BATCH_NORM_MIXES}") from error
         if (
             engine.trainable.shards or engine.trainable.parallel or not engine.batch_first
         ):  # where a pass of this process's own would leave others waiting

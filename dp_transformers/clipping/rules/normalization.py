@@ -1,16 +1,18 @@
-"""LayerNorm, GroupNorm, InstanceNorm, nn.RMSNorm, and every module that computes an RMS norm (recognised by what it
-computes, not by its name)."""
+"""LayerNorm, GroupNorm, InstanceNorm, batch normalization with fixed statistics, nn.RMSNorm, and every module that
+computes an RMS norm (recognised by what it computes, not by its name)."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..errors import HOW_BATCH_NORM_MIXES
 from ..fallback import substituted
 from ..layer_rule import HasWeight, layer_rule
 from ..terms import Dense, Term, summed
@@ -115,6 +117,22 @@ def instance_norm(
         return F.group_norm(x, x.shape[1], eps=module.eps)  # the same, and faster than F.instance_norm
 
     return _per_channel(module, normalised, backprops, backprops.dim() - dims - 1)
+
+
+def _require_fixed_statistics(module: _BatchNorm) -> None:
+    if module.training or module.running_mean is None or module.running_var is None:
+        raise ValueError(f"a {type(module).__name__} {HOW_BATCH_NORM_MIXES}")
+
+
+@layer_rule(_BatchNorm, channels_second=True, backward_reads_output=False, require=_require_fixed_statistics)
+def batch_norm(
+    module: _BatchNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
+    def normalised() -> torch.Tensor:
+        mean, variance = (cast(torch.Tensor, x).float() for x in (module.running_mean, module.running_var))
+        return F.batch_norm(activations[0].float(), mean, variance, eps=module.eps)
+
+    return _per_channel(module, normalised, backprops)
 
 
 def _eps(module: object) -> float | None:

@@ -164,3 +164,77 @@ def test_layer_norms_over_several_dimensions(data):
     layer = nn.LayerNorm(shape, bias=data.draw(st.booleans()))
     nn.init.normal_(layer.weight)
     assert_exact_in_all_modes(overwritten(layer), torch.randn(data.draw(st.integers(1, 4)), *middle, *shape))
+
+
+# ---- batch normalization with fixed statistics ----
+
+
+def evaluating(dims, **options):
+    """A batch normalization with statistics and weights of its own, which evaluates."""
+    layer = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims](4, **options).eval()
+    for x in (*layer.parameters(), layer.running_mean):
+        nn.init.normal_(x)
+    nn.init.uniform_(layer.running_var, 0.5, 2)
+    return layer
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 6), (5, 4, 3, 2), (5, 4, 3, 2, 2), (2, 4, 1), (5, 4, 0)])
+@pytest.mark.parametrize("eps", [1e-5, 0.5])
+def test_batch_normalization_that_evaluates(shape, eps):
+    layer = evaluating(max(1, len(shape) - 2), eps=eps)
+    assert_exact_in_all_modes(nn.Sequential(layer, nn.Tanh()), torch.randn(shape), self_check=len(shape) > 2)
+    with PerExampleClipper(layer, 1.0) as clipper:
+        clipper.backward(layer(torch.randn(shape)).flatten(1).sum(1))
+        assert not any(owner.is_rerun for owner in clipper.owners)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_batch_normalization_in_another_precision(dtype):
+    layer, x = evaluating(2).to(dtype), torch.randn(5, 4, 3, 2, dtype=dtype)
+    norms = [
+        torch.stack(
+            [g.norm() for g in torch.autograd.grad(layer(row[None]).sin().sum(), list(layer.parameters()))]
+        ).norm()
+        for row in x
+    ]
+    with PerExampleClipper(layer, 1.0) as clipper:
+        got = clipper.backward(layer(x).sin().flatten(1).sum(1))
+    torch.testing.assert_close(
+        got.double(), torch.stack(norms).double(), rtol=0.02 if dtype == torch.bfloat16 else 1e-5, atol=0
+    )
+
+
+class Switches(nn.Module):
+    """Its normalization trains while it runs, and at no other time."""
+
+    def __init__(self, trains=True):
+        super().__init__()
+        self.norm, self.trains = evaluating(1, momentum=0.0), trains
+
+    def forward(self, x):
+        self.norm.train(self.trains)
+        x = self.norm(x)
+        self.norm.eval()
+        return x
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("model", [Switches, lambda: nn.BatchNorm1d(4, track_running_stats=False).eval()])
+def test_batch_normalization_that_mixes_is_refused_whenever_it_runs(model, self_check):
+    model, x = model(), torch.randn(5, 4)
+    with PerExampleClipper(model, 1.0, self_check=self_check) as clipper:
+        with pytest.raises(ValueError, match=r"BatchNorm1d.*mixes examples.*eval\(\) after every"):
+            clipper.backward(model(x).square().sum(1))
+        with torch.no_grad():
+            model(x)
+        with clipper.suspended():
+            model(x).sum().backward()
+
+
+def test_batch_normalization_that_mixes_is_refused_after_it_was_right():
+    model, x = Switches(trains=False), torch.randn(5, 4)
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(model(x).square().sum(1))
+        model.trains = True
+        with pytest.raises(ValueError, match="BatchNorm1d.*mixes examples"):
+            clipper.backward(model(x).square().sum(1))
