@@ -143,6 +143,8 @@ def parse_arguments(description: str, data: type, model: type, training: type) -
     args = parsed[-1]
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("dp_transformers").setLevel(logging.WARNING if args.process_index == 0 else logging.ERROR)
+    # TRL's own functions cannot be hashed, so that datasets does not keep what they made
+    logging.getLogger("datasets.fingerprint").setLevel(logging.ERROR)
     # peft
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     set_seed(args.seed)

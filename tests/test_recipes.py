@@ -5,6 +5,7 @@ import csv
 import gzip
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -765,11 +766,14 @@ def test_conversations_train_go_on_and_end_with_the_table(
 ):
     flags = [*lm_flags(conversations, tmp_path), "--train_file", conversations / f"{file}.jsonl", "--max_length", 32, "--max_steps", 2,
              "--save_steps", 1, *own_flags]  # fmt: skip
+    hashing = logging.getLogger("datasets.fingerprint")
+    hashing.setLevel(logging.NOTSET)
     report = call(recipe, *flags, "--noise_multiplier", 2)
     assert report == json.loads((tmp_path / "privacy_report.json").read_text())
     assert (report["num_examples"], report["steps"], report["held_out"]) == (120, 2, 30)
     assert (report["lora_BA_norm"] is None) == ("--full" in own_flags)
     stdout = capsys.readouterr().out
+    assert not hashing.isEnabledFor(logging.WARNING), "users can do nothing about a function of TRL's"
     for word in ("  epsilon ", "without privacy (twin) ", f"dp-transformers report {tmp_path}"):
         assert word in stdout
     if recipe is instruction_tuning:
