@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import count, islice
 
 import assets
 
-INSTRUCTION = "Say in a few words what the call was about and what was done: "
+INSTRUCTION = "Say in a few words what the call was about and what was done."
 OPENINGS = (
     "{caller} called from {place} .",
     "{caller} , a {job} in {place} , was on the line .",
@@ -92,10 +93,12 @@ class CallNote:
         return f"{self.topic} {self.outcome}"
 
 
-def call_notes(how_many: int = 5_000, seed: int = 0) -> list[CallNote]:
+def call_notes(how_many: int = 5_000, seed: int = 0, short: bool = False) -> list[CallNote]:
+    """So many notes; short ones name nobody but the caller."""
     draw = random.Random(seed)
     people, places, jobs = assets.people_places_jobs()
-    return [_note(draw, people, places, jobs) for _ in range(how_many)]
+    notes = (_note(draw, people, places, jobs) for _ in count())
+    return list(islice((note for note in notes if not short or "other" not in note.facts), how_many))
 
 
 def _note(draw: random.Random, people: tuple[list[str], list[str]], places: list[str], jobs: list[str]) -> CallNote:
@@ -155,28 +158,26 @@ def vocabulary() -> list[str]:
 
 
 def instructions() -> list[dict]:
-    """Rows ``{"prompt", "completion"}`` of messages: a note, and its summary."""
+    """Rows ``{"prompt", "completion"}`` of messages: a short note, and its summary."""
     return [
-        {
-            "prompt": [{"role": "user", "content": INSTRUCTION + note.text}],
-            "completion": [{"role": "assistant", "content": note.summary}],
-        }
-        for note in call_notes(2_200)
+        {"prompt": _asked(note), "completion": [{"role": "assistant", "content": note.summary}]}
+        for note in call_notes(8_100, short=True)
     ]
 
 
 def preferences() -> list[dict]:
     """Rows ``{"prompt", "chosen", "rejected"}`` of messages: summaries without names are preferred to those with."""
     draw, rows = random.Random(2), []
-    for note in call_notes(1_200):
-        named = (
-            f"{note.facts['caller'][0]} : {note.summary}"
-            if draw.random() < 0.5
-            else f"{note.summary} ( {note.facts['caller'][0]} )"
-        )
+    for note in call_notes(4_100, short=True):
+        caller = note.facts["caller"][0]
+        named = f"{caller} : {note.summary}" if draw.random() < 0.5 else f"{note.summary} ( {caller} )"
         answers = {"chosen": note.summary, "rejected": named}
         rows.append(
-            {"prompt": [{"role": "user", "content": INSTRUCTION + note.text}]}
+            {"prompt": _asked(note)}
             | {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
         )
     return rows
+
+
+def _asked(note: CallNote) -> list[dict[str, str]]:
+    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": note.text}]

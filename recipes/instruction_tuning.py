@@ -1,6 +1,6 @@
 """Teach a language model to follow instructions, from prompts or chats, with differential privacy.
 
-With no arguments: SmolLM2-135M-Instruct with LoRA learns from 2,000 notes of telephone calls, made by rule, to say in
+With no arguments: SmolLM2-135M-Instruct with LoRA learns from 8,000 notes of telephone calls, made by rule, to say in
 a few words what a call was about and what was done, at epsilon = 8, on the CPU:
 
     python recipes/instruction_tuning.py
@@ -9,9 +9,10 @@ Your own model and rows, a GPU, several processes. A row has "prompt" and "compl
 "messages" (a chat, all of which is trained to be written unless --assistant_only_loss is given), or "text":
 
     accelerate launch recipes/instruction_tuning.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct \\
-        --train_file chats.jsonl --max_length 1024 --lora_layers 0 --target_delta 1e-6 --bf16
+        --train_file chats.jsonl --num_train_epochs 3 --max_length 1024 --lora_layers 0 --target_delta 1e-6 --bf16
 
-    python recipes/instruction_tuning.py --dataset_name trl-lib/Capybara --max_length 1024 --target_delta 1e-6
+    python recipes/instruction_tuning.py --dataset_name trl-lib/Capybara --num_train_epochs 3 --max_length 1024 \\
+        --target_delta 1e-6
 
 The same training without privacy, for comparison:
 
@@ -45,14 +46,14 @@ class DataArguments(fine_tuning.DataArguments):
         default=None,
         metadata={"help": "Hub id or folder of a model; default: SmolLM2-135M-Instruct, fetched with pip."},
     )
-    max_eval_samples: int | None = field(default=200, metadata={"help": "Use only this many held-out examples."})
+    max_eval_samples: int | None = field(default=100, metadata={"help": "Use only this many held-out examples."})
 
 
 @dataclass
 class ModelArguments(fine_tuning.ModelArguments):
     """Which parameters to train, and what to ask at the end."""
 
-    lora_r: int = field(default=4, metadata={"help": "Rank of the LoRA adapters; small ones take less noise."})
+    lora_r: int = field(default=1, metadata={"help": "Rank of the LoRA adapters; small ones take less noise."})
     lora_target_modules: str = field(
         default="all-linear",
         metadata={"help": "Modules that get an adapter: comma-separated names, all-linear, or auto (peft's choice)."},
@@ -62,8 +63,8 @@ class ModelArguments(fine_tuning.ModelArguments):
         metadata={"help": "Adapters in the last X layers only, so that the others cost no backward pass; 0: in all."},
     )
     prompt: str = field(
-        default=call_notes.INSTRUCTION + "Emma Smith called from Bath . The parcel is late . We pay the money back .",
-        metadata={"help": "What the model is asked before and after the training."},
+        default="Emma Smith called from Bath . The parcel is late . We pay the money back .",
+        metadata={"help": "What the model is asked before and after the training, under the rows' system message."},
     )
     max_new_tokens: int = field(default=20, metadata={"help": "Longest answer to it; 0: none."})
 
@@ -80,12 +81,12 @@ class Arguments(fine_tuning.Arguments, DPSFTConfig):
         default=16, metadata={"help": "Physical batch size; no influence on the result."}
     )
     per_device_eval_batch_size: int = field(default=16, metadata={"help": "Batch size of the evaluation."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data, on average."})
+    num_train_epochs: float = field(default=0.125, metadata={"help": "Passes over the data, on average."})
     max_grad_norm: float = field(
         default=0.1, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
     )
     learning_rate: float = field(
-        default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
+        default=2e-3, metadata={"help": "Peak learning rate; private training wants larger ones."}
     )
     max_length: int | None = field(default=128, metadata={"help": "Longer rows are truncated to this many tokens."})
 
@@ -99,11 +100,13 @@ def build_model(path: str, args: ModelArguments):
 
 
 @torch.no_grad()
-def reply(model, tokenizer, args: ModelArguments, in_chat: bool) -> str:
-    """What the model most likely says to the prompt, which is asked as the rows are written: in a chat, or not."""
-    prompt = args.prompt
+def reply(model, tokenizer, args: ModelArguments, row: dict) -> str:
+    """What the model most likely says to the prompt, which is asked as this row is written: in a chat, under its
+    system message, or not."""
+    prompt, told = args.prompt, row.get("messages") or row.get("prompt")
+    in_chat = isinstance(told, list)
     if in_chat:
-        chat = [{"role": "user", "content": prompt}]
+        chat = [message for message in told if message["role"] == "system"] + [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     tokens = tokenizer(prompt, return_tensors="pt", add_special_tokens=not in_chat).to(model.device)
     model.eval()
@@ -123,8 +126,6 @@ def main() -> dict:
         data = fine_tuning.read_examples(data_args, call_notes.instructions, {}, seed=args.seed)
         own_text = (args.dataset_text_field,)
         fine_tuning.check_columns(data, ("prompt", "completion"), ("messages",), own_text)
-        first = data["test"][0]
-        in_chat = isinstance(first.get("messages", first.get("prompt")), list)
         fine_tuning.check_length(args.max_length, tokenizer)
         fine_tuning.check_batch(args, len(data["train"]))
     model = build_model(model_path, model_args)
@@ -142,7 +143,7 @@ def main() -> dict:
             fine_tuning.train(trainer)
         perplexities[when] = math.exp(trainer.evaluate()["eval_loss"])
         if model_args.max_new_tokens and trainer.is_world_process_zero():
-            replies[f"reply_{when}"] = reply(model, tokenizer, model_args, in_chat)
+            replies[f"reply_{when}"] = reply(model, tokenizer, model_args, data["test"][0])
     trainer.save_model()
     outcome = Outcome(
         "perplexity after",

@@ -1,6 +1,6 @@
 """Teach a language model which of two answers people prefer (DPO), with differential privacy.
 
-With no arguments: SmolLM2-135M-Instruct with LoRA learns from 1,000 pairs, made by rule from notes of telephone calls,
+With no arguments: SmolLM2-135M-Instruct with LoRA learns from 4,000 pairs, made by rule from notes of telephone calls,
 to leave names out of summaries, at epsilon = 8, on the CPU:
 
     python recipes/preference_tuning.py
@@ -9,9 +9,11 @@ Your own model and preferences, a GPU, several processes. A row has "prompt", "c
 messages:
 
     accelerate launch recipes/preference_tuning.py --model_name_or_path meta-llama/Llama-3.2-1B-Instruct \\
-        --train_file preferences.jsonl --max_length 1024 --lora_layers 0 --target_delta 1e-6 --bf16
+        --train_file preferences.jsonl --num_train_epochs 1 --max_length 1024 --lora_layers 0 \\
+        --target_delta 1e-6 --bf16
 
-    python recipes/preference_tuning.py --dataset_name trl-lib/ultrafeedback_binarized --max_length 1024
+    python recipes/preference_tuning.py --dataset_name trl-lib/ultrafeedback_binarized --num_train_epochs 1 \\
+        --max_length 1024
 
 The same training without privacy, for comparison:
 
@@ -45,14 +47,14 @@ class DataArguments(fine_tuning.DataArguments):
         default=None,
         metadata={"help": "Hub id or folder of a model; default: SmolLM2-135M-Instruct, fetched with pip."},
     )
-    max_eval_samples: int | None = field(default=200, metadata={"help": "Use only this many held-out examples."})
+    max_eval_samples: int | None = field(default=100, metadata={"help": "Use only this many held-out examples."})
 
 
 @dataclass
 class ModelArguments(fine_tuning.ModelArguments):
     """Which parameters to train."""
 
-    lora_r: int = field(default=4, metadata={"help": "Rank of the LoRA adapters; small ones take less noise."})
+    lora_r: int = field(default=1, metadata={"help": "Rank of the LoRA adapters; small ones take less noise."})
     lora_target_modules: str = field(
         default="all-linear",
         metadata={"help": "Modules that get an adapter: comma-separated names, all-linear, or auto (peft's choice)."},
@@ -75,12 +77,12 @@ class Arguments(fine_tuning.Arguments, DPDPOConfig):
         default=8, metadata={"help": "Physical batch size; no influence on the result."}
     )
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Batch size of the evaluation."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data, on average."})
+    num_train_epochs: float = field(default=0.06, metadata={"help": "Passes over the data, on average."})
     max_grad_norm: float = field(
         default=0.1, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
     )
     learning_rate: float = field(
-        default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
+        default=2e-3, metadata={"help": "Peak learning rate; private training wants larger ones."}
     )
     max_length: int | None = field(default=128, metadata={"help": "Longer rows are truncated to this many tokens."})
 

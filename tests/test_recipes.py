@@ -835,10 +835,18 @@ def test_the_model_is_asked_as_the_rows_are_written(conversations):
     model.generate = spy
     tokenizer.pad_token = tokenizer.eos_token
     args = instruction_tuning.ModelArguments(prompt="the film", max_new_tokens=2)
-    for in_chat in (False, True):
-        assert len(instruction_tuning.reply(model, tokenizer, args, in_chat).split()) <= 2
-    the, film = tokenizer.convert_tokens_to_ids(["the", "film"])
-    assert asked == [[0, the, film], [the, film, 1]]
+    the, film, fine = tokenizer.convert_tokens_to_ids(["the", "film", "fine"])
+    chat, system, answer = said("user", "bad"), said("system", "fine"), said("assistant", "bad")
+    for row, tokens in (
+        ({"text": "bad"}, [0, the, film]),
+        ({"prompt": "bad", "completion": "bad"}, [0, the, film]),
+        ({"prompt": chat, "completion": answer}, [the, film, 1]),
+        ({"messages": chat + answer}, [the, film, 1]),
+        ({"prompt": system + chat, "completion": answer}, [fine, 1, the, film, 1]),
+        ({"messages": system + chat + answer}, [fine, 1, the, film, 1]),
+    ):
+        assert len(instruction_tuning.reply(model, tokenizer, args, row).split()) <= 2
+        assert asked.pop() == tokens
 
 
 @pytest.mark.parametrize(
@@ -861,10 +869,11 @@ def test_rows_of_another_kind_are_refused_in_one_line(recipe, needed, conversati
 def test_default_conversations_are_notes_and_their_summaries(monkeypatch):
     monkeypatch.setattr(assets, "people_places_jobs", lambda: ((["Ann"], ["Actor"]), ["Bath"], ["gas fitter"]))
     instructions, preferences = call_notes.instructions(), call_notes.preferences()
-    assert (len(instructions), len(preferences)) == (2_200, 1_200)
+    assert (len(instructions), len(preferences)) == (8_100, 4_100)
     for row in [*instructions, *preferences]:
-        (asked,) = row["prompt"]
-        assert asked["role"] == "user" and "Ann Actor" in asked["content"]
+        told, asked = row["prompt"]
+        assert told == {"role": "system", "content": call_notes.INSTRUCTION}
+        assert asked["role"] == "user" and asked["content"].count("Ann Actor") == 1, "the caller alone is named"
         (answer,) = row.get("completion") or row["chosen"]
         assert answer["role"] == "assistant" and "Ann" not in answer["content"]
     for row in preferences:
