@@ -127,7 +127,9 @@ def _learn_batch_dims(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]],
             if SHARED in batch_dims[len(ins) :] or known != batch_dims:
                 lost.append(owner)
                 break
-            owner.returned_unbatched_output |= any(x[:1] == (1,) for x in outs)
+            owner.returned_unbatched_output |= any(
+                x[:1] == (1,) and not batch_dim.dim for x, batch_dim in zip(outs, batch_dims[len(ins) :], strict=True)
+            )
     return lost
 
 

@@ -30,6 +30,22 @@ from dp_transformers.clipping.terms import Dense, Outer
 ALL_MODES = sorted(MODES)
 
 
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.Linear])
+def test_one_position_before_the_batch(layer, mode):
+    """A first dimension of one is then that of the positions, and no output that all examples share."""
+    torch.manual_seed(0)
+    model = layer(7, 3)
+    x = torch.randint(7, (1, 4)) if layer is nn.Embedding else torch.randn(1, 4, 7)  # (T, B, ...)
+    gradients = [torch.autograd.grad(model(x[:, i : i + 1]).square().sum(), trainable(model)) for i in range(4)]
+    bound = sorted(length(g) for g in gradients)[1]
+    norms, total = clipped_sum(gradients, bound)
+    clipper = PerExampleClipper(model, bound, mode=mode, batch_first=False)
+    got = clipper.backward(model(x).square().sum((0, 2)))
+    torch.testing.assert_close(got.double(), torch.tensor(norms).double(), rtol=1e-5, atol=0)
+    assert distance([p.grad for p in trainable(model)], total) <= 1e-5 * length(total)
+
+
 @pytest.mark.parametrize("tokens", [SHORT, LONG])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
