@@ -1,4 +1,4 @@
-"""A checkpoint of a PrivacyEngine holds the model, the optimizer and what was spent, in one file."""
+"""A checkpoint of a PrivacyEngine holds the model, the optimizer and what was spent, in one dictionary or file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from ..ledger import PrivacyStateError
 from .loop import PrivateLoop
 
 
+def state_of(
+    loop: PrivateLoop, module: nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a checkpoint holds. All ranks that hold shards call this."""
+    weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.shards))
+    return {**others, "module": weights, "optimizer": moments, "privacy": loop.to_dict()}
+
+
 def save(
     path: str | os.PathLike | IO[bytes],
     loop: PrivateLoop,
@@ -24,8 +32,7 @@ def save(
 ) -> None:
     """Write the file completely or not at all; into a file object that is given, as far as that goes. All ranks that
     hold shards call this; rank 0 writes."""
-    weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.shards))
-    content = {**others, "module": weights, "optimizer": moments, "privacy": loop.to_dict()}
+    content = state_of(loop, module, optimizer, others)
     if distributed.rank() != 0:
         return
     if not isinstance(path, (str, os.PathLike)):
@@ -48,19 +55,29 @@ def load(
     map_location: Any,
 ) -> dict[str, Any]:
     """Go on from a file that :func:`save` wrote, and return the rest of its content."""
-    content = torch.load(path, map_location=map_location, weights_only=True)
+    return go_on_from(
+        torch.load(path, map_location=map_location, weights_only=True), f"'{path}'", loop, module, optimizer
+    )
+
+
+def go_on_from(
+    state: Mapping[str, Any], where: str, loop: PrivateLoop, module: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """Go on from what :func:`state_of` returned, and return the rest of it. ``where`` it is from, for messages."""
+    content = dict(state)
     if "privacy" not in content:
         raise PrivacyStateError(
-            f"'{path}' says nothing of what was spent: load a file that PrivacyEngine.save_checkpoint wrote."
+            f"{where} says nothing of what was spent: load what PrivacyEngine.save_checkpoint or state_dict gave."
         )
     moments = content.pop("optimizer", None)
     if optimizer is not None and moments is None:
         raise ValueError(
-            f"'{path}' was saved without the optimizer. Call load_checkpoint without optimizer= and let the optimizer "
+            f"{where} was saved without the optimizer. Call load_checkpoint without optimizer= and let the optimizer "
             "start anew; next time save with save_checkpoint(..., optimizer=optimizer)."
         )
     loop.restore(dict(content.pop("privacy")))
-    _load_full_states(module, content.pop("module"), optimizer, moments, is_sharded=bool(loop.clipper.shards))
+    with loop.loading():
+        _load_full_states(module, content.pop("module"), optimizer, moments, is_sharded=bool(loop.clipper.shards))
     return content
 
 

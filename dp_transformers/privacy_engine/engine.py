@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
 from ..run import PrivacySpent, PrivateRun
 from ..startup_message import Trained, describe, warnings
-from .checkpoints import load, save
+from .checkpoints import go_on_from, load, save, state_of
 from .criterion import check_reduction
 from .loader import steps_per_epoch
 from .loop import PrivateLoop
@@ -454,6 +454,17 @@ class PrivacyEngine:
             PrivacyStateError: the file holds no privacy state, or one of another mechanism, or the ledger lacks steps.
         """
         return load(path, self._made_private(), module, optimizer, map_location)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`save_checkpoint` writes: the state of the model, of the optimizer, and what was spent.
+        With ``accelerator.register_for_checkpointing(engine)`` accelerate saves and loads it."""
+        loop = self._made_private()
+        return state_of(loop, loop.clipper.model, loop.optimizer, {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned, as :meth:`load_checkpoint` does."""
+        loop = self._made_private()
+        go_on_from(state, "the state", loop, loop.clipper.model, loop.optimizer)
 
     def detach(self) -> None:
         """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger.

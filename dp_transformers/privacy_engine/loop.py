@@ -22,6 +22,8 @@ from ..validation import validate_optimizer
 from ..values import StepParameters
 from .loader import PoissonLoader
 
+SIGNATURE = "private_training"  # the key in the optimizer's state that names the engine which counts its steps
+
 
 class PrivateLoop:
     """A private training whose batches, backward passes and steps the user's own code asks for.
@@ -45,13 +47,15 @@ class PrivateLoop:
         self._id, self._planned = self.run.state.run_id, self.run.mechanism.steps
         self._stepped: Given | None = None  # the batch that the last step was for
         self._is_stepping = False  # the optimizer's step has begun and has not returned
-        self._is_suspended = False
+        self._is_suspended = self._is_loading = False
         self._shown: dict[str, float] = {}
         self._plan()
         self.run.begin()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._sign),
+            optimizer.register_load_state_dict_pre_hook(self._require_own),
         ]
         self._show_parameters(0)
 
@@ -182,6 +186,28 @@ class PrivateLoop:
         self.loader.start_at(next_step)
         self._plan(next_step)
         self.run.begin()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, the optimizer may take over the state of the training that :meth:`restore` goes on from."""
+        self._is_loading = True
+        try:
+            yield
+        finally:
+            self._is_loading = False
+
+    def _sign(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
+        state[SIGNATURE] = self._writer
+
+    def _require_own(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
+        """Raise ValueError if the optimizer is loaded with the state of steps that this engine does not count."""
+        if not self._is_loading and state.get(SIGNATURE) != self._writer:
+            raise ValueError(
+                "the private optimizer is loaded with the state of another training, whose steps this engine would "
+                "not count. Save with engine.save_checkpoint and go on with engine.load_checkpoint. With accelerate's "
+                "save_state and load_state, leave model and optimizer out of accelerator.prepare and call "
+                "accelerator.register_for_checkpointing(engine). A state of public data is loaded before make_private."
+            )
 
     # ---- optimizer.step() ----
 

@@ -172,6 +172,8 @@ class DPTrainerMixin(Base):
         with meshes_on_cpu(self.args, self.model):
             super().create_accelerator_and_postprocess()
         reduce_in_float32(self)
+        self.accelerator.register_save_state_pre_hook(_refuse_state_of_accelerate)
+        self.accelerator.register_load_state_pre_hook(_refuse_state_of_accelerate)
 
     @property
     def _run(self) -> PrivateRun:
@@ -468,6 +470,14 @@ def _private_arguments(args: Any, others: Mapping[str, Any]) -> DPTrainingArgume
             "one."
         )
     return args
+
+
+def _refuse_state_of_accelerate(*args: Any) -> None:
+    raise ValueError(
+        "accelerate's save_state and load_state know nothing of the steps that were taken, which epsilon is made of. "
+        "Let the trainer save (save_strategy, or control.should_save = True in a callback), and go on with "
+        "trainer.train(resume_from_checkpoint=...)."
+    )
 
 
 def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> None:
