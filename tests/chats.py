@@ -152,3 +152,34 @@ def assert_exact(private, plain):
     assert max(norms) > bound
     found = [g * private.args.expected_batch_size for g in sums.steps[0]]
     assert distance(found, total) <= 1e-5 * length(total)
+
+
+FOR_NEIGHBOURS = {"max_steps": 3, "max_grad_norm": 0.1, "expected_batch_size": 4, "self_check": False}
+
+
+def assert_neighbours(make, row=3):
+    """Without one row the sum moves by C at most where it was drawn, and not at all elsewhere. ``make`` builds the
+    trainer with FOR_NEIGHBOURS; without noise all else is the same."""
+
+    def sums_of(out):
+        trainer, sums = make(), Sums()
+        draw, drawn = DrawSampler.draw, []
+
+        def with_or_without(sampler):
+            found = draw(sampler)
+            drawn.append(found.indices)
+            return type(found)(found.number, [i for i in found.indices if i != out], found.starts_pass, found.step)
+
+        trainer.add_callback(sums)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DrawSampler, "draw", with_or_without)
+            trainer.train()
+        return drawn, sums.steps
+
+    (drawn, whole), (again, others) = sums_of(None), sums_of(row)
+    size, bound = FOR_NEIGHBOURS["expected_batch_size"], FOR_NEIGHBOURS["max_grad_norm"]
+    assert drawn == again and any(row in indices for indices in drawn)
+    for indices, a, b in zip(drawn, whole, others, strict=False):
+        moved = distance(a, b) * size / bound
+        assert moved <= (1 + 1e-5 if row in indices else 1e-5)
+        assert moved > 0.1 or row not in indices

@@ -1,8 +1,10 @@
 """DPDPOTrainer and DPRewardTrainer against the trainers of TRL on one preference at a time."""
 
+from functools import partial
+
 import pytest
 import torch
-from chats import StopAt, Sums, arguments_of, assert_exact, model, rows, tokenizer
+from chats import FOR_NEIGHBOURS, StopAt, arguments_of, assert_exact, assert_neighbours, model, rows, tokenizer
 from oracle import distance, length, trainable
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForSequenceClassification
@@ -10,7 +12,6 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from dp_transformers import DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardTrainer
 from dp_transformers.reports import certificate
-from dp_transformers.sampling import DrawSampler
 from dp_transformers.trl.dpo_losses import LOSSES
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
@@ -117,34 +118,8 @@ def test_an_adapter_that_is_its_own_reference_is_checked_once(tmp_path, caplog):
 
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
 def test_neighbours_differ_by_one_preference(tmp_path, kind):
-    """Without one preference the sum moves by C at most where it was drawn, and not at all elsewhere."""
-
-    def sums_of(out):
-        changes = {"max_steps": 3, "max_grad_norm": 0.1, "expected_batch_size": 4, "self_check": False}
-        if kind == "dpo":
-            trainer = dpo(*BOTH[0], tmp_path, **changes)
-        else:
-            trainer = reward(DPRewardTrainer, DPRewardConfig, tmp_path, **changes)
-        draw, drawn, sums = DrawSampler.draw, [], Sums()
-
-        def with_or_without(sampler):
-            found = draw(sampler)
-            drawn.append(found.indices)
-            return type(found)(found.number, [i for i in found.indices if i != out], found.starts_pass, found.step)
-
-        trainer.add_callback(sums)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DrawSampler, "draw", with_or_without)
-            trainer.train()
-        return drawn, sums.steps
-
-    drawn, whole = sums_of(None)
-    again, others = sums_of(3)
-    assert drawn == again and any(3 in indices for indices in drawn)
-    for indices, a, b in zip(drawn, whole, others, strict=False):
-        moved = distance(a, b) * 4 / 0.1
-        assert moved <= (1 + 1e-5 if 3 in indices else 1e-5)
-        assert moved > 0.1 or 3 not in indices
+    make = partial(dpo, *BOTH[0]) if kind == "dpo" else partial(reward, DPRewardTrainer, DPRewardConfig)
+    assert_neighbours(lambda: make(tmp_path, **FOR_NEIGHBOURS))
 
 
 def test_a_batch_has_one_row_for_each_preference(tmp_path):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import trl
-from chats import StopAt, arguments_of, assert_exact, model, rows, tokenizer
+from chats import FOR_NEIGHBOURS, StopAt, arguments_of, assert_exact, assert_neighbours, model, rows, tokenizer
 from datasets import Dataset
 from models import VOCABULARY
 from oracle import trainable
@@ -85,6 +85,20 @@ def test_every_mode_is_one_row_at_a_time(tmp_path, mode, lora):
         )
     assert all(torch.equal(a, b) for a, b in zip(*(trainable(t.model) for t in made), strict=True))
     assert_exact(*made)
+
+
+@pytest.mark.parametrize(("data", "lora"), [("text", False), ("chat-completion", True)])
+def test_neighbours_differ_by_one_row(tmp_path, data, lora):
+    peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None
+    assert_neighbours(
+        lambda: DPSFTTrainer(
+            model(),
+            arguments(tmp_path, seed=7, **FOR_NEIGHBOURS),
+            train_dataset=rows(data),
+            processing_class=tokenizer(),
+            peft_config=peft_config,
+        )
+    )
 
 
 # ---- defaults, and what is refused ----
