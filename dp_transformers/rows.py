@@ -98,8 +98,10 @@ def require_known_to_nobody(parts: Sequence[Any]) -> None:
     """Raise ValueError for whoever is called among ``parts`` with a seed of its own, which whoever reads the
     configuration knows."""
     for part in parts:
+        if not callable(part) or isinstance(part, type):
+            continue
         seed = part.keywords.get("seed") if isinstance(part, functools.partial) else getattr(part, "seed", None)
-        if callable(part) and not isinstance(part, type) and isinstance(seed, numbers.Integral):
+        if isinstance(seed, numbers.Integral):
             name = getattr(part.func if isinstance(part, functools.partial) else part, "__name__", type(part).__name__)
             raise ValueError(
                 f"the collator or the data set uses {name} with seed={seed}. If it draws random numbers from that "

@@ -137,6 +137,18 @@ def test_a_collator_that_reads_settings_with_a_seed():
     assert batches(IMAGES, lambda rows: stack(rows[: settings.length]))[Draw(0, [0, 1])].batches
 
 
+class Summary:
+    """As W&B's: it looks every attribute up in a dictionary."""
+
+    def __getattr__(self, name):
+        return {}[name]
+
+
+def test_a_collator_near_an_object_without_attributes():
+    summary = Summary()
+    assert batches(IMAGES, lambda rows: stack(rows) if summary else None)[Draw(0, [0, 1])].batches
+
+
 def test_one_row_of_all_examples():
     with pytest.raises(ValueError, match="made one row of 2 examples.*pads"):
         batches([{"input_ids": torch.ones(3)}] * 4, lambda rows: {"input_ids": torch.ones(1, 6)})[Draw(3, [0, 1])]

@@ -8,6 +8,7 @@ from typing import Any, cast
 from transformers import Trainer, TrainingArguments
 from transformers.debug_utils import DebugOption
 
+RECORD_THE_CONSOLE = {"ClearMLCallback", "CometCallback", "NeptuneCallback", "SwanLabCallback", "WandbCallback"}
 FSDP_FLAG = "ACCELERATE_USE_FSDP"  # `accelerate launch` sets this environment variable
 
 
@@ -115,6 +116,7 @@ def refuse_settings(trainer: Trainer) -> None:
 
 def _refused(trainer: Trainer) -> dict[str, tuple[Any, str]]:
     accelerator = trainer.accelerator
+    trackers = {type(callback).__name__ for callback in trainer.callback_handler.callbacks}
     fsdp_plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return {
         "mixed precision fp16": (
@@ -141,6 +143,11 @@ def _refused(trainer: Trainer) -> dict[str, tuple[Any, str]]:
         "context or sequence parallelism": (
             trainer.get_cp_size() * trainer.get_sp_size() > 1,
             "the positions of an example would lie on several processes; use tensor parallelism or FSDP2",
+        ),
+        "log_raw_metrics beside a tracker that records the console": (
+            getattr(trainer.args, "log_raw_metrics", False) and not trackers.isdisjoint(RECORD_THE_CONSOLE),
+            "the losses without noise are shown there, and would be saved and pushed with it; give report_to a "
+            "tracker that takes metrics alone (tensorboard, trackio, mlflow), or leave log_raw_metrics False",
         ),
         "DeepSpeed": (
             trainer.is_deepspeed_enabled,
