@@ -127,6 +127,7 @@ _OF_OPACUS = {
     "DPDataLoader": "make_private gives back a loader of Poisson draws, and PoissonSampling says what they cost",
     "DPGRU": "train nn.GRU itself",
     "DPLSTM": "train nn.LSTM itself",
+    "DPLightningDataModule": "call make_private in configure_optimizers, and give its loader back in train_dataloader",
     "DPMultiheadAttention": "train nn.MultiheadAttention itself",
     "DPOptimizer": "make_private hooks the optimizer that you have; noise of your own is a Noise in a Mechanism",
     "DPRNN": "train nn.RNN itself",

@@ -142,7 +142,12 @@ def test_accountants_of_opacus(name, instead):
 
 
 @pytest.mark.parametrize(
-    ("name", "ours"), [("BatchMemoryManager", "max_physical_batch_size"), ("GradSampleModule", "PerExampleClipper")]
+    ("name", "ours"),
+    [
+        ("BatchMemoryManager", "max_physical_batch_size"),
+        ("GradSampleModule", "PerExampleClipper"),
+        ("DPLightningDataModule", "configure_optimizers"),
+    ],
 )
 def test_names_of_opacus_say_what_does_it_here(name, ours):
     with pytest.raises(ImportError, match=ours):
