@@ -56,13 +56,13 @@ def plain(task: Task) -> Sequence[Phase]:
     return backward, optimizer.step
 
 
-def ours(task: Task, mode: str) -> Sequence[Phase]:
+def ours(task: Task, mode: str, memory_budget: float | None = None) -> Sequence[Phase]:
     model = task.build().to(task.device)
     optimizer = task.start(model)
     clipping = FlatClipping(MAX_GRAD_NORM)
     if mode == PER_LAYER:
         clipping, mode = PerLayerClipping(clipping), "book_keeping"
-    clipper = PerExampleClipper(model, clipping, mode=mode)
+    clipper = PerExampleClipper(model, clipping, mode=mode, memory_budget=memory_budget)
     noise, std = GaussianNoise(), NOISE_MULTIPLIER * clipping.sensitivity
 
     def backward() -> None:

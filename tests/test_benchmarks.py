@@ -17,6 +17,7 @@ SMALLEST = {
                    "--modes", "auto", "book_keeping", "ghost", "per_layer"],
     "gpu": ["--toy", "--models", "bert-base", "llama-1b-lora", "--dtypes", "fp32", "--modes", "auto"],
     "memory": [*TINY, "--models", "gpt2", "--lengths", "8", "--tokens-per-batch", "64", "--modes", "auto"],
+    "budget": [*TINY, "--tokens", "16", "--batch", "2", "--budgets", "0.5", "--settings", "1"],
     "trainer": [*TINY, "--tokens", "8", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "bert"],
     "trl": [*TINY, "--tokens", "8", "--shortest", "4", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "llama-lora"],
     "layers": ["--layers", "linear", "embedding", "--batch-sizes", "4", "--memory"],

@@ -27,6 +27,7 @@ from .clipping_functions import ClippingFunction
 from .coefficients import checked_clipping
 from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
+from .memory import MemoryBudget
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
@@ -57,6 +58,9 @@ class PerExampleClipper:
             them from the model's outputs alone. One that uses a parameter directly (weight decay, say) is refused.
         batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the
             second.
+        memory_budget: How many bytes a backward pass may keep beyond what the mode keeps ("auto", "book_keeping" or
+            "ghost"), to save time, see :mod:`dp_transformers.clipping.memory`. What saves most for each byte comes
+            first.
 
     Raises:
         ValueError: nothing to train, unknown mode, or a bound that is not a number, or too small.
@@ -82,6 +86,7 @@ class PerExampleClipper:
         *,
         self_check: bool = True,
         batch_first: bool = True,
+        memory_budget: float | None = None,
     ):
         if not (batch_first or self_check):
             raise ValueError(
@@ -97,6 +102,7 @@ class PerExampleClipper:
             clipping=self.clipping,
             batch_first=batch_first,
             before_forward=self._before_forward,
+            memory=None if memory_budget is None else MemoryBudget(memory_budget),
         )
         self._engine.on_outputs = self._after_forward
         self.attach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -22,6 +23,7 @@ from .gradient_sums import GradientSums
 from .groups import ParameterGroup, parameter_groups
 from .hooks import HookedModel, refuse_attached
 from .loss_graph import LossGraph
+from .memory import MemoryBudget, Plan
 from .model_state import ModelState
 from .modes import MODES, Mode
 from .owners import Owner, assign_owners, refuse_escape
@@ -61,6 +63,7 @@ class ClippingEngine:
         batch_first: False where inputs and outputs of two and more dimensions have the batch in the second.
         before_forward: ``f(args, kwargs)``, before every forward pass that is recorded; may raise, check the model or
             attach it anew.
+        memory: What may be kept beyond what the mode keeps; None is nothing.
 
     Attributes:
         trainable, owners, state, sums: What :meth:`attach` found out.
@@ -88,8 +91,10 @@ class ClippingEngine:
         clipping: ClippingFunction | None = None,
         batch_first: bool = True,
         before_forward: Callable[[tuple, dict], None] = lambda args, kwargs: None,
+        memory: MemoryBudget | None = None,
     ):
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
+        self._memory = memory
         self.owners: list[Owner] = []
         self._clipping, self.conditions = clipping, Conditions()
         self.forward: ForwardPass | None = None
@@ -126,6 +131,8 @@ class ClippingEngine:
         if not is_known:
             trainable = TrainableParameters(self.model)
             self.mode.refuse(trainable)
+            if self._memory is not None:
+                self._memory.refuse(self.mode.name, trainable)
             self.trainable, self.sums = trainable, GradientSums(trainable)
             self.owners = assign_owners(self.model)
             self.clip_by(self._clipping)
@@ -291,6 +298,9 @@ class ClippingEngine:
             forward.reentrant = True
             return None
         call = RecordedCall(owner, forward, args, kwargs, output, first_node)
+        if forward.backward is None:
+            for p in owner.names:
+                forward.returned[p] += call.outputs[0].numel()
         owner.random_state = None  # of no use any more, and nobody shall find it in a saved model
         return tapped(call)
 
@@ -360,10 +370,12 @@ class ClippingEngine:
                 graph = LossGraph(losses, forward)
                 clip = partial(coefficients, weights_b=weights_b, reduce=reduce)
                 sums = None if norms_only else self.sums
-                backward = self.mode.begin(forward, groups or self.groups, clip, sums, graph)
+                plan = self.plan(forward, groups or self.groups)
+                mode = MODES["book_keeping"] if plan is not None and plan.one_pass else self.mode
+                backward = mode.begin(forward, groups or self.groups, clip, sums, graph, plan)
                 self.go_back(forward, backward)
                 self.sums.watch()
-                graph.go_back(retain_graph=not self.mode.one_pass)
+                graph.go_back(retain_graph=not mode.one_pass)
                 self._refuse_escapes(graph)
                 self.sums.end_watch()
                 self.norms_b = backward.finish()
@@ -418,6 +430,17 @@ class ClippingEngine:
             raise
         if (loop := self._loop_in_charge) is not None:
             loop.after_sum(losses_b, weights_b)
+
+    def plan(self, forward: ForwardPass, groups: Sequence[ParameterGroup]) -> Plan | None:
+        """What to keep; None leaves that to the mode: without a budget, and for groups that are clipped by themselves,
+        of which nothing is kept for long."""
+        if self._memory is None or len(groups) > 1:
+            return None
+        shards = self.trainable.shards
+        plan = self._memory.plan(forward, one_pass=self.mode.one_pass)
+        if shards and not self.mode.one_pass and shards.any_rank(not plan.one_pass, forward.probe.device):
+            return replace(plan, one_pass=False, instances={})  # autograd reduces whatever it sums
+        return plan
 
     # ---- gradients that no tap saw ----
 

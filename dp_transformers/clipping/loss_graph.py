@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -66,10 +68,13 @@ class LossGraph:
         """A trainable parameter that reaches the losses past the taps, if there is one."""
         return parameter_outside_calls(self.losses, Tap._backward_cls, self.forward.trainable.parameter_of)
 
-    def fill_gradients(self, coef_b: torch.Tensor) -> None:
-        """Let autograd add the gradient of ``coef_b · losses`` to every ``grad``, summed over ranks."""
+    def fill_gradients(self, coef_b: torch.Tensor, without: Collection[nn.Parameter] = ()) -> None:
+        """Let autograd add the gradient of ``coef_b · losses`` to every ``grad``, summed over ranks, but to those of
+        the parameters ``without``, of which the graph then computes none."""
         trainable = self.forward.trainable
-        shards, parameters = trainable.shards, trainable.parameters
+        shards, parameters = trainable.shards, [p for p in trainable.parameters if p not in without]
+        if not parameters:
+            return
         for p in parameters:
             if p.grad is None and not shards:
                 p.grad_dtype = sum_dtype(p)

@@ -38,6 +38,7 @@ from .coefficients import Coefficients
 from .gradient_sums import GradientSums
 from .groups import ParameterGroup
 from .loss_graph import LossGraph
+from .memory import Plan
 from .norms import NormAccumulator
 from .owners import Owner
 from .precision import HALF, exact_arithmetic, without_autocast
@@ -74,9 +75,10 @@ class Mode(Protocol):
         clip: Clip,
         sums: GradientSums | None,
         graph: LossGraph | None,
+        plan: Plan | None = None,
     ) -> BackwardPass:
         """A backward pass over ``forward`` begins, which ``graph`` can run again; None where the user runs it. Without
-        ``sums`` it only measures."""
+        ``sums`` it only measures. ``plan`` says of what instances are kept; None leaves it to the terms."""
 
 
 class MeasuringPass:
@@ -85,14 +87,16 @@ class MeasuringPass:
 
     keeps = False
 
-    def __init__(self, forward: ForwardPass, *, instantiate: bool):
-        self.forward, self.instantiate = forward, instantiate
+    def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None):
+        self.forward, self.instantiate, self.plan = forward, instantiate, plan
+        self._given: Sequence[torch.Tensor] = ()  # what the model holds of the call that was reached last
         self.counts = forward.trainable.parallel.counts_norm_of
         self.cache = LastResultCache()
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
         self._closed: set[nn.Parameter] = set()
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+        self._given = saved
         return self
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -107,6 +111,8 @@ class MeasuringPass:
                 "again. Use torch.utils.checkpoint with use_reentrant=False (gradient_checkpointing=True), or switch "
                 "off what runs it again."
             )
+        if self.plan is not None:
+            self.plan.note(self.forward, parameter, term, self._given)
         seen = self._open[parameter]
         seen.append(term.instantiate() if self.keeps and isinstance(term, Dense) else term)
         if len(seen) >= self.forward.uses[parameter]:
@@ -182,8 +188,9 @@ class KeptTerms(MeasuringPass):
         *,
         instantiate: bool = False,
         hand_out: bool = False,
+        plan: Plan | None = None,
     ):
-        super().__init__(forward, instantiate=instantiate)
+        super().__init__(forward, instantiate=instantiate, plan=plan)
         self._clip, self._sums, self._hand_out = clip, sums, hand_out
         self._groups = [_KeptGroup(group, forward) for group in groups]
         self._group_of = {p: group for group in self._groups for p in group.parameters}
@@ -199,7 +206,7 @@ class KeptTerms(MeasuringPass):
 
     def _measure(self, parameter: nn.Parameter, terms: list[Term], group: _KeptGroup) -> list[Term]:
         """Add the norm of the terms to that of the group, and return what is to be kept of them."""
-        terms = merge([t.instantiate() if self.instantiate or t.store_instantiated else t for t in terms])
+        terms = merge([t.instantiate() if self._keeps_instance(parameter, t) else t for t in terms])
         if not self.counts(parameter):
             return terms
         if not self.instantiate and (small := small_gradient(terms)) is not None:
@@ -211,6 +218,11 @@ class KeptTerms(MeasuringPass):
         rounding = SPLIT if any(t.is_bf16 for t in inexact) else FP32
         group.norms.add(measured, position_norms(inexact, self.cache), rounding)
         return terms
+
+    def _keeps_instance(self, parameter: nn.Parameter, term: Term) -> bool:
+        if self.instantiate or self.plan is None:
+            return self.instantiate or term.store_instantiated
+        return self.plan.keeps_instance(parameter, term)
 
     def finish(self) -> torch.Tensor:
         self.close_all()
@@ -277,8 +289,11 @@ class OnePass:
         clip: Clip,
         sums: GradientSums | None,
         graph: LossGraph | None,
+        plan: Plan | None = None,
     ) -> BackwardPass:
-        return KeptTerms(forward, groups, clip, sums, instantiate=self.instantiate, hand_out=self.instantiate)
+        return KeptTerms(
+            forward, groups, clip, sums, instantiate=self.instantiate, hand_out=self.instantiate, plan=plan
+        )
 
 
 @dataclass(frozen=True)
@@ -299,10 +314,11 @@ class TwoPass:
         clip: Clip,
         sums: GradientSums | None,
         graph: LossGraph | None,
+        plan: Plan | None = None,
     ) -> BackwardPass:
         (group,) = groups  # several are refused where they are set
         # the user does not run it, for it is not one pass
-        return _FirstOfTwo(self, forward, group, clip, sums, cast(LossGraph, graph))
+        return _FirstOfTwo(self, forward, group, clip, sums, cast(LossGraph, graph), plan)
 
 
 class _Recomputed:
@@ -345,8 +361,10 @@ class _FirstOfTwo(MeasuringPass):
         clip: Clip,
         sums: GradientSums | None,
         graph: LossGraph,
+        plan: Plan | None,
     ):
-        super().__init__(forward, instantiate=mode.instantiate)
+        super().__init__(forward, instantiate=mode.instantiate, plan=plan)
+        self._instances: dict[nn.Parameter, Term] = {}  # of what needs no second pass
         self._name, self._group, self._clip, self._sums, self._graph = mode.name, group, clip, sums, graph
         self._norms = NormAccumulator()
         self._recomputed = _Recomputed(forward)
@@ -356,10 +374,13 @@ class _FirstOfTwo(MeasuringPass):
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
         self._recomputed.note(owner, saved)
-        return self
+        return super().meet(owner, saved)
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
-        if self.counts(parameter):
+        if self.plan is not None and self.plan.instances.get(parameter):
+            instances = self._instances[parameter] = terms[0].instantiate()
+            self._norms.add(instances.norm())
+        elif self.counts(parameter):
             measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
             self._norms.add(measured, position_norms(terms, self.cache), self._rounding)
 
@@ -377,6 +398,7 @@ class _FirstOfTwo(MeasuringPass):
         # large coefficient raises what fp16 left out when the norms were measured
         bad = clipped.invalid_b is not None or (torch.float16 in self._graph.dtypes and (clipped.of_sum_b > 1).any())
         if trainable.shards.any_rank(bool(bad), clipped.norms_b.device):
+            self._instances.clear()
             whole = clipped._replace(reduce=True)
             kept = KeptTerms(self.forward, [self._group], lambda norm_sq_b, clipping: whole, sums)
             self.forward.go_back(kept)
@@ -388,7 +410,7 @@ class _FirstOfTwo(MeasuringPass):
             # checkpointed blocks draw again what they drew when they were measured
             set_global_state(self._graph.device, self._numbers)
             slack = second_pass_slack(self._graph.device, self._graph.dtypes, convolves=trainable.convolves)
-            self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack))
+            self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack), without=self._instances)
             other = self._recomputed.first_other_than(second.recomputed)
             if trainable.shards.any_rank(other is not None, self.forward.probe.device):
                 trainable.drop_gradients()
@@ -400,6 +422,13 @@ class _FirstOfTwo(MeasuringPass):
                     "often it ran, or is not deterministic. Let it draw from torch's global generator and keep no "
                     "state; for what is not deterministic use clipping_mode='book_keeping', which goes back once."
                 )
+            self._add_instances(clipped, sums)
+
+    def _add_instances(self, clipped: Coefficients, sums: GradientSums) -> None:
+        device = self.forward.probe.device
+        with exact_arithmetic(device):
+            for parameter in list(self._instances):
+                sums.add(parameter, [_weighted_sum(self._instances.pop(parameter), clipped, device)])
 
 
 class _SecondOfTwo:

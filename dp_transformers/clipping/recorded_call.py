@@ -74,6 +74,7 @@ class ForwardPass:
         self.is_current = True  # until another pass takes its place, or a backward pass has used it
         self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
         self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
+        self.returned: Counter[nn.Parameter] = Counter()  # numbers in the first output of those calls
         self.positions: set[int] = set()  # how many an example may have
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward

@@ -54,7 +54,8 @@ class UserBackward:
             scale = forward.batch_size if self._loss_reduction == "mean" else 1
             return coefficients(norm_sq_b, clipping=clipping, weights_b=weights_b, scale=scale, reduce=reduce)
 
-        backward = engine.mode.begin(forward, engine.groups, clip, engine.sums, None)
+        plan = engine.plan(forward, engine.groups)
+        backward = engine.mode.begin(forward, engine.groups, clip, engine.sums, None, plan)
         engine.go_back(forward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, forward, backward))
 

@@ -170,6 +170,7 @@ class PrivacyEngine:
         fill_physical_batches: bool = False,
         clipping: str = "flat",
         clipping_mode: str = "auto",
+        memory_budget: float | None = None,
         poisson_sampling: bool = True,
         self_check: bool = True,
         max_examples_per_person: int = 1,
@@ -208,6 +209,9 @@ class PrivacyEngine:
                 mechanism.
             clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or
                 ``loss_reduction="none"`` also "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
+            memory_budget: How many bytes of each device a backward pass may keep beyond what the clipping mode keeps,
+                to save time; what saves most for each byte comes first. The modes are "auto", "book_keeping" and
+                "ghost".
             poisson_sampling: It must be True, since ε is that of Poisson sampling.
             self_check: Whether clipping is compared with one example at a time, on synthetic input, before the first
                 step.
@@ -239,6 +243,7 @@ class PrivacyEngine:
             fill_physical_batches=fill_physical_batches,
             clipping=clipping,
             clipping_mode=clipping_mode,
+            memory_budget=memory_budget,
             poisson_sampling=poisson_sampling,
             self_check=self_check,
             loss_bound=loss_bound,
@@ -285,8 +290,8 @@ class PrivacyEngine:
             epochs: The number of passes over the loader that is planned.
             max_grad_norm: The bound C on each example's gradient norm.
             options: ``criterion``, ``loss_reduction``, ``batch_first``, ``max_physical_batch_size``,
-                ``fill_physical_batches``, ``clipping``, ``clipping_mode``, ``poisson_sampling``, ``self_check``,
-                ``loss_bound`` and ``loss_noise_factor``, as in :meth:`make_private`.
+                ``fill_physical_batches``, ``clipping``, ``clipping_mode``, ``memory_budget``, ``poisson_sampling``,
+                ``self_check``, ``loss_bound`` and ``loss_noise_factor``, as in :meth:`make_private`.
         """
         self._require_unused()
         if not 0 < epochs < math.inf:

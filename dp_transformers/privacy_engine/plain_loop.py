@@ -39,6 +39,7 @@ class LoopOptions(TypedDict, total=False):
     fill_physical_batches: bool
     clipping: str
     clipping_mode: str
+    memory_budget: float | None
     poisson_sampling: bool
     self_check: bool
     loss_bound: float | None
@@ -62,6 +63,7 @@ class PlainLoop:
     fill_physical_batches: bool = False
     clipping: str = "flat"
     clipping_mode: str = "auto"
+    memory_budget: float | None = None
     poisson_sampling: bool = True
     self_check: bool = True
     loss_bound: float | None = None
@@ -136,6 +138,7 @@ class PlainLoop:
             mode=self.clipping_mode,
             self_check=self.self_check,
             batch_first=self.batch_first,
+            memory_budget=self.memory_budget,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(clipper.detach)

@@ -15,6 +15,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from ..accounting.accountants import check_accountant
 from ..clipping.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
+from ..clipping.memory import MemoryBudget
 from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit, Release
 from ..noise import IndependentNoise
@@ -57,6 +58,9 @@ class DPTrainingArguments(TrainingArguments):
         clipping_mode (`str`, defaults to `"auto"`):
             How the gradients of examples are clipped: `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or
             `"per_sample"`. All give the same result, and differ in time and memory.
+        memory_budget (`float`, *optional*):
+            How many bytes of each device a backward pass may keep beyond what the clipping mode keeps, to save time;
+            what saves most for each byte comes first. The modes are `"auto"`, `"book_keeping"` and `"ghost"`.
         fill_physical_batches (`bool`, defaults to `False`):
             Whether every physical batch has exactly `per_device_train_batch_size` rows. Rows that are missing are
             copies of others, whose gradients have weight 0: they change no result and cost time. Under a sampling with
@@ -151,6 +155,13 @@ class DPTrainingArguments(TrainingArguments):
         metadata={
             "help": "How the gradients of examples are clipped: auto, book_keeping, ghost, fast_gradient or "
             "per_sample. All give the same result, and differ in time and memory; auto suits most models."
+        },
+    )
+    memory_budget: float | None = field(
+        default=None,
+        metadata={
+            "help": "How many bytes of each device a backward pass may keep beyond what the clipping mode keeps, to "
+            "save time."
         },
     )
     fill_physical_batches: bool = field(
@@ -398,6 +409,8 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}."
             )
+        if self.memory_budget is not None:
+            MemoryBudget(self.memory_budget)
         self.accountant = check_accountant(self.accountant)
         if self.mechanism is None and self.sampling != PoissonSampling.kind:
             raise ValueError(

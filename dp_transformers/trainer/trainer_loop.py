@@ -89,7 +89,11 @@ class TrainerLoop:
         args, run = self._args, self._training.run
         assert isinstance(args.accelerator_config, AcceleratorConfig), "TrainingArguments make it of what is given"
         clipper = PerExampleClipper(
-            model, run.mechanism.clipping.at(0), mode=args.clipping_mode, self_check=self._training.self_check
+            model,
+            run.mechanism.clipping.at(0),
+            mode=args.clipping_mode,
+            self_check=self._training.self_check,
+            memory_budget=args.memory_budget,
         )
         if is_fsdp_enabled and not clipper.shards:
             raise ValueError(

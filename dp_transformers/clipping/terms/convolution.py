@@ -61,7 +61,7 @@ class Convolved:
         )
 
     @property
-    def _sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, int, int]:
         """t positions, p rows and d columns, of one group."""
         return (
             self.grad.shape[1] * self.grad.shape[3:].numel(),
@@ -71,14 +71,14 @@ class Convolved:
 
     @property
     def cheaper_instantiated(self) -> bool:
-        return is_cheaper_instantiated(*self._sizes)
+        return is_cheaper_instantiated(*self.sizes)
 
     @property
     def store_instantiated(self) -> bool:
         return self.cheaper_instantiated
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
-        t, p, d = self._sizes
+        t, p, d = self.sizes
         by_instance = instantiate or self.cheaper_instantiated
         numbers = p * d if by_instance else t * (p + d + 2 * t)
         measured = []
@@ -88,7 +88,7 @@ class Convolved:
         return joined(measured)
 
     def _ghost_norm(self) -> DirectNorm:
-        (t, p, d), groups, b = self._sizes, self.how.groups, len(self.grad)
+        (t, p, d), groups, b = self.sizes, self.how.groups, len(self.grad)
         dims = len(self.how.stride)
         patches = self.how.patches(self.image.float()).unflatten(2, (groups, -1))  # b n groups c positions k
         positions, kernel = range(4, 4 + dims), range(4 + dims, 4 + 2 * dims)

@@ -39,9 +39,13 @@ class Outer:
         return factor(x, bf16=self.is_bf16)
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """t positions, p rows and d columns."""
+        return self.left.shape[1], self.left.shape[2], self.right.shape[2]
+
+    @property
     def cheaper_instantiated(self) -> bool:
-        t, p = self.left.shape[1:]
-        return is_cheaper_instantiated(t, p, self.right.shape[2])
+        return is_cheaper_instantiated(*self.sizes)
 
     @property
     def store_instantiated(self) -> bool:
