@@ -16,6 +16,8 @@ from .contenders import MODES, Task, field
 from .harness import Benchmark, Contender, Row, explain, parser
 from .models import KINDS, Shape, build_transformer, transformer_losses
 
+SLOPE = 0.02  # by how much of its peak a contender must grow from half the batch to all of it
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = parser(__doc__)
@@ -79,14 +81,15 @@ def peaks(
             benchmark.add(case, name, found[name])
             continue
         per_example = (high - low) / small
-        largest = int((budget - (low - small * per_example)) // per_example)
-        plain = plain or (high, largest)
-        found[name] = {
-            "peak_mb": high / 1e6,
-            "peak_of_plain": high / plain[0],
-            "per_example_mb": per_example / 1e6,
-            "largest_batch": largest,
-            "largest_of_plain": largest / plain[1],
+        figures = {"peak_mb": high / 1e6}
+        if per_example * small > SLOPE * high:  # else something else is largest, and nothing follows for other batches
+            figures["per_example_mb"] = per_example / 1e6
+            figures["largest_batch"] = int((budget - (low - small * per_example)) // per_example)
+        plain = plain or figures
+        found[name] = figures | {
+            f"{short}_of_plain": figures[long] / plain[long]
+            for short, long in (("peak", "peak_mb"), ("largest", "largest_batch"))
+            if long in figures and long in plain
         }
         benchmark.add(case, name, found[name])
     return found
