@@ -895,7 +895,8 @@ def test_a_dead_worker_is_an_error_and_no_hang(tmp_path, monkeypatch, train, how
     previous = signal.signal(signal.SIGALRM, hangs)
     signal.alarm(60)
     try:
-        with pytest.raises(RuntimeError, match="DataLoader worker"):
+        # the second error is torch's where the worker dies while a tensor is on its way
+        with pytest.raises((RuntimeError, ConnectionError), match="DataLoader worker|Connection reset"):
             train(tmp_path, Deadly(how), steps=STEPS, batch_size=20, workers=1)
     finally:
         signal.alarm(0)
