@@ -302,7 +302,7 @@ def replicas():
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
-def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **options):
+def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, budget=None, **options):
     """Clip this rank's rows of one batch for all; the row `bad` has a loss that is not finite. Norms, and the whole
     sum over ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -310,7 +310,7 @@ def clip(folder, model="llama", lora=False, mode="book_keeping", bad=None, **opt
         options["mesh"] = replicas()
     net = shard(build(model, lora=lora), **options)
     batch = {k: v[rank * ROWS : (rank + 1) * ROWS] for k, v in batch_for(model, LENGTH, size=ROWS * world).items()}
-    clipper = PerExampleClipper(net, 0.9, mode)
+    clipper = PerExampleClipper(net, 0.9, mode, memory_budget=budget)
     losses = losses_function(net)(batch)
     if bad is not None and bad // ROWS == rank:
         losses = losses * torch.where(torch.arange(ROWS) == bad % ROWS, torch.inf, 1.0)
@@ -865,6 +865,9 @@ CASES |= {
     "hand-lora-ghost": (clip, {"lora": True, "mode": "ghost"}),
     "hand-bad-book_keeping": (clip, {"model": "bert", "mode": "book_keeping", "bad": 1}),
     "hand-bad-ghost": (clip, {"model": "bert", "mode": "ghost", "bad": 1}),
+    "hand-budget-book_keeping": (clip, {"mode": "book_keeping", "budget": 1e5}),
+    "hand-budget-ghost": (clip, {"mode": "ghost", "budget": 1e5}),
+    "hand-large-budget-ghost": (clip, {"lora": True, "mode": "ghost", "budget": 1e9}),
     "hand-hsdp-book_keeping": (clip, {"mode": "book_keeping", "hsdp": True}),
     "hand-hsdp-ghost": (clip, {"mode": "ghost", "hsdp": True}),
     "hand-offload-book_keeping": (

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.budget import MODES, task_of, within
 from benchmarks.harness import Benchmark, parser
 from benchmarks.models import Shape
-from dp_transformers import DPTrainingArguments, PerExampleClipper, PrivacyEngine
+from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
 from dp_transformers.clipping import memory
 from dp_transformers.clipping.clipping_functions import FlatClipping, PerLayerClipping
 from dp_transformers.clipping.loss_graph import LossGraph
@@ -207,6 +207,50 @@ def test_nonsense_is_refused_everywhere(budget, tmp_path):
 def test_modes_that_say_what_is_kept_take_no_budget(mode):
     with pytest.raises(ValueError, match=f"memory_budget does not go with clipping mode '{mode}'"):
         PerExampleClipper(nn.Linear(3, 2), 1.0, mode, memory_budget=1e6)
+
+
+def stacked(rows):
+    return {"input": torch.stack([row["input"] for row in rows])}
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_the_trainer_keeps_to_it_too_and_trains_the_same(mode, tmp_path, monkeypatch):
+    kept, made = [], memory.MemoryBudget.plan
+
+    def plan(self, *args, **kwargs):
+        kept.append(made(self, *args, **kwargs))
+        return kept[-1]
+
+    monkeypatch.setattr(memory.MemoryBudget, "plan", plan)
+    trained = []
+    for budget in (None, 1e9):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3))
+        args = DPTrainingArguments(
+            tmp_path / str(budget),
+            clipping_mode=mode,
+            memory_budget=budget,
+            max_steps=3,
+            expected_batch_size=8,
+            per_device_train_batch_size=4,
+            noise_multiplier=0.1,
+            target_delta=1e-3,
+            dp_seed=0,
+            report_to=[],
+            save_strategy="no",
+        )
+        rows = [{"input": x} for x in torch.randn(40, 100, 300)]
+        DPTrainer(
+            model,
+            args,
+            stacked,
+            rows,
+            per_example_loss_func=lambda model, inputs: model(inputs["input"]).square().sum((1, 2)),
+        ).train()
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert any(plan.instances.values() for plan in kept) == (budget is not None)
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_loop_that_goes_back_itself_keeps_to_it_too():
