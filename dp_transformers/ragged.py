@@ -187,20 +187,22 @@ def _has_dim(x: Any) -> bool:
 
 def bag_columns(batches: Sequence[tuple[dict[str, torch.Tensor], int]]) -> tuple[str, list[str]] | None:
     """The names of the offsets, and of the ids and weights that they divide, in batches of so many examples; None
-    where there are none."""
-    first, size = batches[0]
-    ids = next((name for name, x in first.items() if _are_numbers(x) and len(x) != size), None)
+    where there are none. They stand side by side in each batch: labels that are in order are no offsets of a row."""
+    (first, size), others = batches[0], [batch for batch, _ in batches[1:]]
+    vectors = {name: x for name, x in first.items() if x.dim() == 1 and all(name in batch for batch in others)}
+    ids = next((name for name, x in vectors.items() if _are_numbers(x) and len(x) != size), None)
     if ids is None:
         return None
+    beside = {name: x for name, x in vectors.items() if name.rpartition("/")[0] == ids.rpartition("/")[0]}
     candidates = [
         name
-        for name, x in first.items()
+        for name in beside
         if ("offset" in name or name.rpartition("/")[2].isdigit())
-        and all(name in batch and _lengths_of_bags(batch, n, name, ids) is not None for batch, n in batches)
+        and all(_lengths_of_bags(batch, n, name, ids) is not None for batch, n in batches)
     ]
     if not candidates:
         return None
-    flat = [name for name, x in first.items() if x.dim() == 1 and len(x) == len(first[ids])]
+    flat = [name for name, x in beside.items() if len(x) == len(first[ids])]
     return max(candidates, key=lambda name: int(first[name][-1])), flat
 
 

@@ -1,5 +1,7 @@
 """Examples of different lengths in one tensor, without padding: PackedSequence, and ids with offsets, in both loops."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, check_model
 from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.mixing import refuse_mixed
 from dp_transformers.ragged import Ragged, packed, unpacked
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
@@ -157,6 +160,15 @@ def test_a_collator_that_mixes_bags_is_refused():
 
     with pytest.raises(ValueError, match="mixes examples"):
         list(trained(Bags(), rows("bags"), mixed, lambda model, batch: (model(batch[1], batch[2]), batch[0])))
+
+
+@pytest.mark.parametrize("labels", list(itertools.product(range(3), repeat=3)))
+def test_labels_in_any_order_are_no_offsets_of_the_rows_beside_them(labels):
+    """A data set that makes a row of each example, whose labels 0, 0, 2 would divide its seven ids into bags."""
+    rows = [(torch.arange(7) + i, torch.tensor(y)) for i, y in enumerate(labels)]
+    refuse_mixed(lambda examples: examples, rows, lambda purpose: None, who="data set")
+    with pytest.raises(ValueError, match="mixes examples"):
+        refuse_mixed(lambda examples: [(examples[0][0], y) for _, y in examples], rows, lambda purpose: None)
 
 
 def test_a_collator_that_mixes_sequences_is_refused():
