@@ -145,6 +145,9 @@ class ModelState:
         self._ids = _ids(self._before)
         self._modules = list(self.model.modules())
         self._structure = list(map(_structure, self._modules))
+        self._hooks = [
+            (hooks, set(hooks)) for m in self._modules for hooks in map(vars(m).get, _HOOKS) if hooks is not None
+        ]
         self._tensors = list({id(t): t for t in self._frozen()}.values())
         self._versions = [t._version for t in self._tensors]
         named = [
@@ -198,6 +201,9 @@ class ModelState:
 
     def _settle(self) -> list[str]:
         changed, grown = self._written_in_place(), set()
+        for hooks, before in self._hooks:  # the attribute by which a model knows of hooks that it registered goes, too
+            for key in [key for key, hook in hooks.items() if key not in before and not _is_ours(hook)]:
+                del hooks[key]
         for place, before in zip(self._places, self._before, strict=True):
             if _ids([place.holder]) != _ids([before]):
                 changed += (

@@ -106,6 +106,28 @@ def test_what_held_nothing_or_tensors_is_put_back(name):
             )
 
 
+@pytest.mark.parametrize("self_check", [False, True])
+def test_hooks_that_a_forward_pass_registers_are_removed_with_the_word_that_they_are_there(self_check):
+    """Left behind alone, they would be there twice after the next pass, and a first batch could speak in them."""
+
+    def remember(self, x):
+        if not getattr(self, "has_hooks", False):
+            self.has_hooks, mean = True, x.detach().mean()
+            self.layer.register_forward_hook(lambda module, args, output: seen.append(float(mean)))
+            self.layer.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+
+    model, seen, means = change(change=remember), [], []
+    with PerExampleClipper(model, 1.0, self_check=self_check) as clipper:
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            clipper.backward(model(x).square().sum(1))
+            seen.clear()
+            clipper.backward(model(x).square().sum(1))
+            means.append(seen == [float(x.mean())])
+    assert means == [True] * 3
+    assert not hasattr(model, "has_hooks") and not model.layer._forward_hooks and not model.layer._forward_pre_hooks
+
+
 @pytest.mark.parametrize("as_buffer", [False, True])
 def test_a_table_that_grows_is_kept(as_buffer):
     def grow(self, x):
