@@ -27,6 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 from dp_transformers import DPSFTConfig, DPSFTTrainer, DPTrainerMixin, DPTrainingArguments
 from dp_transformers.reports import certificate
+from dp_transformers.trl.sft import one_image_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 MODES = ["book_keeping", "ghost", "fast_gradient", "per_sample"]
@@ -150,23 +151,85 @@ def test_a_model_whose_router_is_trained_on_the_batch_is_refused(tmp_path):
     DPSFTTrainer(mixtral(), args, train_dataset=rows("text"), processing_class=tokenizer())
 
 
-def test_rows_with_images_are_refused(tmp_path):
+def processor_of_images():
     tok = tokenizer()
     tok.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"height": 8, "width": 8}
     images = CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
-    processor = LlavaProcessor(images, tok, patch_size=4, vision_feature_select_strategy="full")
-    widths = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    template = (
+        "{% for m in messages %}<{{ m.role }}> {% for c in m.content %}"
+        "{% if c.type == 'image' %}<image> {% else %}{{ c.text }} {% endif %}{% endfor %}<end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    settings = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "full"}
+    return LlavaProcessor(images, tok, chat_template=template, **settings)
+
+
+def llava():
+    torch.manual_seed(0)
+    widths = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    tok = processor_of_images().tokenizer
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**widths, image_size=8, patch_size=4),
         text_config=LlamaConfig(vocab_size=len(tok), **widths),
         image_token_index=tok.convert_tokens_to_ids("<image>"),
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-2,
     )
-    data = Dataset.from_list([row | {"images": [Image.new("RGB", (8, 8))]} for row in rows("chat-completion")])
-    with pytest.raises(ValueError, match="rows with images cannot be trained on"):
-        DPSFTTrainer(
-            LlavaForConditionalGeneration(config), arguments(tmp_path), train_dataset=data, processing_class=processor
-        )
+    return LlavaForConditionalGeneration(config)
+
+
+def rows_with_images(count=lambda i: 1):
+    made = []
+    for i, row in enumerate(rows("chat-completion")):
+        numbers = torch.randint(0, 256, (8, 8, 3), generator=torch.Generator().manual_seed(i), dtype=torch.uint8)
+        made.append(row | {"images": [Image.fromarray(numbers.numpy())] * count(i)})
+    return Dataset.from_list(made)
+
+
+@pytest.mark.parametrize("tuning", ["language model", "all", "LoRA"])
+def test_rows_with_an_image_each_are_exact(tuning, tmp_path):
+    peft = LoraConfig(r=4, target_modules=r".*language_model.*(q_proj|v_proj)", init_lora_weights=False)
+    kwargs = {"train_dataset": rows_with_images(), "processing_class": processor_of_images()}
+    models = [llava(), llava()]
+    for each in models if tuning == "language model" else ():
+        each.model.vision_tower.requires_grad_(False)
+    made = []
+    for each, cls in zip(models, (DPSFTConfig, SFTConfig), strict=True):
+        torch.manual_seed(1)
+        more = {"max_grad_norm": 0.05, "self_check": True} if cls is DPSFTConfig else {}
+        trainer = DPSFTTrainer if cls is DPSFTConfig else SFTTrainer
+        lora = peft if tuning == "LoRA" else None
+        made.append(trainer(each, arguments(tmp_path, cls, seed=7, **more), peft_config=lora, **kwargs))
+    assert_exact(*made)
+
+
+@pytest.mark.parametrize("counts", [[2], [1, 2, 0]], ids=["two", "one, two or none"])
+def test_rows_with_another_number_of_images_are_refused(counts, tmp_path):
+    trainer = DPSFTTrainer(
+        llava(),
+        arguments(tmp_path),
+        train_dataset=rows_with_images(lambda i: counts[i % len(counts)]),
+        processing_class=processor_of_images(),
+    )
+    with pytest.raises(ValueError, match=r"has [02] images. Private training needs one in each row"):
+        trainer.train()
+
+
+def test_a_text_with_more_image_tokens_than_another_is_refused():
+    def collate(examples):
+        return {"input_ids": torch.tensor([[9, 9, 9, 1], [9, 1, 1, 1]])}
+
+    with pytest.raises(ValueError, match="have from 1 to 3 image tokens"):
+        one_image_each(collate, 9, [{"image": None}] * 2)
+
+
+def test_a_processor_that_joins_all_images_is_refused():
+    def joined(examples):
+        return {"input_ids": torch.zeros(len(examples), 4), "pixel_values": torch.zeros(7 * len(examples), 12)}
+
+    with pytest.raises(ValueError, match=r"'pixel_values' of shape \(14, 12\) for 2 rows"):
+        one_image_each(joined, 9, [{"image": None}] * 2)
 
 
 def test_arguments_of_another_class_are_refused(tmp_path):

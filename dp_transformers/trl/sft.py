@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ class DPSFTTrainer(TRLMixin, SFTTrainer):
 
     TRL prepares the data: texts, chats, prompts with completions, and tokens; the loss may be that of completions or
     of the assistant alone. A row is an example. Its loss is the mean over its own tokens that count, where TRL divides
-    by their number in the whole batch. Rows with images are refused.
+    by their number in the whole batch. A row may have one image, which the processor must give a row of its own.
 
     Args:
         model, args, train_dataset, ...: As in SFTTrainer; `args` must be a [`DPSFTConfig`].
@@ -62,11 +64,13 @@ class DPSFTTrainer(TRLMixin, SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self._is_vision_dataset:
-            raise ValueError(
-                "rows with images cannot be trained on privately yet: the self-check cannot make up images that fit "
-                "the placeholders in a text, so nobody would know whether clipping is exact. Train on texts, or put "
-                "what the images say into the texts."
-            )
+            token = getattr(self.processing_class, "image_token_id", None)
+            if token is None:
+                raise ValueError(
+                    f"{type(self.processing_class).__name__} has no image_token_id, so nobody could tell which image "
+                    "belongs to which text. Use a processor that has one, or train on texts."
+                )
+            self.data_collator = partial(one_image_each, self.data_collator, token)
 
     def example_losses(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
         """Compute the (B,) losses of a training batch: the mean over the tokens of each row that have a label."""
@@ -78,3 +82,37 @@ class DPSFTTrainer(TRLMixin, SFTTrainer):
         losses_bt = next_token_losses(logits, labels)
         losses_bt = losses_bt * torch.exp(-losses_bt).detach()
         return losses_bt.sum(1) / (labels[:, 1:] != IGNORE_INDEX).sum(1).clamp(min=1)
+
+
+def one_image_each(
+    collate: Callable[[list[dict]], Mapping[str, Any]], placeholder: int, examples: list[dict]
+) -> Mapping[str, Any]:
+    """Return what ``collate`` makes of the examples. Raise ValueError if an image is not the row of its example.
+
+    Models put the parts of all images, one after the other, where the ``placeholder`` stands in the texts. So each
+    text must have as many of them as its own image has parts.
+    """
+    for example in examples:
+        images = example["images"] if "images" in example else [example["image"]]
+        if images is None or len(images) != 1:
+            raise ValueError(
+                f"a row of train_dataset has {len(images or ())} images. Private training needs one in each row: with "
+                "another number, images are no rows of their own, and nobody could tell to which example one belongs. "
+                "Keep the rows with one image, or put several images side by side into one."
+            )
+    batch = collate(examples)
+    for name, x in batch.items():
+        if isinstance(x, torch.Tensor) and (not x.dim() or len(x) != len(examples)):
+            raise ValueError(
+                f"the processor makes '{name}' of shape {tuple(x.shape)} for {len(examples)} rows: it joins the parts "
+                "of all images, and nobody could tell to which example one belongs. Use a model whose processor gives "
+                "each image a row, as that of LLaVA does."
+            )
+    parts_b = (batch["input_ids"] == placeholder).sum(1)
+    if (parts_b != parts_b[0]).any():
+        raise ValueError(
+            f"the texts of a batch have from {int(parts_b.min())} to {int(parts_b.max())} image tokens. Where they do "
+            "not have equally many, a part of one example's image could stand in another's text. Resize all images "
+            "to one size, write no image tokens into the texts, and do not truncate them (max_length=None)."
+        )
+    return batch
