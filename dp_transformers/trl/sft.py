@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,8 +85,8 @@ class DPSFTTrainer(TRLMixin, SFTTrainer):
 
 
 def one_image_each(
-    collate: Callable[[list[dict]], Mapping[str, Any]], placeholder: int, examples: list[dict]
-) -> Mapping[str, Any]:
+    collate: Callable[[list[dict]], dict[str, Any]], placeholder: int, examples: list[dict]
+) -> dict[str, Any]:
     """Return what ``collate`` makes of the examples. Raise ValueError if an image is not the row of its example.
 
     Models put the parts of all images, one after the other, where the ``placeholder`` stands in the texts. So each
