@@ -96,7 +96,8 @@ class MeasuringPass:
         self._closed: set[nn.Parameter] = set()
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
-        self._given = saved
+        if self.plan is not None:
+            self._given = saved
         return self
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.budget import MODES, task_of, within
+from benchmarks.contenders import PER_LAYER, field
 from benchmarks.harness import Benchmark, parser
 from benchmarks.models import Shape
 from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
@@ -294,3 +295,9 @@ def test_the_budget_bounds_what_is_kept_and_not_less(benchmark, monkeypatch):
     """A plan that forgets the budget is seen by the measure."""
     monkeypatch.setattr(memory, "_worthwhile", lambda choices, limit: (c.parameter for _, c in choices if c.saved > 0))
     assert within(benchmark, "bert", Shape(192, 1, 50, 144, 4), "book_keeping", 0.05)["over_mb"] > 0.1
+
+
+def test_layers_clipped_by_themselves_take_the_memory_of_plain_training(benchmark):
+    """Nothing of a layer, its input neither, outlives its part of the backward pass."""
+    contenders = field(task_of(benchmark, "bert", Shape(64, 2, 100, 64, 64, 4)), peers=False, modes=[PER_LAYER])
+    assert benchmark.peak_bytes(contenders[PER_LAYER]) <= 1.05 * benchmark.peak_bytes(contenders["plain"])
