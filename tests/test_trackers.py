@@ -9,6 +9,7 @@ import struct
 import pytest
 import torch
 from test_mixin import cross_entropy, make
+from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, DPTrainingArguments
 
@@ -135,3 +136,22 @@ def test_raw_losses_are_refused_where_the_console_is_recorded(tmp_path, folder):
 
     with pytest.raises(ValueError, match=r"log_raw_metrics beside a tracker that records the console.*trackio"):
         make(DPTrainer, tmp_path / "out", arguments)
+
+
+@pytest.mark.parametrize("when", ["before training", "while training"])
+def test_a_tracker_that_is_added_later_gets_no_raw_losses(tmp_path, capsys, when):
+    class WandbCallback(TrainerCallback):
+        """Goes by the name of the one that records the console."""
+
+    class Adds(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            trainer.add_callback(WandbCallback())
+
+    def arguments(**values):
+        return DPTrainingArguments(**{**values, "max_steps": 3, "log_raw_metrics": True, "logging_steps": 1})
+
+    trainer = make(DPTrainer, tmp_path, arguments)
+    trainer.add_callback(WandbCallback() if when == "before training" else Adds())
+    with pytest.raises(ValueError, match="log_raw_metrics beside a tracker that records the console"):
+        trainer.train()
+    assert "raw_loss" not in capsys.readouterr().out

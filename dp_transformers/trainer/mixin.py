@@ -365,6 +365,7 @@ class DPTrainerMixin(Base):
         is shown on the console; callbacks, trackers and `log_history` do not get it."""
         if self._loop is not None and loss_release(self._run.mechanism) is None:
             if "loss" in logs and self._raw_losses:
+                refuse_settings(self)  # a tracker that records the console may have been added since
                 raw = torch.stack(self._raw_losses).mean() / self.get_tp_size()
                 self._raw_losses.clear()
                 distributed.sum_over_ranks([raw])
