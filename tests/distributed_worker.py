@@ -12,11 +12,13 @@ import sys
 import warnings
 from pathlib import Path
 
+import chats
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from models import VOCABULARY, adapted, batch_for, build, losses_function
 from oracle import distance, length, trainable
+from peft import LoraConfig
 from test_trainer import arguments, collate, dataset
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,11 +28,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from dp_transformers import (
+    DPDPOConfig,
+    DPDPOTrainer,
+    DPRewardConfig,
+    DPRewardTrainer,
+    DPSFTConfig,
+    DPSFTTrainer,
     DPTrainer,
     PerExampleClipper,
     PrivacyEngine,
@@ -122,6 +136,47 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
         "wrapped": type(trainer.model_wrapped).__name__,
         "sharded": trainer.is_fsdp_enabled and isinstance(trainer.model, FSDPModule),
         "placements": {str(getattr(p, "placements", None)) for p in trainer.model.parameters()},
+    }
+
+
+def of_trl(folder, kind="sft", lora=False, sharded=False, mode="book_keeping"):
+    """Train with a trainer of TRL; what every step's gradient was, and how the model lay."""
+    trainer, config, data = {
+        "sft": (DPSFTTrainer, DPSFTConfig, "chat"),
+        "dpo": (DPDPOTrainer, DPDPOConfig, "preference"),
+        "reward": (DPRewardTrainer, DPRewardConfig, "preference"),
+    }[kind]
+    gradients = Gradients()
+    more = {"precompute_ref_log_probs": True} if kind == "dpo" and not lora else {}
+    made = trainer(
+        chats.model(LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM),
+        args=chats.arguments_of(
+            config,
+            folder,
+            max_steps=3,
+            learning_rate=0.01,
+            optim="adamw_torch",
+            max_grad_norm=0.2,
+            clipping_mode=mode,
+            per_device_train_batch_size=2,
+            **more,
+            **(fsdp() if sharded else {}),
+        ),
+        train_dataset=chats.rows(data),
+        processing_class=chats.tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
+        callbacks=[gradients],
+    )
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for p in trainable(made.model):  # adapters begin at zero, and without a gradient
+            p.add_(0.1 * torch.randn(p.shape))
+    made.train()
+    return {
+        "gradients": gradients.steps,
+        "parameters": torch.cat([whole(p).flatten() for p in trainable(made.model)]),
+        "wrapped": type(made.model_wrapped).__name__,
+        "sharded": any(hasattr(p, "placements") for p in made.model.parameters()),
     }
 
 
@@ -859,6 +914,11 @@ CASES |= {
     "loop-fsdp-criterion": (loop, {"by": "criterion", "sharded": True, "mode": "ghost"}),
     "loop-fsdp-noise": (loop, {"model": "llama", "by": "losses", "sharded": True, **LOOP_NOISE}),
     "loop-hsdp-noise": (loop, {"model": "llama", "by": "losses", "sharded": "hsdp", **LOOP_NOISE}),
+    "trl-ddp-sft": (of_trl, {"mode": "ghost"}),
+    "trl-ddp-dpo-lora": (of_trl, {"kind": "dpo", "lora": True}),
+    "trl-ddp-reward": (of_trl, {"kind": "reward"}),
+    "trl-fsdp-sft": (of_trl, {"sharded": True}),
+    "trl-fsdp-dpo-lora": (of_trl, {"kind": "dpo", "lora": True, "sharded": True}),
     "ddp-after-fsdp": (train, {"model": "llama", **SILENT}),
     "fsdp-bytes": (traffic, {"sharded": True}),
     "hand-full-book_keeping": (clip, {"mode": "book_keeping", "reshard_after_forward": False}),

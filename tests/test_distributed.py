@@ -90,6 +90,20 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("case", cases_of("trl", function=worker.of_trl))
+def test_trainers_of_trl_take_the_same_steps_on_several_ranks(tmp_path, ranks, case):
+    options = worker.CASES[case][1]
+    one = worker.of_trl(tmp_path, **{**options, "sharded": False})
+    assert len(one["gradients"]) == 3 and all(g.any() for g in one["gradients"])
+    for rank in ranks[case]:
+        assert rank["sharded"] == options.get("sharded", False)
+        assert rank["sharded"] or rank["wrapped"] == "DistributedDataParallel"
+        for mine, alone in zip(rank["gradients"], one["gradients"], strict=True):
+            assert relative(mine, alone) <= 1e-5
+        assert relative(rank["parameters"], one["parameters"]) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("case", [case for case in cases_of("loop", function=worker.loop) if "noise" not in case])
 def test_loop_of_ranks_is_one_example_at_a_time(ranks, case):
     """Every step's gradient, from the weights before it; the ranks share out what one process draws, and load what
