@@ -405,8 +405,8 @@ def test_causal_lm_learns_completions_and_resumes(language, tmp_path, call):
 
 
 def test_causal_lm_launched_with_two_processes(language, tmp_path):
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no",
-                "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]  # fmt: skip
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / "accelerate" / "ddp.yaml"),
+                "--num_processes", "2", "--num_cpu_threads_per_process", "1"]  # fmt: skip
     result = command(*lm_flags(language, tmp_path), "--train_file", language / "lines.txt", "--max_steps", 2, recipe="causal_lm",
                      launcher=launcher, HF_DATASETS_CACHE=str(tmp_path / "datasets_cache"))  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
@@ -416,6 +416,7 @@ def test_causal_lm_launched_with_two_processes(language, tmp_path):
     report = json.loads((tmp_path / "privacy_report.json").read_text())
     assert report["num_examples"] == 120
     assert report["steps"] == 2
+    assert len(list((tmp_path / "checkpoint-2").glob("rng_state_*.pth"))) == 2, "one of each process"
 
 
 @pytest.mark.parametrize(("tp_size", "fsdp_size"), [(2, 1), (1, 2)])

@@ -41,7 +41,7 @@ def train(
     if (num_processes is None and accelerate_config is None) or show_help:
         _run(path, flags)
     else:
-        _launch(path, flags, num_processes, accelerate_config)
+        _launch(path, flags, num_processes, accelerate_config or "ddp")
 
 
 def recipes() -> dict[str, Path]:
@@ -76,18 +76,14 @@ def _run(path: Path, flags: list[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def _launch(path: Path, flags: list[str], num_processes: int | None, config: str | None) -> None:
+def _launch(path: Path, flags: list[str], num_processes: int | None, config: str) -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
-    words = []
-    if config is not None:
-        words += ["--config_file", str(_accelerate_file(path.parent, config))]
-    else:
-        words += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    words = ["--config_file", str(_accelerate_file(path.parent, config))]
     if num_processes is not None:
         words += ["--num_processes", str(num_processes)]
-    if "--use_cpu" in flags:
-        words += ["--cpu", "--num_cpu_threads_per_process", "1"]
+    if "--use_cpu" in flags:  # accelerate's own --cpu starts one process, whatever the number
+        words += ["--num_cpu_threads_per_process", "1"]
     launch_command(launch_command_parser().parse_args([*words, str(path), *flags]))
 
 

@@ -184,7 +184,9 @@ def test_processes_are_launched_with_accelerate(monkeypatch):
     call_main(["train", "causal_lm", "--num_processes", "2", "--max_steps", "3", "--use_cpu"], 0)
     call_main(["train", "causal_lm", "--accelerate_config", "fsdp2", "--full"], 0)
     plain, sharded = launched
-    assert (plain.num_processes, plain.cpu, plain.mixed_precision) == (2, True, "no")
+    assert (plain.num_processes, plain.num_cpu_threads_per_process) == (2, 1)
+    assert Path(plain.config_file) == CONFIGS.parent / "accelerate" / "ddp.yaml"
+    assert not plain.cpu, "accelerate would start one process"
     assert plain.training_script == str(train.recipes()["causal_lm"])
     assert plain.training_script_args == ["--max_steps", "3", "--use_cpu"]
     assert Path(sharded.config_file) == CONFIGS.parent / "accelerate" / "fsdp2.yaml"
