@@ -51,9 +51,18 @@ class Arguments:
 
 
 def parse_arguments(description: str, arguments: type[Arguments]) -> Arguments:
-    """Arguments from the command line; logging and seeds are set accordingly."""
+    """Arguments from the command line; logging and seeds are set accordingly.
+
+    Raises:
+        ValueError: a launcher has started several processes, each of which would train a model of its own.
+    """
     training = [each.name for each in fields(arguments) if each.name not in PRIVACY]
     (args,) = RecipeParser((arguments,), {"Privacy": PRIVACY, "Training": training}, description).parse()
+    if (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"this recipe trains in one process, and {processes} were started: type dp-transformers train RECIPE "
+            "without --num_processes, or accelerate launch --num_processes 1."
+        )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("dp_transformers").setLevel(logging.INFO)
     torch.manual_seed(args.seed)

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ import summarization
 import text_classification
 import token_classification
 import torch
+from accelerate.commands import launch
 from outcome import Outcome
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -53,6 +55,7 @@ from transformers import (
 )
 
 from dp_transformers import DPTrainer, FlatClipping, IndependentNoise, Mechanism, PoissonSampling
+from dp_transformers.cli.main import main as cli_main
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["good", "great", "fine", "bad", "awful", "poor", "the", "film", "plot", "was"]
@@ -1048,6 +1051,14 @@ def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
     assert f"  without privacy (twin)  {twin['test_accuracy']:.4f}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("recipe", [name_classification, image_classification], ids=lambda recipe: recipe.__name__)
+def test_a_plain_loop_refuses_several_processes(recipe, tmp_path, call, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = call(recipe, "--output_dir", tmp_path / "o")
+    assert said.startswith("error: this recipe trains in one process, and 2 were started: ")
+    assert "--num_processes 1" in said and not (tmp_path / "o").exists()
+
+
 def test_names_are_encoded_by_a_fixed_alphabet():
     ids = name_classification.encode(["Añb", "Q" * 40, "狼"])
     alphabet = name_classification.ALPHABET
@@ -1062,3 +1073,67 @@ def test_names_are_encoded_by_a_fixed_alphabet():
 
 def test_the_cnn_has_the_size_of_the_papers():
     assert sum(p.numel() for p in image_classification.build_model().parameters()) == 26_010
+
+
+# ---- all recipes, by both launchers ----
+
+
+@pytest.fixture
+def tiny_defaults(tiny_assets, task, conversations, monkeypatch):
+    """Every recipe's own model and data, tiny."""
+    lists = ((["Ann", "Ben", "Cora"], ["Actor", "Brown"]), ["Bath", "Ulm"], ["actor", "gas fitter"])
+    reviews = [{"text": f"the film was {word}", "label": int(word in WORDS[:3])} for word in WORDS[:6] * 20]
+    notes = call_notes.call_notes
+    monkeypatch.setattr(call_notes, "call_notes", lambda how_many=0, **how: notes(100, **how))
+    for name, value in {
+        "minilm_folder": task / "model",
+        "smollm2_folder": conversations / "model",
+        "movie_sentences": reviews,
+        "people_places_jobs": lists,
+    }.items():
+        monkeypatch.setattr(assets, name, lambda value=value: value)
+
+
+def trained_by_the_command(recipe, flags, monkeypatch):
+    with pytest.raises(SystemExit) as stopped:
+        cli_main(["train", recipe, *flags])
+    assert not stopped.value.code
+
+
+def trained_by_accelerate(recipe, flags, monkeypatch):
+    """What the launcher would start runs in this process, which has imported everything."""
+
+    class Started:
+        returncode = 0
+
+        def __init__(self, words, env):
+            python, script, *its_flags = words
+            assert python == sys.executable
+            with monkeypatch.context() as patch:
+                for name, value in env.items():
+                    patch.setenv(name, value)
+                patch.setattr(sys, "argv", [script, *its_flags])
+                runpy.run_path(script, run_name="__main__")
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(launch.subprocess, "Popen", Started)
+    script = str(ROOT / "recipes" / f"{recipe}.py")
+    launch.launch_command(launch.launch_command_parser().parse_args(["--num_processes", "1", script, *flags]))
+
+
+@pytest.mark.parametrize("trained", [trained_by_the_command, trained_by_accelerate], ids=["command", "accelerate"])
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes" / "configs").glob("*.yaml")))
+def test_a_configuration_trains_to_the_table(recipe, trained, tiny_defaults, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+    few = ["--max_steps", 2, "--max_eval_samples", 10, "--expected_batch_size", 10]
+    if recipe in ("image_classification", "name_classification"):
+        few = ["--num_train_epochs", 1, "--expected_batch_size", 100]
+    flags = ["--config", ROOT / "recipes" / "configs" / f"{recipe}.yaml", *few, "--target_delta", 1e-3]
+    trained(recipe, [*map(str, flags), "--output_dir", str(tmp_path / "o"), "--use_cpu"], monkeypatch)
+    report = json.loads((tmp_path / "o" / "privacy_report.json").read_text())
+    assert report["steps"] == 2 and 0 < report["epsilon"] <= 8
+    table = capsys.readouterr().out
+    for words in ("  epsilon ", "without privacy (twin) ", f"dp-transformers report {tmp_path / 'o'}"):
+        assert words in table
