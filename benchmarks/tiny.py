@@ -74,7 +74,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cvt": {"depth": [1, 2, 4]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "donut-swin": {"image_size": 64, "window_size": 2},
-    "efficientnet": {"hidden_dim": 2560},
+    "efficientnet": {"hidden_dim": 2560, "num_block_repeats": [1] * 7},  # or numbers grow from layer to layer
     "focalnet": {"use_post_layernorm": True, "use_layerscale": True},  # or numbers grow from layer to layer
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
@@ -86,6 +86,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8},
     "mobilevitv2": {"image_size": 64},
+    "musicgen_decoder": {"num_codebooks": 1},  # of several, a row is not an example
+    "musicgen_melody_decoder": {"num_codebooks": 1},
     "neomme": {"head_dim": 16},
     "perceiver": {"num_cross_attention_heads": 1, "max_position_embeddings": LENGTHS[0]},
     "qwen4_exp_text": {
@@ -99,6 +101,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, LENGTHS[0] // 4]},
     "shieldgemma2": {"yes_token_index": 20, "no_token_index": 30},
     "swin": {"image_size": 64, "window_size": 2},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},  # doubled at each of six levels
     "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
     "xlstm": {"hidden_size": 128},
     "xmod": {"default_language": "en_XX"},
@@ -195,11 +198,15 @@ def batch_for(model: nn.Module, task: str) -> dict[str, torch.Tensor]:
         return sounds(model) | {"labels": labels % CLASSES}
     batch = texts(model.config, with_question=task in ("QUESTION_ANSWERING", "MULTIPLE_CHOICE"))
     batch = {name: x for name, x in batch.items() if name in takes}
+    if model.config.model_type == "voxtral_realtime":  # as long as the text
+        batch["input_features"] = torch.randn(len(LENGTHS), model.config.audio_config.num_mel_bins, 8 * LENGTHS[0])
     ids, own = batch["input_ids"], batch_mask()
     if task == "QUESTION_ANSWERING":
         return batch | {"start_positions": torch.tensor([6, 5, 5]), "end_positions": torch.tensor([8, 7, 5])}
     if task == "MULTIPLE_CHOICE":
-        return {name: torch.stack([x, x.roll(1, 0)], 1) for name, x in batch.items()} | {"labels": labels % CHOICES}
+        batch = {name: torch.stack([x, x.roll(1, 0)], 1) for name, x in batch.items()}
+        batch["input_ids"][:, 1, 0] = IDS["unk"]  # one that reads no other word (MRA on a CPU) tells them apart
+        return batch | {"labels": labels % CHOICES}
     if task == "SEQUENCE_CLASSIFICATION":
         return batch | {"labels": labels % CLASSES}
     targets = {"TOKEN_CLASSIFICATION": torch.randint(0, CLASSES, ids.shape), "CAUSAL_LM": ids}

@@ -21,6 +21,7 @@ SAMPLE = [
     ("QUESTION_ANSWERING", "LongformerForQuestionAnswering"),  # three separators
     ("QUESTION_ANSWERING", "Qwen3ForQuestionAnswering"),  # gradients reach padding whose embedding is zero
     ("MULTIPLE_CHOICE", "ElectraForMultipleChoice"),
+    ("IMAGE_CLASSIFICATION", "LevitForImageClassification"),  # evaluating batch normalization behind a transposition
     ("IMAGE_CLASSIFICATION", "Siglip2ForImageClassification"),  # pictures of several shapes
     ("IMAGE_CLASSIFICATION", "ViTForImageClassification"),  # a class token, and a table of positions without a batch
     ("AUDIO_CLASSIFICATION", "SEWForSequenceClassification"),  # a parametrised convolution

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from ..clipping_functions import ClippingFunction
@@ -73,7 +74,13 @@ def one_at_a_time(
     bound: float,
 ):
     """(B,) norms, the sum with each of the engine's groups clipped to ``bound``, and the worst relative error of
-    ``samples``, gradients with a batch (or None) for each parameter."""
+    ``samples``, gradients with a batch (or None) for each parameter.
+
+    Where batch normalization evaluates, an example stands beside its own copy, and the loss is that of one of them:
+    torch (2.13, on the CPU) computes another gradient behind such a layer for a batch of one whose gradient comes
+    transposed.
+    """
+    copies = 1 + any(isinstance(m, _BatchNorm) for m in engine.model.modules())
     norms, total, worst, shards = (
         [],
         [torch.zeros_like(p, dtype=sum_dtype(p)) for p in engine.trainable.parameters],
@@ -83,8 +90,9 @@ def one_at_a_time(
     wholes = [shards.all_unsharded(p) for p in engine.trainable.parameters]
     with engine.suspended():
         for i in range(batch):
-            one_args, one_kwargs = tree_map(lambda x, i=i: x[i : i + 1] if has_batch(x, batch) else x, (args, kwargs))
-            loss = losses_of(*one_args, **one_kwargs).sum()
+            rows = [i] * copies
+            one_args, one_kwargs = tree_map(lambda x, rows=rows: x[rows] if has_batch(x, batch) else x, (args, kwargs))
+            loss = losses_of(*one_args, **one_kwargs)[0]
             found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
             grads = [_sum([next(found) for _ in its]) for its in wholes]
             grads = [
