@@ -78,10 +78,15 @@ class Owner:
     def __str__(self) -> str:
         return named(self.path, self.module)
 
-    def batch_dims_of(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[BatchDim]:
+    def batch_dims_of(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], batch: int
+    ) -> list[BatchDim]:
         """Returns what :func:`.discovery.discover_owners` saw for a call of this kind, inputs first; what it did not
-        see is taken to have a batch."""
-        return self.batch_dims.get((len(inputs), len(outputs))) or [BATCH_FIRST] * (len(inputs) + len(outputs))
+        see is taken to have a batch. Before it saw anything, an empty batch is where there is nothing."""
+        if known := self.batch_dims.get((len(inputs), len(outputs))):
+            return known
+        empty = [x.shape.index(0) if batch == 0 and 0 in x.shape else 0 for x in (*inputs, *outputs)]
+        return [BatchDim(dim) if dim else BATCH_FIRST for dim in empty]
 
 
 def assign_owners(model: nn.Module) -> list[Owner]:

@@ -139,7 +139,7 @@ class RecordedCall:
         self.sums_positions = bool(parallel) and parallel.sums_positions(owner, self.inputs, self.outputs)
         if parallel:
             self.inputs, self.outputs = [to_local(x) for x in self.inputs], [to_local(x) for x in self.outputs]
-        batch_dims = owner.batch_dims_of(self.inputs, self.outputs)
+        batch_dims = owner.batch_dims_of(self.inputs, self.outputs, self.batch_size)
         self.input_batch_dims, self.output_batch_dims = batch_dims[: len(self.inputs)], batch_dims[len(self.inputs) :]
         if owner.is_rerun and self._output_spec is not None:
             sequences = [x for x in tree_leaves(output, is_leaf=is_ragged) if is_ragged(x)]

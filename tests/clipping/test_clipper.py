@@ -46,6 +46,29 @@ def test_one_position_before_the_batch(layer, mode):
     assert distance([p.grad for p in trainable(model)], total) <= 1e-5 * length(total)
 
 
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.Linear, nn.LSTM])
+def test_an_empty_batch_behind_the_positions_may_come_first(layer, mode):
+    """Before anything is known of where the examples are."""
+    torch.manual_seed(0)
+    model = layer(7, 3)
+    clipper = PerExampleClipper(model, 0.1, mode=mode, batch_first=False)
+
+    def losses(x):
+        y = model(x)
+        return (y[0] if layer is nn.LSTM else y).square().sum((0, 2))
+
+    for batch in (0, 4, 0):
+        x = torch.randint(7, (5, batch)) if layer is nn.Embedding else torch.randn(5, batch, 7)  # (T, B, ...)
+        model.zero_grad()
+        assert clipper.backward(losses(x)).shape == (batch,)
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trainable(model)]
+        with clipper.suspended():
+            gradients = [torch.autograd.grad(losses(x[:, i : i + 1]).sum(), trainable(model)) for i in range(batch)]
+        total = clipped_sum(gradients, 0.1)[1] if batch else [torch.zeros_like(p) for p in trainable(model)]
+        assert distance(found, total) <= 1e-5 * length(total)
+
+
 @pytest.mark.parametrize("tokens", [SHORT, LONG])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
