@@ -15,7 +15,7 @@ format:
 
 bench:
 	mkdir -p outputs/benchmarks
-	for name in throughput trainer trl memory layers end_to_end precision scaling overhead noise contract; do \
+	for name in throughput trainer trl memory layers end_to_end precision scaling overhead startup noise contract; do \
 		python -m benchmarks.$$name --quick --json outputs/benchmarks/$$name.json || exit 1; \
 	done
 	python -m benchmarks.report outputs/benchmarks/*.json --output outputs/benchmarks/RESULTS.md

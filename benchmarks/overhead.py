@@ -1,5 +1,5 @@
 """What privacy adds to a step besides clipping: noise, the private loss, sampling, accounting, the ledger; and what it
-costs once: self-check, import.
+costs once: the self-check.
 
     python -m benchmarks.overhead --quick
     python -m benchmarks.overhead --json overhead.json
@@ -10,13 +10,8 @@ the disk, which only the wall clock sees: `wall_share` is beside it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -36,29 +31,6 @@ from .harness import WARM_UP, Benchmark, parser, spread
 from .models import Shape, build_transformer, transformer_losses
 
 NUM_EXAMPLES, LOGGING_STEPS, DELTA = 100_000, 10, 1e-6
-IMPORTS = {
-    "import dp_transformers": ("import transformers", "import dp_transformers"),
-    "import DPTrainer": (
-        "from transformers import Trainer, TrainingArguments",
-        "from dp_transformers import DPTrainer, DPTrainingArguments",
-    ),
-}
-
-
-def import_seconds(before: str, statement: str, repeats: int) -> list[float]:
-    """Process time of ``statement`` in fresh interpreters that have run ``before``, with the byte code that an
-    installed package has."""
-    code = f"import time\n{before}\nt = time.process_time()\n{statement}\nprint(time.process_time() - t)"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    with tempfile.TemporaryDirectory() as compiled:
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {
-            "PYTHONPYCACHEPREFIX": compiled
-        }
-        run = partial(
-            subprocess.run, command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], env=env
-        )
-        run()  # compiles
-        return [float(run().stdout) for _ in range(repeats)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -147,9 +119,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "self-check",
         {"ms": 1e3 * seconds, "wall_ms": 1e3 * wall, "share": seconds / step, "wall_share": wall / wall_step},
     )
-    for name, statements in IMPORTS.items():
-        figures = spread("ms", [1e3 * seconds for seconds in import_seconds(*statements, benchmark.repeats)])
-        benchmark.add(once, name, figures | {"share": figures["ms"] / 1e3 / step})
 
 
 if __name__ == "__main__":
