@@ -19,6 +19,8 @@ from .owners import Owner, assign_to_parent
 from .parallel.dtensor import to_local
 from .parallel.fsdp2 import Shards
 
+Calls = dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]]
+
 
 @contextmanager
 def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]:
@@ -78,10 +80,10 @@ def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:
     ]
 
 
-def _observe(
-    owners: Sequence[Owner], run: Callable[[], Any]
-) -> dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]]:
-    seen: dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]] = {owner: [] for owner in owners}
+@contextmanager
+def _observed(owners: Sequence[Owner]) -> Iterator[Calls]:
+    """Inside, every call of an owner adds the shapes of what it is given and of what it returns."""
+    seen: Calls = {owner: [] for owner in owners}
     with ExitStack() as stack:
         for owner in owners:
 
@@ -90,11 +92,10 @@ def _observe(
                 seen[owner].append((_shapes(given, floating=False), _shapes(output, floating=True)))
 
             stack.callback(owner.module.register_forward_hook(note, with_kwargs=True).remove)
-        run()
-    return seen
+        yield seen
 
 
-def _learn_batch_dims(owners: Sequence[Owner], runs: Sequence[tuple[int, dict]], positions: set[int]) -> list[Owner]:
+def _learn_batch_dims(owners: Sequence[Owner], runs: Sequence[tuple[int, Calls]], positions: set[int]) -> list[Owner]:
     """Set the batch dimensions of every owner from two runs; the owners whose outputs cannot be told apart by
     example."""
     (batch, first), (other_batch, second) = runs
@@ -190,18 +191,22 @@ def discover_owners(
     Raises:
         UnownedParameterError: a parameter is used where not even the model itself sees it.
     """
+    size, other_size = batch_sizes
     while True:
-        if wayward := unowned_parameters(owners, parameters, lambda: losses_of(batch_sizes[0]), shards):
+        with without_fused_attention():
+            with _observed(owners) as calls:
+                wayward = unowned_parameters(owners, parameters, lambda: losses_of(size), shards)
             for p in wayward:
                 assign_to_parent(model, owners, p, [path for c in owners if p in c.names for path in c.paths])
-            continue
-        with torch.no_grad(), without_fused_attention():
-            runs = [(size, _observe(owners, lambda size=size: losses_of(size))) for size in batch_sizes]
-        lost = _learn_batch_dims(owners, runs, positions)
+            if wayward:
+                continue
+            with torch.no_grad(), _observed(owners) as other_calls:
+                losses_of(other_size)
+        lost = _learn_batch_dims(owners, [(size, calls), (other_size, other_calls)], positions)
         if not lost and any(owner.returned_unbatched_output for owner in owners):
             try:
                 tapped()
-                lost = _misread(owners, losses_of, batch_sizes[0])
+                lost = _misread(owners, losses_of, size)
             except Exception:
                 lost = [owner for owner in owners if owner.returned_unbatched_output]
                 if not lost:

@@ -10,16 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
 from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, named
-from .synthetic import (
-    LossFunction,
-    floating_tensors,
-    has_batch,
-    kept_buffers,
-)
+from .synthetic import LossFunction, floating_tensors, kept_buffers, only_rows
 
 
 @contextlib.contextmanager
@@ -46,8 +40,8 @@ def true_causes(
         ):  # where a pass of this process's own would leave others waiting
             raise
         dims, wrong_way = _seen_in_forward(engine, losses_of, args, kwargs, batch)
-        one: tuple[tuple, dict] = tree_map(lambda x: x[:1] if has_batch(x, batch) else x, (args, kwargs))
-        lost = [(a, b) for a, b in zip(dims, _seen_in_forward(engine, losses_of, *one, 1)[0], strict=False) if b < a]
+        of_one, _ = _seen_in_forward(engine, losses_of, *only_rows([0], args, kwargs, batch), 1)
+        lost = [(a, b) for a, b in zip(dims, of_one, strict=False) if b < a]
         if wrong_way:
             raise SelfCheckError(
                 f"{wrong_way[0]} has batch_first=False and is given a tensor with the batch first, so it takes "

@@ -74,14 +74,14 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
 
 
 def in_float32_if_possible(
-    engine: ClippingEngine, losses_of: LossFunction, inputs: tuple[tuple, dict], compare: Callable[[], Any]
+    engine: ClippingEngine, losses_of: LossFunction, example: tuple[tuple, dict], compare: Callable[[], Any]
 ) -> tuple[Any, list[str]]:
     """Returns what ``compare`` gives in float32 (None where the model does not run in it), and what was replaced to
-    make it run."""
+    make it run. One ``example`` shows whether it runs: what a module casts does not depend on how many there are."""
     replaced = ["weights"]
     try:
         with _in_float32(engine) as replaced:
-            if _stays_in_float32(engine, losses_of, *with_float32(inputs)):
+            if _stays_in_float32(engine, losses_of, *with_float32(example)):
                 return compare(), replaced
     except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
         pass

@@ -41,7 +41,10 @@ def locality_as_trained(
     with forked_generators(engine.trainable.device), kept_buffers(engine.model):
         torch.manual_seed(0)
         numbers = global_state(engine.trainable.device)
-        norms_b, _, low_precision = clip(engine, replayed, args, kwargs)  # modes of two passes compare them
+        if engine.mode.one_pass:
+            norms_b, low_precision = measure(engine, replayed, args, kwargs)
+        else:  # two passes are compared where a sum is formed
+            norms_b, *_, low_precision = clip(engine, replayed, args, kwargs)
         error = max(
             _error_of_norms(engine, replayed, args, kwargs, batch, norms_b),
             _error_of_losses(engine, replayed, args, kwargs, batch, others),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map, tree_map_with_path
+from torch.utils._pytree import tree_map_with_path
 
 from ...randomness import forked_generators
 from ..engine import ClippingEngine
@@ -18,7 +18,7 @@ from .synthetic import (
     argument_names,
     batch_second,
     evaluating,
-    has_batch,
+    only_rows,
     outputs_by_example,
     predicts_words,
     projected,
@@ -113,15 +113,16 @@ def _change_by_padding(
     with perturbed(engine):
         try:
             losses_of = loss_function or _own_output_loss(engine, alone, own_t)
-            without = clip(engine, losses_of, *alone)[1]
+            without = clip(engine, losses_of, *alone).total
         except (RuntimeError, ValueError, IndexError) as error:
             raise SelfCheckError(
                 f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed "
                 f"without the padding ({str(error).splitlines()[0]}), so nobody knows what the padding does to its "
                 "gradient. Leave out examples that are so short, or pad all to one length (padding='max_length')."
             ) from error
-        _, with_padding, low_precision = clip(engine, losses_of, *padded)
-        return float(distance(with_padding, without) / length_of(without).clamp(min=1e-12)), low_precision
+        with_padding = clip(engine, losses_of, *padded)
+        change = distance(with_padding.total, without) / length_of(without).clamp(min=1e-12)
+        return float(change), with_padding.low_precision
 
 
 def _with_and_without_padding(
@@ -177,8 +178,7 @@ def _with_and_without_padding(
         return x
 
     given = args, kwargs
-    one: tuple[tuple, dict] = tree_map(lambda x: x[row : row + 1] if has_batch(x, size) else x, given)
-    drawn = synthetic_inputs(model, *one, 1)
+    drawn = synthetic_inputs(model, *only_rows([row], args, kwargs, size), 1)
     padded = tree_map_with_path(in_place, given, drawn)
     return padded, tree_map_with_path(own_positions, given, padded)
 

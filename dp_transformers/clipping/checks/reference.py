@@ -3,42 +3,75 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map
 
 from ..clipping_functions import ClippingFunction
 from ..engine import ClippingEngine
 from ..parallel.dtensor import as_dtensor_like, full_tensors, is_dtensor, to_local
 from ..precision import sum_dtype
 from ..terms.arithmetic import flat_norm
-from .synthetic import LossFunction, has_batch
+from .synthetic import LossFunction, only_rows
 
 # Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is
 # caught in fp32, which is where exactness and locality are decided: in bf16 a model may attend over the whole batch
 # and stay below the error of its rounding.
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 
+# So many random numbers shift the parameters, over and over. It is a prime, so that the rows of a weight begin at
+# different ones of them.
+_SHIFTS = 65537
 
-def clip(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    *,
-    clipping: ClippingFunction | None = None,
-):
-    """(B,) norms, the sum of each parameter, clipped where ``clipping`` is given (each of the engine's groups by
-    itself), and the lowest precision seen."""
+
+@dataclass
+class _AtTheMedian(ClippingFunction):
+    """Clips to the median norm of the batch, so that some examples are clipped and some are not. It keeps that bound
+    for the other way of computing the sum, and is for made-up examples alone: each one's norm counts for all."""
+
+    bound: float = 1.0
+    sensitivity: float = math.inf
+
+    def coefficients(self, norms_b: torch.Tensor) -> torch.Tensor:
+        self.bound = float(norms_b.median()) or 1.0
+        return (self.bound / norms_b).clamp(max=1.0)
+
+
+class ClippedSum(NamedTuple):
+    """What one pass of clipping gives.
+
+    Attributes:
+        norms_b: (B,) norms.
+        total: The sum of each parameter.
+        bounds: What each of the engine's groups was clipped to.
+        samples: The examples' gradients of each parameter, None where the mode hands none out.
+        low_precision: The lowest precision seen.
+    """
+
+    norms_b: torch.Tensor
+    total: list[torch.Tensor]
+    bounds: list[float]
+    samples: list[torch.Tensor | None]
+    low_precision: torch.dtype
+
+
+def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> ClippedSum:
+    """Clip each of the engine's groups by itself, to the median of its norms, which leaves one example as it is."""
     losses, low_precision = _forward(engine, losses_of, args, kwargs)
-    groups = [group._replace(clipping=clipping) for group in engine.groups]
+    functions = [_AtTheMedian() for _ in engine.groups]
+    groups = [group._replace(clipping=each) for group, each in zip(engine.groups, functions, strict=True)]
     norms_b = engine.backward(losses, groups=groups)
-    return (
+    parameters = engine.trainable.parameters
+    return ClippedSum(
         norms_b,
-        [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in engine.trainable.parameters],
+        [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters],
+        [each.bound for each in functions],
+        [getattr(p, "grad_sample", None) for p in parameters],
         low_precision,
     )
 
@@ -64,66 +97,55 @@ def _forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwarg
 
 
 def one_at_a_time(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    batch: int,
-    samples: list,
-    *,
-    bound: float,
-):
-    """(B,) norms, the sum with each of the engine's groups clipped to ``bound``, and the worst relative error of
-    ``samples``, gradients with a batch (or None) for each parameter.
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, clipped: ClippedSum
+) -> tuple[torch.Tensor, list[torch.Tensor], float]:
+    """(B,) norms, the sum with each of the engine's groups clipped to the bound that ``clipped`` has for it, and the
+    worst relative error of its ``samples``.
 
     Where batch normalization evaluates, an example stands beside its own copy, and the loss is that of one of them:
     torch (2.13, on the CPU) computes another gradient behind such a layer for a batch of one whose gradient comes
     transposed.
     """
     copies = 1 + any(isinstance(m, _BatchNorm) for m in engine.model.modules())
-    norms, total, worst, shards = (
-        [],
-        [torch.zeros_like(p, dtype=sum_dtype(p)) for p in engine.trainable.parameters],
-        0.0,
-        engine.trainable.shards,
-    )
-    wholes = [shards.all_unsharded(p) for p in engine.trainable.parameters]
+    parameters, shards = engine.trainable.parameters, engine.trainable.shards
+    norms, worst = [], 0.0
+    total = {p: torch.zeros_like(p, dtype=sum_dtype(p)) for p in parameters}
+    wholes = [shards.all_unsharded(p) for p in parameters]
     with engine.suspended():
         for i in range(batch):
-            rows = [i] * copies
-            one_args, one_kwargs = tree_map(lambda x, rows=rows: x[rows] if has_batch(x, batch) else x, (args, kwargs))
+            one_args, one_kwargs = only_rows([i] * copies, args, kwargs, batch)
             loss = losses_of(*one_args, **one_kwargs)[0]
             found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
             grads = [_sum([next(found) for _ in its]) for its in wholes]
             grads = [
                 None if g is None else engine.trainable.parallel.native_gradient(p, g)
-                for p, g in zip(engine.trainable.parameters, grads, strict=True)
+                for p, g in zip(parameters, grads, strict=True)
             ]
-            norm = length_of([g for g in grads if g is not None])
-            coefficients = _coefficients(engine, grads, bound)
-            for p, running, g in zip(engine.trainable.parameters, total, grads, strict=True):
-                if g is not None:
-                    g = to_local(g).to(sum_dtype(p)) * coefficients[p]
-                    running.add_(shards.summed(p, g) if shards else as_dtensor_like(g, p))
-            norms.append(norm)
+            used = [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
+            lengths = dict(zip((p for p, _ in used), _lengths(g for _, g in used), strict=True))
+            norms.append(_together(lengths.values()))
+            coefficients = _coefficients(engine, lengths, clipped.bounds)
+            for p, g in used:
+                g = to_local(g).to(sum_dtype(p))
+                total[p].add_(shards.summed(p, g) if shards else as_dtensor_like(g, p), alpha=coefficients[p])
             given = [
                 (s[i], torch.zeros_like(s[i]) if g is None else g)
-                for s, g in zip(samples, grads, strict=True)
+                for s, g in zip(clipped.samples, grads, strict=True)
                 if s is not None
             ]
             if given:
-                worst = max(worst, float(distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)))
-    return torch.stack(norms), total, worst
+                worst = max(worst, float(distance(*map(list, zip(*given, strict=True))) / norms[-1].clamp(min=1e-12)))
+    return torch.stack(norms), list(total.values()), worst
 
 
-def _coefficients(engine: ClippingEngine, grads: list[torch.Tensor | None], bound: float) -> dict[nn.Parameter, float]:
+def _coefficients(
+    engine: ClippingEngine, lengths: dict[nn.Parameter, torch.Tensor], bounds: list[float]
+) -> dict[nn.Parameter, float]:
     """What one example's gradient of each parameter is multiplied with."""
-    of = {p: g for p, g in zip(engine.trainable.parameters, grads, strict=True) if g is not None}
     coefficients = {}
-    for group in engine.groups:
-        if own := [of[p] for p in group.parameters if p in of]:
-            coefficient = float((bound / length_of(own)).clamp(max=1.0))
-            coefficients |= dict.fromkeys(group.parameters, coefficient)
+    for group, bound in zip(engine.groups, bounds, strict=True):
+        if own := [lengths[p] for p in group.parameters if p in lengths]:
+            coefficients |= dict.fromkeys(group.parameters, float((bound / _together(own)).clamp(max=1.0)))
     return coefficients
 
 
@@ -132,9 +154,18 @@ def _sum(grads: list[torch.Tensor | None]) -> torch.Tensor | None:
     return sum(given[1:], given[0]) if given else None
 
 
-def length_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    norms = [norm.to(tensors[0].device).view(()) for norm in full_tensors(map(_length, tensors))]
-    return torch.stack(norms).norm().float()
+def length_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return _together(_lengths(tensors))
+
+
+def _lengths(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The length of each, on the device of the first."""
+    lengths = full_tensors(map(_length, tensors))
+    return [x.to(lengths[0].device).view(()) for x in lengths]
+
+
+def _together(lengths: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(lengths)).norm().float()
 
 
 def _length(x: torch.Tensor) -> torch.Tensor:
@@ -144,18 +175,19 @@ def _length(x: torch.Tensor) -> torch.Tensor:
 
 
 def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
-    return length_of([x - y for x, y in zip(a, b, strict=True)])
+    return length_of(x - y for x, y in zip(a, b, strict=True))
 
 
 @contextlib.contextmanager
 def perturbed(engine: ClippingEngine) -> Iterator[None]:
     """Inside, the trainable parameters are shifted a little."""
     values = [p.detach().clone() for p in engine.trainable.parameters]
-    generator = torch.Generator().manual_seed(0)
+    numbers = 0.02 * torch.randn(_SHIFTS, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
             for p in map(to_local, engine.trainable.parameters):
-                p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.02)
+                p.add_(numbers.to(p).repeat(-(-p.numel() // _SHIFTS))[: p.numel()].view(p.shape))
+                numbers = numbers.roll(-p.numel())  # goes on where this one ended
         torch.clear_autocast_cache()  # it holds casts of the weights as they were
         yield
     finally:

@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 from ...ragged import unpacked
 from ...randomness import forked_generators, random_state
 from ..batch_dims import batch_size_of, positions_of
-from ..clipping_functions import FlatClipping
 from ..discovery import discover_owners
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
@@ -42,7 +41,7 @@ from ..owners import reassign_to_parents, warn_about_fallback
 from .causes import true_causes
 from .float32 import in_float32_if_possible, with_float32
 from .locality import locality_as_trained
-from .reference import TOLERANCE, clip, distance, length_of, measure, one_at_a_time, perturbed
+from .reference import TOLERANCE, ClippedSum, clip, distance, length_of, one_at_a_time, perturbed
 from .synthetic import (
     LossFunction,
     arguments_of,
@@ -50,6 +49,7 @@ from .synthetic import (
     evaluating,
     has_batch,
     on_packed,
+    only_rows,
     random_output_loss,
     second_dimension_first,
     synthetic_inputs,
@@ -241,7 +241,7 @@ def run_checks(
         errors, replaced = in_float32_if_possible(
             engine,
             losses_of,
-            inputs,
+            only_rows([0], *inputs, batch),
             lambda: _compare(engine, losses_of, *inputs, batch, lambda rows: with_float32(others(rows))),
         )
         if replaced or errors is None:
@@ -313,32 +313,25 @@ def _compare_in(
     """:func:`_compare` with the model in this mode."""
     with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         with mode(engine.model):
-            _until_all_can_be_run(
+            clipped = _until_all_can_be_run(
                 engine,
                 lambda: _discover(engine, losses_of, args, kwargs, batch, others),
                 lambda: clip(engine, losses_of, args, kwargs),
             )
         locality_error = locality_as_trained(engine, losses_of, args, kwargs, batch, others) if locality else 0.0
-        with mode(engine.model):
-            norms_b = measure(engine, losses_of, args, kwargs)[0]
-            if not bool(torch.isfinite(norms_b).all()):
-                raise SelfCheckError(
-                    "the gradient of an example of random numbers is not finite, so nothing can be checked. Look for "
-                    "nan and inf in the weights (a model built on 'meta' or by torch.empty is not initialised: load "
-                    "or initialise it), and for a layer or loss that needs other inputs than normally distributed "
-                    "ones (a logarithm or square root of features: take it before the model)."
-                )
-            # so that some are clipped and some are not
-            bound = (float(norms_b.median()) or 1.0) / len(engine.groups) ** 0.5
-            norms_b, total, low_precision = clip(engine, losses_of, args, kwargs, clipping=FlatClipping(bound))
-            samples = [getattr(p, "grad_sample", None) for p in engine.trainable.parameters]
-            tolerance = TOLERANCE[low_precision]
-            _require_equal_replicas(engine, total, tolerance)
-            single_b, reference, gradient_error = one_at_a_time(
-                engine, losses_of, args, kwargs, batch, samples, bound=bound
+        if not bool(torch.isfinite(clipped.norms_b).all()):
+            raise SelfCheckError(
+                "the gradient of an example of random numbers is not finite, so nothing can be checked. Look for nan "
+                "and inf in the weights (a model built on 'meta' or by torch.empty is not initialised: load or "
+                "initialise it), and for a layer or loss that needs other inputs than normally distributed ones (a "
+                "logarithm or square root of features: take it before the model)."
             )
-    norm_error = float(((norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
-    sum_error = float(distance(total, reference) / length_of(reference).clamp(min=1e-12))
+        tolerance = TOLERANCE[clipped.low_precision]
+        _require_equal_replicas(engine, clipped.total, tolerance)
+        with mode(engine.model):
+            single_b, reference, gradient_error = one_at_a_time(engine, losses_of, args, kwargs, batch, clipped)
+    norm_error = float(((clipped.norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
+    sum_error = float(distance(clipped.total, reference) / length_of(reference).clamp(min=1e-12))
     if not max(norm_error, sum_error, gradient_error) <= tolerance:
         raise SelfCheckError(
             f"clipping is not exact for {type(engine.model).__name__} in mode '{engine.mode.name}': relative error of "
@@ -366,15 +359,16 @@ def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], t
         )
 
 
-def _until_all_can_be_run(engine: ClippingEngine, discover: Callable[[], None], run: Callable[[], object]) -> None:
-    """Discover the owners, and let the parents own what modules hold that turn out not to be re-runnable. Where the
-    parents are not either, the error is that of the module that began it."""
+def _until_all_can_be_run(
+    engine: ClippingEngine, discover: Callable[[], None], run: Callable[[], ClippedSum]
+) -> ClippedSum:
+    """Discover the owners, let the parents own what modules hold that turn out not to be re-runnable, and return what
+    ``run`` gives at last. Where the parents are not either, the error is that of the module that began it."""
     first: UnsupportedModuleError | None = None
     while True:
         discover()
         try:
-            run()
-            break
+            return run()
         except UnsupportedModuleError as error:
             engine.trainable.shards.recover()
             is_parent = any(owner.module is error.module and owner.covers_children for owner in engine.owners)

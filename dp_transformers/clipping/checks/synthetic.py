@@ -118,6 +118,11 @@ def replace_example(args: tuple, kwargs: dict, batch: int, row: int, source: int
     return tree_map(change, (args, kwargs), is_leaf=is_ragged)
 
 
+def only_rows(rows: list[int], args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
+    """The same input with these of its examples alone."""
+    return tree_map(lambda x: x[rows] if has_batch(x, batch) else x, (args, kwargs))
+
+
 def has_batch(x: Any, batch: int) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == batch
 

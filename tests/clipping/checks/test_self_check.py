@@ -18,10 +18,18 @@ from transformers import (
 )
 from transformers.utils import ModelOutput
 
-from dp_transformers import PerExampleClipper, check_model, check_per_sample_gradients_are_correct
-from dp_transformers.clipping import layer_rule
+from dp_transformers import (
+    FlatClipping,
+    PerExampleClipper,
+    PerLayerClipping,
+    check_model,
+    check_per_sample_gradients_are_correct,
+)
+from dp_transformers.clipping import engine, layer_rule
+from dp_transformers.clipping.checks.reference import perturbed
 from dp_transformers.clipping.checks.synthetic import synthetic_inputs
 from dp_transformers.clipping.errors import SelfCheckError, UnsupportedModuleError
+from dp_transformers.clipping.gradient_sums import GradientSums
 from dp_transformers.clipping.layer_rule import LayerRule, rule_for
 from dp_transformers.clipping.terms import Dense
 
@@ -474,3 +482,48 @@ def test_a_model_that_cannot_be_checked_in_either_mode_is_refused_for_the_first_
 def test_a_model_that_must_draw_random_numbers_is_refused_for_them():
     with pytest.raises(SelfCheckError, match="random numbers"):
         check_model(TrainsOtherwise(False, dropout=0.5), {"x": torch.randn(4, 5)})
+
+
+def test_weights_that_are_zero_are_shifted_for_the_check_and_zero_again_after_it():
+    """Each number by one of its own, so that no rows of a weight are alike."""
+    model = nn.Sequential(OrderedDict(first=nn.Linear(300, 300, bias=False), second=nn.Linear(300, 2, bias=False)))
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    with PerExampleClipper(model, 1.0) as clipper, perturbed(clipper._engine):
+        first, second = model.first.weight.detach().clone(), model.second.weight.detach().clone()
+    assert not any(p.any() for p in model.parameters())
+    assert 0.015 < first.std() < 0.025 and 0.015 < second.std() < 0.025
+    assert torch.linalg.matrix_rank(first) == 300 and torch.linalg.matrix_rank(second) == 2
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_sum_that_is_wrong_in_one_of_the_groups_is_noticed(wrong, monkeypatch):
+    model, add = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), GradientSums.add
+
+    def add_too_much(self, parameter, parts, **options):
+        factor = 1.01 if parameter is model[2 * wrong].weight else 1.0
+        add(self, parameter, [part * factor for part in parts], **options)
+
+    monkeypatch.setattr(GradientSums, "add", add_too_much)
+    with (
+        PerExampleClipper(model, PerLayerClipping(FlatClipping(1.0))) as clipper,
+        pytest.raises(SelfCheckError, match="clipping is not exact"),
+    ):
+        clipper.check((torch.randn(3, 4),), {})
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
+def test_coefficients_that_are_wrong_are_noticed(mode, monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    original = engine.coefficients
+
+    def longer(norm_sq_b, **options):
+        clipped = original(norm_sq_b, **options)
+        return clipped._replace(of_sum_b=clipped.of_sum_b.clamp(max=0.9))  # as if the longest were clipped to more
+
+    monkeypatch.setattr(engine, "coefficients", longer)
+    with (
+        PerExampleClipper(model, 1.0, mode=mode) as clipper,
+        pytest.raises(SelfCheckError, match="clipping is not exact"),
+    ):
+        clipper.check((torch.randn(3, 4),), {})
