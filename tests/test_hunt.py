@@ -175,7 +175,9 @@ def test_a_forward_pass_without_a_graph_may_keep_nothing_of_a_private_batch():
         pytest.raises(ValueError, match=r"'mean' of the model changed.*do that after optimizer.step"),
     ):
         model(x)
+    engine, model, optimizer, loader = private_loop(Remembers(), rows_of_numbers())
     model.remembers = False
+    x, y = next(iter(loader))
     torch.nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
     model.remembers = True

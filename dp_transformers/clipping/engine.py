@@ -117,6 +117,12 @@ class ClippingEngine:
         """The loop, of which a check that tries out the engine asks nothing."""
         return None if self._on_trial else self.loop
 
+    @property
+    def _releases(self) -> bool:
+        """Whether what is summed is handed out as it is: where no loop goes on with it, and no check throws it
+        away."""
+        return self.loop is None and not self._on_trial
+
     # ---- attaching ----
 
     @property
@@ -246,7 +252,7 @@ class ClippingEngine:
         if not self._on_trial:
             self._before_forward(args, kwargs)
         batch = None if loop is None else loop.current_batch()
-        if loop is None:
+        if self._releases:
             self.begin_draw()
         if loop is None or batch is not None:
             self.state.before_forward()
@@ -422,7 +428,7 @@ class ClippingEngine:
     def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
         try:
             self.state.expect_unchanged()
-            if self._loop_in_charge is None:
+            if self._releases:
                 self.state.expect_same_weights()
                 self.conditions.require()
         except ValueError:

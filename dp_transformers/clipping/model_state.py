@@ -110,7 +110,7 @@ class ModelState:
         changed = [names.get(id(p), "a parameter") for p in rewritten] + self._settle()
         self._record()
         if changed:
-            self._conditions.refuse(lambda: _refuse(changed))
+            self._conditions.refuse_for_good(lambda: _refuse(changed))
 
     @contextmanager
     def during_check(self) -> Iterator[None]:
@@ -195,7 +195,7 @@ class ModelState:
 
     def _expect_same(self, contents: _Contents) -> None:
         if same := _are_same(contents):
-            self._conditions.expect(_all(same), lambda: _refuse(_names_of_others(contents, same)))
+            self._conditions.expect(_all(same), lambda: _refuse(_names_of_others(contents, same)), for_good=True)
 
     # ---- what changed ----
 
@@ -304,7 +304,9 @@ def _refuse(changed: list[str]) -> None:
             f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the "
             "optimizer: it would carry private data to later batches without clipping and noise. Set a rope_type "
             "other than 'dynamic' or attention_type='original_full', or switch off the running statistics, "
-            "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step()."
+            "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step() or "
+            "engine.drop_draw(). This training releases nothing more, since the model may hold private data now: "
+            "begin another one from the original model or a checkpoint."
         )
 
 

@@ -340,7 +340,7 @@ def looks_again(model, x, how):
 @pytest.mark.parametrize("how", ["with a graph", "without"])
 @pytest.mark.parametrize("last", [True, False], ids=["after the last batch", "between batches"])
 def test_an_error_that_a_loop_of_ones_own_catches_is_not_forgotten(written, how, last):
-    """What was refused stays refused until the draw is dropped, and then the next one is released."""
+    """What a batch left in the model is there when its draw is dropped, so nothing is released any more."""
     model, engine = change(change=WRITES[written]), PrivacyEngine(dp_seed=0)
     optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
     model, optimizer, loader = engine.make_private(
@@ -367,10 +367,44 @@ def test_an_error_that_a_loop_of_ones_own_catches_is_not_forgotten(written, how,
             engine.drop_draw()
             break
     assert "of the model changed in a forward or backward pass" in refused
-    for (x,) in loader:
-        model(x).square().sum(1).mean().backward()
-        optimizer.step()
-    assert engine.steps > 2 and not torch.equal(model.layer.weight, before)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of the model changed"):
+            for (x,) in loader:
+                model(x).square().sum(1).mean().backward()
+                optimizer.step()
+        engine.drop_draw()
+    assert engine.steps == 3 and torch.equal(model.layer.weight, before)
+
+
+def private(model, size=10):
+    """The private loop of its ``layer``, where a draw of 128 rows comes in batches of 2."""
+    engine = PrivacyEngine(dp_seed=0)
+    return engine, *engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.layer.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(128, 3)), size),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        max_physical_batch_size=2,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("written", ["large", "mean"])
+def test_a_check_in_the_middle_of_a_draw_forgets_nothing(written):
+    """It runs the model on made-up rows, whose sums are thrown away, and not those of the draw."""
+    model = change(change=lambda self, x: LOOKS and getattr(self, written).data[:3].copy_(x.detach()[0]))
+    engine, model, optimizer, loader = private(model, size=64)
+    engine.clipper.check((torch.randn(2, 3),), {})
+    before = model.layer.weight.clone()
+    with pytest.raises(ValueError, match=f"'{written}' of the model changed"):
+        for i, (x,) in enumerate(loader):
+            if i == 5:
+                looks_again(model, x, "with a graph" if written == "large" else "without")
+                engine.clipper.check((torch.randn(2, 3),), {})
+            model(x).square().sum(1).mean().backward()
+            optimizer.step()
+    assert i > 5 and engine.steps == 0 and torch.equal(model.layer.weight, before)
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
