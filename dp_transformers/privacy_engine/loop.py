@@ -93,6 +93,7 @@ class PrivateLoop:
         """Drop an unfinished draw, and count it as a step."""
         if self.step.drop():
             self.run.spend_step(self.step.number)
+        self.clipper.expect_same_model()  # what is written to it from now on is the user's own doing
         self.clipper.conditions.begin()
 
     @contextlib.contextmanager
@@ -165,6 +166,7 @@ class PrivateLoop:
                 "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a "
                 "new engine."
             )
+        self.clipper.expect_same_model()  # as the passes until now left it; the checkpoint writes to it
         mechanism = self.run.mechanism
         if mechanism.needs_every_draw and self.step.number >= 0:
             raise ValueError(

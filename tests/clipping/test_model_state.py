@@ -408,6 +408,38 @@ def test_a_check_in_the_middle_of_a_draw_forgets_nothing(written):
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("order", ["drop first", "load first"])
+def test_a_draw_that_is_given_up_after_the_forward_pass_gives_the_model_back(order):
+    """Its weights are the user's own to write then: those of a checkpoint, say."""
+    engine, model, optimizer, loader = private(change(change=lambda self, x: None))
+    state = engine.state_dict()
+    (x,) = next(iter(loader))
+    model(x)
+    for give_up in (engine.drop_draw, lambda: engine.load_state_dict(state))[:: 1 if order == "drop first" else -1]:
+        give_up()
+    for (x,) in loader:
+        model(x).square().sum(1).mean().backward()
+        optimizer.step()
+    assert engine.steps > 2
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("give_up", ["drop_draw", "load_state_dict"])
+def test_a_draw_that_is_given_up_after_the_forward_pass_is_looked_at(give_up):
+    model = change(change=WRITES["buffer"])
+    engine, model, *_, loader = private(model)
+    engine.clipper.check((torch.randn(2, 3),), {})
+    state = engine.state_dict()
+    (x,) = next(iter(loader))
+    LOOKS.append("")
+    model(x)
+    LOOKS.clear()
+    with pytest.raises(ValueError, match="'mean' of the model changed"):
+        getattr(engine, give_up)(*[state] * (give_up == "load_state_dict"))
+        engine.drop_draw()
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("written", WRITES)
 @pytest.mark.parametrize("how", ["with a graph", "without"])
 def test_an_error_that_a_trainer_catches_is_not_forgotten(written, how, tmp_path):
