@@ -1,5 +1,7 @@
 """accelerate's save_state and load_state: all of a private training goes through them, or they are refused."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
+from dp_transformers.checkpoint import PrivacyState
 from dp_transformers.privacy_engine.loop import SIGNATURE
 
 DELTA = 1e-2
@@ -126,6 +129,24 @@ def test_an_optimizer_takes_its_own_state_alone():
             optimizer.load_state_dict(other)
     engine.detach()
     optimizer.load_state_dict(others[0])
+
+
+def test_ranks_know_the_state_of_the_first_as_their_own(monkeypatch):
+    """The first of several processes saves, and all load that. They would plan for other numbers of steps otherwise."""
+    monkeypatch.setattr(PrivacyState, "new_run_id", lambda: "one for all ranks")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    _, *parts = first = loop(0)
+    train(*parts)
+    state = first[0].state_dict()
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    engine, model, optimizer, loader = loop(0)
+    train(model, optimizer, loader)
+    engine.load_state_dict(state)
+    optimizer.load_state_dict(state["optimizer"])
+    assert engine.steps == 3
+    monkeypatch.setattr(os, "getpid", lambda: 3)  # a process that was forked from the second counts on its own
+    engine.load_state_dict(state)
+    assert engine.steps == 6
 
 
 def test_a_state_that_says_nothing_of_steps_is_refused():

@@ -44,7 +44,7 @@ class PrivateLoop:
     ):
         self.step, self.optimizer, self.loader, self.loss_reduction = step, optimizer, loader, loss_reduction
         # these are this engine's own, whichever run it resumes
-        self._id, self._planned = self.run.state.run_id, self.run.mechanism.steps
+        self._id, self._process, self._planned = self.run.state.run_id, os.getpid(), self.run.mechanism.steps
         self._stepped: Given | None = None  # the batch that the last step was for
         self._is_stepping = False  # the optimizer's step has begun and has not returned
         self._is_suspended = self._is_loading = False
@@ -140,8 +140,10 @@ class PrivateLoop:
 
     @property
     def _writer(self) -> str:
-        """The name of this engine in this process. A forked process has another one, since it counts on its own."""
-        return f"{self._id}-{os.getpid()}"
+        """The name of this engine, the same on all ranks. A forked process has another one, since it counts on its
+        own."""
+        process = os.getpid()
+        return self._id if process == self._process else f"{self._id}-{process}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint says of the training, for :meth:`restore`."""
