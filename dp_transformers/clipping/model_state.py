@@ -146,7 +146,7 @@ class ModelState:
         self._modules = list(self.model.modules())
         self._structure = list(map(_structure, self._modules))
         self._hooks = [
-            (hooks, set(hooks)) for m in self._modules for hooks in map(vars(m).get, _HOOKS) if hooks is not None
+            (hooks, dict(hooks)) for m in self._modules for hooks in map(vars(m).get, _HOOKS) if hooks is not None
         ]
         self._tensors = list({id(t): t for t in self._frozen()}.values())
         self._versions = [t._version for t in self._tensors]
@@ -202,8 +202,7 @@ class ModelState:
     def _settle(self) -> list[str]:
         changed, grown = self._written_in_place(), set()
         for hooks, before in self._hooks:  # the attribute by which a model knows of hooks that it registered goes, too
-            for key in [key for key, hook in hooks.items() if key not in before and not _is_ours(hook)]:
-                del hooks[key]
+            _settle_hooks(hooks, before)
         for place, before in zip(self._places, self._before, strict=True):
             if _ids([place.holder]) != _ids([before]):
                 changed += (
@@ -330,8 +329,9 @@ def _content_of_array(a: np.ndarray) -> np.ndarray:
     return a.copy() if a.size <= _SMALL else np.asarray(zlib.crc32(a.tobytes()))
 
 
-def _structure(module: nn.Module) -> tuple[type, int]:
-    return type(module), len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+def _structure(module: nn.Module) -> list[Any]:
+    attributes = vars(module)
+    return [type(module), *(id(hook) for name in _HOOKS for hook in (attributes.get(name) or {}).values())]
 
 
 def _switches(model: nn.Module) -> list[Any]:
@@ -367,6 +367,15 @@ def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
 
 def _ids(holders: Iterable[Any]) -> list[int]:
     return list(map(id, chain.from_iterable(map(_values, holders))))
+
+
+def _settle_hooks(hooks: dict, before: dict) -> None:
+    """Put back the hooks that are not a clipper's: those that came go, and those that went or were replaced return."""
+    settled = {key: hook for key, hook in before.items() if key in hooks or not _is_ours(hook)}
+    settled |= {key: hook for key, hook in hooks.items() if _is_ours(hook)}
+    if _ids([settled]) != _ids([hooks]):
+        hooks.clear()
+        hooks.update(settled)
 
 
 def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:

@@ -128,6 +128,42 @@ def test_hooks_that_a_forward_pass_registers_are_removed_with_the_word_that_they
     assert not hasattr(model, "has_hooks") and not model.layer._forward_hooks and not model.layer._forward_pre_hooks
 
 
+def replaces(self, x):
+    hooks, row = self.layer._forward_hooks, x.detach()[0]
+    hooks.update({key: lambda module, args, output: output + row.sum() for key in hooks if hooks[key] is doubled})
+
+
+def removes_and_registers(self, x):
+    hooks, row = self.layer._forward_hooks, x.detach()[0]
+    for key in [key for key in hooks if hooks[key] is doubled]:
+        del hooks[key]
+        self.layer.register_forward_hook(lambda module, args, output: output + row.sum())
+
+
+def removes(self, x):
+    hooks = self.layer._forward_hooks
+    for key in [key for key in hooks if hooks[key] is doubled]:
+        del hooks[key]
+
+
+def doubled(module, args, output):
+    return output * 2
+
+
+@pytest.mark.parametrize("writes", [replaces, removes_and_registers, removes])
+def test_hooks_that_a_forward_pass_replaces_or_removes_are_put_back(writes):
+    """As many hooks as before may be others, which hold a row of the batch."""
+    model = change(change=lambda self, x: LOOKS and writes(self, x))
+    model.layer.register_forward_hook(doubled)
+    with PerExampleClipper(model, 1.0) as clipper:
+        for looks in ([], ["now"], []):
+            LOOKS.extend(looks)
+            clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+            LOOKS.clear()
+            assert next(iter(model.layer._forward_hooks.values())) is doubled and len(model.layer._forward_hooks) == 2
+    assert list(model.layer._forward_hooks.values()) == [doubled]
+
+
 @pytest.mark.parametrize("as_buffer", [False, True])
 def test_a_table_that_grows_is_kept(as_buffer):
     def grow(self, x):
