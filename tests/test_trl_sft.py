@@ -221,7 +221,16 @@ def test_a_text_with_more_image_tokens_than_another_is_refused():
         return {"input_ids": torch.tensor([[9, 9, 9, 1], [9, 1, 1, 1]])}
 
     with pytest.raises(ValueError, match="have from 1 to 3 image tokens"):
-        one_image_each(collate, 9, [{"image": None}] * 2)
+        one_image_each(collate, 9, [{"image": "one"}] * 2)
+
+
+@pytest.mark.parametrize(
+    "row", [{"image": ["one", "two"]}, {"images": [["one", "two"]]}, {"image": None}, {}], ids=str
+)
+def test_lists_in_the_place_of_an_image_are_counted(row):
+    """Two images of one row and none of another would be as many as there are rows."""
+    with pytest.raises(ValueError, match=r"has [02] images. Private training needs one in each row"):
+        one_image_each(lambda examples: {"input_ids": torch.tensor([[9, 1]] * 2)}, 9, [{"image": "one"}, row])
 
 
 def test_a_processor_that_joins_all_images_is_refused():
@@ -229,7 +238,7 @@ def test_a_processor_that_joins_all_images_is_refused():
         return {"input_ids": torch.zeros(len(examples), 4), "pixel_values": torch.zeros(7 * len(examples), 12)}
 
     with pytest.raises(ValueError, match=r"'pixel_values' of shape \(14, 12\) for 2 rows"):
-        one_image_each(joined, 9, [{"image": None}] * 2)
+        one_image_each(joined, 9, [{"image": "one"}] * 2)
 
 
 def test_arguments_of_another_class_are_refused(tmp_path):

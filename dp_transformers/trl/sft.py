@@ -93,10 +93,9 @@ def one_image_each(
     text must have as many of them as its own image has parts.
     """
     for example in examples:
-        images = example["images"] if "images" in example else [example["image"]]
-        if images is None or len(images) != 1:
+        if (number := _number_of_images(example)) != 1:
             raise ValueError(
-                f"a row of train_dataset has {len(images or ())} images. Private training needs one in each row: with "
+                f"a row of train_dataset has {number} images. Private training needs one in each row: with "
                 "another number, images are no rows of their own, and nobody could tell to which example one belongs. "
                 "Keep the rows with one image, or put several images side by side into one."
             )
@@ -116,3 +115,10 @@ def one_image_each(
             "to one size, write no image tokens into the texts, and do not truncate them (max_length=None)."
         )
     return batch
+
+
+def _number_of_images(example: dict) -> int:
+    """Return how many images a row has, also where a list of them stands for one."""
+    images = example["images"] if "images" in example else [example.get("image")]
+    each = [x if isinstance(x, (list, tuple)) else [x] for x in images or ()]
+    return sum(x is not None for some in each for x in some)
