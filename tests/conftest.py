@@ -1,6 +1,7 @@
 """Tests run on one thread (two-core machines, tiny models), offline, and never touch the global random state of
 another test."""
 
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +19,16 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _log_levels():
+    """What a command or a recipe that runs in this process says to log is said for no other test."""
+    logger = logging.getLogger("dp_transformers")
+    level, disabled = logger.level, logging.root.manager.disable
+    yield
+    logger.setLevel(level)
+    logging.disable(disabled)
 
 
 @pytest.fixture(autouse=True)

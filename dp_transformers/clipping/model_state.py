@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -370,12 +370,16 @@ def _ids(holders: Iterable[Any]) -> list[int]:
 
 
 def _settle_hooks(hooks: dict, before: dict) -> None:
-    """Put back the hooks that are not a clipper's: those that came go, and those that went or were replaced return."""
-    settled = {key: hook for key, hook in before.items() if key in hooks or not _is_ours(hook)}
-    settled |= {key: hook for key, hook in hooks.items() if _is_ours(hook)}
-    if _ids([settled]) != _ids([hooks]):
-        hooks.clear()
-        hooks.update(settled)
+    """Put back the hooks that are not a clipper's: those that came go, and those that went or were replaced return. A
+    clipper's stand in front of them or behind them, as they do now."""
+    others = {key: hook for key, hook in before.items() if not _is_ours(hook)}
+    now = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+    if list(others) == list(now) and _ids([others]) == _ids([now]):
+        return
+    in_front = dict(takewhile(lambda item: _is_ours(item[1]), hooks.items()))
+    behind = {key: hook for key, hook in hooks.items() if _is_ours(hook) and key not in in_front}
+    hooks.clear()
+    hooks.update(in_front | others | behind)
 
 
 def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:

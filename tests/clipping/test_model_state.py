@@ -160,7 +160,8 @@ def test_hooks_that_a_forward_pass_replaces_or_removes_are_put_back(writes):
             LOOKS.extend(looks)
             clipper.backward(model(torch.randn(4, 3)).square().sum(1))
             LOOKS.clear()
-            assert next(iter(model.layer._forward_hooks.values())) is doubled and len(model.layer._forward_hooks) == 2
+            ours, theirs = model.layer._forward_hooks.values()
+            assert theirs is doubled and ours is not doubled, "what a user's hook does is done behind the tap"
     assert list(model.layer._forward_hooks.values()) == [doubled]
 
 
