@@ -148,6 +148,9 @@ class ModelState:
         self._hooks = [
             (hooks, dict(hooks)) for m in self._modules for hooks in map(vars(m).get, _HOOKS) if hooks is not None
         ]
+        self._hook_flags = [
+            (flags, dict(flags)) for m in self._modules for flags in map(vars(m).get, _HOOK_FLAGS) if flags
+        ]
         self._tensors = list({id(t): t for t in self._frozen()}.values())
         self._versions = [t._version for t in self._tensors]
         named = [
@@ -203,6 +206,8 @@ class ModelState:
         changed, grown = self._written_in_place(), set()
         for hooks, before in self._hooks:  # the attribute by which a model knows of hooks that it registered goes, too
             _settle_hooks(hooks, before)
+        for flags, before in self._hook_flags:
+            flags.update(before)
         for place, before in zip(self._places, self._before, strict=True):
             if _ids([place.holder]) != _ids([before]):
                 changed += (
@@ -348,6 +353,7 @@ def _switches(model: nn.Module) -> list[Any]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _WIDTH = 4096  # entries of a container that are looked into
 

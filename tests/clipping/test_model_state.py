@@ -165,6 +165,21 @@ def test_hooks_that_a_forward_pass_replaces_or_removes_are_put_back(writes):
     assert list(model.layer._forward_hooks.values()) == [doubled]
 
 
+def test_a_hook_that_removes_itself_is_put_back_with_what_it_is_told():
+    """Once would be a word about the batch that it saw. How it is called is written in another place than the hook."""
+    model, seen = change(change=lambda self, x: None), []
+
+    def once(module, args, kwargs, output):
+        seen.append(kwargs)
+        handle.remove()
+
+    handle = model.layer.register_forward_hook(once, with_kwargs=True)
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        for _ in range(3):
+            clipper.backward(model(torch.randn(4, 3)).square().sum(1))
+    assert seen == [{}] * 3
+
+
 @pytest.mark.parametrize("as_buffer", [False, True])
 def test_a_table_that_grows_is_kept(as_buffer):
     def grow(self, x):
