@@ -30,7 +30,7 @@ def assert_exact_in_all_modes(model, *inputs, self_check=False, has_rule=True):
     batch = {str(i): x for i, x in enumerate(inputs)}
     for mode in ALL_MODES:
         with PerExampleClipper(model, 1.0, mode=mode, self_check=self_check) as clipper:
-            assert all(owner.is_rerun != has_rule for owner in clipper.owners)
+            assert all(owner.has_rule == has_rule for owner in clipper.owners)
             assert_exact(model, clipper, lambda b: weigh(model(*b.values())), batch)
 
 

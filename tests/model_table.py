@@ -8,14 +8,18 @@ from benchmarks.pages import with_table
 
 PATH = Path(__file__).parents[1] / "docs" / "models.md"
 HEADS = {
-    "models": ["| model | tuning | worst relative error | rules | re-run |", "|---|---|---|---|---|"],
-    "adapters": ["| adapter | outcome | worst relative error | re-run |", "|---|---|---|---|"],
+    "models": ["| model | tuning | worst relative error | rules | apart | re-run |", "|---|---|---|---|---|---|"],
+    "adapters": ["| adapter | outcome | worst relative error | apart | re-run |", "|---|---|---|---|---|"],
 }
 TUNING = {"full": "full", "tied": "full, embeddings tied", "lora": "LoRA"}
 
 
-def _classes(owners, *, ruled: bool) -> str:
-    return ", ".join(sorted({type(c.module).__name__ for c in owners if c.is_rerun is not ruled})) or "none"
+def _way(owner) -> str:
+    return "rules" if owner.has_rule else "re-run" if owner.is_rerun else "apart"
+
+
+def _classes(owners, way: str) -> str:
+    return ", ".join(sorted({type(c.module).__name__ for c in owners if _way(c) == way})) or "none"
 
 
 class ModelTable:
@@ -25,13 +29,12 @@ class ModelTable:
         self.rows: dict[str, list[tuple[str, float | None, str]]] = {name: [] for name in HEADS}
 
     def add(self, name: str, variant: str, worst: float, owners: list) -> None:
-        tail = f" {_classes(owners, ruled=True)} | {_classes(owners, ruled=False)} |"
+        tail = "".join(f" {_classes(owners, way)} |" for way in ("rules", "apart", "re-run"))
         self.rows["models"].append((f"| {name} | {TUNING[variant]} |", worst, tail))
 
     def add_adapter(self, name: str, outcome: str, worst: float | None, owners: list) -> None:
-        self.rows["adapters"].append(
-            (f"| {name} | {outcome} |", worst, f" {_classes(owners, ruled=False) if owners else ''} |")
-        )
+        tail = "".join(f" {_classes(owners, way) if owners else ''} |" for way in ("apart", "re-run"))
+        self.rows["adapters"].append((f"| {name} | {outcome} |", worst, tail))
 
     def lines(self, name: str) -> list[str]:
         return HEADS[name] + [

@@ -225,7 +225,8 @@ def _covered(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str,
     with PerExampleClipper(model, 1.0) as clipper:
         clipper.check((), batch)
         for owner in clipper.owners:
-            key = type(owner.module).__name__, "re-running each example" if owner.is_rerun else "a rule"
+            by = "a rule" if owner.has_rule else "re-running each example" if owner.is_rerun else "each example apart"
+            key = type(owner.module).__name__, by
             modules[key] += 1
             parameters[key] += sum(p.numel() for p in owner.names.keys() - counted)
             counted |= owner.names.keys()

@@ -13,13 +13,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ragged import is_ragged, unpacked, unpacked_sequence
-from .batch_dims import SHARED, learn_batch_dim
+from .batch_dims import SHARED, BatchDim, learn_batch_dim
 from .fallback import substituted, without_fused_attention
 from .owners import Owner, assign_to_parent
 from .parallel.dtensor import to_local
 from .parallel.fsdp2 import Shards
 
-Calls = dict[Owner, list[tuple[list[torch.Size], list[torch.Size]]]]
+# of what a call was given, of the numbers with a gradient that it returned, and of all tensors that it returned
+Shapes = tuple[list[torch.Size], list[torch.Size], list[torch.Size]]
+Calls = dict[Owner, list[Shapes]]
+Run = tuple[int, Calls]  # on so many examples
 
 
 @contextmanager
@@ -89,49 +92,56 @@ def _observed(owners: Sequence[Owner]) -> Iterator[Calls]:
 
             def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, owner: Owner = owner) -> None:
                 given = unpacked(module, args, kwargs)
-                seen[owner].append((_shapes(given, floating=False), _shapes(output, floating=True)))
+                seen[owner].append(
+                    (_shapes(given, floating=False), _shapes(output, floating=True), _shapes(output, floating=False))
+                )
 
             stack.callback(owner.module.register_forward_hook(note, with_kwargs=True).remove)
         yield seen
 
 
-def _learn_batch_dims(owners: Sequence[Owner], runs: Sequence[tuple[int, Calls]], positions: set[int]) -> list[Owner]:
-    """Set the batch dimensions of every owner from two runs; the owners whose outputs cannot be told apart by
-    example."""
-    (batch, first), (other_batch, second) = runs
-    lost = []
+def _learn_batch_dims(owners: Sequence[Owner], pairs: Sequence[tuple[Run, Run]], positions: set[int]) -> list[Owner]:
+    """Set the batch dimensions of every owner from pairs of runs on two sizes of batch; the owners whose outputs
+    cannot be told apart by example."""
     for owner in owners:
-        owner.batch_dims, owner.returned_unbatched_output = {}, False
-        if owner.rule.takes_call:
-            continue  # it knows where its examples are
-        calls, other_calls = first[owner], second[owner]
-        if len(calls) != len(other_calls):
-            lost.append(owner)
+        owner.batch_dims, owner.tensor_batch_dims, owner.returned_unbatched_output = {}, {}, False
+    return [owner for owner in owners if not all(_learn_from(owner, *runs, positions) for runs in pairs)]
+
+
+def _learn_from(owner: Owner, run: Run, other: Run, positions: set[int]) -> bool:
+    """Whether the outputs of ``owner`` can be told apart by example."""
+    if owner.rule.takes_call:
+        return True  # it knows where its examples are
+    (batch, seen), (other_batch, other_seen) = run, other
+    calls, other_calls = seen[owner], other_seen[owner]
+    owner.is_called = bool(calls)
+    if not _are_of_one_kind(calls, other_calls):
+        return False
+
+    def learn(sizes: Sequence[torch.Size], other_sizes: Sequence[torch.Size]) -> list[BatchDim]:
+        each = zip(sizes, other_sizes, strict=True)
+        return [learn_batch_dim(*pair, batch, other_batch, positions) for pair in each]
+
+    for (ins, outs, all_outs), (other_ins, other_outs, other_all_outs) in zip(calls, other_calls, strict=True):
+        of_ins, of_outs = learn(ins, other_ins), learn(outs, other_outs)
+        if owner.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
+            if any(dim.dim is None or x[dim.dim] != batch for x, dim in zip(outs, of_outs, strict=True)):
+                return False
             continue
-        for (ins, outs), (other_ins, other_outs) in zip(calls, other_calls, strict=True):
-            if (len(ins), len(outs)) != (len(other_ins), len(other_outs)) or not outs:
-                lost.append(owner)
-                break
-            batch_dims = [
-                learn_batch_dim(*shapes, batch, other_batch, positions)
-                for shapes in zip([*ins, *outs], [*other_ins, *other_outs], strict=True)
-            ]
-            if owner.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
-                if any(
-                    batch_dim.dim is None or x[batch_dim.dim] != batch
-                    for x, batch_dim in zip(outs, batch_dims[len(ins) :], strict=True)
-                ):
-                    lost.append(owner)
-                    break
-                continue
-            known = owner.batch_dims.setdefault((len(ins), len(outs)), batch_dims)
-            if SHARED in batch_dims[len(ins) :] or known != batch_dims:
-                lost.append(owner)
-                break
-            owner.returned_unbatched_output |= any(
-                x[:1] == (1,) and not batch_dim.dim for x, batch_dim in zip(outs, batch_dims[len(ins) :], strict=True)
-            )
-    return lost
+        found = of_ins, learn(all_outs, other_all_outs)
+        owner.needs_whole_batch |= found != owner.tensor_batch_dims.setdefault(len(ins), found)
+        known = owner.batch_dims.setdefault((len(ins), len(outs)), of_ins + of_outs)
+        if not outs or SHARED in of_outs or known != of_ins + of_outs:
+            return False
+        owner.returned_unbatched_output |= any(
+            x[:1] == (1,) and not dim.dim for x, dim in zip(outs, of_outs, strict=True)
+        )
+    return True
+
+
+def _are_of_one_kind(calls: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
+    """Whether the module was called as often, with and for as many tensors."""
+    return [list(map(len, call)) for call in calls] == [list(map(len, call)) for call in others]
 
 
 def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], batch: int) -> list[Owner]:
@@ -173,7 +183,7 @@ def discover_owners(
     model: nn.Module,
     owners: list[Owner],
     parameters: Sequence[nn.Parameter],
-    losses_of: Callable[[int], torch.Tensor],
+    losses_of: Callable[[int, bool], torch.Tensor],
     tapped: Callable[[], Any],
     batch_sizes: tuple[int, int],
     positions: set[int],
@@ -183,7 +193,8 @@ def discover_owners(
     learn the batch dimensions.
 
     Args:
-        losses_of: ``f(size) -> (size,)`` losses of a batch of that many examples, without taps.
+        losses_of: ``f(size, is_padded) -> (size,)`` losses of a batch of that many examples, without taps; the first
+            one's masks end a position earlier in one that is padded.
         tapped: One forward pass with taps; raises where a copy for each example does not fit.
         batch_sizes: Two sizes that no other dimension has.
         positions: How many positions an example may have (:func:`positions_of`).
@@ -192,21 +203,30 @@ def discover_owners(
         UnownedParameterError: a parameter is used where not even the model itself sees it.
     """
     size, other_size = batch_sizes
+
+    def run(size: int, is_padded: bool) -> Run:
+        with torch.no_grad(), _observed(owners) as calls:
+            losses_of(size, is_padded)
+        return size, calls
+
     while True:
         with without_fused_attention():
             with _observed(owners) as calls:
-                wayward = unowned_parameters(owners, parameters, lambda: losses_of(size), shards)
+                wayward = unowned_parameters(owners, parameters, lambda: losses_of(size, False), shards)
             for p in wayward:
                 assign_to_parent(model, owners, p, [path for c in owners if p in c.names for path in c.paths])
             if wayward:
                 continue
-            with torch.no_grad(), _observed(owners) as other_calls:
-                losses_of(other_size)
-        lost = _learn_batch_dims(owners, [(size, calls), (other_size, other_calls)], positions)
+            whole, padded = (size, calls), run(other_size, True)
+            pairs = [(whole, padded)]
+            # a mask that nothing needs is left out of some calls
+            if not all(_are_of_one_kind(calls[owner], padded[1][owner]) for owner in owners):
+                pairs = [(whole, run(other_size, False)), (run(size, True), padded)]
+        lost = _learn_batch_dims(owners, pairs, positions)
         if not lost and any(owner.returned_unbatched_output for owner in owners):
             try:
                 tapped()
-                lost = _misread(owners, losses_of, size)
+                lost = _misread(owners, lambda size: losses_of(size, False), size)
             except Exception:
                 lost = [owner for owner in owners if owner.returned_unbatched_output]
                 if not lost:

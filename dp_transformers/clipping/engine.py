@@ -4,6 +4,7 @@ out."""
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,12 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
 
-from ..randomness import global_state, set_global_state
+from ..randomness import global_state, random_state, set_global_state
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
+from .by_example import ExamplesApart
 from .caches import configurations, without_caches
 from .clipping_functions import ClippingFunction
 from .coefficients import checked_weights, coefficients
@@ -27,10 +30,13 @@ from .memory import MemoryBudget, Plan
 from .model_state import ModelState
 from .modes import MODES, Mode
 from .owners import Owner, assign_owners, refuse_escape
+from .parallel.dispatch import class_forward
 from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall
 from .tap import tapped
 from .trainable import TrainableParameters
+
+logger = logging.getLogger(__name__)
 
 
 class TrainingLoop(Protocol):
@@ -105,10 +111,12 @@ class ClippingEngine:
             model,
             self._begin_forward,
             self._record,
+            self._run_by_example,
             self._end_forward,
             self._refuse_native_gradient,
             self._during_forward_without_graph,
         )
+        self._apart = ExamplesApart(self._record_whole)
         self._on_trial = False
         self._fills_gradients = False  # autograd may, for the second of two passes
 
@@ -176,6 +184,8 @@ class ClippingEngine:
         shards, parallel = self.trainable.shards, self.trainable.parallel
         for owner in self.owners:
             parallel.refuse(owner, is_rerun=owner.may_be_rerun or owner.rule.tapped_inside)
+            if shards or parallel or owner.module is self.model or class_forward(owner.module) is None:
+                owner.needs_whole_batch = True
             if owner.is_rerun:
                 shards.refuse_rerun(owner.path, owner.module)
         hides = self.on_user_backward is not None
@@ -286,20 +296,34 @@ class ClippingEngine:
             batch_size, probe, self.trainable, suspended=suspended, batch=batch, on_backward=on_backward
         )
 
+    def _run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
+        """Whether the module could run one example at a time, and what it returned. One that could not is re-run from
+        now on."""
+        forward = cast(ForwardPass, self.forward)
+        uses = forward.uses.copy()
+        try:
+            if forward.batch_size:
+                return True, self._apart.run(forward, owner, function, args, kwargs)
+        except (torch.OutOfMemoryError, _StopRecomputationError):  # the latter ends what checkpointing recomputes
+            raise
+        except Exception as error:
+            if self._apart.is_running:  # the outermost can run on the whole batch
+                raise
+            logger.info("%s cannot run one example at a time: %s: %s", owner, type(error).__name__, error)
+            owner.needs_whole_batch, forward.uses = True, uses
+        owner.random_state = random_state(forward.probe.device)
+        return False, function(*args, **kwargs)
+
     def _record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
+        if self._apart.is_running:
+            return self._apart.record(owner, args, kwargs, output, first_node)
+        return self._record_whole(owner, args, kwargs, output, first_node)
+
+    def _record_whole(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
         if owner.rule.require is not None:
             owner.rule.require(owner.module)
         forward = cast(ForwardPass, self.forward)  # calls are passed on only after _begin_forward
-        if forward.backward is not None:  # activation checkpointing recomputes a call that was counted
-            if forward.followed and forward.reentrant:
-                raise ValueError(
-                    f"{owner} runs under reentrant activation checkpointing, which loss.backward() cannot be followed "
-                    "through: use use_reentrant=False."
-                )
-            forward.recomputes = True
-        else:
-            for p in owner.names:
-                forward.uses[p] += 1
+        forward.note_call(owner)
         if not torch.is_grad_enabled():
             forward.reentrant = True
             return None

@@ -47,6 +47,13 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or vars(module).get("_compiled_call_impl") is not None
 
 
+def has_class_forward(module: nn.Module) -> bool:
+    """Returns True if it is its class's ``forward`` that runs: the instance has none of its own, or one of a clipper
+    that calls the class's."""
+    own = vars(module).get("forward")
+    return own is None or getattr(own, "calls_class_forward", False)
+
+
 def named(path: str, module: nn.Module) -> str:
     """A module, as messages call it."""
     return f"'{path}' ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
@@ -54,7 +61,7 @@ def named(path: str, module: nn.Module) -> str:
 
 def how_to_fix(module: nn.Module) -> str:
     """The ways out where no rule gives the gradients of ``module``."""
-    if "forward" in vars(module):  # which rules do not know
+    if not has_class_forward(module):  # which rules do not know
         return HOW_TO_DO_WITHOUT
     cls, base, *others = type(module).__mro__
     if base.__name__ == "FSDPModule":  # fully_shard made a class of its own, which nobody can name

@@ -110,17 +110,22 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
             held.update(contents)
 
 
-class _NoNewData(TorchFunctionMode):
-    """Inside, an assignment of ``data`` raises.
+def refuse_new_data(func: Callable) -> None:
+    """Raise RuntimeError if this is an assignment of ``data``.
 
     ``Module.to``, ``float`` and their like assign to parameters, even where nothing changes. For what stands in a
     parameter's place while functorch runs, torch does not refuse that: it leaves a tensor behind whose memory is gone,
     and the process crashes.
     """
+    if func == _SET_DATA:  # each look-up makes another object
+        raise RuntimeError("its forward pass assigns to the data of a tensor, as Module.to does")
+
+
+class _NoNewData(TorchFunctionMode):
+    """Inside, an assignment of ``data`` raises."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func == _SET_DATA:  # each look-up makes another object
-            raise RuntimeError("its forward pass assigns to the data of a tensor, as Module.to does")
+        refuse_new_data(func)
         return func(*args, **(kwargs or {}))
 
 

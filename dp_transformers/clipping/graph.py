@@ -13,7 +13,7 @@ Reentrant activation checkpointing builds its graph only in backward, and so hid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -27,12 +27,12 @@ _CAST = "ToCopyBackward0"
 
 
 def parameter_outside_calls(
-    losses: torch.Tensor, tap: type, parameter_of: Mapping[torch.Tensor, nn.Parameter]
+    losses: torch.Tensor, taps: Collection[type], parameter_of: Mapping[torch.Tensor, nn.Parameter]
 ) -> nn.Parameter | None:
     """A trainable parameter with a way to ``losses`` that no tap sees, or None.
 
     Args:
-        tap: The type of the taps' nodes, whose ``call`` is the :class:`RecordedCall`.
+        taps: The types of the taps' nodes, whose ``call`` has ``parameters`` and the ``first_node`` of the call.
         parameter_of: For each tensor that modules hold for a trainable parameter, that parameter.
     """
     # and inside which calls it was computed
@@ -43,8 +43,8 @@ def parameter_outside_calls(
         if entry in seen:
             continue
         seen.add(entry)
-        if type(node) is tap:
-            inside = (*inside, node.call)
+        if type(node) in taps:
+            inside = (*inside, cast(Any, node).call)
         for before, _ in node.next_functions:
             if before is None:
                 continue

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..randomness import random_state
+from .by_example import ForwardByExample
 from .caches import configurations, without_caches
 from .layer_rule import ForwardContext, Tap, forward_context_for
 from .owners import Owner
@@ -24,6 +25,8 @@ class HookedModel:
         on_forward: ``f(args, kwargs)``, before the model runs with a graph. Whether calls shall be passed on.
         on_call: ``f(owner, args, kwargs, output, first_node)``, after each of them: the output to go on with, None for
             the same.
+        on_by_example: ``f(owner, function, args, kwargs)``, in the place of ``function(*args, **kwargs)``, the forward
+            of an owner that is to run one example at a time: whether it did, and the output.
         on_output: ``f(output)``, after a forward pass whose calls were passed on.
         on_gradient: ``f(parameter)``, when autograd has filled a gradient by itself.
         without_graph: A context in which the model runs without a graph.
@@ -40,12 +43,13 @@ class HookedModel:
         model: nn.Module,
         on_forward: Callable[[tuple, dict], bool],
         on_call: Callable[[Owner, tuple, dict, Any, int], Any],
+        on_by_example: Callable[[Owner, Callable, tuple, dict], tuple[bool, Any]],
         on_output: Callable[[Any], None],
         on_gradient: Callable[[nn.Parameter], None],
         without_graph: Callable[[], contextlib.AbstractContextManager],
     ):
         self.model, self._on_forward, self._on_call, self._on_gradient = model, on_forward, on_call, on_gradient
-        self._on_output = on_output
+        self._on_output, self._on_by_example = on_output, on_by_example
         self._without_graph = without_graph
         self._opened_without_graph: contextlib.AbstractContextManager | None = None
         self.in_backward = False
@@ -93,6 +97,8 @@ class HookedModel:
             )
             if owner.may_be_rerun:
                 handles.append(owner.module.register_forward_pre_hook(partial(self._keep_random_state, owner)))
+            if owner.runs_by_example:
+                vars(owner.module)["forward"] = ForwardByExample(owner, self._forward)
         handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
         if hides:
             handles += [owner.module.register_forward_pre_hook(partial(self._hide, owner)) for owner in owners]
@@ -113,6 +119,9 @@ class HookedModel:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for module in self.model.modules():
+            if isinstance(vars(module).get("forward"), ForwardByExample):
+                del vars(module)["forward"]
 
     def reset(self) -> None:
         """Undo what an interrupt may have left inside a module."""
@@ -176,14 +185,23 @@ class HookedModel:
         owner.first_nodes.append(torch.autograd._get_sequence_nr())
 
     def _keep_random_state(self, owner: Owner, module: nn.Module, args: tuple) -> None:
-        if not self._suspended:
+        if not (self._suspended or owner.runs_by_example):
             owner.random_state = random_state(next(iter(owner.names)).device)
+
+    def _forward(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> Any:
+        is_recorded = (self._in_forward or self.in_backward) and not self._suspended and torch.is_grad_enabled()
+        if not (is_recorded and owner.runs_by_example):
+            return function(*args, **kwargs)
+        ran, output = self._on_by_example(owner, function, args, kwargs)
+        if ran:
+            owner.first_nodes[-1] = None
+        return output
 
     def _after_call(self, owner: Owner, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         first_node = owner.first_nodes.pop()
         if self._hidden:
             self._show(owner.names)
-        if self._suspended:
+        if self._suspended or first_node is None:  # its parameters were tapped
             return None
         if self._in_forward or self.in_backward:
             return self._on_call(owner, args, kwargs, output, first_node)

@@ -10,7 +10,7 @@ from torch import nn
 from .graph import parameter_outside_calls
 from .precision import set_gradient, sum_dtype
 from .recorded_call import ForwardPass
-from .tap import Tap
+from .tap import TAPS
 
 
 class LossGraph:
@@ -66,7 +66,7 @@ class LossGraph:
 
     def find_escape(self) -> nn.Parameter | None:
         """A trainable parameter that reaches the losses past the taps, if there is one."""
-        return parameter_outside_calls(self.losses, Tap._backward_cls, self.forward.trainable.parameter_of)
+        return parameter_outside_calls(self.losses, TAPS, self.forward.trainable.parameter_of)
 
     def fill_gradients(self, coef_b: torch.Tensor, without: Collection[nn.Parameter] = ()) -> None:
         """Let autograd add the gradient of ``coef_b · losses`` to every ``grad``, summed over ranks, but to those of

@@ -393,7 +393,7 @@ def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:
     holder, changed, numbers = place.holder, {}, {}
     for key in [*before, *(key for key in holder if key not in before)]:
         old, new = before.get(key), holder.get(key)
-        if old is new or _is_equal(old, new):
+        if old is new or _is_equal(old, new) or _is_ours(type(old)) or _is_ours(type(new)):
             continue
         if _has_grown(old, new):
             grown.add(place.path)

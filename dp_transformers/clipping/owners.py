@@ -59,17 +59,32 @@ class Owner:
         if covers_children:
             found = replace(found, norms=None) if found.takes_call else LayerRule()
         self.rule = found
-        self.is_rerun = found.terms is None  # no rule gives its gradients, so the fallback does
+        self.has_rule = found.terms is not None
         # or parts of it: its outputs and random numbers are kept
-        self.may_be_rerun = self.is_rerun or found.takes_call
+        self.may_be_rerun = not self.has_rule or found.takes_call
+        self.needs_whole_batch = self.has_rule or found.norms is not None  # cannot run as in :mod:`.by_example`
         self.batch_dims: dict[tuple[int, int], list[BatchDim]] = {}
+        self.is_called = True  # as far as is known
+        # by the number of tensors given: where they, and all that are returned, have their examples
+        self.tensor_batch_dims: dict[int, tuple[list[BatchDim], list[BatchDim]]] = {}
         self.returned_unbatched_output = False
-        self.first_nodes: list[int] = []  # autograd's sequence number at the start of each call in progress
+        # autograd's sequence number at the start of each call in progress; None once its parameters are tapped
+        self.first_nodes: list[int | None] = []
         self.random_state: Any = None  # before the call that runs now, for the fallback
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the random numbers of the call that runs: whoever has them knows its dropout masks."""
         return {**vars(self), "random_state": None, "first_nodes": []}
+
+    @property
+    def runs_by_example(self) -> bool:
+        """True if its module runs one example at a time in the forward pass (:mod:`.by_example`)."""
+        return not self.needs_whole_batch and bool(self.tensor_batch_dims)
+
+    @property
+    def is_rerun(self) -> bool:
+        """True if no rule gives its gradients and it cannot run one example at a time, so that the fallback does."""
+        return not (self.has_rule or self.runs_by_example) and self.is_called
 
     @property
     def path(self) -> str:
@@ -105,9 +120,11 @@ def assign_owners(model: nn.Module) -> list[Owner]:
         names = {p: name for name, p in module.named_parameters(recurse=recurse) if p.requires_grad}
         if names and not _is_container(module) and module not in below_whole_calls:
             owners.append(Owner(its_paths, module, names))
-    ruled = {p for owner in owners if not owner.is_rerun for p in owner.names}
+    held_by_rules = [(owner.module, set(owner.names)) for owner in owners if owner.has_rule]
     for owner in owners:
-        if owner.is_rerun:
+        if not owner.has_rule:  # what a module with a rule in it holds too is used there
+            inside = set(owner.module.modules())
+            ruled = {p for module, names in held_by_rules if module in inside for p in names}
             owner.names = {p: name for p, name in owner.names.items() if p not in ruled}
     owners = [owner for owner in owners if owner.names]
     for module, its_paths in paths.items():
@@ -171,12 +188,14 @@ def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parame
         if parameter in owner.names and all(any(_is_inside(path, top) for top in outermost) for path in owner.paths):
             del owner.names[parameter]
     for module in {model.get_submodule(path): None for path in outermost}:
-        owner = next((c for c in owners if c.module is module and c.covers_children), None)
+        owner = next((c for c in owners if c.module is module and (c.covers_children or not c.has_rule)), None)
         if owner is None:
             owner = Owner(
                 [path for path in outermost if model.get_submodule(path) is module], module, {}, covers_children=True
             )
             owners.append(owner)
+        elif not owner.has_rule:
+            owner.covers_children, owner.rule = True, LayerRule()
         owner.names[parameter] = next(
             name for name, p in module.named_parameters(remove_duplicate=False) if p is parameter
         )

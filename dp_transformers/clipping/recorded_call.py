@@ -85,6 +85,29 @@ class ForwardPass:
         """Let ``backward`` see what taps are reached from now on."""
         self.backward, self._is_reached = backward, False
 
+    def note_call(self, owner: Owner) -> None:
+        """A call of ``owner`` is recorded: its parameters will have a term each, unless activation checkpointing runs
+        it again in the backward pass, where it was counted."""
+        if self.backward is None:
+            self.uses.update(list(owner.names))
+            return
+        if self.followed and self.reentrant:
+            raise ValueError(
+                f"{owner} runs under reentrant activation checkpointing, which loss.backward() cannot be followed "
+                "through: use use_reentrant=False."
+            )
+        self.recomputes = True
+
+    def forget_uses(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Of calls that were noted: these parameters have no term of it."""
+        if self.backward is None:
+            self.uses.subtract(parameters)
+
+    def holds_all_positions(self, x: torch.Tensor) -> bool:
+        """Returns True if ``x`` may have a row for every position of every example and nothing else."""
+        positions, rest = divmod(len(x), self.batch_size)
+        return rest == 0 and (positions == 1 or positions in self.positions)
+
     def begin_backward(self) -> None:
         """A tap was reached; the first one may tell that the user went back."""
         if self.on_backward is not None and self.is_current:
@@ -121,7 +144,7 @@ class RecordedCall:
         self.module, self.batch_size = owner.module, forward.batch_size
         self.first_node = first_node  # autograd's sequence number when it began
         self.is_ragged = False
-        if owner.is_rerun:  # rows of different lengths are run again one by one
+        if not owner.has_rule:  # rows of different lengths are run again one by one
             args, kwargs = unpacked(owner.module, args, kwargs)
             self.is_ragged = any(is_ragged(x) for x in (*args, *kwargs.values()))
         leaves, self._input_spec = _flatten((args, kwargs))
@@ -141,7 +164,7 @@ class RecordedCall:
             self.inputs, self.outputs = [to_local(x) for x in self.inputs], [to_local(x) for x in self.outputs]
         batch_dims = owner.batch_dims_of(self.inputs, self.outputs, self.batch_size)
         self.input_batch_dims, self.output_batch_dims = batch_dims[: len(self.inputs)], batch_dims[len(self.inputs) :]
-        if owner.is_rerun and self._output_spec is not None:
+        if not owner.has_rule and self._output_spec is not None:
             sequences = [x for x in tree_leaves(output, is_leaf=is_ragged) if is_ragged(x)]
             rows = {id(x.data): PackedRows(order=x[1:]) for x in sequences}
             dims = zip(self.outputs, self.output_batch_dims, strict=True)
@@ -166,7 +189,7 @@ class RecordedCall:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes
         per example."""
         batch = self.batch_size
-        if batch_dim.holds_examples(x, batch) and (not batch_dim.flat or self._holds_all_positions(x)):
+        if batch_dim.holds_examples(x, batch) and (not batch_dim.flat or self.forward.holds_all_positions(x)):
             return x
         # unless the self-check saw other outputs alone: some experts are called on one token, and so on one row
         may_be_for_all = self.owner.returned_unbatched_output or not self.owner.batch_dims
@@ -177,10 +200,6 @@ class RecordedCall:
             f"({batch}) nor 1, so gradients per example cannot be told apart. " + HOW_TO_DO_WITHOUT,
             self.module,
         )
-
-    def _holds_all_positions(self, x: torch.Tensor) -> bool:
-        positions, rest = divmod(len(x), self.batch_size)
-        return rest == 0 and (positions == 1 or positions in self.forward.positions)
 
     # ---- in backward ----
 

@@ -8,6 +8,7 @@ stay, no activation is saved twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import nn
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError, how_to_fix
 from .fallback import per_example_gradients
 from .layer_rule import Terms
+from .owners import Owner
 from .parallel.dtensor import as_dtensor_like
-from .precision import HALF, exact_arithmetic
-from .recorded_call import BackwardPass, RecordedCall, is_differentiable
+from .precision import HALF, exact_arithmetic, sum_dtype
+from .recorded_call import BackwardPass, ForwardPass, RecordedCall, is_differentiable
 from .terms import Dense, NormOnly, Term
 
 # nodes of autograd that save what they are given, at most
@@ -39,31 +41,18 @@ class Tap(torch.autograd.Function):
         if in_place:
             # same memory, but not a view to autograd, which refuses in-place writes to those
             outputs = tuple(x.data for x in outputs)
-        elif call.owner.is_rerun:
+        elif not call.owner.has_rule:
             outputs = tuple(x.clone() for x in outputs)  # the module may need its output, and so does the fallback
         return outputs if num_outputs > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        if torch.is_grad_enabled():
-            raise ValueError(
-                "backward with create_graph=True (a gradient penalty, second derivatives) uses weights in a way that "
-                "no rule sees, so per-example gradients would not be clipped: compute losses without gradients inside "
-                "them."
-            )
         call, forward = ctx.call, ctx.call.forward
-        forward.begin_backward()  # before activation checkpointing recomputes what was saved
+        backward, saved = _reached(ctx)
         backprops = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
-        saved, needed = [x.detach() for x in _recorded(ctx)], ctx.needs_input_grad[4 + len(grads) :]
-        if not forward.is_current:
-            raise ValueError(
-                f"the losses also depend on an earlier forward pass (of {forward.batch_size} examples), or backward "
-                "ran over it before, so their gradients would not be clipped together. Compute losses from forward "
-                "passes of one batch size, and call backward once."
-            )
+        needed = ctx.needs_input_grad[4 + len(grads) :]
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
         reached = None
-        backward = None if forward.backward is None else forward.backward.meet(call.owner, saved)
         if backward is not None:
             reached = forward.probe_gradient()
             call.reach(saved, backprops, input_gradients)
@@ -78,6 +67,71 @@ class Tap(torch.autograd.Function):
         elif input_gradients:  # the rule went back through the module, so autograd need not
             return None, None, reached, None, *[None] * len(grads), *map(input_gradients.get, saved)
         return None, None, reached, None, *backprops, *map(input_gradients.get, saved)
+
+
+def _reached(ctx: Any) -> tuple[BackwardPass | None, list[torch.Tensor]]:
+    """The pass that takes the terms of the call whose tap was reached, None where nobody wants them, and what the tap
+    saved."""
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "backward with create_graph=True (a gradient penalty, second derivatives) uses weights in a way that "
+            "no rule sees, so per-example gradients would not be clipped: compute losses without gradients inside "
+            "them."
+        )
+    call, forward = ctx.call, ctx.call.forward
+    forward.begin_backward()  # before activation checkpointing recomputes what was saved
+    saved = [x.detach() for x in _recorded(ctx)]
+    if not forward.is_current:
+        raise ValueError(
+            f"the losses also depend on an earlier forward pass (of {forward.batch_size} examples), or backward "
+            "ran over it before, so their gradients would not be clipped together. Compute losses from forward "
+            "passes of one batch size, and call backward once."
+        )
+    return (None if forward.backward is None else forward.backward.meet(call.owner, saved)), saved
+
+
+@dataclass(frozen=True)
+class CopiedParameters:
+    """The parameters of ``owner`` in one call that runs an example at a time.
+
+    Attributes:
+        first_node: autograd's sequence number when it began.
+    """
+
+    owner: Owner
+    forward: ForwardPass
+    first_node: int
+
+    @property
+    def parameters(self) -> dict[nn.Parameter, str]:
+        return self.owner.names
+
+
+class ParameterTap(torch.autograd.Function):
+    """A copy of every parameter for each example, (B, *p.shape), whose gradient in its backward is the term."""
+
+    @staticmethod
+    def forward(ctx, call: CopiedParameters, probe: torch.Tensor, number: int, *tensors: torch.Tensor):
+        parameters, saved = tensors[:number], tensors[number:]
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        return tuple(p.data.expand(len(probe), *p.shape) for p in parameters)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        call, forward = ctx.call, ctx.call.forward
+        backward, saved = _reached(ctx)
+        found = {p: g for p, g in zip(call.parameters, grads, strict=True) if g is not None}
+        reached, sums = None, {}
+        if backward is None:
+            sums = {p: g.sum(0, dtype=sum_dtype(p)).to(p.dtype) for p, g in found.items()}
+        else:
+            reached = forward.probe_gradient()
+            with exact_arithmetic(forward.probe.device):
+                for parameter, g in found.items():
+                    backward.add(parameter, Dense(g))
+        return None, reached, None, *map(sums.get, call.parameters), *[None] * len(saved)
 
 
 def tapped(call: RecordedCall) -> Any:
@@ -105,6 +159,9 @@ def _ends_in_arithmetic(call: RecordedCall) -> bool:
         and len(call.outputs) == 1
         and type(call.outputs[0].grad_fn).__name__ in _NEEDS_NO_OUTPUT
     )
+
+
+TAPS = (Tap._backward_cls, ParameterTap._backward_cls)  # their nodes in a graph
 
 
 def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:

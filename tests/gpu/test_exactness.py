@@ -31,6 +31,30 @@ class Recurrent(nn.Module):
         return self.head(pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0].sum(1))
 
 
+class Apart(nn.Module):
+    """Modules without a rule: a scaled embedding, and a raw parameter beside a layer and attention."""
+
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) * 3.0
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor, self.qkv = nn.Parameter(torch.randn(4)), nn.Linear(4, 12)
+
+        def forward(self, x):
+            q, k, v = (self.qkv(x) * self.factor.repeat(3)).unsqueeze(1).chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attends = self.Scaled(50, 4), self.Attends()
+
+    def forward(self, ids):
+        return self.attends(self.embed(ids))
+
+
 def sequences():
     return {"x": torch.randn(4, 6, 5), "lengths": torch.tensor([3, 6, 5, 2])}
 
@@ -54,6 +78,7 @@ def net_batch():
 
 CASES = {
     "net": (Net, net_batch, net_losses, ALL_MODES),
+    "apart": (Apart, lambda: {"ids": torch.randint(0, 50, (5, 9))}, of_outputs, ALL_MODES),
     "lstm": (lambda: Recurrent(nn.LSTM), lambda: {"x": torch.randn(4, 6, 5)}, of_outputs, FEW_MODES),
     "gru": (lambda: Recurrent(nn.GRU), sequences, of_outputs, FEW_MODES),
     "images": (images, lambda: {"x": torch.randn(4, 3, 6, 6)}, of_outputs, FEW_MODES),
@@ -71,8 +96,9 @@ def case_on(device, name):
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, case in CASES.items() for mode in case[3]])
 def test_norms_and_sums_are_exact(name, mode, device):
     model, losses_of, batch = case_on(device, name)
-    with PerExampleClipper(model, 1.0, mode=mode, self_check=name == "net") as clipper:  # it runs there too
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=name in ("net", "apart")) as clipper:  # it runs there too
         assert_exact(model, clipper, losses_of, batch)
+        assert any(owner.runs_by_example for owner in clipper.owners) is (name == "apart")
     assert all(p.grad.device.type == device.type for p in trainable(model) if p.grad is not None)
 
 

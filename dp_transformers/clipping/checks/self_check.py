@@ -391,11 +391,12 @@ def _discover(
     batch."""
     taken = {n for x in tree_leaves((args, kwargs)) if has_batch(x, batch) for n in x.shape[1:]}
     size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
-    inputs = {size: others(size), other_size: _ragged(*others(other_size), other_size)}
+    inputs = {n: others(n) for n in (size, other_size)}
 
-    def plain(size: int) -> torch.Tensor:
+    def plain(size: int, is_padded: bool) -> torch.Tensor:
+        args, kwargs = _padded(*inputs[size], size) if is_padded else inputs[size]
         with engine.suspended():
-            return losses_of(*inputs[size][0], **inputs[size][1])
+            return losses_of(*args, **kwargs)
 
     def tapped() -> None:
         engine.install_hooks()
@@ -433,7 +434,7 @@ def _recycled(args: tuple, kwargs: dict, batch: int, size: int) -> tuple[tuple, 
     )
 
 
-def _ragged(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
+def _padded(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
     """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen
     to do so."""
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import has_class_forward
+
 STYLES = "transformers.distributed.tensor_parallel"
 PLAIN = {"TensorParallelLayer", "ColwiseParallel", "RowwiseParallel", "EmbeddingParallel"}
 REPLICATED_WITH_GRAD_ALLREDUCE = "ReplicatedWithGradAllReduce"
@@ -18,7 +20,7 @@ def class_forward(module: nn.Module) -> Callable | None:
     transformers' tensor parallelism gives the instance a function that moves tensors before and after it calls the
     class's.
     """
-    if "forward" not in vars(module):
+    if has_class_forward(module):
         return type(module).forward
     forward, original = type(module).forward, closure_of(module).get("original_forward")
     return (

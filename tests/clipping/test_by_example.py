@@ -1,0 +1,481 @@
+"""Modules without a rule, one example at a time in the forward pass: exact, once, and nothing of vmap stays behind."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from layers import ALL_MODES, check, weigh
+from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dp_transformers import PerExampleClipper, PrivacyEngine, check_model
+from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.modes import MeasuringPass
+from dp_transformers.clipping.terms import Rows
+
+D = 6
+
+
+class Norm(nn.Module):
+    """The norm layer of somebody: a raw parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        return (1 + self.weight) * x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 3.0
+
+
+class Router(nn.Module):
+    """Rows of all positions in, the layer as a function, numbers and indices out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, D)), nn.Parameter(torch.randn(4))
+
+    def forward(self, rows):
+        scores = nn.functional.linear(rows, self.weight, self.bias).softmax(-1)
+        values, chosen = scores.topk(2)
+        return scores, values, chosen
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = Router(), nn.Linear(D, 4 * D)
+
+    def forward(self, x):
+        rows = x.reshape(-1, D)
+        scores, values, chosen = self.router(rows)
+        experts = self.experts(x).view(-1, 4, D)
+        picked = experts.gather(1, chosen.unsqueeze(-1).expand(-1, -1, D))
+        return ((picked * values.unsqueeze(-1)).sum(1) + scores.sum(-1, keepdim=True) * rows).view_as(x)
+
+
+class Sinks(nn.Module):
+    """Attention with a raw parameter between layers that have rules, and a table of positions without a batch."""
+
+    def __init__(self, kind="math"):
+        super().__init__()
+        self.kind, self.sinks, self.table = kind, nn.Parameter(torch.randn(2)), nn.Embedding(9, 2)
+        self.qkv, self.out, self.inner = nn.Linear(D, 3 * D), nn.Linear(D, D), Norm()
+
+    def forward(self, x, mask=None):
+        batch, positions, _ = x.shape
+        q, k, v = self.qkv(self.inner(x)).view(batch, positions, 3, 2, D // 2).permute(2, 0, 3, 1, 4)
+        at = torch.arange(positions)
+        bias = self.table((at[:, None] - at).clamp(-4, 4) + 4).permute(2, 0, 1).unsqueeze(0)
+        if mask is not None:
+            bias = bias + mask[:, None, None] * -3.0
+        if self.kind == "fused":
+            bias = bias + self.sinks.view(1, 2, 1, 1) * at
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            scores = torch.cat(
+                [q @ k.transpose(-1, -2) + bias, self.sinks.view(1, 2, 1, 1).expand(batch, 2, positions, 1)], -1
+            )
+            mixed = scores.softmax(-1)[..., :-1] @ v
+        return self.out(mixed.transpose(1, 2).reshape(batch, positions, D)), None
+
+
+class First(nn.Module):
+    """The first of what a module returns."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs):
+        return self.inner(*inputs)[0]
+
+
+class Tokens(nn.Module):
+    """A class token and positions, added to a layer's output; both with a dimension for the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, D)), nn.Parameter(torch.randn(1, 9, D))
+        self.project = nn.Linear(D, D)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.project(x)], 1)
+        return x + self.positions[:, : x.shape[1]]
+
+
+class ReadsAChild(nn.Module):
+    """The weight of a layer that is called as well, and one that never is."""
+
+    def __init__(self):
+        super().__init__()
+        self.called, self.read = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.called(x) + x @ self.read.weight.T * self.called.weight.diagonal() + self.read.bias
+
+
+class Twice(nn.Module):
+    """Called on two inputs, one with the batch in the second dimension; its weight is a layer and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x, factor=1.0):
+        return nn.functional.linear(x, self.weight) * self.weight.diagonal() * factor
+
+
+class CallsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Twice()
+
+    def forward(self, x):
+        return self.inner(x) + self.inner(x.tanh(), factor=0.5)
+
+
+class Tied(nn.Module):
+    """A scaled embedding whose weight is that of the last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = ScaledEmbedding(11, D, padding_idx=0), Norm(), nn.Linear(D, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embed(ids)))
+
+
+def floats(batch=4):
+    return torch.randn(batch, 3, D)
+
+
+def ids(batch=4):
+    return torch.randint(0, 11, (batch, 3))
+
+
+CASES = {
+    "norm": (lambda: nn.Sequential(nn.Linear(D, D), Norm()), floats),
+    "router": (Routed, floats),
+    "sinks": (lambda: First(Sinks()), floats),
+    "fused attention": (lambda: First(Sinks("fused")), floats),
+    "tokens": (lambda: nn.Sequential(nn.Linear(D, D), Tokens()), floats),
+    "child": (lambda: nn.Sequential(nn.Linear(D, D), ReadsAChild()), floats),
+    "twice": (lambda: nn.Sequential(nn.Linear(D, D), CallsTwice()), floats),
+    "tied": (Tied, ids),
+}
+
+
+def count_forwards(model, monkeypatch):
+    """How often each class of module without a rule runs."""
+    counts = {}
+    for cls in {type(m) for m in model.modules() if type(m).__module__ == __name__}:
+
+        def counted(self, *args, forward=cls.forward, **kwargs):
+            counts[type(self)] = counts.get(type(self), 0) + 1
+            return forward(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "forward", counted)
+    return counts
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("name", list(CASES))
+def test_exact_and_run_once(name, mode, monkeypatch):
+    make, draw = CASES[name]
+    model, x = make(), draw()
+    counts = count_forwards(model, monkeypatch)
+    model(x)
+    once = dict(counts)
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=True) as clipper:
+        for batch in (x, draw(), draw(1), draw(7)):
+            assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": batch})
+        assert any(owner.runs_by_example for owner in clipper.owners)
+        assert not any(owner.is_rerun for owner in clipper.owners)
+        counts.clear()
+        clipper.backward(weigh(model(x)))
+        assert counts == once, "nothing runs a second time"
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_calls_with_and_without_a_mask(mode):
+    """The check sees a batch whose mask hides nothing, and so a call without one; a later batch has padding."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.attention = nn.Linear(D, D), Sinks()
+
+        def forward(self, x, attention_mask):
+            mask = 1.0 - attention_mask.float()
+            return self.attention(self.first(x), *([mask] if mask.any() else []))[0]
+
+    model, whole, padded = Masked(), torch.ones(4, 3, dtype=torch.long), torch.ones(4, 3, dtype=torch.long)
+    padded[0, 2] = padded[2, 1:] = 0
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=True) as clipper:
+        for mask in (whole, padded, whole):
+            batch = {"x": floats(), "attention_mask": mask}
+            assert_exact(model, clipper, lambda b: weigh(model(**b)), batch)
+            assert [type(owner.module) for owner in clipper.owners if owner.is_rerun] == []
+
+
+def test_an_embedding_is_never_instantiated(monkeypatch):
+    """Its gradient per example would have a row for every word."""
+    terms, add = [], MeasuringPass.add
+    monkeypatch.setattr(MeasuringPass, "add", lambda self, p, term: (terms.append((p, term)), add(self, p, term))[1])
+    model = Tied()
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(weigh(model(ids())))
+        terms.clear()
+        clipper.backward(weigh(model(ids())))
+    assert any(isinstance(term, Rows) for p, term in terms if p is model.embed.weight)
+
+
+class Fussy(nn.Module):
+    """Runs by vmap until a batch has a number that is larger than 5."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.limit, self.inner = nn.Parameter(torch.randn(D)), 5.0, nn.Linear(D, D)
+
+    def forward(self, x):
+        x = self.inner(x) * self.w
+        if self.training and self.limit < 5.0:
+            return torch.stack([row if row.sum().item() > 0 else 2 * row for row in x])
+        return x
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_what_vmap_cannot_run_later_is_run_again(mode):
+    """The layers that the try has reached count once."""
+    model, x = nn.Sequential(nn.Linear(D, D), Fussy()), floats()
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=True) as clipper:
+        assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": x})
+        assert any(owner.runs_by_example for owner in clipper.owners)
+    model[1].limit = 1.0
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
+        assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": x})
+
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.inner = nn.Parameter(torch.randn(D)), nn.Linear(D, D)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.inner(x), 0.5, self.training) * self.w
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_random_numbers_are_each_examples_own_and_the_same_in_both_passes(mode):
+    """The sum is of the gradients whose norms were measured: at a bound below them all its parts have that length."""
+    model, x = nn.Sequential(nn.Linear(D, D), Drops()), floats(1).expand(5, -1, -1).clone()
+    with PerExampleClipper(model, 1e-3, mode=mode, self_check=True) as clipper:
+        output = model(x)
+        rows = [output[i] == 0 for i in range(5)]
+        assert not any(torch.equal(rows[0], other) for other in rows[1:])
+        kept = torch.zeros(5)
+        kept[2] = 1.0
+        norms = clipper.backward(weigh(output), weights=kept)
+        assert length([p.grad for p in model.parameters()]) == pytest.approx(1e-3, rel=1e-4)
+        assert norms.unique().numel() == 5
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("mode", ["book_keeping", "per_sample"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_in_a_loop_of_the_users(mode, reduction):
+    """loss.backward() itself, where parameters ask for no gradient."""
+    model = nn.Sequential(nn.Linear(D, D), Norm(), Routed())
+    loader = torch.utils.data.DataLoader(torch.randn(20, 3, D), batch_size=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = PrivacyEngine(dp_seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=0.05,
+        clipping_mode=mode, loss_reduction=reduction,
+    )  # fmt: skip
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = getattr(weigh(model(batch)), reduction)()
+        loss.backward()
+        with engine.clipper.suspended():
+            gradients = per_example_gradients(model, lambda b: weigh(model(b["x"])), {"x": batch})
+        total = clipped_sum(gradients, 0.05)[1]
+        assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+        optimizer.step()
+    assert any(owner.runs_by_example for owner in engine.clipper.owners)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.saves = nn.Linear(D, D), nn.Sequential(Norm(), Routed(), Drops()), False
+
+    def forward(self, x):
+        x = self.first(x)
+        return checkpoint(self.block, x, use_reentrant=False) if self.saves else self.block(x)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_below_activation_checkpointing(mode):
+    model, x = Checkpointed().eval(), floats()
+    norms, total = clipped_sum(per_example_gradients(model, lambda b: weigh(model(b["x"])), {"x": x}), 4.4)
+    assert min(norms) < 4.4 < max(norms)
+    model.saves = True
+    with PerExampleClipper(model, 4.4, mode=mode, self_check=True) as clipper:
+        for _ in range(2):
+            model.zero_grad()
+            got = clipper.backward(weigh(model(x)))
+            torch.testing.assert_close(got, torch.tensor(norms), rtol=1e-5, atol=0)
+            assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+        assert any(owner.runs_by_example for owner in clipper.owners)
+        assert not any(owner.is_rerun for owner in clipper.owners)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_in_bf16(mode):
+    model, x = nn.Sequential(nn.Linear(D, D), Norm(), Routed()), floats()
+    gradients = per_example_gradients(model, lambda b: weigh(model(b["x"])), {"x": x})
+    norms = torch.tensor([length(g) for g in gradients])
+    with PerExampleClipper(model, 1e-3, mode=mode, self_check=True) as clipper:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = weigh(model(x).float())
+        got = clipper.backward(losses)
+        torch.testing.assert_close(got, norms, rtol=0.1, atol=0)
+        assert length([p.grad for p in model.parameters()]) <= 4e-3  # four examples, each no longer than the bound
+
+
+def test_an_outlier_moves_the_sum_by_no_more_than_the_bound():
+    model, x = nn.Sequential(nn.Linear(D, D), Norm(), Routed(), First(Sinks())), floats()
+    x[2] *= 1e4
+    for mode in ALL_MODES:
+        sums = []
+        with PerExampleClipper(model, 0.7, mode=mode, self_check=True) as clipper:
+            for rows in ([0, 1, 2, 3], [0, 1, 3]):
+                model.zero_grad()
+                clipper.backward(weigh(model(x[rows])))
+                sums.append([p.grad.clone() for p in model.parameters()])
+        assert distance(*sums) <= 0.7 * (1 + 1e-5)
+
+
+def test_a_module_that_mixes_its_examples_is_refused():
+    """Alone with itself an example is not mixed with others, so the mixing would go with training."""
+
+    class Mixes(Norm):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    with pytest.raises(SelfCheckError, match="mixes examples"):
+        check_model(nn.Sequential(nn.Linear(D, D), Mixes()), {"input": floats()})
+
+
+class Stores(Norm):
+    def forward(self, x):
+        self.seen = super().forward(x)
+        return self.seen
+
+
+class Caches(Norm):
+    """Writes to an object that lives on."""
+
+    class Cache:
+        def __init__(self):
+            self.tensors = []
+
+    def forward(self, x, cache):
+        x = super().forward(x)
+        cache.tensors.append(x)
+        return x
+
+
+class WithCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(D, D), Caches()
+
+    def forward(self, x):
+        cache = Caches.Cache()
+        return self.inner(self.first(x), cache) + cache.tensors[0]
+
+
+@pytest.mark.parametrize(
+    "model", [lambda: nn.Sequential(nn.Linear(D, D), Stores()), WithCache], ids=["attribute", "object"]
+)
+def test_tensors_of_one_example_do_not_stay(model):
+    """Where they would, the module is run again in backward instead."""
+    model = model()
+    check(model, floats(), "book_keeping")
+    for module in model.modules():
+        for value in vars(module).values():
+            assert (
+                not torch._C._functorch.is_functorch_wrapped_tensor(value) if isinstance(value, torch.Tensor) else True
+            )
+
+
+class Writes(Norm):
+    """Writes to its weight, in one of the ways there are."""
+
+    way = None
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.way == "detached":
+                self.weight.detach().copy_(x[0, 0])
+            elif self.way is not None:
+                self.weight.copy_(x[0, 0])
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("way", ["detached", "itself"])
+def test_a_weight_is_not_written_through_its_copies(batch, way):
+    """They share its memory."""
+    model = nn.Sequential(nn.Linear(D, D), Writes())
+    with PerExampleClipper(model, 1.0, self_check=True) as clipper:
+        clipper.backward(weigh(model(floats())))
+        Writes.way = way
+        try:
+            with pytest.raises(ValueError, match="changed in a forward|has hidden state"):
+                clipper.backward(weigh(model(floats(batch))))
+        finally:
+            Writes.way = None
+
+
+def test_the_forward_of_the_class_comes_back(tmp_path):
+    model, x = nn.Sequential(nn.Linear(D, D), Norm()), floats()
+    expected = model(x)
+    clipper = PerExampleClipper(model, 1.0)
+    with clipper:
+        clipper.backward(weigh(model(x)))
+        assert "forward" in vars(model[1])
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            weigh(other(x)).sum().backward()
+            assert all(p.grad is not None for p in other.parameters()), "plain autograd, without a clipper"
+            torch.testing.assert_close(other(x), expected)
+            check(other, x, "book_keeping")
+            assert "forward" not in vars(other[1])
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        with clipper.suspended():
+            assert torch.equal(model(x), expected)
+    assert "forward" not in vars(model[1])
+
+
+def test_an_interrupt_inside_leaves_no_vmap_open(monkeypatch):
+    model, x = nn.Sequential(nn.Linear(D, D), Norm()), floats()
+    with PerExampleClipper(model, 1.0, self_check=True) as clipper:
+        clipper.backward(weigh(model(x)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Norm, "forward", lambda self, x: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+        assert not torch._C._functorch.maybe_current_level()
+        assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": x})
+        assert any(owner.runs_by_example for owner in clipper.owners)
