@@ -81,7 +81,7 @@ def in_float32_if_possible(
     replaced = ["weights"]
     try:
         with _in_float32(engine) as replaced:
-            if _stays_in_float32(engine, losses_of, *with_float32(example)):
+            if _stays_in_float32(engine, losses_of, replaced, *with_float32(example)):
                 return compare(), replaced
     except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
         pass
@@ -98,9 +98,11 @@ def with_float32(structure: Any) -> Any:
     return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x, structure)
 
 
-def _stays_in_float32(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> bool:
+def _stays_in_float32(
+    engine: ClippingEngine, losses_of: LossFunction, replaced: list[str], args: tuple, kwargs: dict
+) -> bool:
     """Returns True if the model runs in float32 now, without casting to less by itself: the graph that one pass leaves
-    shows it."""
+    shows it. Where something was ``replaced``, it must also be able to go backward like that."""
     if engine.trainable.low_precision in HALF:
         return False
     frozen = [
@@ -115,7 +117,7 @@ def _stays_in_float32(engine: ClippingEngine, losses_of: LossFunction, args: tup
                 p.requires_grad_()  # so that the graph shows what they compute in
             losses = losses_of(*args, **kwargs)
             low = dtypes_in_graph(losses) & {*HALF}
-            if losses.requires_grad:
+            if losses.requires_grad and replaced:
                 torch.autograd.grad(losses.sum(), wholes, allow_unused=True)
     except torch.OutOfMemoryError:
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,13 +42,14 @@ def locality_as_trained(
         torch.manual_seed(0)
         numbers = global_state(engine.trainable.device)
         if engine.mode.one_pass:
-            norms_b, low_precision = measure(engine, replayed, args, kwargs)
+            losses_b, norms_b, low_precision = measure(engine, replayed, args, kwargs)
         else:  # two passes are compared where a sum is formed
-            norms_b, *_, low_precision = clip(engine, replayed, args, kwargs)
-        error = max(
-            _error_of_norms(engine, replayed, args, kwargs, batch, norms_b),
-            _error_of_losses(engine, replayed, args, kwargs, batch, others),
-        )
+            losses_b, norms_b, *_, low_precision = clip(engine, replayed, args, kwargs)
+        changes = [
+            *_changes_beside_a_copy(engine, replayed, args, kwargs, batch, losses_b, norms_b),
+            *_changes_beside_others(engine, replayed, args, kwargs, batch, losses_b, others),
+        ]
+        error = float(torch.stack([change.cpu() for change in changes]).max())
         engine.trainable.shards.reshard()
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
             engine.model.named_buffers()
@@ -64,39 +65,43 @@ def locality_as_trained(
     return error
 
 
-def _error_of_norms(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, norms_b: torch.Tensor
-) -> float:
-    """Returns how much (relative) the other examples' norms move when the last one is replaced, and when the first one
-    is."""
-    worst = 0.0
-    for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
-        moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)
-        moved_b = measure(engine, losses_of, moved_args, moved_kwargs)[0]
-        same = (moved_b == norms_b) | (moved_b.isnan() & norms_b.isnan())
-        change = torch.where(same, 0.0, (moved_b - norms_b).abs() / norms_b.clamp(min=1e-12))
-        change[replaced] = 0.0
-        worst = max(worst, float(change.max()))
-    return worst
-
-
-# The smallest bound that a clipper takes: shorter gradients are never clipped.
-_NEGLIGIBLE = 1e-12
-# What the other examples' numbers are multiplied with when an example's loss is looked at: new ones, or where it is
-# negative their own.
-_FACTORS = (1.0, 100.0, -1.0, -10.0)
-
-
-def _error_of_losses(
+def _changes_beside_a_copy(
     engine: ClippingEngine,
     losses_of: LossFunction,
     args: tuple,
     kwargs: dict,
     batch: int,
+    losses_b: torch.Tensor,
+    norms_b: torch.Tensor,
+) -> Iterator[torch.Tensor]:
+    """How much (relative) the other examples' losses and norms move when the last example is replaced, and when the
+    first one is."""
+    for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
+        moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)
+        moved_losses_b, moved_norms_b, _ = measure(engine, losses_of, moved_args, moved_kwargs)
+        others = torch.arange(batch, device=norms_b.device) != replaced
+        yield _change(moved_norms_b, norms_b, norms_b)[others].max()
+        yield _change(moved_losses_b, losses_b, _largest(losses_b))[others].max()
+
+
+# The smallest bound that a clipper takes: shorter gradients are never clipped.
+_NEGLIGIBLE = 1e-12
+# What the other examples' numbers are multiplied with when an example's loss is looked at: new ones, or where it is
+# negative their own. Beside a copy they keep their size.
+_FACTORS = (100.0, -0.1, -10.0)
+
+
+def _changes_beside_others(
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    losses_b: torch.Tensor,
     others: Callable[[int], tuple[tuple, dict]],
-) -> float:
-    """Returns how much (relative to the largest) an example's loss moves when all others are replaced, also by large
-    numbers. A sign, or a threshold over the batch, may move losses and no norms."""
+) -> Iterator[torch.Tensor]:
+    """How much (relative to the largest) an example's loss moves when all others are replaced, also by large numbers.
+    A sign, or a threshold over the batch, may move losses and no norms."""
 
     def beside(x: Any, other: Any, kept: int, factor: float) -> Any:
         if not has_batch(x, batch) or x.shape != other.shape:
@@ -105,10 +110,9 @@ def _error_of_losses(
             other = torch.where(other == x, x, (x if factor < 0 else other) * factor)
         return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
 
-    worst, given = 0.0, (args, kwargs)
+    given = (args, kwargs)
     with engine.suspended():
-        losses = losses_of(*args, **kwargs).detach().float()
-        for number, factor in enumerate(_FACTORS):
+        for number, factor in enumerate(_FACTORS, start=1):
             kept = number % batch
             moved_args, moved_kwargs = tree_map(
                 lambda x, other, kept=kept, factor=factor: beside(x, other, kept, factor),
@@ -116,10 +120,19 @@ def _error_of_losses(
                 others(batch),
                 is_leaf=is_ragged,
             )
-            moved = losses_of(*moved_args, **moved_kwargs).detach().float()[kept]
-            if not (moved == losses[kept] or (moved.isnan() and losses[kept].isnan())):
-                worst = max(worst, float((moved - losses[kept]).abs() / losses.abs().max().clamp(min=1e-12)))
-    return worst
+            moved_b = losses_of(*moved_args, **moved_kwargs).detach()
+            yield _change(moved_b, losses_b, _largest(losses_b))[kept]
+
+
+def _largest(losses_b: torch.Tensor) -> torch.Tensor:
+    return losses_b.abs().nan_to_num(nan=0.0).max()
+
+
+def _change(moved_b: torch.Tensor, given_b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(B,) by how much ``given_b`` has moved, over ``scale``; 0 where both are not numbers."""
+    same_b = (moved_b == given_b) | (moved_b.isnan() & given_b.isnan())
+    change_b = (moved_b.float() - given_b.float()).abs() / scale.float().clamp(min=1e-12)
+    return torch.where(same_b, 0.0, change_b)
 
 
 def require_locality(error: float, tolerance: float) -> None:

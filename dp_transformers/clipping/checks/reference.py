@@ -46,6 +46,7 @@ class ClippedSum(NamedTuple):
     """What one pass of clipping gives.
 
     Attributes:
+        losses_b: (B,) losses.
         norms_b: (B,) norms.
         total: The sum of each parameter.
         bounds: What each of the engine's groups was clipped to.
@@ -53,6 +54,7 @@ class ClippedSum(NamedTuple):
         low_precision: The lowest precision seen.
     """
 
+    losses_b: torch.Tensor
     norms_b: torch.Tensor
     total: list[torch.Tensor]
     bounds: list[float]
@@ -68,6 +70,7 @@ def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: d
     norms_b = engine.backward(losses, groups=groups)
     parameters = engine.trainable.parameters
     return ClippedSum(
+        losses.detach(),
         norms_b,
         [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters],
         [each.bound for each in functions],
@@ -78,10 +81,10 @@ def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: d
 
 def measure(
     engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict
-) -> tuple[torch.Tensor, torch.dtype]:
-    """(B,) norms, and the lowest precision seen. Nothing is summed."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """(B,) losses, (B,) norms, and the lowest precision seen. Nothing is summed."""
     losses, low_precision = _forward(engine, losses_of, args, kwargs)
-    return engine.backward(losses, norms_only=True), low_precision
+    return losses.detach(), engine.backward(losses, norms_only=True), low_precision
 
 
 def _forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict):
@@ -96,11 +99,13 @@ def _forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwarg
     return losses, max(seen, key=TOLERANCE.__getitem__)
 
 
-def one_at_a_time(
+def errors_against_one_at_a_time(
     engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, clipped: ClippedSum
-) -> tuple[torch.Tensor, list[torch.Tensor], float]:
-    """(B,) norms, the sum with each of the engine's groups clipped to the bound that ``clipped`` has for it, and the
-    worst relative error of its ``samples``.
+) -> tuple[float, float, float]:
+    """Worst relative errors of the norms, of the sum and of the samples in ``clipped``, of which each group is clipped
+    to the bound that it has there.
+
+    The sum is used up: what each example adds to it is taken away again, so that no second one has to be kept.
 
     Where batch normalization evaluates, an example stands beside its own copy, and the loss is that of one of them:
     torch (2.13, on the CPU) computes another gradient behind such a layer for a batch of one whose gradient comes
@@ -108,8 +113,8 @@ def one_at_a_time(
     """
     copies = 1 + any(isinstance(m, _BatchNorm) for m in engine.model.modules())
     parameters, shards = engine.trainable.parameters, engine.trainable.shards
-    norms, worst = [], 0.0
-    total = {p: torch.zeros_like(p, dtype=sum_dtype(p)) for p in parameters}
+    norms, errors = [], [torch.zeros(())]
+    rest, length = dict(zip(parameters, clipped.total, strict=True)), length_of(clipped.total)
     wholes = [shards.all_unsharded(p) for p in parameters]
     with engine.suspended():
         for i in range(batch):
@@ -127,15 +132,19 @@ def one_at_a_time(
             coefficients = _coefficients(engine, lengths, clipped.bounds)
             for p, g in used:
                 g = to_local(g).to(sum_dtype(p))
-                total[p].add_(shards.summed(p, g) if shards else as_dtensor_like(g, p), alpha=coefficients[p])
+                rest[p].sub_(shards.summed(p, g) if shards else as_dtensor_like(g, p), alpha=coefficients[p])
             given = [
                 (s[i], torch.zeros_like(s[i]) if g is None else g)
                 for s, g in zip(clipped.samples, grads, strict=True)
                 if s is not None
             ]
             if given:
-                worst = max(worst, float(distance(*map(list, zip(*given, strict=True))) / norms[-1].clamp(min=1e-12)))
-    return torch.stack(norms), list(total.values()), worst
+                errors.append(distance(*map(list, zip(*given, strict=True))) / norms[-1].clamp(min=1e-12))
+    single_b, missing = torch.stack(norms), length_of(rest.values())
+    norm_error = ((clipped.norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max()
+    # the sum of one at a time is at least as long as this
+    sum_error = missing / (length - missing).clamp(min=1e-12)
+    return float(norm_error), float(sum_error), float(torch.stack([e.cpu() for e in errors]).max())
 
 
 def _coefficients(
@@ -186,7 +195,7 @@ def perturbed(engine: ClippingEngine) -> Iterator[None]:
     try:
         with torch.no_grad():
             for p in map(to_local, engine.trainable.parameters):
-                p.add_(numbers.to(p).repeat(-(-p.numel() // _SHIFTS))[: p.numel()].view(p.shape))
+                _shift(p, numbers.to(p))
                 numbers = numbers.roll(-p.numel())  # goes on where this one ended
         torch.clear_autocast_cache()  # it holds casts of the weights as they were
         yield
@@ -196,3 +205,14 @@ def perturbed(engine: ClippingEngine) -> Iterator[None]:
             for p, value in zip(engine.trainable.parameters, values, strict=True):
                 p.copy_(value)
         torch.clear_autocast_cache()
+
+
+def _shift(x: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Add these numbers to ``x``, over and over."""
+    if not x.is_contiguous():
+        x.add_(numbers.repeat(-(-x.numel() // len(numbers)))[: x.numel()].view(x.shape))
+        return
+    flat = x.view(-1)
+    whole = len(flat) // len(numbers) * len(numbers)
+    flat[:whole].view(-1, len(numbers)).add_(numbers)
+    flat[whole:].add_(numbers[: len(flat) - whole])

@@ -41,7 +41,7 @@ from ..owners import reassign_to_parents, warn_about_fallback
 from .causes import true_causes
 from .float32 import in_float32_if_possible, with_float32
 from .locality import locality_as_trained
-from .reference import TOLERANCE, ClippedSum, clip, distance, length_of, one_at_a_time, perturbed
+from .reference import TOLERANCE, ClippedSum, clip, errors_against_one_at_a_time, perturbed
 from .synthetic import (
     LossFunction,
     arguments_of,
@@ -329,10 +329,9 @@ def _compare_in(
         tolerance = TOLERANCE[clipped.low_precision]
         _require_equal_replicas(engine, clipped.total, tolerance)
         with mode(engine.model):
-            single_b, reference, gradient_error = one_at_a_time(engine, losses_of, args, kwargs, batch, clipped)
-    norm_error = float(((clipped.norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max())
-    sum_error = float(distance(clipped.total, reference) / length_of(reference).clamp(min=1e-12))
-    if not max(norm_error, sum_error, gradient_error) <= tolerance:
+            errors = errors_against_one_at_a_time(engine, losses_of, args, kwargs, batch, clipped)
+    norm_error, sum_error, gradient_error = errors
+    if not all(error <= tolerance for error in errors):
         raise SelfCheckError(
             f"clipping is not exact for {type(engine.model).__name__} in mode '{engine.mode.name}': relative error of "
             f"per-example norms {norm_error:.1e}, of the clipped sum {sum_error:.1e}, of per-example gradients "

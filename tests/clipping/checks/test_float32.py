@@ -235,3 +235,25 @@ def test_a_check_in_float32_puts_everything_back(mode, has_grad):
             if not has_grad or name not in dict(model.named_parameters())
             else (t.grad.dtype == dtype and (t.grad == 1).all())
         ), name
+
+
+class GoesBackInBf16Alone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient.dtype != torch.bfloat16:
+            raise RuntimeError(f"expected BFloat16, got {gradient.dtype}")
+        return gradient
+
+
+@pytest.mark.parametrize("mode", MODES_OF_BF16)
+def test_a_model_that_goes_forward_in_float32_but_not_back(mode, caplog):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return GoesBackInBf16Alone.apply(super().forward(x))
+
+    in_bf16(lambda: Model(8, 4), "bf16 parameters", mode, torch.randn(6, 8))
+    assert "could not be checked in float32" in caplog.text

@@ -179,6 +179,15 @@ def test_signs_and_thresholds_over_the_batch_are_seen_in_the_losses(turns, seed)
         clipper.model(torch.randn(8, FEATURES))
 
 
+def test_large_numbers_that_leave_no_number_in_the_losses_of_others_are_seen():
+    class Overflows(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * torch.where(x.max() > 30, torch.nan, 1.0)
+
+    with pytest.raises(SelfCheckError, match="only another example of its batch changed"):
+        PerExampleClipper(Overflows(FEATURES, 1), 1.0).model(torch.randn(8, FEATURES))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_check_leaves_norms_sums_and_random_numbers_alone(monkeypatch, mode, checkpointed):

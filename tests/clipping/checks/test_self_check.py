@@ -527,3 +527,29 @@ def test_coefficients_that_are_wrong_are_noticed(mode, monkeypatch):
         pytest.raises(SelfCheckError, match="clipping is not exact"),
     ):
         clipper.check((torch.randn(3, 4),), {})
+
+
+def multiply_sums(monkeypatch, factor):
+    add = GradientSums.add
+    monkeypatch.setattr(
+        GradientSums,
+        "add",
+        lambda self, parameter, parts, **options: add(self, parameter, [part * factor for part in parts], **options),
+    )
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.998, 1.002, 100.0, float("nan")])
+def test_sums_that_are_a_little_or_altogether_wrong_are_noticed(factor, monkeypatch):
+    multiply_sums(monkeypatch, factor)
+    with (
+        PerExampleClipper(nn.Linear(4, 2), 1.0) as clipper,
+        pytest.raises(SelfCheckError, match="clipping is not exact"),
+    ):
+        clipper.check((torch.randn(3, 4),), {})
+
+
+@pytest.mark.parametrize("factor", [0.9995, 1.0005])
+def test_the_error_of_sums_is_reported(factor, monkeypatch):
+    multiply_sums(monkeypatch, factor)
+    with PerExampleClipper(nn.Linear(4, 2), 1.0) as clipper:
+        assert clipper.check((torch.randn(3, 4),), {}).sum_error == pytest.approx(5e-4, rel=1e-2)
