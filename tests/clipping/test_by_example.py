@@ -288,6 +288,20 @@ def test_random_numbers_are_each_examples_own_and_the_same_in_both_passes(mode):
         assert norms.unique().numel() == 5
 
 
+class DropsInAnotherOrder(Drops):
+    """Of a tensor whose examples lie behind the positions."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+def test_random_numbers_in_another_order_are_no_mixing():
+    model = nn.Sequential(nn.Linear(D, D), DropsInAnotherOrder())
+    with PerExampleClipper(model, 1.0, self_check=True) as clipper:
+        clipper.backward(weigh(model(floats())))
+        assert any(owner.runs_by_example for owner in clipper.owners)
+
+
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("mode", ["book_keeping", "per_sample"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -45,10 +45,11 @@ def locality_as_trained(
             losses_b, norms_b, low_precision = measure(engine, replayed, args, kwargs)
         else:  # two passes are compared where a sum is formed
             losses_b, norms_b, *_, low_precision = clip(engine, replayed, args, kwargs)
-        changes = [
-            *_changes_beside_a_copy(engine, replayed, args, kwargs, batch, losses_b, norms_b),
-            *_changes_beside_others(engine, replayed, args, kwargs, batch, losses_b, others),
-        ]
+        changes = [*_changes_beside_a_copy(engine, replayed, args, kwargs, batch, losses_b, norms_b)]
+        if any(owner.runs_by_example for owner in engine.owners):  # there it draws in another order, and cannot mix
+            with engine.suspended():
+                losses_b = replayed(*args, **kwargs).detach()
+        changes += _changes_beside_others(engine, replayed, args, kwargs, batch, losses_b, others)
         error = float(torch.stack([change.cpu() for change in changes]).max())
         engine.trainable.shards.reshard()
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
