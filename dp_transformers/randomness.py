@@ -123,6 +123,12 @@ def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
     return (*states, torch.get_device_module(device).get_rng_state(device)) if _has_generators(device) else states
 
 
+def set_random_state(device: torch.device, state: tuple[torch.Tensor, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if _has_generators(device):
+        torch.get_device_module(device).set_rng_state(state[1], device)
+
+
 def _has_generators(device: torch.device) -> bool:
     """Whether modules on ``device`` draw from a generator that is kept and put back here."""
     return device.type not in ("cpu", "mps", "meta")
@@ -140,9 +146,7 @@ def global_state(device: torch.device) -> tuple[Any, ...]:
 def set_global_state(device: torch.device, state: tuple[Any, ...]) -> None:
     random.setstate(state[0])
     np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-    if _has_generators(device):
-        torch.get_device_module(device).set_rng_state(state[3], device)
+    set_random_state(device, state[2:])
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ..randomness import global_state, random_state, set_global_state
+from ..randomness import global_state, random_state, set_global_state, set_random_state
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .by_example import ExamplesApart
@@ -299,19 +299,21 @@ class ClippingEngine:
     def _run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
         """Whether the module could run one example at a time, and what it returned. One that could not is re-run from
         now on."""
-        forward = cast(ForwardPass, self.forward)
-        uses = forward.uses.copy()
+        forward, is_outermost = cast(ForwardPass, self.forward), not self._apart.is_running
+        device = forward.probe.device
+        uses, numbers = forward.uses.copy(), random_state(device)
         try:
             if forward.batch_size:
                 return True, self._apart.run(forward, owner, function, args, kwargs)
         except (torch.OutOfMemoryError, _StopRecomputationError):  # the latter ends what checkpointing recomputes
             raise
         except Exception as error:
-            if self._apart.is_running:  # the outermost can run on the whole batch
+            if not is_outermost:  # which can run on the whole batch
                 raise
             logger.info("%s cannot run one example at a time: %s: %s", owner, type(error).__name__, error)
             owner.needs_whole_batch, forward.uses = True, uses
-        owner.random_state = random_state(forward.probe.device)
+        owner.random_state = numbers
+        set_random_state(device, numbers)
         return False, function(*args, **kwargs)
 
     def _record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:

@@ -302,6 +302,21 @@ def test_random_numbers_in_another_order_are_no_mixing():
         assert any(owner.runs_by_example for owner in clipper.owners)
 
 
+class DrawsAndThenFails(Drops):
+    def forward(self, x):
+        x = super().forward(x)
+        return torch.stack([row if row.sum().item() > 0 else 2 * row for row in x]) if self.training else x
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_try_that_fails_gives_its_random_numbers_back(mode):
+    """In training alone, where the check compares passes with the same numbers."""
+    model, x = nn.Sequential(nn.Linear(D, D), DrawsAndThenFails()), floats()
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=True) as clipper:
+        clipper.backward(weigh(model(x)))
+        assert any(owner.is_rerun for owner in clipper.owners)
+
+
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("mode", ["book_keeping", "per_sample"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
