@@ -111,6 +111,19 @@ def shared_secret(dp_seed: int | None = None) -> int:
     return call_on_rank_zero(lambda: secrets.randbits(128)) if dp_seed is None else dp_seed
 
 
+def require_on_all(require: Callable[[], None], device: torch.device) -> None:
+    """Call ``require`` on every rank. Where it raises ValueError on one, all ranks raise one."""
+    if world_size() == 1:
+        return require()
+    text = None
+    try:
+        require()
+    except ValueError as error:
+        text = f"rank {rank()}: {error}"
+    if max_over_ranks(int(text is not None), device):
+        raise ValueError(broadcast_first(text))
+
+
 def call_on_rank_zero(function: Callable[[], T]) -> T:
     """Call `function` on rank 0 and return its result on every rank. What it raises there is raised on every rank."""
     box: list = [None, None]

@@ -339,7 +339,8 @@ class PrivateStep:
             )
         self._require_own_clipping()
         self.gradients.restore_sums()
-        clipper.conditions.require()  # the program waits for the device here, and before this in clipping alone
+        # the program waits for the device here, and before this in clipping alone
+        distributed.require_on_all(clipper.conditions.require, clipper.device)
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:

@@ -341,6 +341,79 @@ def loop(
             "counted": engine.steps}  # fmt: skip
 
 
+# ---- what one rank's batch leaves in its model ----
+
+
+class Due(TrainerCallback):
+    """Batches write from the second step on."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        DUE.extend(range(state.global_step == 1))
+
+
+DUE: list[int] = []  # not empty while batches write
+
+
+def leftovers(folder):
+    """What every rank is told in two trainings of one model, where a batch of the last rank writes in the first."""
+
+    def writing(name):
+        net = build("bert")
+        net.register_buffer("small", torch.zeros(2))
+        net.register_buffer("large", torch.zeros(70_000))
+
+        def write(module, args):
+            if DUE and (not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1):
+                net.switch = name == "switch"
+                if name != "switch":
+                    getattr(net, name).data[0] = 7
+
+        net.switch, net.name = False, name
+        net.classifier.register_forward_pre_hook(write)
+        return net
+
+    def by_trainer(net, tries):
+        options = {"expected_batch_size": 4, "per_device_train_batch_size": 2, "max_steps": 3, "self_check": False}
+        args = arguments(folder / net.name / tries, dp_seed=1, **options)
+        DPTrainer(net, args, collate, dataset(kind="bert"), callbacks=[Due()] * (tries == "first")).train()
+
+    def by_loop(net, tries):
+        loader, engine = DataLoader(dataset(kind="bert"), 4, collate_fn=collate), PrivacyEngine(dp_seed=1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        _, optimizer, loader = engine.make_private(
+            module=net,
+            optimizer=optimizer,
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            self_check=False,
+        )
+        try:
+            for batch in loader:
+                inputs = {k: v for k, v in batch.items() if k != "labels"}
+                F.cross_entropy(net(**inputs).logits, batch["labels"]).backward()
+                optimizer.step()
+                DUE.extend(range(tries == "first"))
+        finally:
+            engine.detach()
+
+    def told(trains, net, tries):
+        try:
+            trains(net, tries)
+        except ValueError as error:
+            return str(error)
+        finally:
+            DUE.clear()
+        return "nothing"
+
+    said = {}
+    for trains in (by_trainer, by_loop):
+        for name in ("small", "large", "switch"):
+            net = writing(name)
+            said[trains.__name__, name] = [told(trains, net, tries) for tries in ("first", "second")]
+    return said
+
+
 # ---- by hand ----
 
 
@@ -864,6 +937,7 @@ CASES |= {
     "ddp-noise": (train, NOISY),
     "ddp-filled": (train, {"fill_physical_batches": True, **SILENT}),
     "ddp-bytes": (traffic, {"late": True}),
+    "ddp-leftovers": (leftovers, {}),
     # before those with an fsdp configuration, which transformers leaves in the environment
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
     "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),

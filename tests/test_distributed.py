@@ -409,6 +409,20 @@ def test_tensor_parallelism_sends_one_number_more_for_each_example(ranks):
         assert rank["ghost"] == 2 * rank["not private"] + norms
 
 
+# ---- what one rank's batch leaves in its model ----
+
+
+def test_all_ranks_are_refused_what_a_batch_of_one_left(ranks):
+    """Also in a second training, if what was there before is not known."""
+    for rank in ranks["ddp-leftovers"]:
+        for (_, name), (first, second) in rank.items():
+            assert first.startswith(f"rank {PROCESSES - 1}: '{name}' of the model changed")
+            if name == "large":
+                assert "an earlier training was refused because a batch changed 'large'" in second
+            else:
+                assert second == "nothing"
+
+
 # ---- checkpoints and refusals ----
 
 

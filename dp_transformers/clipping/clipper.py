@@ -27,6 +27,7 @@ from .clipping_functions import ClippingFunction
 from .coefficients import checked_clipping
 from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
+from .leftovers import refuse_marked
 from .memory import MemoryBudget
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
@@ -278,10 +279,16 @@ class PerExampleClipper:
     def expect_same_model(self) -> None:
         """Expect that no forward or backward pass of this draw wrote to a frozen weight, nor one after its last sum to
         anything else."""
-        state = self._engine.state
-        state.expect_same_weights()
-        if state.is_watching:
-            state.expect_unchanged()
+        self._engine.expect_same_model()
+
+    def look_at_model(self) -> None:
+        """Put back now what the batches until now left in the model: before somebody else writes to it, or reads it.
+
+        Raises:
+            ValueError: something could not be put back.
+        """
+        self._engine.look_at_model()
+        refuse_marked(self.model)
 
     @property
     def conditions(self) -> Conditions:

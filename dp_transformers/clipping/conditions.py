@@ -3,56 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 
+class _Expected(NamedTuple):
+    holds: torch.Tensor
+    otherwise: Callable[[], None]
+    put_back: Callable[[], None] | None
+
+
 class Conditions:
     """What must hold before anything is released. One that does not hold refuses every release until the sums it is
-    about are dropped: a loop that catches its error may not go on. One about the model refuses them for good, since
-    what the model holds then tells of private data whatever is summed.
+    about are dropped: a loop that catches its error may not go on. One about the model refuses them for good, and lets
+    the model be put back.
 
     A comparison of tensors is begun where it is due, and read later, with all others.
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[torch.Tensor, Callable[[], None], bool]] = []
-        self._broken: Callable[[], None] | None = None  # raises the error that was raised first
+        self._pending: list[_Expected] = []
+        self._broken: Callable[[], None] | None = None  # raises the error of the first one that did not hold
         self._broken_for_good: Callable[[], None] | None = None
+        self._is_told = False  # somebody was told of what is broken
 
-    def expect(self, holds: torch.Tensor, otherwise: Callable[[], None], *, for_good: bool = False) -> None:
-        """Call ``otherwise``, which raises, in :meth:`require` if the number ``holds`` is 0."""
-        self._pending.append((holds, otherwise, for_good))
+    def expect(
+        self, holds: torch.Tensor, otherwise: Callable[[], None], *, put_back: Callable[[], None] | None = None
+    ) -> None:
+        """Call ``otherwise``, which raises, in :meth:`require` if the number ``holds`` is 0.
+
+        Args:
+            put_back: Puts back what a batch left in the model. It is called once, before ``otherwise``. With it the
+                condition does not hold for good.
+        """
+        self._pending.append(_Expected(holds, otherwise, put_back))
 
     def refuse_for_good(self, otherwise: Callable[[], None]) -> None:
-        """Call ``otherwise``, which raises, now and whenever :meth:`require` is asked."""
+        """Call ``otherwise``, which raises, whenever :meth:`require` is asked."""
         self._note(otherwise, for_good=True)
-        otherwise()
 
     def require(self) -> None:
         """Look at what was expected since the last time, and raise the error of the first condition that did not hold
         since :meth:`begin`, or of one that does not hold for good."""
-        self._look()
+        self.look()
         if self._broken is not None:
+            self._is_told = True
             self._broken()
 
     def begin(self) -> None:
         """Begin anew, after what was summed was dropped. An error that nobody was told of is raised a last time."""
-        told = self._broken
-        self._look()
-        untold = self._broken if told is None else None
+        self.look()
+        untold = None if self._is_told else self._broken
         self._broken = self._broken_for_good
+        self._is_told = self._broken is not None
         if untold is not None:
             untold()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Look at what was expected since the last time. What did not hold is told later, but put back now."""
         pending, self._pending = self._pending, []
-        if pending:
-            device = pending[0][0].device
-            held = torch.stack([holds.to(device, torch.bool) for holds, *_ in pending]).tolist()
-            for (_, otherwise, for_good), holds in zip(pending, held, strict=True):
-                if not holds:
-                    self._note(otherwise, for_good=for_good)
+        if not pending:
+            return
+        device = pending[0].holds.device
+        held = torch.stack([each.holds.to(device, torch.bool) for each in pending]).tolist()
+        broken = [each for each, holds in zip(pending, held, strict=True) if not holds]
+        for each in reversed(broken):  # the first one knows what was there before any batch wrote
+            if each.put_back is not None:
+                each.put_back()
+        for each in broken:
+            self._note(each.otherwise, for_good=each.put_back is not None)
 
     def _note(self, otherwise: Callable[[], None], *, for_good: bool) -> None:
         self._broken = self._broken or otherwise

@@ -192,11 +192,16 @@ class ClippingEngine:
         self._hooks.install(self.owners, self.trainable.parameters, gathers=bool(shards), hides=hides)
 
     def detach(self) -> None:
-        """Remove the hooks and everything that was kept."""
-        self._hooks.remove()
-        self.forget()
-        self.sums.clear()
-        self._drop_instances()
+        """Remove the hooks and everything that was kept. What a private batch left in the model is put back."""
+        try:
+            if self.is_attached and self.loop is not None:
+                self._hooks.reset()
+                self.look_at_model()
+        finally:
+            self._hooks.remove()
+            self.forget()
+            self.sums.clear()
+            self._drop_instances()
 
     def _drop_instances(self) -> None:
         for p in self.trainable.parameters:
@@ -239,6 +244,18 @@ class ClippingEngine:
         model since is the user's own doing."""
         self.conditions.begin()
         self.state.begin_draw()
+
+    def expect_same_model(self) -> None:
+        """Expect that no forward or backward pass of this draw wrote to a frozen weight, nor one after its last sum to
+        anything else."""
+        self.state.expect_same_weights()
+        if self.state.is_watching:
+            self.state.expect_unchanged()
+
+    def look_at_model(self) -> None:
+        """Put back now what the passes until now left in the model. The conditions tell of it."""
+        self.expect_same_model()
+        self.conditions.look()
 
     def forget(self) -> None:
         """Let go of the forward pass: it is used up, or its losses are thrown away."""
@@ -452,14 +469,14 @@ class ClippingEngine:
         return weights_b * given.to(weights_b), reduce
 
     def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
-        try:
-            self.state.expect_unchanged()
-            if self._releases:
-                self.state.expect_same_weights()
+        self.state.expect_unchanged()
+        if self._releases:
+            self.state.expect_same_weights()
+            try:
                 self.conditions.require()
-        except ValueError:
-            self.trainable.drop_gradients()
-            raise
+            except ValueError:
+                self.trainable.drop_gradients()
+                raise
         if (loop := self._loop_in_charge) is not None:
             loop.after_sum(losses_b, weights_b)
 

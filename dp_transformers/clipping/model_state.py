@@ -4,7 +4,8 @@ A buffer, a frozen weight or an attribute that one batch changes carries its exa
 and noise: dynamic rotary embeddings keep the longest length seen, a model may switch its attention for good.
 :class:`ModelState` compares the model before and after every batch. What held numbers, tensors or nothing is put back,
 so that no later batch sees it; a table of positions that grew is kept, since its leading part, and so every other
-gradient, is the same; buffers, weights, words and switches are refused.
+gradient, is the same; where buffers, weights, words or switches changed, this training is refused for good, and they
+are put back for another (:mod:`.leftovers`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from __future__ import annotations
 import functools
 import logging
 import types
-import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
@@ -25,14 +25,13 @@ from torch import nn
 
 from .conditions import Conditions
 from .errors import HOW_TO_UNCOMPILE, is_compiled, named, warn_once
+from .leftovers import MARK, SMALL, Written, content_of, put_back, refuse_marked
 
 logger = logging.getLogger(__name__)
 
-_SMALL = 2**16  # numbers of a tensor up to which its content is kept; of larger ones a sum of its bits
 _DEPTH = 4  # of containers and objects in attributes
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
-_Contents = list[tuple[str, torch.Tensor, torch.Tensor]]  # names, tensors, and their content or a sum of it
 
 
 class ModelState:
@@ -43,6 +42,9 @@ class ModelState:
             lists, dicts and sets.
         conditions: They are given what must be read from the device.
         watch_parameters: False where frozen parameters change in the forward pass by themselves (FSDP2 gathers them).
+
+    Raises:
+        ValueError: a batch of an earlier training left something in the model that could not be put back.
     """
 
     def __init__(self, model: nn.Module, conditions: Conditions, *, watch_parameters: bool = True):
@@ -50,7 +52,8 @@ class ModelState:
         self._noted = False
         self.paused = False  # while a check runs the model, which compares for itself
         self._switches: list[Any] | None = None
-        self._weights: _Contents | None = None  # the large frozen parameters, as the draw found them
+        self._weights: Written | None = None  # the large frozen parameters, as the draw found them
+        refuse_marked(model)
         self._record()
 
     @property
@@ -73,7 +76,8 @@ class ModelState:
 
     def begin_draw(self) -> None:
         """Note large frozen parameters anew at the next forward pass. What was written between draws is the user's own
-        doing."""
+        doing, or else that of a batch of another training."""
+        refuse_marked(self.model)
         self._weights = None
 
     def expect_same_weights(self) -> None:
@@ -96,7 +100,7 @@ class ModelState:
         self._conditions.require()
 
     def expect_unchanged(self) -> None:
-        """Do as :meth:`require_unchanged`, but leave what must be read from the device to the conditions."""
+        """Put back what may be; leave it to the conditions to tell what else the batch changed."""
         if self.paused:
             return
         self._noted = False
@@ -107,10 +111,12 @@ class ModelState:
             self._expect_same(self._contents)
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
-        changed = [names.get(id(p), "a parameter") for p in rewritten] + self._settle()
+        written: Written = [(names.get(id(p), "a parameter"), p, None) for p in rewritten] + self._written_in_place()
+        changed = list(dict.fromkeys([name for name, *_ in written] + self._settle()))
+        lost = put_back(self.model, written)
         self._record()
         if changed:
-            self._conditions.refuse_for_good(lambda: _refuse(changed))
+            self._conditions.refuse_for_good(lambda: _refuse(changed, lost))
 
     @contextmanager
     def during_check(self) -> Iterator[None]:
@@ -160,7 +166,7 @@ class ModelState:
             for key, value in _entries(before)
         ]
         watched = {id(t): (name, t) for name, t in [*named, *self.model.named_buffers()] if _has_plain_content(t)}
-        large = {i for i, (_, t) in watched.items() if isinstance(t, nn.Parameter) and t.numel() > _SMALL}
+        large = {i for i, (_, t) in watched.items() if isinstance(t, nn.Parameter) and t.numel() > SMALL}
         self._plain = [each for i, each in watched.items() if i not in large]
         self._large_weights = [each for i, each in watched.items() if i in large]
         self._named_arrays = [(name, a) for name, a in named if isinstance(a, np.ndarray) and not a.dtype.hasobject]
@@ -170,7 +176,7 @@ class ModelState:
 
     def _note_contents(self) -> None:
         self._contents = _contents(self._plain)
-        self._arrays = [(name, a, _content_of_array(a)) for name, a in self._named_arrays]
+        self._arrays = [(name, a, content_of(a)) for name, a in self._named_arrays]
 
     def _frozen(self) -> Iterator[torch.Tensor]:
         yield from self.model.buffers()
@@ -186,24 +192,34 @@ class ModelState:
             and [t._version for t in self._tensors] == self._versions
         )
 
-    def _rewritten_arrays(self) -> list[str]:
-        return [name for name, a, content in self._arrays if _content_of_array(a).tobytes() != content.tobytes()]
+    def _rewritten_arrays(self) -> Written:
+        return [each for each in self._arrays if content_of(each[1]).tobytes() != each[2].tobytes()]
 
-    def _rewritten_buffers(self) -> list[str]:
+    def _rewritten_buffers(self) -> Written:
         """Tensors and arrays whose content is another one, although they are the same; ``.data``, NumPy and batch
         normalisation write without a trace."""
         same = _are_same(self._contents)
-        others = _names_of_others(self._contents, same) if same and not _all(same) else []
+        others = _others(self._contents, same) if same and not _all(same) else []
         return self._rewritten_arrays() + others
 
-    def _expect_same(self, contents: _Contents) -> None:
+    def _expect_same(self, contents: Written) -> None:
+        changed: list[str] = []
+        lost: list[str] = []
+
+        def settle() -> None:
+            others = _others(contents, same)
+            changed.extend(name for name, *_ in others)
+            lost.extend(put_back(self.model, others))
+
         if same := _are_same(contents):
-            self._conditions.expect(_all(same), lambda: _refuse(_names_of_others(contents, same)), for_good=True)
+            self._conditions.expect(_all(same), lambda: _refuse(changed, lost), put_back=settle)
 
     # ---- what changed ----
 
     def _settle(self) -> list[str]:
-        changed, grown = self._written_in_place(), set()
+        """Put back what attributes and containers were, and return the names of those whose change is refused."""
+        changed: list[str] = []
+        grown: set[str] = set()
         for hooks, before in self._hooks:  # the attribute by which a model knows of hooks that it registered goes, too
             _settle_hooks(hooks, before)
         for flags, before in self._hook_flags:
@@ -213,16 +229,17 @@ class ModelState:
                 changed += (
                     _settle_dict(place, before, grown) if isinstance(before, dict) else _settle_list(place, before)
                 )
-        return list(dict.fromkeys(changed))
+        return changed
 
-    def _written_in_place(self) -> list[str]:
+    def _written_in_place(self) -> Written:
         written = {id(t) for t, version in zip(self._tensors, self._versions, strict=True) if t._version != version}
+        contents = {id(t): content for _, t, content in self._contents}
         names = [
             (name, t) for named in (self.model.named_buffers(), self.model.named_parameters()) for name, t in named
         ]
         for place, before in zip(self._places, self._before, strict=True):
             names += [(place.name_of(key), value) for key, value in _entries(before)]
-        return [name for name, t in names if id(t) in written] + self._rewritten_buffers()
+        return [(name, t, contents.get(id(t))) for name, t in names if id(t) in written] + self._rewritten_buffers()
 
 
 class _Place(NamedTuple):
@@ -283,35 +300,46 @@ def _has_plain_content(t: Any) -> bool:
     return t.layout == torch.strided and not t.is_meta
 
 
-def _contents(named: Iterable[tuple[str, torch.Tensor]]) -> _Contents:
-    return [(name, t, _content(t)) for name, t in named]
+def _contents(named: Iterable[tuple[str, torch.Tensor]]) -> Written:
+    return [(name, t, content_of(t)) for name, t in named]
 
 
-def _are_same(contents: _Contents) -> list[torch.Tensor]:
+def _are_same(contents: Written) -> list[torch.Tensor]:
     """Whether each holds what it held, as numbers on its device."""
-    return [((now := _content(t)) == content).logical_or_(now != now).all() for _, t, content in contents]
+    return [_is_same(content_of(t), content) for _, t, content in contents]
+
+
+def _is_same(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    if now.shape != before.shape or now.dtype != before.dtype:
+        return torch.zeros((), dtype=torch.bool, device=before.device)
+    return (now == before).logical_or_((now != now).logical_and_(before != before)).all()
 
 
 def _all(same: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([x.to(same[0].device) for x in same]).all()
 
 
-def _names_of_others(contents: _Contents, same: list[torch.Tensor]) -> list[str]:
-    return [name for (name, *_), is_same in zip(contents, same, strict=True) if not is_same]
+def _others(contents: Written, same: list[torch.Tensor]) -> Written:
+    return [each for each, is_same in zip(contents, same, strict=True) if not is_same]
 
 
-def _refuse(changed: list[str]) -> None:
-    """Raise ValueError that names what a batch changed, if anything."""
-    if changed:
-        others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
-        raise ValueError(
-            f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the "
-            "optimizer: it would carry private data to later batches without clipping and noise. Set a rope_type "
-            "other than 'dynamic' or attention_type='original_full', or switch off the running statistics, "
-            "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step() or "
-            "engine.drop_draw(). This training releases nothing more, since the model may hold private data now: "
-            "begin another one from the original model or a checkpoint."
-        )
+def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
+    """Raise ValueError that names what a batch changed, and what of it could not be put back."""
+    others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
+    way_out = (
+        f"What '{lost[0]}' held before is not known, so the model may hold private data now: make it anew, from its "
+        "original weights or from a checkpoint, and release neither this one nor a copy of it."
+        if lost
+        else "The model holds again what it held before, and may be trained anew; a copy that was made of it since "
+        "may hold private data."
+    )
+    raise ValueError(
+        f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the "
+        "optimizer: it would carry private data to later batches without clipping and noise. Set a rope_type "
+        "other than 'dynamic' or attention_type='original_full', or switch off the running statistics, "
+        "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step() or "
+        f"engine.drop_draw(). This training releases nothing more. {way_out}"
+    )
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -319,19 +347,6 @@ def _refuse_compiled(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
-
-
-def _content(t: torch.Tensor) -> torch.Tensor:
-    t = t.detach()
-    if t.numel() <= _SMALL or t.storage_offset() * t.element_size() % 8:
-        return t.clone()
-    in_bytes = t.reshape(-1).view(torch.uint8)
-    whole = len(in_bytes) // 8 * 8
-    return in_bytes[:whole].view(torch.int64).sum() + in_bytes[whole:].sum()
-
-
-def _content_of_array(a: np.ndarray) -> np.ndarray:
-    return a.copy() if a.size <= _SMALL else np.asarray(zlib.crc32(a.tobytes()))
 
 
 def _structure(module: nn.Module) -> list[Any]:
@@ -390,15 +405,18 @@ def _settle_hooks(hooks: dict, before: dict) -> None:
 
 def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:
     """Of a module, whose buffers come first; ``grown`` are the paths of those with a table that grew."""
-    holder, changed, numbers = place.holder, {}, {}
+    holder, numbers = place.holder, {}
+    changed: list[str] = []
     for key in [*before, *(key for key in holder if key not in before)]:
         old, new = before.get(key), holder.get(key)
-        if old is new or _is_equal(old, new) or _is_ours(type(old)) or _is_ours(type(new)):
+        is_of_a_clipper = key == MARK or _is_ours(type(old)) or _is_ours(type(new))
+        if is_of_a_clipper or old is new or _is_equal(old, new):
             continue
         if _has_grown(old, new):
             grown.add(place.path)
         elif isinstance(old, (bool, str, bytes, nn.Module, nn.Parameter)) or (place.holds_buffers and old is not None):
-            changed[key] = (old, new)
+            changed.append(place.name_of(key))
+            holder[key] = old
         elif isinstance(old, _SCALARS):
             numbers[key] = (old, new)
         elif key in before:
@@ -417,7 +435,7 @@ def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:
             place.name_of(key),
             old,
         )
-    return [place.name_of(key) for key in changed]
+    return changed
 
 
 def _settle_list(place: _Place, before: list) -> list[str]:
@@ -426,15 +444,14 @@ def _settle_list(place: _Place, before: list) -> list[str]:
         return []
     if len(now) == len(before) and all(a is b or _is_equal(a, b) for a, b in zip(before, now, strict=True)):
         return []
-    if (
+    is_refused = (
         not isinstance(holder, set)
         and _ids([now[: len(before)]]) != _ids([before])
         and any(isinstance(x, _SCALARS) for x in before)
-    ):
-        return [place.path]
+    )
     holder.clear()
     holder.update(before) if isinstance(holder, set) else holder.extend(before)
-    return []
+    return [place.path] if is_refused else []
 
 
 def _is_equal(old: Any, new: Any) -> bool:

@@ -14,6 +14,7 @@ from .. import distributed
 from ..clipping import PerExampleClipper
 from ..clipping.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
 from ..clipping.hooks import refuse_attached
+from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import to_local
 from ..mechanism import Mechanism, PrivacyUnit, Release
 from ..noise import IndependentNoise
@@ -120,6 +121,7 @@ class PlainLoop:
             The private loop, and the criterion that takes the place of the one that was given.
         """
         module, mechanism = self.module, run.mechanism
+        distributed.require_on_all(lambda: refuse_marked(module), next(module.parameters()).device)
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(run.dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())

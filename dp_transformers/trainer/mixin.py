@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from .. import distributed
 from ..checkpoint import rotate
+from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..example_losses import ExampleLosses, runs_the_model
 from ..losses import PerExampleLoss, default_loss_bound, find_per_example_loss
@@ -421,7 +422,12 @@ class DPTrainerMixin(Base):
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, and say in its README, which peft writes, what was spent."""
+        """Save the model, and say in its README, which peft writes, what was spent.
+
+        Raises:
+            ValueError: a batch left something in the model, and what was there before is not known.
+        """
+        refuse_marked(self.model)
         super().save_model(output_dir, _internal_call)
         if not _internal_call:
             self._say_privacy_in(output_dir)

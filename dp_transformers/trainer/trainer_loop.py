@@ -12,6 +12,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from .. import distributed
 from ..clipping import PerExampleClipper
+from ..clipping.leftovers import refuse_marked
 from ..data import LogicalBatches, draws_dataloader
 from ..private_loss import private_loss_of
 from ..quantile import noised_share_of
@@ -83,9 +84,11 @@ class TrainerLoop:
         """Attach the clipper to the model, make the private step, and say what is about to be trained.
 
         Raises:
-            ValueError: the parameters are not split over ranks as the arguments say.
+            ValueError: the parameters are not split over ranks as the arguments say, or a batch of an earlier training
+                left something in the model.
         """
         assert self._draws is not None, "Trainer makes its loader before it prepares the model"
+        distributed.require_on_all(lambda: refuse_marked(model), self._args.device)
         args, run = self._args, self._training.run
         assert isinstance(args.accelerator_config, AcceleratorConfig), "TrainingArguments make it of what is given"
         clipper = PerExampleClipper(
