@@ -3,9 +3,9 @@
 A buffer, a frozen weight or an attribute that one batch changes carries its examples to the next one, past clipping
 and noise: dynamic rotary embeddings keep the longest length seen, a model may switch its attention for good.
 :class:`ModelState` compares the model before and after every batch. What held numbers, tensors or nothing is put back,
-so that no later batch sees it; a table of positions that grew is kept, since its leading part, and so every other
-gradient, is the same; where buffers, weights, words or switches changed, this training is refused for good, and they
-are put back for another (:mod:`.leftovers`).
+so that no later batch sees it, and so is a table of positions that grew, which a memory of examples would do, too.
+Where other buffers, weights, words or switches changed, this training is refused for good, and they are put back for
+another (:mod:`.leftovers`).
 """
 
 from __future__ import annotations
@@ -219,16 +219,13 @@ class ModelState:
     def _settle(self) -> list[str]:
         """Put back what attributes and containers were, and return the names of those whose change is refused."""
         changed: list[str] = []
-        grown: set[str] = set()
         for hooks, before in self._hooks:  # the attribute by which a model knows of hooks that it registered goes, too
             _settle_hooks(hooks, before)
         for flags, before in self._hook_flags:
             flags.update(before)
         for place, before in zip(self._places, self._before, strict=True):
             if _ids([place.holder]) != _ids([before]):
-                changed += (
-                    _settle_dict(place, before, grown) if isinstance(before, dict) else _settle_list(place, before)
-                )
+                changed += _settle_dict(place, before) if isinstance(before, dict) else _settle_list(place, before)
         return changed
 
     def _written_in_place(self) -> Written:
@@ -403,38 +400,30 @@ def _settle_hooks(hooks: dict, before: dict) -> None:
     hooks.update(in_front | others | behind)
 
 
-def _settle_dict(place: _Place, before: dict, grown: set[str]) -> list[str]:
-    """Of a module, whose buffers come first; ``grown`` are the paths of those with a table that grew."""
-    holder, numbers = place.holder, {}
+def _settle_dict(place: _Place, before: dict) -> list[str]:
+    holder = place.holder
     changed: list[str] = []
     for key in [*before, *(key for key in holder if key not in before)]:
         old, new = before.get(key), holder.get(key)
         is_of_a_clipper = key == MARK or _is_ours(type(old)) or _is_ours(type(new))
         if is_of_a_clipper or old is new or _is_equal(old, new):
             continue
-        if _has_grown(old, new):
-            grown.add(place.path)
-        elif isinstance(old, (bool, str, bytes, nn.Module, nn.Parameter)) or (place.holds_buffers and old is not None):
-            changed.append(place.name_of(key))
-            holder[key] = old
-        elif isinstance(old, _SCALARS):
-            numbers[key] = (old, new)
-        elif key in before:
-            holder[key] = old
-        else:
+        if key not in before:
             del holder[key]
-    for key, (old, new) in numbers.items():
-        if place.path in grown and type(old) is type(new) is int and new > old:
-            continue  # the length of the table, beside it
+            continue
         holder[key] = old
-        warn_once(
-            logger,
-            place.name_of(key),
-            "'%s' of the model changes with every batch; it is put back to %r each time, so that no batch tells of "
-            "others.",
-            place.name_of(key),
-            old,
-        )
+        is_buffer = place.holds_buffers and old is not None and not _has_grown(old, new)
+        if is_buffer or isinstance(old, (bool, str, bytes, nn.Module, nn.Parameter)):
+            changed.append(place.name_of(key))
+        elif isinstance(old, _SCALARS):
+            warn_once(
+                logger,
+                place.name_of(key),
+                "'%s' of the model changes with every batch; it is put back to %r each time, so that no batch tells "
+                "of others.",
+                place.name_of(key),
+                old,
+            )
     return changed
 
 

@@ -114,13 +114,13 @@ class Loop:
 
 
 class Begins(TrainerCallback):
-    """Batches write from the second step on."""
+    """Batches write from the step before the last one on."""
 
     def on_step_begin(self, args, state, control, **kwargs):
-        DUE.extend([True] * (state.global_step == 1))
+        DUE.extend([True] * (state.global_step == state.max_steps - 2))
 
 
-def trainer(net, folder, fails=False):
+def trainer(net, folder, fails=False, steps=3):
     def losses_of(model, inputs):
         losses = model(inputs["x"]).square().sum(1)
         if fails and DUE:
@@ -129,7 +129,7 @@ def trainer(net, folder, fails=False):
 
     args = DPTrainingArguments(
         folder,
-        max_steps=3,
+        max_steps=steps,
         expected_batch_size=10,
         per_device_train_batch_size=4,
         noise_multiplier=1.0,
@@ -295,3 +295,30 @@ def test_a_model_that_shares_what_another_training_lost_is_refused_at_its_next_b
     DUE.clear()
     with pytest.raises(ValueError, match="an earlier training was refused"):
         both[1].train()
+
+
+@both_loops
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_no_batch_sees_a_memory_that_others_made_longer(kind, loop, tmp_path):
+    """It grows once the model was checked, as a queue does after a warm-up."""
+
+    class Remembers(Net):
+        def forward(self, x):
+            seen.append(len(self.memory))
+            if DUE:
+                rows = x.detach().reshape(-1, 3)
+                self.memory = torch.cat([self.memory, rows])
+            return self.layer(x + self.memory.mean(0))
+
+    net, seen = Remembers(), []
+    if kind == "buffer":
+        net.register_buffer("memory", torch.ones(1, 3))
+    else:
+        net.memory = torch.ones(1, 3)
+    if loop == "trainer":
+        trainer(net, tmp_path, steps=7).train()  # steps 5 and 6, where no batch is run with half of its rows replaced
+    else:
+        training = Loop(net)
+        DUE.append(True)
+        training.train()
+    assert len(seen) > 6 and set(seen) == {1} and net.memory.tolist() == [[1.0] * 3]
