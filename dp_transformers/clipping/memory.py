@@ -81,9 +81,9 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Choice:
-    """For one parameter in one forward pass: the bytes of its factors, of those that the graph does not hold, and of
-    its instances, whether book-keeping keeps these, whether that can be chosen, and how many multiplications they
-    save."""
+    """For one parameter in one forward pass: the bytes that its factors take while the graph stays, of those that it
+    does not hold once it is gone back over, and of its instances, whether book-keeping keeps these, whether that can
+    be chosen, and how many multiplications they save."""
 
     parameter: nn.Parameter
     factors: float
@@ -171,7 +171,8 @@ class MemoryBudget:
         instances = 4.0 * parameter.numel() * batch
         if not given.factor_bytes:
             return _Choice(parameter, math.inf, math.inf, instances, True, False, 0.0)
-        factors, own = given.factor_bytes * returned, given.own_bytes * returned
+        own = given.own_bytes * returned
+        factors = given.factor_bytes * returned if forward.packs else own
         is_instantiated = instances <= given.largest_instance * returned
         if given.sizes is None or forward.uses[parameter] > 1:
             is_instantiated = is_instantiated and given.sizes is not None

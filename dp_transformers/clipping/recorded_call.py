@@ -79,6 +79,7 @@ class ForwardPass:
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward
+        self.packs = False  # what autograd saves is put away, by activation checkpointing or onto another device
         self.backward: CallObserver | None = None  # the one that goes on
 
     def go_back(self, backward: CallObserver) -> None:
@@ -89,6 +90,7 @@ class ForwardPass:
         """A call of ``owner`` is recorded: its parameters will have a term each, unless activation checkpointing runs
         it again in the backward pass, where it was counted."""
         if self.backward is None:
+            self.packs |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
             self.uses.update(list(owner.names))
             return
         if self.followed and self.reentrant:

@@ -1,5 +1,6 @@
 """A budget of memory: exact in every choice, never exceeded, decided by shapes alone."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -91,6 +92,25 @@ def test_a_larger_instance_is_kept_only_within_the_budget():
 
     assert kept(0) == kept(extra - 1) == set()  # the other is smaller than its factors, and kept without a budget too
     assert kept(extra) == {"0.weight"}
+
+
+def test_what_the_graph_holds_anyway_is_no_cost():
+    """In ghost mode, whose graph stays until the second pass. Where saved tensors are put away it holds none."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3, bias=False))
+    x = torch.randn(4, 5, 30)
+    number = 4 * 4  # bytes of one for each example
+    held = number * (5 * 30 + 5 * 3 + 30)  # output gradients of both layers, and the gradients of the bias
+    put_away = number * (2 * 5 * 30 + 30 * 3 + 30)  # inputs of the first too; gradients of the second are smaller
+
+    def goes_back_once(budget, context=nullcontext):
+        with PerExampleClipper(model, 1.0, "ghost", memory_budget=budget) as clipper, context():
+            model(x)
+            return plan_of(clipper)[0]
+
+    assert [goes_back_once(budget) for budget in (held - 1, held)] == [False, True]
+    away = torch.autograd.graph.save_on_cpu
+    assert [goes_back_once(budget, away) for budget in (put_away - 1, put_away)] == [False, True]
 
 
 def test_what_saves_most_for_each_byte_comes_first():
@@ -281,6 +301,7 @@ SETTINGS = [  # kind, width, tokens, examples, mode, part of plain's peak; what 
     ("bert", 192, 144, 4, "book_keeping", 0.3),
     ("llama", 128, 144, 4, "book_keeping", 2.0),
     ("gpt2", 128, 64, 8, "ghost", 0.1),
+    ("bert", 128, 64, 8, "ghost", 0.3),
     ("llama-lora", 128, 64, 4, "ghost", 0.2),
 ]
 
