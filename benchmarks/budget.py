@@ -4,19 +4,24 @@
     python -m benchmarks.budget --model llama --width 768 --layers 2 --tokens 256 --batch 4 --checkpointed
 
 Budgets are given as parts of the peak of plain training. *over_mb* is the peak less that of the same mode without a
-budget and less the budget: above 0 the budget would be exceeded.
+budget and less the budget: above 0 the budget would be exceeded. With *auto* the part is what a device, which is
+played here, says that it has free.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from torch import nn
 
+from dp_transformers.clipping.device_memory import DeviceMemory
+from dp_transformers.clipping.measured_budget import PART, SHARE
+
 from .contenders import Task, ours, plain
-from .harness import Benchmark, Contender, Row, parser
+from .harness import Benchmark, Contender, Phase, Row, parser
 from .models import KINDS, Shape, build_transformer, transformer_losses
 
 MODES = ("book_keeping", "ghost")
@@ -44,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     curve(benchmark, args.model, shape, args.modes, args.budgets, checkpointed=args.checkpointed)
     numbers = random.Random(0)
     for _ in range(args.settings):
-        within(benchmark, *random_setting(numbers))
+        options = {name: numbers.random() < 0.5 for name in ("auto", "checkpointed", "bf16")}
+        within(benchmark, *random_setting(numbers), **options)
 
 
-def task_of(benchmark: Benchmark, kind: str, shape: Shape, *, checkpointed: bool = False) -> Task:
+def task_of(benchmark: Benchmark, kind: str, shape: Shape, *, checkpointed: bool = False, bf16: bool = False) -> Task:
     def build() -> nn.Module:
         model = build_transformer(kind, shape)
         if checkpointed:
@@ -55,7 +61,7 @@ def task_of(benchmark: Benchmark, kind: str, shape: Shape, *, checkpointed: bool
             model.enable_input_require_grads()
         return model
 
-    return Task(build, transformer_losses(kind, shape, benchmark.device), shape.size, benchmark.device)
+    return Task(build, transformer_losses(kind, shape, benchmark.device), shape.size, benchmark.device, bf16)
 
 
 def curve(
@@ -99,16 +105,51 @@ def random_setting(numbers: random.Random) -> tuple[str, Shape, str, float]:
     return kind, shape, numbers.choice(MODES), 10 ** numbers.uniform(-1.5, 0.5)
 
 
-def within(benchmark: Benchmark, kind: str, shape: Shape, mode: str, part: float) -> Row:
+def within(
+    benchmark: Benchmark,
+    kind: str,
+    shape: Shape,
+    mode: str,
+    part: float,
+    *,
+    auto: bool = False,
+    checkpointed: bool = False,
+    bf16: bool = False,
+) -> Row:
     """Record by how much a peak is above that without a budget, and the budget."""
-    task = task_of(benchmark, kind, shape)
+    task = task_of(benchmark, kind, shape, checkpointed=checkpointed, bf16=bf16)
     plain_peak, usual = (benchmark.peak_bytes(c) for c in (partial(plain, task), partial(ours, task, mode)))
     budget = part * plain_peak
-    peak = benchmark.peak_bytes(partial(ours, task, mode, memory_budget=budget))
+    contender: Contender = partial(ours, task, mode, memory_budget=budget)
+    if auto:
+        contender, budget = partial(settled, task, mode), min(SHARE * budget, PART * usual)
+    with device_with(usual, part * plain_peak) if auto else nullcontext():
+        peak = benchmark.peak_bytes(contender)
     figures = {"plain_mb": plain_peak / 1e6, "usual_mb": usual / 1e6, "budget_mb": budget / 1e6, "peak_mb": peak / 1e6}
     figures["over_mb"] = (peak - usual - budget) / 1e6
-    benchmark.add(described(kind, shape) | {"part": "random"}, mode, figures)
+    how = {"auto": auto, "checkpointed": checkpointed, "bf16": bf16}
+    benchmark.add(described(kind, shape) | how | {"part": "random"}, mode, figures)
     return figures
+
+
+def settled(task: Task, mode: str) -> Sequence[Phase]:
+    """After so many steps that what may be kept is known."""
+    phases = ours(task, mode, memory_budget="auto")
+    for _ in range(4):
+        for phase in phases:
+            phase()
+    return phases
+
+
+@contextmanager
+def device_with(highest: float, free: float) -> Iterator[None]:
+    """Inside, every device says this of its memory."""
+    of = DeviceMemory.of
+    DeviceMemory.of = classmethod(lambda cls, device: cls(highest, free))
+    try:
+        yield
+    finally:
+        DeviceMemory.of = of
 
 
 def described(kind: str, shape: Shape) -> Row:

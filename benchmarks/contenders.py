@@ -56,7 +56,7 @@ def plain(task: Task) -> Sequence[Phase]:
     return backward, optimizer.step
 
 
-def ours(task: Task, mode: str, memory_budget: float | None = None) -> Sequence[Phase]:
+def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Sequence[Phase]:
     model = task.build().to(task.device)
     optimizer = task.start(model)
     clipping = FlatClipping(MAX_GRAD_NORM)

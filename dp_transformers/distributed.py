@@ -55,6 +55,11 @@ def max_over_ranks(number: int, device: torch.device) -> int:
     return int(box)
 
 
+def min_over_ranks(number: int, device: torch.device) -> int:
+    """Return the smallest of all ranks' numbers on every rank."""
+    return -max_over_ranks(-number, device)
+
+
 def wait_for_all() -> None:
     """Return when every rank has called this."""
     if world_size() > 1:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -167,8 +168,9 @@ class PrivateStep:
         self.number = draw.step
         self.clipper.clip_by(self._clipping)
         self._begin_draw()
-        self.clipper.begin_draw()
         batches, clipper = list(draw.batches), self.clipper
+        clipper.begin_draw()
+        clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.device))
         rounds = max(
             self._at_least,
             distributed.max_over_ranks(len(batches), clipper.device) if clipper.shards else len(batches),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import chats
@@ -53,6 +54,9 @@ from dp_transformers import (
     register_norm_sampler,
 )
 from dp_transformers.clipping.clipping_functions import AdaptiveClipping, FlatClipping, PerLayerClipping
+from dp_transformers.clipping.device_memory import DeviceMemory
+from dp_transformers.clipping.engine import ClippingEngine
+from dp_transformers.clipping.measured_budget import MeasuredBudget
 from dp_transformers.ledger import Ledger
 from dp_transformers.mechanism import Mechanism
 from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
@@ -137,6 +141,43 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
         "sharded": trainer.is_fsdp_enabled and isinstance(trainer.model, FSDPModule),
         "placements": {str(getattr(p, "placements", None)) for p in trainer.model.parameters()},
     }
+
+
+@contextmanager
+def devices_with_less_each():
+    """Inside, the device of each rank has less free than that of the rank before. Yields the budgets that are settled,
+    and whether passes went back once."""
+    settled, passes, free = [], [], 4e8 / (1 + distributed.rank())
+    settle, plan, of = MeasuredBudget.settle, ClippingEngine.plan, DeviceMemory.of
+    MeasuredBudget.settle = lambda self, limit: (settled.append(limit), settle(self, limit))
+    ClippingEngine.plan = lambda self, *args: (found := plan(self, *args), passes.append(found.one_pass))[0]
+    DeviceMemory.of = classmethod(lambda cls, device: cls(1e9, free))
+    try:
+        yield settled, passes
+    finally:
+        MeasuredBudget.settle, ClippingEngine.plan, DeviceMemory.of = settle, plan, of
+
+
+def budgeted(folder, **options):
+    """`train` with memory_budget="auto"; also the budgets that were settled, and how often plans went back once."""
+    with devices_with_less_each() as (settled, passes):
+        found = train(folder, memory_budget="auto", expected_batch_size=12, max_steps=6, **options)
+    return {**found, "settled": settled, "passes": passes}
+
+
+def budgeted_by_hand(folder, mode):
+    """The same of a clipper that nobody tells of steps."""
+    net = shard(build("llama"))
+    rank, batch = dist.get_rank(), batch_for("llama", LENGTH, size=ROWS * dist.get_world_size())
+    rows = {k: v[rank * ROWS : (rank + 1) * ROWS] for k, v in batch.items()}
+    optimizer = torch.optim.Adam(net.parameters())
+    with devices_with_less_each() as (settled, passes):
+        clipper = PerExampleClipper(net, 0.9, mode, memory_budget="auto")
+        for _ in range(6):
+            optimizer.zero_grad()
+            clipper.backward(losses_function(net)(rows))
+            optimizer.step()
+    return {"settled": settled, "passes": passes}
 
 
 def of_trl(folder, kind="sft", lora=False, sharded=False, mode="book_keeping"):
@@ -978,6 +1019,10 @@ CASES |= {
     "fsdp-late": (train, {"model": "llama-tied", "clipping_mode": "book_keeping", **SILENT, **fsdp(), **LATE}),
     "fsdp-filled": (train, {"model": "llama", "fill_physical_batches": True, **SILENT, **fsdp()}),
     "fsdp-noise": (train, {"model": "llama", **NOISY, **fsdp()}),
+    "auto-ddp-ghost": (budgeted, {"clipping_mode": "ghost", **SILENT}),
+    "auto-fsdp-book_keeping": (budgeted, {"model": "llama", "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
+    "auto-fsdp-ghost": (budgeted, {"model": "llama", "lora": True, "clipping_mode": "ghost", **SILENT, **fsdp()}),
+    "hand-auto-ghost": (budgeted_by_hand, {"mode": "ghost"}),
     "loop-loss": (loop, {}),
     "loop-criterion": (loop, {"by": "criterion", "mode": "ghost"}),
     "loop-noise": (loop, LOOP_NOISE),

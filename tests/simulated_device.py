@@ -58,6 +58,19 @@ class _Module(backend_registration._DummyBackendModule):
             yield
             self.state = torch.get_rng_state()
 
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """What is free, and all; these numbers are made up."""
+        return 8 * 10**9, 16 * 10**9
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return 3 * 10**9
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return 2 * 10**9
+
+    def get_per_process_memory_fraction(self, device: Any = None) -> float:
+        return 1.0
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 

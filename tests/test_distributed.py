@@ -90,6 +90,25 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("case", cases_of("auto", function=worker.budgeted))
+def test_ranks_agree_on_the_least_that_one_has_to_spare(tmp_path, ranks, case):
+    options = worker.unsharded(worker.CASES[case][1])
+    one = worker.train(tmp_path, expected_batch_size=12, max_steps=6, **options)
+    for rank in ranks[case]:
+        assert rank["settled"] == [2e8 / PROCESSES]
+        for mine, alone in zip(rank["gradients"], one["gradients"], strict=True):
+            assert relative(mine, alone) <= 1e-5
+        if case == "auto-fsdp-ghost":  # which need each other in every pass over the graph
+            assert rank["passes"] == ranks[case][0]["passes"] and len(set(rank["passes"])) == 2
+
+
+def test_ranks_agree_by_hand_too(ranks):
+    first, *others = ranks["hand-auto-ghost"]
+    assert first["settled"] == [2e8 / PROCESSES] and len(set(first["passes"])) == 2
+    assert all(rank == first for rank in others)
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("case", cases_of("trl", function=worker.of_trl))
 def test_trainers_of_trl_take_the_same_steps_on_several_ranks(tmp_path, ranks, case):
     options = worker.CASES[case][1]

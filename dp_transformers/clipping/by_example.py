@@ -166,6 +166,7 @@ class ExamplesApart:
         copies = self.on_whole_batch(copied, [x for x in leaves if is_differentiable(x)])
         functions = _Functions(self, owner, dict(zip(parameters, copies, strict=True)))
         forward.note_call(owner)
+        forward.note_copies(owner)
         with substituted(owner.module, functions.copies), functions:
             output = function(*args, **kwargs)
         forward.forget_uses(functions.only_in_layers)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .coefficients import checked_clipping
 from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
 from .leftovers import refuse_marked
-from .memory import MemoryBudget
+from .measured_budget import MeasuredBudget, memory_budget_of
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
@@ -61,7 +62,8 @@ class PerExampleClipper:
             second.
         memory_budget: How many bytes a backward pass may keep beyond what the mode keeps ("auto", "book_keeping" or
             "ghost"), to save time, see :mod:`dp_transformers.clipping.memory`. What saves most for each byte comes
-            first.
+            first. "auto" is what the device has to spare after some steps
+            (:mod:`dp_transformers.clipping.measured_budget`).
 
     Raises:
         ValueError: nothing to train, unknown mode, or a bound that is not a number, or too small.
@@ -87,7 +89,7 @@ class PerExampleClipper:
         *,
         self_check: bool = True,
         batch_first: bool = True,
-        memory_budget: float | None = None,
+        memory_budget: float | str | None = None,
     ):
         if not (batch_first or self_check):
             raise ValueError(
@@ -97,13 +99,14 @@ class PerExampleClipper:
         self.self_check, self.asked_mode = self_check, mode
         self.checked = False
         self._passes = 0  # over real batches
+        self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
             model,
             choose_mode(mode, model, self.clipping),
             clipping=self.clipping,
             batch_first=batch_first,
             before_forward=self._before_forward,
-            memory=None if memory_budget is None else MemoryBudget(memory_budget),
+            memory=memory_budget_of(memory_budget),
         )
         self._engine.on_outputs = self._after_forward
         self.attach()
@@ -309,16 +312,57 @@ class PerExampleClipper:
         if loop is not None:
             self.require_same_parameters()
             self.recheck_if_changed()
-        elif not self._engine.trainable.are_the_same():  # something was frozen or unfrozen since
-            logger.warning(
-                "the set of trainable parameters changed since the clipper was attached; it is attached anew."
-            )
-            self.detach()
-            self.attach()
+        else:
+            if not self._engine.trainable.are_the_same():  # something was frozen or unfrozen since
+                logger.warning(
+                    "the set of trainable parameters changed since the clipper was attached; it is attached anew."
+                )
+                self.detach()
+                self.attach()
+            self._count_steps()
         if not self.checked and batch_size_of(self.model, args, kwargs, self.batch_first) > 0:
             self.check(args, kwargs)  # an empty batch shows no shapes to check, and adds nothing
         if loop is not None:
             loop.before_forward(args, kwargs)
+        else:
+            self._versions = self._written()  # the check writes to parameters too
+
+    # ---- memory ----
+
+    def look_at_memory(self, steps: int, least: Callable[[int], int]) -> None:
+        """With ``memory_budget="auto"``: after 2, 4, 8, ... steps of the optimizer look whether most passes since the
+        first were no larger than those before. If so, plan with what the device has to spare, and check the model
+        again with that.
+
+        Args:
+            steps: How many steps there were. All ranks call this after the same ones.
+            least: Returns the least of all ranks' numbers.
+        """
+        budget = self._engine.memory
+        if not isinstance(budget, MeasuredBudget) or budget.is_settled or steps < 1 or steps & (steps - 1):
+            return
+        if steps == 1:
+            budget.forget()
+        elif (limit := least(budget.offer())) >= 0:
+            self._settle(budget, steps, limit)
+
+    def _settle(self, budget: MeasuredBudget, steps: int, limit: int) -> None:
+        budget.settle(limit)
+        logger.info("from step %d on a backward pass may keep %.1f MB more, to save time", steps + 1, limit / 1e6)
+        if limit and self.self_check:
+            self.checked = False  # sums may be formed in another way from now on
+
+    def _count_steps(self) -> None:
+        """The steps of a loop that nobody follows are seen by what they write to the parameters."""
+        if self._versions not in (-1, self._written()):
+            self._steps += 1
+            self.look_at_memory(self._steps, partial(self.shards.least, device=self.device))
+
+    def _written(self) -> int:
+        """How often parameters were written to; -1 where nobody needs to know."""
+        budget = self._engine.memory
+        is_open = isinstance(budget, MeasuredBudget) and not budget.is_settled
+        return sum(p._version for p in self.parameters) if is_open else -1
 
     # ---- backward ----
 

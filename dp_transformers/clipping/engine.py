@@ -100,7 +100,7 @@ class ClippingEngine:
         memory: MemoryBudget | None = None,
     ):
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
-        self._memory = memory
+        self.memory = memory
         self.owners: list[Owner] = []
         self._clipping, self.conditions = clipping, Conditions()
         self.forward: ForwardPass | None = None
@@ -145,8 +145,8 @@ class ClippingEngine:
         if not is_known:
             trainable = TrainableParameters(self.model)
             self.mode.refuse(trainable)
-            if self._memory is not None:
-                self._memory.refuse(self.mode.name, trainable)
+            if self.memory is not None:
+                self.memory.refuse(self.mode.name, trainable)
             self.trainable, self.sums = trainable, GradientSums(trainable)
             self.owners = assign_owners(self.model)
             self.clip_by(self._clipping)
@@ -483,10 +483,10 @@ class ClippingEngine:
     def plan(self, forward: ForwardPass, groups: Sequence[ParameterGroup]) -> Plan | None:
         """What to keep; None leaves that to the mode: without a budget, and for groups that are clipped by themselves,
         of which nothing is kept for long."""
-        if self._memory is None or len(groups) > 1:
+        if self.memory is None or len(groups) > 1:
             return None
         shards = self.trainable.shards
-        plan = self._memory.plan(forward, one_pass=self.mode.one_pass)
+        plan = self.memory.plan(forward, one_pass=self.mode.one_pass, on_trial=self._on_trial)
         if shards and not self.mode.one_pass and shards.any_rank(not plan.one_pass, forward.probe.device):
             return replace(plan, one_pass=False, instances={})  # autograd reduces whatever it sums
         return plan

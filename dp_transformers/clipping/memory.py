@@ -113,7 +113,7 @@ class MemoryBudget:
         is_number = isinstance(self.limit, int | float) and not isinstance(self.limit, bool)
         if not (is_number and 0 <= self.limit < math.inf):
             raise ValueError(
-                f"memory_budget must be a finite number of bytes, at least 0, or None; got {self.limit!r}. "
+                f"memory_budget must be a finite number of bytes, at least 0, 'auto' or None; got {self.limit!r}. "
                 "2e9 is two gigabytes."
             )
 
@@ -148,8 +148,13 @@ class MemoryBudget:
         if known is None or forward.uses[parameter] == 1 or given.factor_bytes > known.factor_bytes:
             self._known[parameter] = given
 
-    def plan(self, forward: ForwardPass, *, one_pass: bool) -> Plan:
+    def limit_of(self, forward: ForwardPass) -> float:
+        """The bytes that this pass, over a real batch, may keep."""
+        return self.limit
+
+    def plan(self, forward: ForwardPass, *, one_pass: bool, on_trial: bool = False) -> Plan:
         """What to keep of the parameters that ``forward`` used, in a mode that goes back once or twice."""
+        limit = self.limit if on_trial else self.limit_of(forward)
         used = [p for p, uses in forward.uses.items() if uses]
         if forward.reentrant or any(p not in self._known for p in used):
             return Plan(self, one_pass)
@@ -157,13 +162,13 @@ class MemoryBudget:
         free = [c for c in choices if c.is_free]
         if one_pass:
             larger = [(c.instances - c.own, c) for c in free if not c.is_instantiated]
-            return Plan(self, True, dict.fromkeys(_worthwhile(larger, self.limit), True))
-        left = self.limit - sum(min(c.instances, c.factors) if c.is_free else c.usual for c in choices)
+            return Plan(self, True, dict.fromkeys(_worthwhile(larger, limit), True))
+        left = limit - sum(min(c.instances, c.factors) if c.is_free else c.usual for c in choices)
         if left >= 0:
             smaller = {c.parameter: c.instances <= c.factors for c in free}
             larger = [(c.instances - c.factors, c) for c in free if not smaller[c.parameter]]
             return Plan(self, True, smaller | dict.fromkeys(_worthwhile(larger, left), True))
-        chosen = _worthwhile([(c.instances, c) for c in free], self.limit)
+        chosen = _worthwhile([(c.instances, c) for c in free], limit)
         return Plan(self, False, dict.fromkeys(chosen, True))
 
     def _choice(self, parameter: nn.Parameter, forward: ForwardPass) -> _Choice:

@@ -100,6 +100,11 @@ class ForwardPass:
             )
         self.recomputes = True
 
+    def note_copies(self, owner: Owner) -> None:
+        """The call runs one example at a time, so that its terms are as large as the number of examples."""
+        if self.backward is None:
+            self.returned.update(dict.fromkeys(owner.names, self.batch_size))
+
     def forget_uses(self, parameters: Iterable[nn.Parameter]) -> None:
         """Of calls that were noted: these parameters have no term of it."""
         if self.backward is None:

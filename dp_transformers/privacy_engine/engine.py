@@ -170,7 +170,7 @@ class PrivacyEngine:
         fill_physical_batches: bool = False,
         clipping: str = "flat",
         clipping_mode: str = "auto",
-        memory_budget: float | None = None,
+        memory_budget: float | str | None = None,
         poisson_sampling: bool = True,
         self_check: bool = True,
         max_examples_per_person: int = 1,
@@ -210,8 +210,8 @@ class PrivacyEngine:
             clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or
                 ``loss_reduction="none"`` also "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
             memory_budget: How many bytes of each device a backward pass may keep beyond what the clipping mode keeps,
-                to save time; what saves most for each byte comes first. The modes are "auto", "book_keeping" and
-                "ghost".
+                to save time; what saves most for each byte comes first. "auto" is what every device has to spare
+                after the first steps. The modes are "auto", "book_keeping" and "ghost".
             poisson_sampling: It must be True, since ε is that of Poisson sampling.
             self_check: Whether clipping is compared with one example at a time, on synthetic input, before the first
                 step.

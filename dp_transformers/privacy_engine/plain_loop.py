@@ -40,7 +40,7 @@ class LoopOptions(TypedDict, total=False):
     fill_physical_batches: bool
     clipping: str
     clipping_mode: str
-    memory_budget: float | None
+    memory_budget: float | str | None
     poisson_sampling: bool
     self_check: bool
     loss_bound: float | None
@@ -64,7 +64,7 @@ class PlainLoop:
     fill_physical_batches: bool = False
     clipping: str = "flat"
     clipping_mode: str = "auto"
-    memory_budget: float | None = None
+    memory_budget: float | str | None = None
     poisson_sampling: bool = True
     self_check: bool = True
     loss_bound: float | None = None

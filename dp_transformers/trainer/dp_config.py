@@ -3,6 +3,7 @@ guarantee."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -15,7 +16,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from ..accounting.accountants import check_accountant
 from ..clipping.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
-from ..clipping.memory import MemoryBudget
+from ..clipping.measured_budget import memory_budget_of
 from ..clipping.modes import MODES
 from ..mechanism import Mechanism, PrivacyUnit, Release
 from ..noise import IndependentNoise
@@ -60,7 +61,8 @@ class DPTrainingArguments(TrainingArguments):
             `"per_sample"`. All give the same result, and differ in time and memory.
         memory_budget (`float`, *optional*):
             How many bytes of each device a backward pass may keep beyond what the clipping mode keeps, to save time;
-            what saves most for each byte comes first. The modes are `"auto"`, `"book_keeping"` and `"ghost"`.
+            what saves most for each byte comes first. `"auto"` is what every device has to spare after the first
+            steps. The modes are `"auto"`, `"book_keeping"` and `"ghost"`.
         fill_physical_batches (`bool`, defaults to `False`):
             Whether every physical batch has exactly `per_device_train_batch_size` rows. Rows that are missing are
             copies of others, whose gradients have weight 0: they change no result and cost time. Under a sampling with
@@ -157,11 +159,11 @@ class DPTrainingArguments(TrainingArguments):
             "per_sample. All give the same result, and differ in time and memory; auto suits most models."
         },
     )
-    memory_budget: float | None = field(
+    memory_budget: float | str | None = field(
         default=None,
         metadata={
             "help": "How many bytes of each device a backward pass may keep beyond what the clipping mode keeps, to "
-            "save time."
+            "save time; auto is what every device has to spare after the first steps."
         },
     )
     fill_physical_batches: bool = field(
@@ -409,8 +411,10 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}."
             )
-        if self.memory_budget is not None:
-            MemoryBudget(self.memory_budget)
+        if isinstance(self.memory_budget, str):  # of a command line
+            with contextlib.suppress(ValueError):
+                self.memory_budget = float(self.memory_budget)
+        memory_budget_of(self.memory_budget)
         self.accountant = check_accountant(self.accountant)
         if self.mechanism is None and self.sampling != PoissonSampling.kind:
             raise ValueError(

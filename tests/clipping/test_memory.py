@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from budgets import Net, example_batch, losses_of, plan_of
 from oracle import assert_exact
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.budget import MODES, task_of, within
@@ -18,41 +18,6 @@ from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, P
 from dp_transformers.clipping import memory
 from dp_transformers.clipping.clipping_functions import FlatClipping, PerLayerClipping
 from dp_transformers.clipping.loss_graph import LossGraph
-
-BATCH, WORDS = 5, 11
-
-
-class Net(nn.Module):
-    """Weights whose instances are smaller, and larger, than factors; a tied table; a recurrence; a convolution."""
-
-    def __init__(self, width=24):
-        super().__init__()
-        self.table = nn.Embedding(WORDS, width)
-        self.wide, self.norm = nn.Linear(width, 3 * width), nn.LayerNorm(3 * width)
-        self.recurrent = nn.LSTM(3 * width, width, batch_first=True)
-        self.convolution = nn.Conv1d(width, width, 3, padding=1)
-        self.head = nn.Linear(width, WORDS, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x):
-        y = self.recurrent(self.norm(self.wide(self.table(x)).relu()))[0]
-        return self.head(self.convolution(y.transpose(1, 2)).transpose(1, 2))
-
-
-def losses_of(model, batch):
-    return cross_entropy(model(batch["x"]).transpose(1, 2), batch["x"], reduction="none").mean(1)
-
-
-def example_batch(positions, seed=0):
-    return {"x": torch.randint(WORDS, (BATCH, positions), generator=torch.Generator().manual_seed(seed))}
-
-
-def plan_of(clipper):
-    """What would be kept of the forward pass that has just run, by name."""
-    engine = clipper._engine
-    plan = engine.plan(engine.forward, engine.groups)
-    names = {p: name for name, p in clipper.model.named_parameters()}
-    return plan.one_pass, {names[p] for p, is_kept in plan.instances.items() if is_kept}
 
 
 def planned(model, budget, mode, positions, seed=0):
@@ -310,6 +275,23 @@ SETTINGS = [  # kind, width, tokens, examples, mode, part of plain's peak; what 
 def test_a_peak_is_never_over_budget(benchmark, kind, width, tokens, size, mode, part):
     figures = within(benchmark, kind, Shape(width, 1, 50, tokens, size, 4), mode, part)
     assert figures["over_mb"] <= 0.01
+
+
+AUTO = [  # kind, width, tokens, examples, mode, free part of plain's peak; checkpointed and bf16
+    ("bert", 192, 144, 4, "book_keeping", 2.0, False, False),
+    ("llama-lora", 128, 64, 4, "ghost", 2.0, True, False),
+    ("llama", 128, 64, 4, "ghost", 0.2, True, True),
+    ("gpt2", 128, 64, 8, "ghost", 2.0, False, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "width", "tokens", "size", "mode", "part", "checkpointed", "bf16"), AUTO)
+def test_a_peak_is_never_over_what_a_device_has_to_spare(
+    benchmark, kind, width, tokens, size, mode, part, checkpointed, bf16
+):
+    shape = Shape(width, 1, 50, tokens, size, 4)
+    how = {"auto": True, "checkpointed": checkpointed, "bf16": bf16}
+    assert within(benchmark, kind, shape, mode, part, **how)["over_mb"] <= 0.01
 
 
 def test_the_budget_bounds_what_is_kept_and_not_less(benchmark, monkeypatch):

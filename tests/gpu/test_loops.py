@@ -18,6 +18,8 @@ from dp_transformers import (
     PrivacyEngine,
 )
 from dp_transformers.clipping import model_state
+from dp_transformers.clipping.device_memory import DeviceMemory
+from dp_transformers.clipping.measured_budget import PART, SHARE, MeasuredBudget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:dp_seed")]
 N, PHYSICAL = 12, 6  # every example is in every draw, so that a draw has two physical batches
@@ -129,3 +131,12 @@ def test_a_loop_on_the_device_goes_on_from_a_checkpoint(device, tmp_path):
     for p, q in zip(first.parameters(), second.parameters(), strict=True):
         assert p.device == q.device and torch.equal(p, q)
     assert engine.steps == 2
+
+
+def test_what_the_device_has_to_spare_is_kept(tmp_path, device, monkeypatch):
+    settled, settle = [], MeasuredBudget.settle
+    monkeypatch.setattr(MeasuredBudget, "settle", lambda self, limit: (settled.append(limit), settle(self, limit)))
+    train_trainer(tmp_path, small(False), 6, clipping_mode="ghost", memory_budget="auto")
+    (limit,) = settled
+    memory = DeviceMemory.of(device)
+    assert 0 < limit <= min(PART * memory.highest, SHARE * (memory.free + memory.highest))

@@ -180,6 +180,15 @@ class Shards:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
         return bool(flag)
 
+    def least(self, number: int, device: torch.device) -> int:
+        """The least number of all ranks that share the parameters."""
+        if self.mesh is None:
+            return number
+        box = torch.tensor(number, device=device)
+        for dim in range(self.mesh.ndim):
+            dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.mesh.get_group(dim))
+        return int(box)
+
     def broadcast_inputs(self, structure: T, device: torch.device) -> T:
         """Broadcast rank 0's ``structure`` of tensors."""
         if not self:
