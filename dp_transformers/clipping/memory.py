@@ -23,7 +23,7 @@ Shape legend: b example, t position, p rows and d columns of the parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,9 +51,9 @@ class Plan:
     one_pass: bool
     instances: Mapping[nn.Parameter, bool] = field(default_factory=dict)
 
-    def note(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, saved: Iterable[torch.Tensor]) -> None:
-        """A call gave this term, and ``saved`` is what the graph holds of that call."""
-        self.budget.note(forward, parameter, term, saved)
+    def note(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, held: Collection[int]) -> None:
+        """A call gave this term, and the graph's tensors of that call lie at ``held``."""
+        self.budget.note(forward, parameter, term, held)
 
     def keeps_instance(self, parameter: nn.Parameter, term: Term) -> bool:
         """Whether instances take the place of the term."""
@@ -130,11 +130,10 @@ class MemoryBudget:
                 "all must choose alike: leave memory_budget out."
             )
 
-    def note(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, saved: Iterable[torch.Tensor]) -> None:
+    def note(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, held: Collection[int]) -> None:
         """Learn the sizes of a term."""
         given = _Given()
         if not isinstance(term, Dense | NormOnly):
-            held = {x.untyped_storage().data_ptr() for x in saved}
             returned, factors = max(1, forward.returned[parameter]), list(_tensors(term))
             own = sum(x.nbytes for x in factors if x.untyped_storage().data_ptr() not in held)
             total = largest = sum(x.nbytes for x in factors) / returned

@@ -89,7 +89,7 @@ class MeasuringPass:
 
     def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None):
         self.forward, self.instantiate, self.plan = forward, instantiate, plan
-        self._given: Sequence[torch.Tensor] = ()  # what the model holds of the call that was reached last
+        self._held: set[int] = set()  # where the graph's tensors of the call lie that was reached last
         self.counts = forward.trainable.parallel.counts_norm_of
         self.cache = LastResultCache()
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
@@ -97,7 +97,7 @@ class MeasuringPass:
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
         if self.plan is not None:
-            self._given = saved
+            self._held = {x.untyped_storage().data_ptr() for x in saved}
         return self
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -113,7 +113,7 @@ class MeasuringPass:
                 "off what runs it again."
             )
         if self.plan is not None:
-            self.plan.note(self.forward, parameter, term, self._given)
+            self.plan.note(self.forward, parameter, term, self._held)
         seen = self._open[parameter]
         seen.append(term.instantiate() if self.keeps and isinstance(term, Dense) else term)
         if len(seen) >= self.forward.uses[parameter]:

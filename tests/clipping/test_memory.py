@@ -265,6 +265,7 @@ def benchmark():
 SETTINGS = [  # kind, width, tokens, examples, mode, part of plain's peak; what binds in each differs
     ("bert", 192, 144, 4, "book_keeping", 0.3),
     ("llama", 128, 144, 4, "book_keeping", 2.0),
+    ("vit-lora", 128, 144, 1, "book_keeping", 0.05),
     ("gpt2", 128, 64, 8, "ghost", 0.1),
     ("bert", 128, 64, 8, "ghost", 0.3),
     ("llama-lora", 128, 64, 4, "ghost", 0.2),
