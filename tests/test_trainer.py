@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import TorchDynamoPlugin
 from datasets import Dataset
 from models import CHECKPOINTING, DeepSpeedEngine, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
@@ -832,6 +833,14 @@ def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match="DeepSpeed is switched on.*use FSDP2, or DDP"):
         LaunchedWithDeepSpeed(build("bert"), arguments(tmp_path), collate, dataset())
+
+    class LaunchedWithCompilation(DPTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="eager")
+
+    with pytest.raises(ValueError, match="dynamo_backend.* is switched on.*set dynamo_backend to 'no'"):
+        LaunchedWithCompilation(build("bert"), arguments(tmp_path), collate, dataset())
     with pytest.raises(ValueError, match="model is a DeepSpeedEngine.*bare module"):
         DPTrainer(DeepSpeedEngine(build("bert")), arguments(tmp_path), collate, dataset())
 

@@ -71,7 +71,7 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"auto_find_batch_size": True}, "restarts training"),
         ({"include_num_input_tokens_seen": True}, "not covered by epsilon; leave it 'no'"),
         ({"dataloader_in_order": False, "dataloader_num_workers": 1}, "leave it True"),
-        ({"torch_compile": True}, "not supported yet"),
+        ({"torch_compile": True}, "trace the hooks"),
         ({"use_liger_kernel": True}, "no loss per example; leave it False"),
         ({"neftune_noise_alpha": 5.0}, "leave it None"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["a"]}, "during backward"),

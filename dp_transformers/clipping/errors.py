@@ -6,6 +6,7 @@ import logging
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
 HOW_TO_DO_WITHOUT = (  # where no rule would help
@@ -52,6 +53,25 @@ def has_class_forward(module: nn.Module) -> bool:
     that calls the class's."""
     own = vars(module).get("forward")
     return own is None or getattr(own, "calls_class_forward", False)
+
+
+def refuse_tracing() -> None:
+    """Raise ValueError if torch.compile traces the caller, a hook, as part of whatever it compiles: a forward, a
+    function around the model, a step."""
+    if torch.compiler.is_compiling():
+        _refuse_traced()
+
+
+def _refuse_traced() -> None:
+    raise ValueError(
+        "a forward pass that is clipped runs inside of what torch.compile compiled (a module's forward, or a function "
+        f"that calls the model), {HOW_TO_UNCOMPILE}"
+    )
+
+
+# As torch.compiler.disable marks a function, without the time of importing the compiler: it is called and not traced,
+# since the compiler would leave out what raises, and go on.
+vars(_refuse_traced)["_torchdynamo_disable"] = True
 
 
 def named(path: str, module: nn.Module) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from ..randomness import random_state
 from .by_example import ForwardByExample
 from .caches import configurations, without_caches
+from .errors import refuse_tracing
 from .layer_rule import ForwardContext, Tap, forward_context_for
 from .owners import Owner
 
@@ -151,6 +152,7 @@ class HookedModel:
     def _before_hooks(self, module: nn.Module, args: tuple) -> None:
         if self._suspended:
             return
+        refuse_tracing()
         if torch.is_grad_enabled():
             self._on_call_of_model()
         else:
@@ -190,6 +192,7 @@ class HookedModel:
     # ---- modules that own parameters ----
 
     def _before_call(self, owner: Owner, module: nn.Module, args: tuple) -> None:
+        refuse_tracing()
         owner.first_nodes.append(torch.autograd._get_sequence_nr())
 
     def _keep_random_state(self, owner: Owner, module: nn.Module, args: tuple) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from accelerate.utils import DynamoBackend
 from transformers import Trainer, TrainingArguments
 from transformers.debug_utils import DebugOption
 
 RECORD_THE_CONSOLE = {"ClearMLCallback", "CometCallback", "NeptuneCallback", "SwanLabCallback", "WandbCallback"}
+_COMPILED = "the compiler would trace the hooks that see an example's gradient, and norms would come out wrong"
 FSDP_FLAG = "ACCELERATE_USE_FSDP"  # `accelerate launch` sets this environment variable
 
 
@@ -64,7 +66,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
             "one example's gradient would lie on several processes; leave it out, and use FSDP2 or tensor "
             "parallelism (tp_size of DistributedConfig)",
         ),
-        "torch_compile": (args.torch_compile, "compiled models are not supported yet; leave it False"),
+        "torch_compile": (args.torch_compile, f"{_COMPILED}; leave it False"),
         "use_liger_kernel": (
             args.use_liger_kernel,
             "its fused loss averages over the batch, so there is no loss per example; leave it False",
@@ -148,6 +150,10 @@ def _refused(trainer: Trainer) -> dict[str, tuple[Any, str]]:
             getattr(trainer.args, "log_raw_metrics", False) and not trackers.isdisjoint(RECORD_THE_CONSOLE),
             "the losses without noise are shown there, and would be saved and pushed with it; give report_to a "
             "tracker that takes metrics alone (tensorboard, trackio, mlflow), or leave log_raw_metrics False",
+        ),
+        "torch.compile (dynamo_backend)": (
+            getattr(accelerator.state.dynamo_plugin, "backend", DynamoBackend.NO) != DynamoBackend.NO,
+            f"{_COMPILED}; set dynamo_backend to 'no' in accelerate's configuration",
         ),
         "DeepSpeed": (
             trainer.is_deepspeed_enabled,
