@@ -274,7 +274,8 @@ def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names:
 def _virtual_tokens(model: nn.Module) -> int:
     """How many positions prompt learning (peft) puts before the text, for which there are no labels."""
     config: Any = getattr(model, "active_peft_config", None)
-    in_the_input = getattr(config, "is_prompt_learning", False) and config.peft_type != "PREFIX_TUNING"
+    in_the_cache = ("PREFIX_TUNING", "CARTRIDGE")
+    in_the_input = getattr(config, "is_prompt_learning", False) and config.peft_type not in in_the_cache
     return config.num_virtual_tokens if in_the_input else 0
 
 

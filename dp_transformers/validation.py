@@ -28,15 +28,38 @@ logger = logging.getLogger(__name__)
 _REFUSED_ADAPTERS = {
     "ADALORA": "its regulariser is added to the model's own loss, which is not used here, and it prunes by "
     "gradients; use LoRA",
-    "XLORA": "its router mixes adapters by a first forward pass that no rule sees; use one LoRA adapter",
-    "VBLORA": "all layers share its vector bank in a way that cannot be re-run by example; use LoRA or VeRA",
+    "CPT": "it has a loss of its own, and its forward pass writes the weights that are trained; use prompt tuning",
+    "LILY": "its router takes the mean over all tokens of a batch, so one example changes what another one gets; use "
+    "LoRA",
+    "OSF": "its hooks change gradients before they are private; use LoRA",
+    "XLORA": "its forward pass runs the model twice and switches adapters, and what is trained, on the way; use one "
+    "LoRA adapter",
+}
+_REFUSED_OPTIONS = {  # of a configuration: what an adapter with them is called, and why
+    "alora_invocation_tokens": (
+        "aLoRA",
+        "it gathers the positions behind the invocation of all examples into one tensor, in which they cannot be told "
+        "apart; use LoRA",
+    ),
+    "auxiliary_loss_weight": (
+        "Shadow with an auxiliary loss",
+        "its auxiliary loss is added to the model's own loss, which is not used here; set auxiliary_loss_weight=0",
+    ),
+    "monteclora_config": (
+        "MonteCLoRA",
+        "it takes the next samples from a store in every forward pass, so none can be run again; use LoRA",
+    ),
 }
 _DATA_DEPENDENT_STARTS = ("eva", "corda", "lora_ga")
 
-# These modules of other libraries mix the examples of a batch. The key is the name of the class, or of a base class.
+# These modules of other libraries mix the examples of a batch, whether they are trained or not. The key is the name of
+# the class, or of a base class.
 _MIXES_EXAMPLES = {
     "NllbMoeTop2Router": "an expert takes a limited number of tokens of the whole batch, so one example can push "
-    "out another's",
+    "out another's. Freezing it does not help; use another architecture",
+    "Linear8bitLt": "it looks for outliers in the whole batch (llm_int8_threshold), so what one example holds changes "
+    "how another one is rounded, and it keeps in its state what it saw. Load the model in four bits "
+    "(load_in_4bit=True)",
 }
 
 
@@ -262,9 +285,9 @@ def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
             _forget_statistics if known else None,
         )
     for cls in type(module).__mro__:
-        if cls.__name__ in _MIXES_EXAMPLES:
+        if cls.__name__ in _MIXES_EXAMPLES and not cls.__module__.startswith("peft."):  # around one of that name
             yield (
-                f": {_MIXES_EXAMPLES[cls.__name__]}. Freezing it does not help; use another architecture.",
+                f": {_MIXES_EXAMPLES[cls.__name__]}.",
                 None,
                 None,
             )
@@ -288,6 +311,13 @@ def _embedding_options(module: nn.Module) -> Iterator[Finding]:
 def _alien(module: nn.Module) -> Iterator[Finding]:
     if is_compiled(module):
         yield f" compiled by torch.compile, {HOW_TO_UNCOMPILE}", None, None
+    if (type(module).__module__, type(module).__name__) == ("peft.tuners.lora.layer", "MultiheadAttention"):
+        yield (
+            ": in every forward pass it merges its adapter into new weights, which no rule sees. Leave it out of "
+            "target_modules (exclude_modules), or train the attention itself (modules_to_save).",
+            None,
+            None,
+        )
     if isinstance(module, torch.jit.ScriptModule):
         yield " compiled by torch.jit, whose layers cannot be seen: pass the module that was compiled.", None, None
     if why := unsupported_wrapper_reason(module):
@@ -333,14 +363,11 @@ def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
 def _why_not_adapter(config: Any) -> str | None:
     kind = str(getattr(config, "peft_type", "")).rpartition(".")[-1]
     why = _REFUSED_ADAPTERS.get(kind)
-    if getattr(config, "velora_config", None) is not None or getattr(config, "use_velora", False):
-        kind, why = "VeLoRA", "it keeps averages of private activations and approximates gradients; use LoRA"
-    if getattr(config, "target_parameters", None):
-        kind, why = (
-            f"{kind} with target_parameters",
-            "the adapter is folded into the parameters of the experts, where no per-example gradient can be had; use "
-            "target_modules, or train the experts themselves",
-        )
+    for option, (name, reason) in _REFUSED_OPTIONS.items():
+        if getattr(config, option, None):
+            kind, why = name, reason
+    if getattr(getattr(config, "velora_config", None), "init_type", "random") != "random":
+        kind, why = "VeLoRA", "it keeps averages of private activations; set init_type='random' in its VeloraConfig"
     return f"{kind}, which cannot be trained privately: {why}" if why else None
 
 

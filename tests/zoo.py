@@ -130,6 +130,7 @@ ZOO: dict[str, tuple[type, type, dict]] = {
         hf.Qwen3MoeConfig,
         DECODER | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
     ),
+    "OLMoE": (hf.OlmoeForCausalLM, hf.OlmoeConfig, DECODER | EXPERTS | {"num_experts": 4, "num_key_value_heads": 2}),
     "GPT-OSS": (
         hf.GptOssForCausalLM,
         hf.GptOssConfig,
@@ -189,7 +190,7 @@ ALWAYS_UNTIED = (
 )
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA_TARGETS = {  # where peft refuses all-linear, or warns about it
-    **dict.fromkeys(("Mixtral", "Mixtral + eager experts", "Qwen3-MoE", "GPT-OSS"), ATTENTION),
+    **dict.fromkeys(("Mixtral", "Mixtral + eager experts", "Qwen3-MoE", "OLMoE", "GPT-OSS"), ATTENTION),
     "Mamba": ["in_proj", "x_proj"],
 }
 

@@ -54,6 +54,8 @@ class LayerRule:
         takes_call: ``terms`` is ``f(call: RecordedCall)`` instead (:mod:`.recorded_call`), for modules with several
             inputs or outputs, or with the batch elsewhere than first; it provides the terms of all parameters below
             the module too.
+        covers_children: ``terms`` provides the terms of all parameters below the module too. One that takes the call
+            always does.
         forward_context: ``f(module, tap)``, a context that the module's forward runs in, for modules whose forward
             reads the weights of its parts. It calls the modules below as usual, and the tap (None where none of the
             module's own parameters is trained) on inputs and outputs, batch first, between which the weights are used.
@@ -69,11 +71,16 @@ class LayerRule:
     terms: Callable[..., Terms] | None = None
     norms: Callable[..., Mapping[nn.Parameter, torch.Tensor]] | None = None
     takes_call: bool = False
+    covers_children: bool = False
     forward_context: ForwardContext | None = None
     tapped_inside: bool = False
     channels_second: bool = False
     backward_reads_output: bool = True
     require: Callable[[Any], None] | None = None
+
+    @property
+    def is_of_all_below(self) -> bool:
+        return self.takes_call or self.covers_children
 
 
 _RULES: dict[Callable, LayerRule] = {}  # by the forward of a class

@@ -72,7 +72,7 @@ class ModelState:
             self._note_contents()
         else:
             self._record()
-        self._trained_versions = [p._version for p in self._trained]
+        self._trained_versions = [version_of(p) for p in self._trained]
         self._noted = True
         if self._weights is None:
             self._weights = _contents(self._large_weights)
@@ -115,7 +115,7 @@ class ModelState:
             return
         self._noted = False
         rewritten = [
-            p for p, version in zip(self._trained, self._trained_versions, strict=True) if p._version != version
+            p for p, version in zip(self._trained, self._trained_versions, strict=True) if version_of(p) != version
         ]
         if not rewritten and self._is_same_by_identity() and not self._rewritten_arrays():
             self._expect_same(self._contents)
@@ -141,13 +141,19 @@ class ModelState:
             yield
         finally:
             self.paused = paused
-        self._versions = [t._version for t in self._tensors]
-        self._trained_versions = [p._version for p in self._trained]
+        self._versions = [version_of(t) for t in self._tensors]
+        self._trained_versions = [version_of(p) for p in self._trained]
         conditions, self._conditions = self._conditions, Conditions()  # what a check finds is told by its own error
         try:
             self.require_unchanged()
         finally:
             self._conditions = conditions
+
+    def holds_the_same(self, tensor: torch.Tensor) -> bool:
+        """Returns True if ``tensor`` is known to hold what it held. A weight that is written onto itself does, as by
+        adapters on the weights of experts (peft's ``target_parameters``)."""
+        noted = [each for each in [*self._contents, *(self._weights or [])] if each[1] is tensor]
+        return bool(noted) and bool(_all(_are_same(noted)))
 
     # ---- comparing: a few microseconds a module ----
 
@@ -168,7 +174,7 @@ class ModelState:
             (flags, dict(flags)) for m in self._modules for flags in map(vars(m).get, _HOOK_FLAGS) if flags
         ]
         self._tensors = list({id(t): t for t in self._frozen()}.values())
-        self._versions = [t._version for t in self._tensors]
+        self._versions = [version_of(t) for t in self._tensors]
         named = [
             (place.name_of(key), value)
             for place, before in zip(self._places, self._before, strict=True)
@@ -182,7 +188,7 @@ class ModelState:
         self._named_arrays = [(name, a) for name, a in named if isinstance(a, np.ndarray) and not a.dtype.hasobject]
         self._note_contents()
         self._trained = [p for p in self.model.parameters() if p.requires_grad] if self._watch_parameters else []
-        self._trained_versions = [p._version for p in self._trained]
+        self._trained_versions = [version_of(p) for p in self._trained]
 
     def _note_contents(self) -> None:
         self._contents = _contents(self._plain)
@@ -199,7 +205,7 @@ class ModelState:
         return (
             list(map(_structure, self._modules)) == self._structure
             and _ids(self._holders) == self._ids
-            and [t._version for t in self._tensors] == self._versions
+            and [version_of(t) for t in self._tensors] == self._versions
         )
 
     def _rewritten_arrays(self) -> Written:
@@ -239,7 +245,8 @@ class ModelState:
         return changed
 
     def _written_in_place(self) -> Written:
-        written = {id(t) for t, version in zip(self._tensors, self._versions, strict=True) if t._version != version}
+        changed = [t for t, version in zip(self._tensors, self._versions, strict=True) if version_of(t) != version]
+        written = {id(t) for t in changed if not self.holds_the_same(t)}
         contents = {id(t): content for _, t, content in self._contents}
         names = [
             (name, t) for named in (self.model.named_buffers(), self.model.named_parameters()) for name, t in named
@@ -305,6 +312,12 @@ def _has_plain_content(t: Any) -> bool:
     if type(t) not in (torch.Tensor, nn.Parameter) or (isinstance(t, nn.Parameter) and t.requires_grad):
         return False
     return t.layout == torch.strided and not t.is_meta
+
+
+def version_of(t: torch.Tensor) -> int | None:
+    """Autograd's count of the writes to ``t``; None where it keeps none, as for weights that were quantized under
+    ``torch.inference_mode``. Their content is compared."""
+    return None if t.is_inference() else t._version
 
 
 def _contents(named: Iterable[tuple[str, torch.Tensor]]) -> Written:

@@ -57,7 +57,7 @@ class Owner:
         self.paths, self.module, self.names, self.covers_children = list(paths), module, names, covers_children
         found = rule_for(module)
         if covers_children:
-            found = replace(found, norms=None) if found.takes_call else LayerRule()
+            found = replace(found, norms=None) if found.is_of_all_below else LayerRule()
         self.rule = found
         self.has_rule = found.terms is not None
         # or parts of it: its outputs and random numbers are kept
@@ -114,9 +114,11 @@ def assign_owners(model: nn.Module) -> list[Owner]:
             where = f"'{path}'" if path else "the model"
             raise ValueError(f"{where} is a {type(module).__name__}: {why}.")
     owners = []
-    below_whole_calls = {child for m in paths if rule_for(m).takes_call for child in m.modules() if child is not m}
+    below_whole_calls = {
+        child for m in paths if rule_for(m).is_of_all_below for child in m.modules() if child is not m
+    }
     for module, its_paths in paths.items():
-        recurse = rule_for(module).takes_call
+        recurse = rule_for(module).is_of_all_below
         names = {p: name for name, p in module.named_parameters(recurse=recurse) if p.requires_grad}
         if names and not _is_container(module) and module not in below_whole_calls:
             owners.append(Owner(its_paths, module, names))

@@ -13,6 +13,7 @@ from ...ragged import is_ragged
 from ...randomness import forked_generators, global_state, set_global_state
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
+from ..model_state import version_of
 from ..recorded_call import ForwardPass
 from .reference import TOLERANCE, clip, measure
 from .synthetic import LossFunction, by_example, has_batch, kept_buffers, projected, replace_example
@@ -32,7 +33,7 @@ def locality_as_trained(
     watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
         engine.model.named_buffers()
     )
-    before = {name: (id(t), t._version) for name, t in watched.items()}
+    before = {name: (id(t), version_of(t)) for name, t in watched.items()}
 
     def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
         set_global_state(engine.trainable.device, numbers)
@@ -55,7 +56,12 @@ def locality_as_trained(
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
             engine.model.named_buffers()
         )
-        changed = [name for name, t in watched.items() if before.get(name) != (id(t), t._version)]
+        touched = {name: t for name, t in watched.items() if before.get(name) != (id(t), version_of(t))}
+        changed = [
+            name
+            for name, t in touched.items()
+            if name not in before or before[name][0] != id(t) or not engine.state.holds_the_same(t)
+        ]
     if changed:
         raise SelfCheckError(
             f"'{changed[0]}' changes in the forward pass although it is not trained: it would keep private data "

@@ -17,7 +17,7 @@ from ..batch_dims import batch_size_of
 from ..errors import SelfCheckError
 
 # parts of the names of integers that say how the others are to be read
-_STRUCTURE = ("mask", "position", "token_type", "length", "shape", "grid", "size")
+_STRUCTURE = ("mask", "position", "token_type", "length", "shape", "grid", "size", "task")
 LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> (B,) losses
 
 

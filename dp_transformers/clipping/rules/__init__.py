@@ -5,9 +5,9 @@ The doors for rules of your own are here too, so that these are registered befor
 """
 
 from ..layer_rule import register_grad_sampler, register_norm_sampler
-from . import activation, attention, convolution, embedding, experts, linear, normalization, recurrent
+from . import activation, adapted_experts, attention, convolution, embedding, experts, linear, normalization, recurrent
 
 __all__ = [
-    "activation", "attention", "convolution", "embedding", "experts", "linear", "normalization", "recurrent",
-    "register_grad_sampler", "register_norm_sampler",
+    "activation", "adapted_experts", "attention", "convolution", "embedding", "experts", "linear", "normalization",
+    "recurrent", "register_grad_sampler", "register_norm_sampler",
 ]  # fmt: skip

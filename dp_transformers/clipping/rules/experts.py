@@ -12,7 +12,7 @@ inner width.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ _PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "
 
 if TYPE_CHECKING:
 
-    class _Experts(nn.Module):
+    class Experts(nn.Module):
         """A class that ``use_experts_implementation`` made, with what it has besides its parameters."""
 
         num_experts: int
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         _apply_gate: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _are_fused_experts(module: nn.Module) -> bool:
+def are_fused_experts(module: nn.Module) -> bool:
     """Classes that ``use_experts_implementation`` made: they compute the formula above with whatever kernel, as their
     attributes say."""
     # looked up among what is already imported: this package does not depend on transformers, and a model that has one
@@ -50,10 +50,17 @@ def _are_fused_experts(module: nn.Module) -> bool:
     return _PARAMETERS.issuperset(name for name, _ in module.named_parameters())
 
 
-@layer_rule(recognise=_are_fused_experts)
-def experts(
-    module: _Experts, activations: Sequence[torch.Tensor], backprops: torch.Tensor
-) -> dict[nn.Parameter, Term]:
+@layer_rule(recognise=are_fused_experts)
+def experts(module: Experts, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    weights = {name: p.detach() for name, p in module.named_parameters()}
+    terms = terms_by_name(module, weights, activations, backprops)
+    return {getattr(module, name): term for name, term in terms.items()}
+
+
+def terms_by_name(
+    module: Experts, weights: Mapping[str, torch.Tensor], activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[str, Term]:
+    """The terms of the parameters that the experts computed with, of which ``weights`` are the values."""
     hidden_btd, index_btk, weight_btk = activations
     if (
         backprops.dim() != 3
@@ -77,33 +84,33 @@ def experts(
     x_bsd = to_slots(hidden_btd)
     g_bsd = (to_slots(backprops) * weight_btk.view(-1, num_slots, 1)).masked_fill_(nowhere_bs1, 0)
     up, up_bias = ("gate_up_proj", "gate_up_proj_bias") if module.has_gate else ("up_proj", "up_proj_bias")
-    linear = _Routing(ids_bs, num_experts)
+    linear = Routing(ids_bs, num_experts)
     with torch.enable_grad():
-        inner = linear(x_bsd, _columns(module, up)).detach()
+        inner = linear(x_bsd, _columns(module, weights[up])).detach()
         if module.has_bias:
-            inner += getattr(module, up_bias).detach()[ids_bs]
+            inner += weights[up_bias][ids_bs]
         inner.requires_grad_()
         gated_bsp = (module._apply_gate if module.has_gate else module.act_fn)(inner)
-    g_gated_bsp = linear(g_bsd, _columns(module, "down_proj").mT)
+    g_gated_bsp = linear(g_bsd, _columns(module, weights["down_proj"]).mT)
     (g_inner,) = torch.autograd.grad(gated_bsp, inner, g_gated_bsp)
 
     factors = {up: (g_inner, x_bsd), "down_proj": (g_bsd, gated_bsp.detach())}
-    terms: dict[nn.Parameter, Term] = {}
+    terms: dict[str, Term] = {}
     for name, (out, into) in factors.items():
         left, right = (into, out) if module.is_transposed else (out, into)
-        terms[getattr(module, name)] = Routed(ids_bs, left, right, num_experts)
+        terms[name] = Routed(ids_bs, left, right, num_experts)
         if module.has_bias:
-            terms[getattr(module, name + "_bias")] = Rows(ids_bs, out, num_experts)
+            terms[name + "_bias"] = Rows(ids_bs, out, num_experts)
     return terms
 
 
-def _columns(module: _Experts, name: str) -> torch.Tensor:
+def _columns(module: Experts, weight: torch.Tensor) -> torch.Tensor:
     """(E, in, out): the weights of all experts, to be multiplied from the right."""
-    weight = getattr(module, name).detach().float()
+    weight = weight.float()
     return weight if module.is_transposed else weight.mT
 
 
-class _Routing:
+class Routing:
     """The slots of all examples sorted by expert: a product with the expert's weight for each."""
 
     def __init__(self, ids_bs: torch.Tensor, num_experts: int):

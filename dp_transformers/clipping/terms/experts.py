@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,12 +19,14 @@ from .outer import Outer
 @dataclass
 class Routed:
     """Weights of experts, (num_experts, p, d): every routed slot of an example adds an outer product to the expert it
-    was sent to."""
+    was sent to. With ``experts_last`` the parameter holds the same numbers as (p, d, num_experts), in any number of
+    dimensions."""
 
     ids: torch.Tensor
     left: torch.Tensor
     right: torch.Tensor
     num_experts: int
+    experts_last: bool = False
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.left.shape[:2] == self.right.shape[:2]
@@ -72,7 +74,7 @@ class Routed:
         offset_b = torch.arange(b, device=self.ids.device)[:, None] * self.num_experts
         left, right = (factor(x, bf16=self.is_bf16) for x in (self.left, self.right))
         by_id = _sum_by_id(self.ids + offset_b, left, right, b * self.num_experts, bf16=self.is_bf16)
-        return Dense(by_id.view(b, self.num_experts, p, d))
+        return Dense(self._as_held(by_id.view(b, self.num_experts, p, d)))
 
     def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
         bf16 = self.is_bf16
@@ -80,10 +82,14 @@ class Routed:
         smaller = left if left.shape[2] < right.shape[2] else right
         parts = split(smaller * coef_b[:, None, None], bf16=bf16)
         pairs = [(part, right) if smaller is left else (left, part) for part in parts]
-        return sum_of(_sum_by_id(self.ids, x, y, self.num_experts, bf16=bf16) for x, y in pairs)
+        return self._as_held(sum_of(_sum_by_id(self.ids, x, y, self.num_experts, bf16=bf16) for x, y in pairs))
+
+    def _as_held(self, by_expert: torch.Tensor) -> torch.Tensor:
+        """(..., num_experts, p, d) in the order of the parameter."""
+        return by_expert.movedim(-3, -1).contiguous() if self.experts_last else by_expert
 
     def zero_examples(self, invalid_b: torch.Tensor) -> Routed:
-        return Routed(self.ids, zero_rows(self.left, invalid_b), zero_rows(self.right, invalid_b), self.num_experts)
+        return replace(self, left=zero_rows(self.left, invalid_b), right=zero_rows(self.right, invalid_b))
 
 
 def _sum_by_id(

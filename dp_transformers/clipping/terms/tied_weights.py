@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -30,7 +31,7 @@ def merge(terms: Sequence[Term]) -> list[Term]:
         ids, left, right = (
             torch.cat(parts, 1) for parts in zip(*((t.ids, t.left, t.right) for t in routed), strict=True)
         )
-        merged.append(Routed(ids, left, right, routed[0].num_experts))
+        merged.append(replace(routed[0], ids=ids, left=left, right=right))
     dense = [t for t in terms if isinstance(t, Dense)]
     if convolved := [t for t in terms if isinstance(t, Convolved)]:
         if len({(t.image.shape, t.how) for t in convolved}) == 1:

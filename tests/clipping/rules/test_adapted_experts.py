@@ -1,0 +1,85 @@
+"""LoRA on the weights of fused experts (peft's ``target_parameters``) against one example at a time."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from oracle import assert_exact_in_modes, clipped_sum, distance, length, per_example_gradients, trainable
+from zoo import ZOO, batch_for, build, losses_function
+
+from dp_transformers import PerExampleClipper
+from dp_transformers.clipping.modes import MODES
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted(name="Mixtral", targets=EXPERTS, **options):
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=targets, task_type="CAUSAL_LM", **options
+    )
+    return spread(peft.get_peft_model(build(name), config)).train()
+
+
+def spread(model):
+    """Adapters start where they change nothing, and then half of their gradients are zero."""
+    with torch.no_grad():
+        for p in trainable(model):
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def check(model, modes=tuple(MODES), name="Mixtral"):
+    owners = assert_exact_in_modes(model, losses_function(model), batch_for(name), modes)
+    assert not any(owner.is_rerun for owner in owners)
+
+
+@pytest.mark.parametrize("targets", [EXPERTS[:1], EXPERTS[1:], EXPERTS[::-1]], ids=["up", "down", "both"])
+@pytest.mark.parametrize("name", ["Mixtral", "Mixtral + eager experts", "GPT-OSS"])
+def test_by_the_rule_whatever_is_adapted(name, targets):
+    check(adapted(name, targets), name=name)
+
+
+def test_scaled_by_the_root_of_the_rank():
+    check(adapted(use_rslora=True), ["book_keeping"])
+
+
+def test_two_adapters_at_once():
+    model = adapted()
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    model.base_model.set_adapter(["default", "other"])
+    check(spread(model), ["book_keeping", "per_sample"])
+
+
+def test_several_steps_with_weights_too_large_to_be_copied(monkeypatch):
+    """Every forward pass of peft writes the experts' weights onto themselves, which is no change."""
+    name = "Mixtral"
+    model_class, config_class, settings = ZOO[name]
+    monkeypatch.setitem(ZOO, name, (model_class, config_class, settings | {"intermediate_size": 600}))
+    model = adapted(name)
+    assert max(p.numel() for p in model.parameters()) > 2**16
+    plain, bound = copy.deepcopy(model), 0.3
+    with PerExampleClipper(model, bound) as clipper:
+        for step in range(3):
+            batch = batch_for(name, seed=step)
+            total = clipped_sum(per_example_gradients(plain, losses_function(plain), batch), bound)[1]
+            model.zero_grad()
+            clipper.backward(losses_function(model)(batch))
+            assert distance([p.grad for p in trainable(model)], total) <= 1e-5 * length(total)
+            with torch.no_grad():
+                for p, other in zip(trainable(model), trainable(plain), strict=True):
+                    other.copy_(p.sub_(p.grad))
+
+
+@pytest.mark.parametrize("how", ["disabled", "merged"])
+def test_adapters_that_take_no_part_are_refused(how):
+    model, batch = adapted(), batch_for("Mixtral")
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(losses_function(model)(batch))
+        if how == "disabled":  # without peft's freezing of what is disabled, which is seen by itself
+            for module in model.modules():
+                module._disable_adapters = True
+        else:
+            model.merge_adapter()
+        with pytest.raises(ValueError, match="disabled or merged"):
+            losses_function(model)(batch)
