@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         merged: bool
         num_experts: int
         scaling: dict[str, float]
-        _did_swap_in_out_features: bool
 
 
 class _Adapter(NamedTuple):
@@ -82,7 +81,7 @@ def _adapters(wrapper: _Wrapper) -> list[_Adapter]:
             a, b = cast(nn.Parameter, lora_a[name].weight), cast(nn.Parameter, lora_b[name].weight)
             a_erd = a.detach().unflatten(0, (wrapper.num_experts, -1))
             b_epr = b.detach().unflatten(1, (-1, wrapper.num_experts)).movedim(2, 0)
-            swapped = wrapper._did_swap_in_out_features
+            swapped = getattr(wrapper, "_did_swap_in_out_features", False)  # older releases never do
             found.append(_Adapter(wrapper.parameter_name, a, b, a_erd, b_epr, wrapper.scaling[name], swapped))
     return found
 
