@@ -3,13 +3,13 @@ for two batch sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .. import ragged
 
@@ -64,6 +64,13 @@ def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
     if not all(isinstance(x, torch.Tensor) for x in given):  # a walk through containers takes as long as a small layer
         given = tree_leaves(given)
     return [x for x in given if isinstance(x, torch.Tensor)]
+
+
+def kind_of_call(args: tuple, kwargs: dict) -> Hashable:
+    """Returns which arguments of a call are tensors, and of how many dimensions: in calls of one kind each has the
+    same role."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return repr(spec), tuple(x.dim() if isinstance(x, torch.Tensor) else None for x in leaves)
 
 
 def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:

@@ -22,15 +22,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..ragged import is_ragged
-from .batch_dims import BatchDim
+from .batch_dims import BatchDim, kind_of_call
 from .fallback import refuse_new_data, substituted, without_fused_attention
 from .owners import Owner
 from .precision import HALF
 from .recorded_call import ForwardPass, is_differentiable
-from .tap import CopiedParameters, ParameterTap
+from .tap import CopiedParameters, FirstReached, ParameterTap
 
 Record = Callable[[Owner, tuple, dict, Any, int], Any]
 OnWholeBatch = Callable[[Sequence[torch.Tensor], Sequence[bool]], Sequence[torch.Tensor]]
@@ -39,6 +39,10 @@ _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, slice, range,
 
 class CannotRunByExample(RuntimeError):
     """The module needs the whole batch."""
+
+
+class UnknownCall(CannotRunByExample):
+    """The module needs the whole batch for this call, of which the self-check has not learned where examples are."""
 
 
 class ForwardByExample:
@@ -84,10 +88,10 @@ class ExamplesApart:
         if self.is_running:
             return self._with_copies(forward, owner, function, args, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        tensors = _tensors(leaves)
-        if any(is_ragged(x) for x in (*args, *kwargs.values())) or len(tensors) not in owner.tensor_batch_dims:
-            raise CannotRunByExample("it is given other tensors than when it was looked at")
-        in_dims, out_dims = owner.tensor_batch_dims[len(tensors)]
+        tensors, known = _tensors(leaves), owner.tensor_batch_dims.get(kind_of_call(args, kwargs))
+        if known is None or any(is_ragged(x) for x in (*args, *kwargs.values())):
+            raise UnknownCall("it is called otherwise than in the self-check")
+        in_dims, out_dims = known
         apart = [_of_each(x, dim, forward) for x, dim in zip(tensors, in_dims, strict=True)]
         output: Any = None
 
@@ -108,7 +112,9 @@ class ExamplesApart:
         for x in _tensors(tree_flatten(output)[0]):
             if x.dtype in HALF:
                 forward.low_precision = x.dtype
-        return output
+        if forward.on_backward is None or _hooks_of_saved_tensors() is None:
+            return output
+        return tree_map(lambda x: FirstReached.apply(forward, x) if is_differentiable(x) else x, output)
 
     def record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
         """Record a call that was made for each example as one on the whole batch; the output to go on with."""
@@ -205,6 +211,19 @@ class _OnWholeBatch(torch.autograd.Function):
         return found, (0,) * len(found)
 
 
+_INSTEAD: dict[Callable, str] = {
+    functional.embedding: "_embedding",
+    functional.linear: "_linear",
+    functional.scaled_dot_product_attention: "_attention",
+}
+
+
+def _hooks_of_saved_tensors() -> Callable | None:
+    """What puts away the tensors that autograd saves now, if anything does."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
 class _Functions(TorchFunctionMode):
     """Inside, an embedding or a linear layer of copied parameters is computed with the parameters themselves, and
     recorded as a call of such a layer; and attention is computed for the whole batch, as its kernels do."""
@@ -215,11 +234,7 @@ class _Functions(TorchFunctionMode):
         self._parameter_of = {id(copy): p for p, copy in copies.items()}
         self._in_layers: set[nn.Parameter] = set()
         self._elsewhere: set[nn.Parameter] = set()
-        self._instead = {
-            functional.embedding: self._embedding,
-            functional.linear: self._linear,
-            functional.scaled_dot_product_attention: self._attention,
-        }
+        self._hooks = _hooks_of_saved_tensors()
 
     @property
     def only_in_layers(self) -> set[nn.Parameter]:
@@ -229,8 +244,10 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         refuse_new_data(func)
-        instead = self._instead.get(func)
-        if instead is not None and (found := instead(*args, **kwargs)) is not None:
+        if _hooks_of_saved_tensors() is not self._hooks:
+            raise CannotRunByExample("activation checkpointing in it would run a part again after vmap has ended")
+        instead = _INSTEAD.get(func)  # by name: a bound method would keep all that is held here alive
+        if instead is not None and (found := getattr(self, instead)(*args, **kwargs)) is not None:
             return found
         for x in tree_flatten((args, kwargs))[0]:
             if (p := self._parameter_of.get(id(x))) is not None:
@@ -262,7 +279,7 @@ class _Functions(TorchFunctionMode):
         self, input: torch.Tensor, copies: Sequence[torch.Tensor], make: Callable, *options: Any
     ) -> torch.Tensor | None:
         parameters = [self._parameter_of[id(copy)] for copy in copies if id(copy) in self._parameter_of]
-        if len(parameters) < len(copies) or parameters[0].dim() != 2:
+        if len(parameters) < len(copies) or parameters[0].dim() != 2 or not torch.is_grad_enabled():
             return None
         self._in_layers |= set(parameters)
         return self._apart.call_layer(self._owner, parameters, input, make, *options)
@@ -288,7 +305,8 @@ class _Functions(TorchFunctionMode):
         def attended(tensors: Sequence[torch.Tensor], is_apart: Sequence[bool]) -> list[torch.Tensor]:
             batch = len(tensors[0])
             each = [_for_each(x, has_own, batch) for x, has_own in zip(tensors[1:], is_apart[1:], strict=True)]
-            query, key, value, *mask = [x.flatten(0, 1) for x in each]
+            rows = max(x.shape[1] for x in each)
+            query, key, value, *mask = [x.expand(-1, rows, *x.shape[2:]).flatten(0, 1) for x in each]
             output = functional.scaled_dot_product_attention(
                 query, key, value, mask[0] if mask else None, dropout_p, is_causal, **options
             )
@@ -326,12 +344,15 @@ def _require_plain(leaves: Sequence[Any]) -> None:
 
 def _of_each(x: torch.Tensor, dim: BatchDim, forward: ForwardPass) -> torch.Tensor:
     """That of each example; ``x`` itself where it is the same for all."""
+    batch = forward.batch_size
     if dim.flat and not forward.holds_all_positions(x):
-        raise CannotRunByExample("it is given rows of unknown examples")
-    if dim.holds_examples(x, forward.batch_size):
-        return _split(x, dim, forward.batch_size)
+        raise UnknownCall("it is given rows of unknown examples")
+    if dim.dim is None and not dim.flat and batch > 1 and batch in x.shape:
+        raise UnknownCall("what was the same for all examples may be one number for each")
+    if dim.holds_examples(x, batch):
+        return _split(x, dim, batch)
     if dim.dim is not None and x.shape[dim.dim] != 1:
-        raise CannotRunByExample("it is given a tensor with another size of batch")
+        raise UnknownCall("it is given a tensor with another size of batch")
     return x
 
 

@@ -3,25 +3,34 @@ sizes of batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ragged import is_ragged, unpacked, unpacked_sequence
-from .batch_dims import SHARED, BatchDim, learn_batch_dim
+from .batch_dims import SHARED, BatchDim, kind_of_call, learn_batch_dim
 from .fallback import substituted, without_fused_attention
 from .owners import Owner, assign_to_parent
 from .parallel.dtensor import to_local
 from .parallel.fsdp2 import Shards
 
-# of what a call was given, of the numbers with a gradient that it returned, and of all tensors that it returned
-Shapes = tuple[list[torch.Size], list[torch.Size], list[torch.Size]]
-Calls = dict[Owner, list[Shapes]]
+
+class _Call(NamedTuple):
+    """The kind of a call, and shapes: of what it was given, of the numbers with a gradient that it returned, and of
+    all tensors that it returned."""
+
+    kind: Hashable
+    ins: list[torch.Size]
+    outs: list[torch.Size]
+    all_outs: list[torch.Size]
+
+
+Calls = dict[Owner, list[_Call]]
 Run = tuple[int, Calls]  # on so many examples
 
 
@@ -92,9 +101,9 @@ def _observed(owners: Sequence[Owner]) -> Iterator[Calls]:
 
             def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, owner: Owner = owner) -> None:
                 given = unpacked(module, args, kwargs)
-                seen[owner].append(
-                    (_shapes(given, floating=False), _shapes(output, floating=True), _shapes(output, floating=False))
-                )
+                outs, all_outs = (_shapes(output, floating=floating) for floating in (True, False))
+                kind = kind_of_call(args, kwargs)
+                seen[owner].append(_Call(kind, _shapes(given, floating=False), outs, all_outs))
 
             stack.callback(owner.module.register_forward_hook(note, with_kwargs=True).remove)
         yield seen
@@ -122,14 +131,15 @@ def _learn_from(owner: Owner, run: Run, other: Run, positions: set[int]) -> bool
         each = zip(sizes, other_sizes, strict=True)
         return [learn_batch_dim(*pair, batch, other_batch, positions) for pair in each]
 
-    for (ins, outs, all_outs), (other_ins, other_outs, other_all_outs) in zip(calls, other_calls, strict=True):
-        of_ins, of_outs = learn(ins, other_ins), learn(outs, other_outs)
+    for (kind, ins, outs, all_outs), another in zip(calls, other_calls, strict=True):
+        of_ins, of_outs = learn(ins, another.ins), learn(outs, another.outs)
         if owner.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
             if any(dim.dim is None or x[dim.dim] != batch for x, dim in zip(outs, of_outs, strict=True)):
                 return False
             continue
-        found = of_ins, learn(all_outs, other_all_outs)
-        owner.needs_whole_batch |= found != owner.tensor_batch_dims.setdefault(len(ins), found)
+        if kind == another.kind:
+            found = of_ins, learn(all_outs, another.all_outs)
+            owner.needs_whole_batch |= found != owner.tensor_batch_dims.setdefault(kind, found)
         known = owner.batch_dims.setdefault((len(ins), len(outs)), of_ins + of_outs)
         if not outs or SHARED in of_outs or known != of_ins + of_outs:
             return False
@@ -139,9 +149,9 @@ def _learn_from(owner: Owner, run: Run, other: Run, positions: set[int]) -> bool
     return True
 
 
-def _are_of_one_kind(calls: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
+def _are_of_one_kind(calls: Sequence[_Call], others: Sequence[_Call]) -> bool:
     """Whether the module was called as often, with and for as many tensors."""
-    return [list(map(len, call)) for call in calls] == [list(map(len, call)) for call in others]
+    return [list(map(len, call[1:])) for call in calls] == [list(map(len, call[1:])) for call in others]
 
 
 def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], batch: int) -> list[Owner]:

@@ -17,11 +17,12 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ..randomness import global_state, random_state, set_global_state, set_random_state
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
-from .by_example import ExamplesApart
+from .by_example import ExamplesApart, UnknownCall
 from .caches import configurations, without_caches
 from .clipping_functions import ClippingFunction
 from .coefficients import checked_weights, coefficients
 from .conditions import Conditions
+from .errors import warn_once
 from .gradient_sums import GradientSums
 from .groups import ParameterGroup, parameter_groups
 from .hooks import HookedModel, refuse_attached
@@ -149,7 +150,7 @@ class ClippingEngine:
             if self.memory is not None:
                 self.memory.refuse(self.mode.name, trainable)
             self.trainable, self.sums = trainable, GradientSums(trainable)
-            self.owners = assign_owners(self.model)
+            self.owners, self._apart = assign_owners(self.model), ExamplesApart(self._record_whole)
             self.clip_by(self._clipping)
         self.state = ModelState(self.model, self.conditions, watch_parameters=not self.trainable.shards)
         self.install_hooks()
@@ -334,8 +335,10 @@ class ClippingEngine:
         except Exception as error:
             if not is_outermost:  # which can run on the whole batch
                 raise
-            logger.info("%s cannot run one example at a time: %s: %s", owner, type(error).__name__, error)
-            owner.needs_whole_batch, forward.uses = True, uses
+            owner.needs_whole_batch |= not isinstance(error, UnknownCall)
+            forward.uses = uses
+            told = logger.info if self._on_trial else partial(warn_once, logger, type(owner.module))
+            told("%s is re-run: it cannot run one example at a time (%s: %s)", owner, type(error).__name__, error)
         owner.random_state = numbers
         set_random_state(device, numbers)
         return False, function(*args, **kwargs)

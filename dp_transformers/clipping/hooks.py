@@ -203,7 +203,12 @@ class HookedModel:
         is_recorded = (self._in_forward or self.in_backward) and not self._suspended and torch.is_grad_enabled()
         if not (is_recorded and owner.runs_by_example):
             return function(*args, **kwargs)
-        ran, output = self._on_by_example(owner, function, args, kwargs)
+        try:
+            ran, output = self._on_by_example(owner, function, args, kwargs)
+        except BaseException:
+            # activation checkpointing ends so what it runs again, and no hook runs after the call
+            self._show(owner.names)
+            raise
         if ran:
             owner.first_nodes[-1] = None
         return output
@@ -239,12 +244,12 @@ class HookedModel:
         if self._suspended or not torch.is_grad_enabled() or not (self._in_forward or self.in_backward):
             return
         for p in owner.names:
-            p.requires_grad_(False)
+            p.requires_grad = False  # vmap refuses requires_grad_()
             self._hidden.add(p)
 
     def _show(self, parameters: Iterable[nn.Parameter]) -> None:
         for p in list(parameters) if self._hidden else ():
-            p.requires_grad_(True)
+            p.requires_grad = True
             self._hidden.discard(p)
 
     def _after_gradient(self, parameter: nn.Parameter) -> None:

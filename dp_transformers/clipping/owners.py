@@ -17,7 +17,7 @@ and said so once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -65,8 +65,8 @@ class Owner:
         self.needs_whole_batch = self.has_rule or found.norms is not None  # cannot run as in :mod:`.by_example`
         self.batch_dims: dict[tuple[int, int], list[BatchDim]] = {}
         self.is_called = True  # as far as is known
-        # by the number of tensors given: where they, and all that are returned, have their examples
-        self.tensor_batch_dims: dict[int, tuple[list[BatchDim], list[BatchDim]]] = {}
+        # by the kind of a call: where the tensors that it is given, and all that it returns, have their examples
+        self.tensor_batch_dims: dict[Hashable, tuple[list[BatchDim], list[BatchDim]]] = {}
         self.returned_unbatched_output = False
         # autograd's sequence number at the start of each call in progress; None once its parameters are tapped
         self.first_nodes: list[int | None] = []

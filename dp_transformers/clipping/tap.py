@@ -134,6 +134,20 @@ class ParameterTap(torch.autograd.Function):
         return None, reached, None, *map(sums.get, call.parameters), *[None] * len(saved)
 
 
+class FirstReached(torch.autograd.Function):
+    """A copy, whose backward tells that the user goes back before checkpointing recomputes what lies in front of it."""
+
+    @staticmethod
+    def forward(ctx, forward: ForwardPass, x: torch.Tensor):
+        ctx.forward_pass = forward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        ctx.forward_pass.begin_backward()
+        return None, *grads
+
+
 def tapped(call: RecordedCall) -> Any:
     """The output of the call, behind the tap."""
     owner, forward, outputs = call.owner, call.forward, call.outputs

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_transformers import PerExampleClipper, PrivacyEngine, check_model
-from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.errors import SelfCheckError, UnsupportedModuleError
 from dp_transformers.clipping.modes import MeasuringPass
 from dp_transformers.clipping.terms import Rows
 
@@ -366,6 +366,92 @@ def test_below_activation_checkpointing(mode):
             assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
         assert any(owner.runs_by_example for owner in clipper.owners)
         assert not any(owner.is_rerun for owner in clipper.owners)
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_below_activation_checkpointing_in_a_loop_of_the_users():
+    """Recomputing ends in the middle of a module; its parameters ask for gradients again afterwards."""
+    model, data = Checkpointed(), torch.randn(20, 3, D)
+    model.block[2] = Norm()  # the block ends inside a module that runs apart, and nothing comes after it
+    twin, model.saves = copy.deepcopy(model), True
+    loader, optimizer = torch.utils.data.DataLoader(data, batch_size=5), torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(dp_seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=0.05, loss_reduction="sum"
+    )  # fmt: skip
+    for batch in loader:
+        twin.load_state_dict(model.state_dict())
+        gradients = per_example_gradients(twin, lambda b: weigh(twin(b["x"])), {"x": batch})
+        optimizer.zero_grad()
+        weigh(model(batch)).sum().backward()
+        total = clipped_sum(gradients, 0.05)[1]
+        assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+        assert all(p.requires_grad for p in model.parameters())
+        optimizer.step()
+    assert any(owner.runs_by_example for owner in engine.clipper.owners)
+
+
+class ChecksInside(nn.Module):
+    """A raw parameter, and parts that are checkpointed."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.part = nn.Parameter(torch.randn(1, 1, D)), nn.Sequential(nn.Linear(D, D), nn.Tanh())
+
+    def forward(self, x):
+        x = x + self.token
+        return checkpoint(self.part, x, use_reentrant=False) if torch.is_grad_enabled() else self.part(x)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_activation_checkpointing_inside_is_no_matter_of_vmap(mode):
+    """It would run a part again when vmap has ended."""
+    model, x = nn.Sequential(nn.Linear(D, D), ChecksInside()), floats()
+    norms, total = clipped_sum(per_example_gradients(model, lambda b: weigh(model(b["x"])), {"x": x}), 4.0)
+    with PerExampleClipper(model, 4.0, mode=mode, self_check=True) as clipper:
+        got = clipper.backward(weigh(model(x)))
+        torch.testing.assert_close(got, torch.tensor(norms), rtol=1e-5, atol=0)
+        assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+
+
+class Scaled(nn.Module):
+    """``positions`` (T,) are the same for all examples, ``scale`` (B,) is one number for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(D))
+
+    def forward(self, x, positions=None, scale=None):
+        x = x * self.w
+        if positions is not None and len(positions) == 3:
+            x = x + positions[:, None]
+        elif positions is not None:
+            scale = positions
+        if scale is not None:
+            x = x * (scale if len(scale) == len(x) else scale.mean().expand(len(x)))[:, None, None]
+        return x
+
+
+class Rescaled(nn.Module):
+    def __init__(self, by_name):
+        super().__init__()
+        self.inner, self.head, self.by_name = Scaled(), nn.Linear(D, 3), by_name
+
+    def forward(self, x, scale=None):
+        if scale is None:
+            return self.head(self.inner(x, torch.arange(3.0)))
+        return self.head(self.inner(x, scale=scale) if self.by_name else self.inner(x, scale))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_tensor_of_another_role_is_not_given_to_every_example(by_name):
+    """Each would see the numbers of all others: what was the same for all when the check looked is not any more."""
+    model, x, scale = Rescaled(by_name), floats(), torch.rand(4)
+    with PerExampleClipper(model, 1.0, self_check=True) as clipper:
+        clipper.backward(weigh(model(x)))
+        assert any(owner.runs_by_example for owner in clipper.owners)
+        with pytest.raises(UnsupportedModuleError, match="gives another output"):
+            clipper.backward(weigh(model(x, scale)))
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
