@@ -135,7 +135,7 @@ class ParameterTap(torch.autograd.Function):
 
 
 class FirstReached(torch.autograd.Function):
-    """A copy, whose backward tells that the user goes back before checkpointing recomputes what lies in front of it."""
+    """A copy, whose backward tells that the user goes back, before checkpointing recomputes what is behind it."""
 
     @staticmethod
     def forward(ctx, forward: ForwardPass, x: torch.Tensor):

@@ -298,7 +298,7 @@ def test_a_peak_is_never_over_what_a_device_has_to_spare(
 def test_the_budget_bounds_what_is_kept_and_not_less(benchmark, monkeypatch):
     """A plan that forgets the budget is seen by the measure."""
     monkeypatch.setattr(memory, "_worthwhile", lambda choices, limit: (c.parameter for _, c in choices if c.saved > 0))
-    assert within(benchmark, "bert", Shape(192, 1, 50, 144, 4), "book_keeping", 0.05)["over_mb"] > 0.1
+    assert within(benchmark, "bert", Shape(128, 1, 50, 64, 8, 4), "ghost", 0.02)["over_mb"] > 0.1
 
 
 def test_layers_clipped_by_themselves_take_the_memory_of_plain_training(benchmark):
