@@ -139,10 +139,10 @@ class ModelState:
         paused, self.paused = self.paused, True
         try:
             yield
-        finally:
+        finally:  # also after an error, so that nobody takes what a check wrote and put back for a batch's doing
             self.paused = paused
-        self._versions = [version_of(t) for t in self._tensors]
-        self._trained_versions = [version_of(p) for p in self._trained]
+            self._versions = [version_of(t) for t in self._tensors]
+            self._trained_versions = [version_of(p) for p in self._trained]
         conditions, self._conditions = self._conditions, Conditions()  # what a check finds is told by its own error
         try:
             self.require_unchanged()
