@@ -395,10 +395,13 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
         for owner in module.modules()
         for holder in (vars(owner), owner._parameters, owner._buffers, owner._modules)
     ]
-    before = [dict(holder) for holder in held]
+    before, classes = [dict(holder) for holder in held], [(owner, type(owner)) for owner in module.modules()]
     try:
         yield
     finally:
+        for owner, cls in classes:
+            if type(owner) is not cls:  # a parametrization that was put on
+                owner.__class__ = cls
         changed = [
             (holder, contents)
             for holder, contents in zip(held, before, strict=True)
