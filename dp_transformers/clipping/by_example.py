@@ -14,8 +14,7 @@ again in the backward pass instead (:mod:`.fallback`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..ragged import is_ragged
 from .batch_dims import BatchDim, kind_of_call
-from .fallback import refuse_new_data, substituted, without_fused_attention
+from .fallback import put_back, refuse_new_data, substituted, without_fused_attention
 from .owners import Owner
 from .precision import HALF
 from .recorded_call import ForwardPass, is_differentiable
@@ -105,10 +104,12 @@ class ExamplesApart:
         index = torch.arange(forward.batch_size, device=forward.probe.device)
         dims = [0 if x is not whole else None for x, whole in zip(apart, tensors, strict=True)]
         try:
-            with without_fused_attention(), _unchanged(owner.module):
+            with without_fused_attention(), put_back(owner.module) as changed:
                 torch.func.vmap(one_example, (0, dims), randomness="different")(index, apart)
         finally:
             self._index = None
+        if changed:  # to tensors of one example, which mean nothing outside of vmap
+            raise CannotRunByExample("its forward pass sets attributes")
         for x in _tensors(tree_flatten(output)[0]):
             if x.dtype in HALF:
                 forward.low_precision = x.dtype
@@ -384,31 +385,3 @@ def _together(x: torch.Tensor, is_apart: bool, dim: BatchDim, batch: int) -> tor
     if x.dim() <= dim.dim + 1 or x.shape[dim.dim + 1] != 1:
         raise CannotRunByExample("a tensor of one example is no batch of one")
     return dim.restored(x.squeeze(dim.dim + 1))
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Raises CannotRunByExample if ``module`` or what it contains holds something else afterwards: a tensor of one
-    example means nothing outside of vmap. It then holds what it held."""
-    held: list[dict[str, Any]] = [
-        holder
-        for owner in module.modules()
-        for holder in (vars(owner), owner._parameters, owner._buffers, owner._modules)
-    ]
-    before, classes = [dict(holder) for holder in held], [(owner, type(owner)) for owner in module.modules()]
-    try:
-        yield
-    finally:
-        for owner, cls in classes:
-            if type(owner) is not cls:  # a parametrization that was put on
-                owner.__class__ = cls
-        changed = [
-            (holder, contents)
-            for holder, contents in zip(held, before, strict=True)
-            if list(map(id, holder.values())) != list(map(id, contents.values()))
-        ]
-        for holder, contents in changed:
-            holder.clear()
-            holder.update(contents)
-    if changed:
-        raise CannotRunByExample("its forward pass sets attributes")

@@ -16,8 +16,10 @@ that mixes its examples, is refused instead of trained wrongly.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
     reasons = []
     for way in _ways(call):
         try:
-            with without_fused_attention(), _unchanged(module):
+            with without_fused_attention(), put_back(module):
                 # on copies: the module may write to what it is given, which autograd still needs as it is
                 gradients = way(call, [x.clone() for x in call.inputs_by_example()], parameters)
         except Exception as error:
@@ -94,20 +96,28 @@ def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Afterwards, ``module`` and what it contains hold what they held: no tensor of the re-run, which functorch would
-    not let live on."""
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (held, dict(held))
-        for owner in module.modules()
-        for held in (vars(owner), owner._parameters, owner._buffers, owner._modules)
-    ]
+def put_back(module: nn.Module) -> Iterator[list[Any]]:
+    """Afterwards, ``module`` and what it contains hold what they held, in lists of theirs too: no tensor of
+    functorch's, which would not live on. What held something else is in the list that this gives."""
+    parts, changed = list(module.modules()), []
+    held: list[Any] = [x for part in parts for x in (vars(part), part._parameters, part._buffers, part._modules)]
+    held += [x for part in parts for x in vars(part).values() if isinstance(x, (list, deque))]
+    before, classes = [copy(holder) for holder in held], [(part, type(part)) for part in parts]
     try:
-        yield
+        yield changed
     finally:
-        for held, contents in before:
-            held.clear()
-            held.update(contents)
+        for part, cls in classes:
+            if type(part) is not cls:  # a parametrization that was put on
+                part.__class__ = cls
+        for holder, contents in zip(held, before, strict=True):
+            if _ids(holder) != _ids(contents):
+                changed.append(holder)
+                holder.clear()
+                holder.update(contents) if isinstance(holder, dict) else holder.extend(contents)
+
+
+def _ids(holder: Any) -> list[int]:
+    return list(map(id, holder.values() if isinstance(holder, dict) else holder))
 
 
 def refuse_new_data(func: Callable) -> None:

@@ -497,6 +497,30 @@ class Stores(Norm):
         return self.seen
 
 
+class Collects(Norm):
+    """Appends to a list that the model reads and empties."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(super().forward(x))
+        return self.seen[-1]
+
+
+class ReadsCollected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.Linear(D, D), Collects()
+
+    def forward(self, x):
+        x = self.inner(self.first(x))
+        total = sum(self.inner.seen)
+        self.inner.seen.clear()
+        return x + total
+
+
 class Caches(Norm):
     """Writes to an object that lives on."""
 
@@ -521,7 +545,9 @@ class WithCache(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "model", [lambda: nn.Sequential(nn.Linear(D, D), Stores()), WithCache], ids=["attribute", "object"]
+    "model",
+    [lambda: nn.Sequential(nn.Linear(D, D), Stores()), ReadsCollected, WithCache],
+    ids=["attribute", "list", "object"],
 )
 def test_tensors_of_one_example_do_not_stay(model):
     """Where they would, the module is run again in backward instead."""
