@@ -110,7 +110,6 @@ class ClippingEngine:
         self.on_outputs: Callable[[Any], None] = lambda output: None
         self._hooks = HookedModel(
             model,
-            self._watch,
             self._begin_forward,
             self._record,
             self._run_by_example,
@@ -268,12 +267,6 @@ class ClippingEngine:
             self.forward.is_current = False
             self.forward.backward = None  # they hold each other, and what was kept
         self.forward, self._hooks.in_backward = forward, False
-
-    def _watch(self) -> None:
-        """The model is called with a graph: what hooks of the user's write from now on is what a batch writes."""
-        loop = self._loop_in_charge
-        if loop is not None and loop.current_batch() is not None:
-            self.state.before_forward()
 
     def _begin_forward(self, args: tuple, kwargs: dict) -> bool:
         """The model is called with a graph; False if activation checkpointing calls it inside backward."""

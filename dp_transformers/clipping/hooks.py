@@ -23,7 +23,6 @@ class HookedModel:
     """A model with hooks, while it is attached.
 
     Args:
-        on_call_of_model: ``f()``, before any hook of the user's sees what the model is called with, with a graph.
         on_forward: ``f(args, kwargs)``, before the model runs with a graph. Whether calls shall be passed on.
         on_call: ``f(owner, args, kwargs, output, first_node)``, after each of them: the output to go on with, None for
             the same.
@@ -43,7 +42,6 @@ class HookedModel:
     def __init__(
         self,
         model: nn.Module,
-        on_call_of_model: Callable[[], None],
         on_forward: Callable[[tuple, dict], bool],
         on_call: Callable[[Owner, tuple, dict, Any, int], Any],
         on_by_example: Callable[[Owner, Callable, tuple, dict], tuple[bool, Any]],
@@ -52,7 +50,7 @@ class HookedModel:
         without_graph: Callable[[], contextlib.AbstractContextManager],
     ):
         self.model, self._on_forward, self._on_call, self._on_gradient = model, on_forward, on_call, on_gradient
-        self._on_output, self._on_by_example, self._on_call_of_model = on_output, on_by_example, on_call_of_model
+        self._on_output, self._on_by_example = on_output, on_by_example
         self._without_graph = without_graph
         self._opened_without_graph: contextlib.AbstractContextManager | None = None
         self.in_backward = False
@@ -89,7 +87,6 @@ class HookedModel:
         self._remove_handles()
         self._owners, self._hides, self._configs = owners, hides, configurations(self.model)
         handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=gathers)]
-        handles.append(self.model.register_forward_pre_hook(self._before_hooks, prepend=True))
         for owner in owners:
             handles.append(owner.module.register_forward_pre_hook(partial(self._before_call, owner), prepend=True))
             if owner.rule.tapped_inside:
@@ -149,18 +146,13 @@ class HookedModel:
 
     # ---- the model ----
 
-    def _before_hooks(self, module: nn.Module, args: tuple) -> None:
+    def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._suspended:
             return
         refuse_tracing()
-        if torch.is_grad_enabled():
-            self._on_call_of_model()
-        else:
+        if not torch.is_grad_enabled():
             opened = self._opened_without_graph = self._without_graph()
             opened.__enter__()
-
-    def _before_model(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._suspended or not torch.is_grad_enabled():
             return
         handles = self._handles
         if not self._on_forward(args, kwargs):

@@ -52,7 +52,6 @@ class ModelState:
         self._noted = False
         self.paused = False  # while a check runs the model, which compares for itself
         self._switches: list[Any] | None = None
-        self._other_switches = False  # than when it was asked last
         self._weights: Written | None = None  # the large frozen parameters, as the draw found them
         refuse_marked(model)
         self._record()
@@ -66,8 +65,6 @@ class ModelState:
         """Note the state, if no batch is under way. What was changed between batches is the user's own doing."""
         if self._noted or self.paused:
             return
-        if self._switches is not None:
-            self._compare_switches()
         if self._is_same_by_identity():
             self._note_contents()
         else:
@@ -92,17 +89,10 @@ class ModelState:
     def runs_otherwise(self) -> bool:
         """Returns True if the model may compute otherwise than when this was asked last: a class, method, hook, word
         or switch is another one."""
-        if self.paused:
+        if self.paused or self._noted or (self._switches is not None and self._is_same_by_identity()):
             return False
-        if not self._noted or self._switches is None:  # what a batch changes is not asked for
-            self._compare_switches()
-        found, self._other_switches = self._other_switches, False
-        return found
-
-    def _compare_switches(self) -> None:
-        if self._switches is None or not self._is_same_by_identity():
-            before, self._switches = self._switches, _switches(self.model)
-            self._other_switches |= before is not None and before != self._switches
+        before, self._switches = self._switches, _switches(self.model)
+        return before is not None and before != self._switches
 
     def require_unchanged(self) -> None:
         """Put back what may be; raise ValueError that names what else the batch changed."""

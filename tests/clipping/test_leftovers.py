@@ -322,20 +322,3 @@ def test_no_batch_sees_a_memory_that_others_made_longer(kind, loop, tmp_path):
         DUE.append(True)
         training.train()
     assert len(seen) > 6 and set(seen) == {1} and net.memory.tolist() == [[1.0] * 3]
-
-
-@both_loops
-def test_what_a_hook_of_the_model_writes_is_seen(loop, tmp_path):
-    """Such a hook sees the batch before those that the clipper installs later."""
-
-    def writes(module, args):
-        if DUE:
-            module.mean.data.copy_(args[0].detach()[0])
-
-    net = Net()
-    net.register_forward_pre_hook(writes)
-    training = Loop(net) if loop == "plain" else trainer(net, tmp_path)
-    DUE.extend([True] * (loop == "plain"))
-    with pytest.raises(ValueError, match="'mean' of the model changed"):
-        training.train()
-    assert not net.mean.any()
