@@ -162,8 +162,8 @@ class DPTrainingArguments(TrainingArguments):
     memory_budget: float | str | None = field(
         default=None,
         metadata={
-            "help": "How many bytes of each device a backward pass may keep beyond what the clipping mode keeps, to "
-            "save time; auto is what every device has to spare after the first steps."
+            "help": "How many bytes of a device a backward pass may keep, to save time, beyond what the clipping mode "
+            "keeps; auto is what devices have to spare."
         },
     )
     fill_physical_batches: bool = field(

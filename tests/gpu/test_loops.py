@@ -17,7 +17,7 @@ from dp_transformers import (
     PerLayerClipping,
     PrivacyEngine,
 )
-from dp_transformers.clipping import model_state
+from dp_transformers.clipping import leftovers, model_state
 from dp_transformers.clipping.device_memory import DeviceMemory
 from dp_transformers.clipping.measured_budget import PART, SHARE, MeasuredBudget
 
@@ -94,7 +94,8 @@ WAITS = {"book_keeping": (3, 7), "per_sample": (3, 7), "ghost": (3, 9), "fast_gr
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("mode", WAITS)
 def test_how_often_a_step_waits_for_the_device(mode, lora, device, waits, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_state, "_SMALL", 100)  # so that this model has weights that are compared once a draw
+    for module in (leftovers, model_state):  # so that this model has weights that are compared once a draw
+        monkeypatch.setattr(module, "SMALL", 100)
     in_plain_loop, in_trainer = WAITS[mode]
     (*_, last), _ = train_plain(small(lora), device, 2, waits, clipping_mode=mode)
     del last["dp_transformers.batch_checks.refuse_losses_of_other_rows"]  # it looks ever more rarely
