@@ -23,11 +23,12 @@ def _seeded():
 
 @pytest.fixture(autouse=True)
 def _log_levels():
-    """What a command or a recipe that runs in this process says to log is said for no other test."""
-    logger = logging.getLogger("dp_transformers")
-    level, disabled = logger.level, logging.root.manager.disable
+    """What a command, a recipe or a benchmark that runs in this process says to log is said for no other test."""
+    loggers = [logging.getLogger(name) for name in ("dp_transformers", "transformers")]
+    levels, disabled = [logger.level for logger in loggers], logging.root.manager.disable
     yield
-    logger.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
     logging.disable(disabled)
 
 
