@@ -35,6 +35,17 @@ def test_a_sample_is_exact(task, name):
     assert max(row["norm_error"], row["sum_error"]) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("name", "rerun"),
+    [
+        ("BlenderbotForCausalLM", ["BlenderbotDecoder"]),  # a condition on its numbers, and a scale for the embeddings
+        ("MambaForCausalLM", []),  # without a rule, one example at a time in the forward pass
+    ],
+)
+def test_what_was_rerun_is_told(name, rerun):
+    assert measure("CAUSAL_LM", name)["rerun"] == rerun
+
+
 def test_a_refusal_comes_with_its_reason():
     row = measure("MASKED_LM", "IBertForMaskedLM")
     assert row["outcome"] == "refused" and "x_min" in row["reason"]
