@@ -7,6 +7,7 @@ All step with SGD, which costs least: a dearer optimizer would only hide what pr
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,6 +64,8 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
     if mode == PER_LAYER:
         clipping, mode = PerLayerClipping(clipping), "book_keeping"
     clipper = PerExampleClipper(model, clipping, mode=mode, memory_budget=memory_budget)
+    clipper.follow(OneDraw(), None)
+    steps = itertools.count(1)
     noise, std = GaussianNoise(), NOISE_MULTIPLIER * clipping.sensitivity
 
     def backward() -> None:
@@ -70,10 +73,31 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
         clipper.backward(task.forward(model))
 
     def step() -> None:
+        clipper.expect_same_model()
+        clipper.conditions.require()
         add_noise_and_divide(clipper.parameters, noise, std=std, divisor=task.size, scales=clipper.noise_scales)
         optimizer.step()
+        clipper.begin_draw()
+        clipper.look_at_memory(next(steps), int)  # of one rank, the least is its own
 
     return backward, step
+
+
+class OneDraw:
+    """The training loop of a clipper whose batches belong to one draw until the step, as they do in a training. What
+    is looked at once a draw, that no frozen weight was written to, is part of the step."""
+
+    def before_forward(self, args: tuple, kwargs: dict) -> None:
+        """It needs nothing of the inputs."""
+
+    def current_batch(self) -> object:
+        return self
+
+    def before_sum(self, batch_size: int) -> tuple[None, bool]:
+        return None, True
+
+    def after_sum(self, losses_b: torch.Tensor | None, weights_b: torch.Tensor | None) -> None:
+        """It keeps no losses."""
 
 
 def opacus(task: Task, mode: str) -> Sequence[Phase]:
