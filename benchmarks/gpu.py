@@ -7,8 +7,9 @@
 
 The weights are random. Full fine-tuning and LoRA are measured beside plain training, Opacus and opake. The table shows
 forward, backward and clipping of one physical batch; *step*, which is printed as it comes, is a whole step of
---examples-per-step examples with its noise and the optimizer. Every contender takes turns with plain training alone,
-so that no more than two models lie on the card. The largest batch is the one that the card's memory has room for.
+--examples-per-step examples with its noise and the optimizer. On a card every contender takes turns with plain
+training alone, so that no more than two models lie there; on the CPU all take turns. The largest batch is the one that
+the card's memory has room for.
 --toy does all of this with tiny models, on the CPU unless --device says otherwise.
 """
 
@@ -80,8 +81,8 @@ def measured(benchmark: Benchmark, case: Row, budget: float) -> list[Row]:
     names = list(fields[1])
     figures: dict[str, Row] = {}
     parts = {"step": (benchmark.args.examples_per_step / size, 1), "backward": (1, 0)}
-    for name in names[1:]:
-        figures |= benchmark.compare(case, {each: fields[1][each] for each in (names[0], name)}, parts)
+    for others in [names[1:]] if benchmark.device.type == "cpu" else [[name] for name in names[1:]]:
+        figures |= benchmark.compare(case, {each: fields[1][each] for each in (names[0], *others)}, parts)
         release(benchmark)
     memory = peaks(benchmark, {**case, "part": "memory"}, fields, size - size // 2, budget)
     release(benchmark)
