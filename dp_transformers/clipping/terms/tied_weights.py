@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -13,9 +14,12 @@ from . import Convolved, Dense, LastResultCache, Outer, Routed, Rows, Stacked, T
 from .arithmetic import chunks, norms_over
 from .outer import sum_in_blocks
 
+_Joined = TypeVar("_Joined", Rows, Routed)
+
 
 def merge(terms: Sequence[Term]) -> list[Term]:
-    """The same sum with at most one term of each kind: factors of equal kind concatenate along the positions.
+    """The same sum with at most one term of each kind: factors of equal kind concatenate along the positions. The only
+    one of its kind stays as it is: a copy of a head's factors would take as much memory as all logits.
 
     Convolutions do along the images, where these are alike; else their instances are added.
     """
@@ -23,15 +27,11 @@ def merge(terms: Sequence[Term]) -> list[Term]:
         return list(terms)
     merged: list[Term] = []
     if outers := [t for t in terms if isinstance(t, Outer | Stacked)]:
-        merged.append(sum_in_blocks(outers))
+        merged.append(sum_in_blocks(outers) if len(outers) > 1 else outers[0])
     if rows := [t for t in terms if isinstance(t, Rows)]:
-        ids, grad = torch.cat([t.ids for t in rows], 1), torch.cat([t.grad for t in rows], 1)
-        merged.append(Rows(ids, grad, rows[0].num_rows))
+        merged.append(_joined(rows, "ids", "grad") if len(rows) > 1 else rows[0])
     if routed := [t for t in terms if isinstance(t, Routed)]:
-        ids, left, right = (
-            torch.cat(parts, 1) for parts in zip(*((t.ids, t.left, t.right) for t in routed), strict=True)
-        )
-        merged.append(replace(routed[0], ids=ids, left=left, right=right))
+        merged.append(_joined(routed, "ids", "left", "right") if len(routed) > 1 else routed[0])
     dense = [t for t in terms if isinstance(t, Dense)]
     if convolved := [t for t in terms if isinstance(t, Convolved)]:
         if len({(t.image.shape, t.how) for t in convolved}) == 1:
@@ -44,6 +44,11 @@ def merge(terms: Sequence[Term]) -> list[Term]:
         parts = tuple(x for t in dense for x in t.parts)
         merged.append(Dense(torch.stack(grads).sum(0), parts) if len(dense) > 1 else dense[0])
     return merged
+
+
+def _joined(terms: Sequence[_Joined], *factors: str) -> _Joined:
+    """One term with the positions of all, side by side in these factors."""
+    return replace(terms[0], **{name: torch.cat([getattr(t, name) for t in terms], 1) for name in factors})
 
 
 def norm_of_sum(terms: Sequence[Term], *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:

@@ -254,6 +254,17 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
     )
 
 
+def test_the_only_term_of_its_kind_is_not_copied():
+    outer, rows = (
+        Outer(torch.randn(2, 5, 9), torch.randn(2, 5, 3)),
+        Rows(torch.ones(2, 4).long(), torch.randn(2, 4, 3), 9),
+    )
+    assert [id(t) for t in merge([rows, outer])] == [id(outer), id(rows)], "an embedding, and the head tied to it"
+    ids, left, right = torch.ones(2, 4).long(), torch.randn(2, 4, 6), torch.randn(2, 4, 5)
+    routed = Routed(ids, left, right, 3)
+    assert merge([Dense(torch.zeros(2, 3, 6, 5)), routed])[0] is routed
+
+
 def where_padding_has_gradients(kind, g):
     """Terms, and what they amount to: of 12 positions of 2 examples, the last 4 have gradients that are long and
     inputs that are zero."""
