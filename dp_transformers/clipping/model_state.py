@@ -139,6 +139,16 @@ class ModelState:
         finally:
             self._conditions = conditions
 
+    @contextmanager
+    def holding_other_numbers(self) -> Iterator[None]:
+        """Inside, tensors hold other numbers than those that were noted, and :meth:`holds_the_same` is about these."""
+        noted = self._contents, self._weights
+        self._contents, self._weights = _contents(self._plain), _contents(self._large_weights)
+        try:
+            yield
+        finally:
+            self._contents, self._weights = noted
+
     def holds_the_same(self, tensor: torch.Tensor) -> bool:
         """Returns True if ``tensor`` is known to hold what it held. A weight that is written onto itself does, as by
         adapters on the weights of experts (peft's ``target_parameters``)."""

@@ -63,7 +63,8 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
             engine.trainable.low_precision = next(
                 (p.dtype for p in engine.model.parameters() if p.dtype in HALF), torch.float32
             )
-            yield replaced
+            with engine.state.holding_other_numbers() if kept else contextlib.nullcontext():
+                yield replaced
         finally:
             torch.autocast.__enter__ = enter
             engine.trainable.low_precision = low_precision
