@@ -4,7 +4,7 @@ for two batch sizes."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from .. import ragged
 class BatchDim:
     """Dimension ``dim`` has one entry for each example, or a single one for all. In a ``flat`` tensor the first
     dimension holds all positions of all examples, example by example. Neither: the tensor is the same for all
-    examples."""
+    examples. Of ``one_row`` no more than one entry was ever seen: as many as there are examples may be a table that is
+    the same for all."""
 
     dim: int | None = None
     flat: bool = False
+    one_row: bool = field(default=False, compare=False)
 
     def holds_examples(self, x: torch.Tensor, batch: int) -> bool:
         """Returns True if ``x`` has something of its own for each of ``batch`` examples."""
@@ -95,7 +97,7 @@ def learn_batch_dim(
         return BatchDim(pairs.index((batch, other_batch)))
     size, other_size = pairs[0]
     if (size, other_size) in ((1, 1), (batch, 1), (1, other_batch)):
-        return BATCH_FIRST
+        return BatchDim(0, one_row=size == other_size)
     # All positions of every example and nothing else: a number that merely divides by the batch could be tokens sorted
     # by expert.
     if size * other_batch == other_size * batch and size % batch == 0 and size // batch in positions:

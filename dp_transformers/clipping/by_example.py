@@ -350,6 +350,8 @@ def _of_each(x: torch.Tensor, dim: BatchDim, forward: ForwardPass) -> torch.Tens
         raise UnknownCall("it is given rows of unknown examples")
     if dim.dim is None and not dim.flat and batch > 1 and batch in x.shape:
         raise UnknownCall("what was the same for all examples may be one number for each")
+    if dim.one_row and batch > 1 and x.shape[0] == batch:
+        raise UnknownCall("where there was one row for all examples there may be one for each")
     if dim.holds_examples(x, batch):
         return _split(x, dim, batch)
     if dim.dim is not None and x.shape[dim.dim] != 1:

@@ -454,6 +454,41 @@ def test_a_tensor_of_another_role_is_not_given_to_every_example(by_name):
             clipper.backward(weigh(model(x, scale)))
 
 
+class AddsPositions(nn.Module):
+    """``table`` (T, D) is the same for all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(D))
+
+    def forward(self, x, table):
+        return (x + self.w * table) * self.w
+
+
+class WithPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = AddsPositions(), nn.Linear(D, 3)
+        self.register_buffer("table", torch.randn(9, D))
+
+    def forward(self, x):
+        return self.head(self.inner(x, self.table[: x.shape[1]]))
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_table_of_one_row_when_the_check_looked_is_not_divided_among_the_examples(mode):
+    model, loss = WithPositions(), lambda batch: weigh(model(batch["x"]))
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=True) as clipper:
+        for length_of_rows in (1, 3, 2):
+            batch = {"x": torch.randn(4, length_of_rows, D)}
+            norms, total = clipped_sum(per_example_gradients(model, loss, batch), 1.0)
+            model.zero_grad()
+            torch.testing.assert_close(clipper.backward(loss(batch)), torch.tensor(norms), rtol=1e-5, atol=0)
+            assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+        with pytest.raises(UnsupportedModuleError, match="gives another output"):  # whose rows these are, nobody knows
+            clipper.backward(weigh(model(torch.randn(4, 4, D))))
+
+
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_in_bf16(mode):
     model, x = nn.Sequential(nn.Linear(D, D), Norm(), Routed()), floats()
