@@ -264,6 +264,8 @@ class ClippingEngine:
 
     def _replace_forward(self, forward: ForwardPass | None) -> None:
         if self.forward is not None:
+            for owner in self.forward.whole:
+                owner.needs_whole_batch = True
             self.forward.is_current = False
             self.forward.backward = None  # they hold each other, and what was kept
         self.forward, self._hooks.in_backward = forward, False
@@ -316,7 +318,8 @@ class ClippingEngine:
 
     def _run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
         """Whether the module could run one example at a time, and what it returned. One that could not is re-run from
-        now on."""
+        now on; in this forward pass it is tried at every call, since activation checkpointing must meet what it met
+        before."""
         forward, is_outermost = cast(ForwardPass, self.forward), not self._apart.is_running
         device = forward.probe.device
         uses, numbers = forward.uses.copy(), random_state(device)
@@ -328,7 +331,8 @@ class ClippingEngine:
         except Exception as error:
             if not is_outermost:  # which can run on the whole batch
                 raise
-            owner.needs_whole_batch |= not isinstance(error, UnknownCall)
+            if not isinstance(error, UnknownCall):
+                forward.whole.add(owner)
             forward.uses = uses
             told = logger.info if self._on_trial else partial(warn_once, logger, type(owner.module))
             told("%s is re-run: it cannot run one example at a time (%s: %s)", owner, type(error).__name__, error)

@@ -76,6 +76,7 @@ class ForwardPass:
         self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
         self.returned: Counter[nn.Parameter] = Counter()  # numbers in the first output of those calls
         self.positions: set[int] = set()  # how many an example may have
+        self.whole: set[Owner] = set()  # owners that could not run one example at a time
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward

@@ -368,6 +368,24 @@ def test_below_activation_checkpointing(mode):
         assert not any(owner.is_rerun for owner in clipper.owners)
 
 
+@pytest.mark.parametrize("limits", [(1.0, 1.0), (5.0, 1.0)], ids=["at once", "later"])
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_what_vmap_cannot_run_below_activation_checkpointing(mode, limits):
+    """What is run again in the backward pass must save as many tensors as were saved before, by a try that fails,
+    too."""
+    model, x = Checkpointed(), floats()
+    model.block = nn.Sequential(Norm(), Fussy(), nn.Linear(D, 3))
+    plain, model.saves = copy.deepcopy(model), True
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=True) as clipper:
+        for limit in limits:
+            model.block[1].limit = plain.block[1].limit = limit
+            norms, total = clipped_sum(per_example_gradients(plain, lambda b: weigh(plain(b["x"])), {"x": x}), 1.0)
+            model.zero_grad()
+            torch.testing.assert_close(clipper.backward(weigh(model(x))), torch.tensor(norms), rtol=1e-5, atol=0)
+            assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+        assert [owner for owner in clipper.owners if owner.is_rerun]
+
+
 @pytest.mark.filterwarnings("ignore:dp_seed")
 def test_below_activation_checkpointing_in_a_loop_of_the_users():
     """Recomputing ends in the middle of a module; its parameters ask for gradients again afterwards."""
