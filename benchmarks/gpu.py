@@ -63,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.lengths, args.tokens_per_batch = [8], 32
     elif args.quick:
         args.lengths, args.dtypes = [128], ["bf16"]
+    if args.tokens_per_batch < 2 * max(args.lengths):
+        p.error(
+            "memory is measured with half a batch, too: let --tokens-per-batch be twice the longest length or more"
+        )
     benchmark = Benchmark("gpu", args)
     budget = args.budget_gb * 1e9 if args.device == "cpu" else torch.cuda.get_device_properties(0).total_memory
     lines = []
