@@ -66,6 +66,8 @@ class LayerRule:
             overwrite that in place.
         require: ``f(module)``, asked at every call that is recorded, raises ValueError where the module is in a state
             that mixes examples.
+        reads: ``f(module)``, what the terms depend on besides tensors and is easily set otherwise. It must be the same
+            in the backward pass as at the call.
     """
 
     terms: Callable[..., Terms] | None = None
@@ -77,6 +79,7 @@ class LayerRule:
     channels_second: bool = False
     backward_reads_output: bool = True
     require: Callable[[Any], None] | None = None
+    reads: Callable[[Any], object] | None = None
 
     @property
     def is_of_all_below(self) -> bool:

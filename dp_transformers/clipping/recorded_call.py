@@ -151,6 +151,7 @@ class RecordedCall:
         self.owner, self.forward, self.parameters = owner, forward, owner.names
         self.module, self.batch_size = owner.module, forward.batch_size
         self.first_node = first_node  # autograd's sequence number when it began
+        self._read = None if owner.rule.reads is None else owner.rule.reads(owner.module)
         self.is_ragged = False
         if not owner.has_rule:  # rows of different lengths are run again one by one
             args, kwargs = unpacked(owner.module, args, kwargs)
@@ -192,6 +193,16 @@ class RecordedCall:
             )
             if not same_state(owner.random_state, random_state(device)):
                 self.random_state = owner.random_state
+
+    def require_as_called(self) -> None:
+        """Raise ValueError if what the rule reads of the module is not what it was at the call."""
+        reads = self.owner.rule.reads
+        if reads is not None and (read := reads(self.module)) != self._read:
+            raise ValueError(
+                f"{self.owner} computed with {self._read}, and before the backward pass that was set to {read}, so "
+                "its gradients would not be those of what it computed: change that between two steps, and go backward "
+                "inside the same 'with' block as forward."
+            )
 
     def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes

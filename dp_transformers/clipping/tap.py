@@ -196,6 +196,7 @@ def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
 
 def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Term]:
     owner, rule, trainable = call.owner, call.owner.rule, call.forward.trainable
+    call.require_as_called()
     if rule.norms is not None and backward.wants_only_norms_of(owner.names):
         found = {p: NormOnly(norm_b) for p, norm_b in rule.norms(owner.module, *_by_example(call)).items()}
         if shapes := [tuple(term.norm_b.shape) for term in found.values() if term.norm_b.shape != (call.batch_size,)]:

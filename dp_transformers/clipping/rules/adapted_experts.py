@@ -95,7 +95,12 @@ def _require_active(module: nn.Module) -> None:
         )
 
 
-@layer_rule(recognise=_are_adapted_experts, covers_children=True, require=_require_active)
+def _scalings(module: nn.Module) -> dict[str, float]:
+    """By weight and active adapter."""
+    return {f"{w.parameter_name}.{name}": w.scaling[name] for w in _unwrapped(module)[0] for name in w.active_adapters}
+
+
+@layer_rule(recognise=_are_adapted_experts, covers_children=True, require=_require_active, reads=_scalings)
 def adapted_experts(
     module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:

@@ -44,6 +44,25 @@ def test_scaled_by_the_root_of_the_rank():
     check(adapted(use_rslora=True), ["book_keeping"])
 
 
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("by", ["scaling", "adapter"])
+def test_what_is_set_otherwise_before_the_backward_pass_is_refused(by, mode):
+    """The rule would take the new scaling for what the forward pass computed."""
+    model, batch = adapted(), batch_for("Mixtral")
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    losses_of = losses_function(model)
+    with PerExampleClipper(model, 0.3, mode=mode) as clipper:
+        clipper.backward(losses_of(batch))
+        if by == "scaling":
+            with peft.helpers.rescale_adapter_scale(model, 0.5):
+                losses = losses_of(batch)
+        else:
+            losses = losses_of(batch)
+            model.base_model.set_adapter(["default", "other"])
+        with pytest.raises(ValueError, match="before the backward pass that was set to"):
+            clipper.backward(losses)
+
+
 def test_two_adapters_at_once():
     model = adapted()
     model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
