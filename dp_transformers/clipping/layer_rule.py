@@ -66,8 +66,8 @@ class LayerRule:
             overwrite that in place.
         require: ``f(module)``, asked at every call that is recorded, raises ValueError where the module is in a state
             that mixes examples.
-        reads: ``f(module)``, what the terms depend on besides tensors and is easily set otherwise. It must be the same
-            in the backward pass as at the call.
+        reads: ``f(module) -> {name: value}``, what the terms depend on besides tensors (:func:`settings`). It must be
+            the same in the backward pass as at the call.
     """
 
     terms: Callable[..., Terms] | None = None
@@ -79,11 +79,20 @@ class LayerRule:
     channels_second: bool = False
     backward_reads_output: bool = True
     require: Callable[[Any], None] | None = None
-    reads: Callable[[Any], object] | None = None
+    reads: Callable[[Any], Mapping[str, object]] | None = None
 
     @property
     def is_of_all_below(self) -> bool:
         return self.takes_call or self.covers_children
+
+
+def settings(*names: str) -> Callable[[Any], dict[str, object]]:
+    """``reads`` of a rule that looks at these attributes of its module."""
+
+    def read(module: Any) -> dict[str, object]:
+        return {name: getattr(module, name) for name in names}
+
+    return read
 
 
 _RULES: dict[Callable, LayerRule] = {}  # by the forward of a class

@@ -151,7 +151,7 @@ class RecordedCall:
         self.owner, self.forward, self.parameters = owner, forward, owner.names
         self.module, self.batch_size = owner.module, forward.batch_size
         self.first_node = first_node  # autograd's sequence number when it began
-        self._read = None if owner.rule.reads is None else owner.rule.reads(owner.module)
+        self._read = {} if owner.rule.reads is None else dict(owner.rule.reads(owner.module))
         self.is_ragged = False
         if not owner.has_rule:  # rows of different lengths are run again one by one
             args, kwargs = unpacked(owner.module, args, kwargs)
@@ -197,9 +197,11 @@ class RecordedCall:
     def require_as_called(self) -> None:
         """Raise ValueError if what the rule reads of the module is not what it was at the call."""
         reads = self.owner.rule.reads
-        if reads is not None and (read := reads(self.module)) != self._read:
+        if reads is not None and (read := dict(reads(self.module))) != self._read:
+            before = {name: value for name, value in self._read.items() if name not in read or read[name] != value}
+            after = {name: value for name, value in read.items() if name not in self._read or name in before}
             raise ValueError(
-                f"{self.owner} computed with {self._read}, and before the backward pass that was set to {read}, so "
+                f"{self.owner} computed with {before}, and before the backward pass that was set to {after}, so "
                 "its gradients would not be those of what it computed: change that between two steps, and go backward "
                 "inside the same 'with' block as forward."
             )

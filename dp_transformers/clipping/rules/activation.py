@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..layer_rule import HasWeightAndBias, layer_rule
+from ..layer_rule import HasWeightAndBias, layer_rule, settings
 from ..terms import Outer, Term, summed
 from .normalization import sum_per_channel
 
 
-@layer_rule(nn.PReLU, channels_second=True, backward_reads_output=False)
+@layer_rule(nn.PReLU, channels_second=True, backward_reads_output=False, reads=settings("num_parameters"))
 def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     if not module.weight.requires_grad:
         return {}

@@ -22,7 +22,7 @@ from ..errors import UnsupportedModuleError
 from ..layer_rule import layer_rule
 from ..parallel.dispatch import class_forward
 from ..terms import Routed, Term
-from .experts import Routing, are_fused_experts, terms_by_name
+from .experts import Routing, are_fused_experts, settings_of_experts, terms_by_name
 
 _ADAPTED = {"gate_up_proj", "up_proj", "down_proj"}
 
@@ -95,12 +95,14 @@ def _require_active(module: nn.Module) -> None:
         )
 
 
-def _scalings(module: nn.Module) -> dict[str, float]:
-    """By weight and active adapter."""
-    return {f"{w.parameter_name}.{name}": w.scaling[name] for w in _unwrapped(module)[0] for name in w.active_adapters}
+def _settings(module: nn.Module) -> dict[str, object]:
+    """Scalings by weight and active adapter, and those of the experts."""
+    wrappers, inside = _unwrapped(module)
+    scalings = {f"{w.parameter_name}.{name}": w.scaling[name] for w in wrappers for name in w.active_adapters}
+    return scalings | settings_of_experts(inside)
 
 
-@layer_rule(recognise=_are_adapted_experts, covers_children=True, require=_require_active, reads=_scalings)
+@layer_rule(recognise=_are_adapted_experts, covers_children=True, require=_require_active, reads=_settings)
 def adapted_experts(
     module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:

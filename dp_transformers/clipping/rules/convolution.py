@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layer_rule import HasWeightAndBias, layer_rule
+from ..layer_rule import HasWeightAndBias, layer_rule, settings
 from ..terms import Convolution, Convolved, Outer, Term
 from .normalization import require_batch, sum_per_channel
 
@@ -22,6 +22,7 @@ class _Convolution(HasWeightAndBias, Protocol):
     dilation: tuple[int, ...]
     groups: int
     padding_mode: str
+    padding: tuple[int, ...] | str
     _reversed_padding_repeated_twice: list[int]  # for F.pad: last dimension first, left and right
 
 
@@ -31,7 +32,10 @@ def _is_native_convolution(module: nn.Module) -> bool:
     return runs in {(cls.forward, cls._conv_forward) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
 
-@layer_rule(recognise=_is_native_convolution, backward_reads_output=False)
+_SETTINGS = ("kernel_size", "stride", "padding", "_reversed_padding_repeated_twice", "dilation", "groups")
+
+
+@layer_rule(recognise=_is_native_convolution, backward_reads_output=False, reads=settings("padding_mode", *_SETTINGS))
 def convolution(
     module: _Convolution, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
@@ -55,7 +59,9 @@ def _images(x: torch.Tensor, dims: int) -> torch.Tensor:
 def _padded(module: _Convolution, image: torch.Tensor) -> tuple[torch.Tensor, Convolution]:
     """The image as the native kernel sees it, and what that does with it."""
     widths = module._reversed_padding_repeated_twice
-    if module.padding_mode == "zeros" and widths[::2] == widths[1::2]:
+    if module.padding_mode == "zeros" and isinstance(module.padding, tuple):
+        padding = module.padding
+    elif module.padding_mode == "zeros" and widths[::2] == widths[1::2]:
         padding = tuple(reversed(widths[::2]))
     else:
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode

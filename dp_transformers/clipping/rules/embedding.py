@@ -10,7 +10,7 @@ from torch import nn
 
 from ...ragged import bag_lengths, own_positions, padded_rows
 from ..errors import UnsupportedModuleError, how_to_fix
-from ..layer_rule import HasWeight, layer_rule
+from ..layer_rule import HasWeight, layer_rule, settings
 from ..recorded_call import RecordedCall
 from ..terms import Rows, Term
 
@@ -26,8 +26,11 @@ class _BagsOfRows(_Table, Protocol):
     include_last_offset: bool
 
 
+_REFUSED = ("max_norm", "sparse", "scale_grad_by_freq")
+
+
 def _refuse_options(module: _Table) -> None:
-    for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+    for option in _REFUSED:
         if getattr(module, option):
             why = {
                 "max_norm": "it rewrites the weights in the forward pass, for whoever is in the batch",
@@ -38,7 +41,7 @@ def _refuse_options(module: _Table) -> None:
             raise ValueError(f"nn.{name}({option}=...) cannot be trained privately: {why}. Build it without {option}.")
 
 
-@layer_rule(nn.Embedding, backward_reads_output=False)
+@layer_rule(nn.Embedding, backward_reads_output=False, reads=settings("num_embeddings", "padding_idx", *_REFUSED))
 def embedding(
     module: _Table, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
@@ -52,7 +55,12 @@ def embedding(
     return {module.weight: Rows(ids_bt, grad_btd, module.num_embeddings)}
 
 
-@layer_rule(nn.EmbeddingBag, takes_call=True, backward_reads_output=False)
+@layer_rule(
+    nn.EmbeddingBag,
+    takes_call=True,
+    backward_reads_output=False,
+    reads=settings("num_embeddings", "embedding_dim", "padding_idx", "mode", "include_last_offset", *_REFUSED),
+)
 def embedding_bag(call: RecordedCall) -> dict[nn.Parameter, Term]:
     """Bags are the rows of a matrix of ids, or are divided by offsets. An example may have several, one after the
     other."""

@@ -50,7 +50,18 @@ def are_fused_experts(module: nn.Module) -> bool:
     return _PARAMETERS.issuperset(name for name, _ in module.named_parameters())
 
 
-@layer_rule(recognise=are_fused_experts)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def settings_of_experts(module: nn.Module) -> dict[str, object]:
+    """What the class set: a gate may read anything of it."""
+    own = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return {name: x for name, x in own.items() if not isinstance(x, torch.Tensor)} | {
+        "act_fn": getattr(module, "act_fn", None)
+    }
+
+
+@layer_rule(recognise=are_fused_experts, reads=settings_of_experts)
 def experts(module: Experts, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     weights = {name: p.detach() for name, p in module.named_parameters()}
     terms = terms_by_name(module, weights, activations, backprops)

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import HOW_BATCH_NORM_MIXES
 from ..fallback import substituted
-from ..layer_rule import HasWeight, layer_rule
+from ..layer_rule import HasWeight, layer_rule, settings
 from ..terms import Dense, Term, summed
 
 
@@ -23,7 +23,7 @@ def _sum_positions(x: torch.Tensor, keep_dims: int) -> Dense:
     return summed(x, range(1, x.dim() - keep_dims))
 
 
-@layer_rule(nn.LayerNorm, backward_reads_output=False)
+@layer_rule(nn.LayerNorm, backward_reads_output=False, reads=settings("normalized_shape", "eps"))
 def layer_norm(
     module: nn.LayerNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
@@ -37,7 +37,7 @@ def layer_norm(
     return terms
 
 
-@layer_rule(nn.RMSNorm, backward_reads_output=False)
+@layer_rule(nn.RMSNorm, backward_reads_output=False, reads=settings("normalized_shape", "eps"))
 def rms_norm(
     module: nn.RMSNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
@@ -82,6 +82,10 @@ class _InstanceNorm(_Affine, Protocol):
     def _get_no_batch_dim(self) -> int: ...
 
 
+def _has_fixed_statistics(module: _InstanceNorm) -> bool:
+    return module.track_running_stats and not module.training
+
+
 def _per_channel(
     module: _Affine, normalised: Callable[[], torch.Tensor], backprops: torch.Tensor, channel_dim: int = 1
 ) -> dict[nn.Parameter, Term]:
@@ -93,7 +97,7 @@ def _per_channel(
     return terms
 
 
-@layer_rule(nn.GroupNorm, channels_second=True, backward_reads_output=False)
+@layer_rule(nn.GroupNorm, channels_second=True, backward_reads_output=False, reads=settings("num_groups", "eps"))
 def group_norm(
     module: nn.GroupNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
@@ -103,7 +107,13 @@ def group_norm(
     return _per_channel(module, normalised, backprops)
 
 
-@layer_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, backward_reads_output=False)
+@layer_rule(
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    backward_reads_output=False,
+    reads=lambda module: {"eps": module.eps, "fixed statistics": _has_fixed_statistics(module)},
+)
 def instance_norm(
     module: _InstanceNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
@@ -112,7 +122,7 @@ def instance_norm(
 
     def normalised() -> torch.Tensor:
         x = activations[0].float().flatten(0, -dims - 2)
-        if module.track_running_stats and not module.training:
+        if _has_fixed_statistics(module):
             return F.instance_norm(x, module.running_mean, module.running_var, use_input_stats=False, eps=module.eps)
         return F.group_norm(x, x.shape[1], eps=module.eps)  # the same, and faster than F.instance_norm
 
@@ -124,7 +134,13 @@ def _require_fixed_statistics(module: _BatchNorm) -> None:
         raise ValueError(f"a {type(module).__name__} {HOW_BATCH_NORM_MIXES}")
 
 
-@layer_rule(_BatchNorm, channels_second=True, backward_reads_output=False, require=_require_fixed_statistics)
+@layer_rule(
+    _BatchNorm,
+    channels_second=True,
+    backward_reads_output=False,
+    require=_require_fixed_statistics,
+    reads=settings("eps"),
+)
 def batch_norm(
     module: _BatchNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
@@ -177,7 +193,7 @@ def _is_scaled_rms_norm(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor,
     return torch.allclose(out.float(), F.rms_norm(x, scale.shape, eps=eps) * scale, rtol=1e-5, atol=1e-6)
 
 
-@layer_rule(recognise=_computes_rms_norm)
+@layer_rule(recognise=_computes_rms_norm, reads=lambda module: {"eps": _eps(module)})
 def _weight_only_rms_norm(
     module: HasWeight, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:

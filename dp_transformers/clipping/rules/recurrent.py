@@ -393,7 +393,16 @@ def _give(call: RecordedCall, tensor: torch.Tensor, gradient: torch.Tensor) -> N
         call.input_gradients[tensor] = gradient.to(tensor.dtype)
 
 
-@layer_rule(nn.RNN, nn.LSTM, nn.GRU, takes_call=True)
+def _dropout(module: nn.RNNBase) -> float:
+    return module.dropout if module.training else 0.0
+
+
+def _settings(module: nn.RNNBase) -> dict[str, object]:
+    names = ("mode", "num_layers", "bidirectional", "batch_first", "proj_size")
+    return {name: getattr(module, name) for name in names} | {"dropout": _dropout(module)}
+
+
+@layer_rule(nn.RNN, nn.LSTM, nn.GRU, takes_call=True, reads=_settings)
 def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
     module, arguments = cast(nn.RNNBase, call.module), call.arguments
     x, hx = arguments["input"], arguments["hx"]
@@ -434,7 +443,7 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
     stack = _Stack(
         module.mode,
         layers,
-        module.dropout if module.training else 0.0,
+        _dropout(module),
         rows,
         as_rows(data),
         [rows.sorted(y).to(dtype) for y in states],
@@ -450,7 +459,13 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
     return terms
 
 
-@layer_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell, takes_call=True)
+def _mode_of_cell(cell: nn.RNNCellBase) -> str:
+    if isinstance(cell, nn.RNNCell):
+        return f"RNN_{cell.nonlinearity.upper()}"
+    return "LSTM" if isinstance(cell, nn.LSTMCell) else "GRU"
+
+
+@layer_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell, takes_call=True, reads=lambda cell: {"mode": _mode_of_cell(cell)})
 def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
     """One step of one layer."""
     module, arguments = cast(nn.RNNCellBase, call.module), call.arguments
@@ -461,11 +476,6 @@ def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
             f"({call.batch_size}, {module.input_size})"
         )
         raise _unsupported(call, reason)
-    mode = (
-        f"RNN_{module.nonlinearity.upper()}"
-        if isinstance(module, nn.RNNCell)
-        else type(module).__name__.removesuffix("Cell")
-    )
     weights = _by_role(call, [module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh])
     dtype = torch.promote_types(torch.float32, weights["hh"].dtype)
     states = (
@@ -477,7 +487,7 @@ def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
     )
     d_h, *d_c = (g.to(dtype) for g in call.backprops)
     stack = _Stack(
-        mode,
+        _mode_of_cell(module),
         [[weights]],
         0.0,
         _Rows(torch.tensor([len(x)])),
