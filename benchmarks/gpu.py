@@ -37,6 +37,7 @@ SHAPES = {
 KINDS = {"bert-base": "bert", "modernbert-base": "modernbert"}  # the others are Llamas
 TOY = Shape(width=64, layers=1, vocabulary=50)
 MODES = ("auto", "ghost")
+PARTS = ("time", "memory")
 COLUMNS = ("ratio", "tokens_per_second", "peak_mb", "peak_of_plain", "largest_batch", "largest_of_plain")
 
 
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--modes", nargs="+", default=list(MODES), help="clipping modes, and per_layer")
     p.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"], help="bf16 is autocast")
     p.add_argument("--budget-gb", type=float, default=16.0, help="memory that the largest batch has on the CPU")
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
     p.add_argument("--toy", action="store_true", help="tiny models and batches, to see that everything runs")
     args = p.parse_args(argv)
     args.device = args.device or ("cpu" if args.toy else "cuda")
@@ -81,19 +83,28 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measured(benchmark: Benchmark, case: Row, budget: float) -> list[Row]:
     """The lines of the table for one case: a row for each contender."""
     size = case["batch"]
-    fields = [contenders_of(benchmark, case, batch) for batch in (size // 2, size)]
-    names = list(fields[1])
-    figures: dict[str, Row] = {}
+    contenders = contenders_of(benchmark, case, size)
+    names = list(contenders)
+    figures: dict[str, Row] = {name: {} for name in names}
     parts = {"step": (benchmark.args.examples_per_step / size, 1), "backward": (1, 0)}
-    for others in [names[1:]] if benchmark.device.type == "cpu" else [[name] for name in names[1:]]:
-        figures |= benchmark.compare(case, {each: fields[1][each] for each in (names[0], *others)}, parts)
-        release(benchmark)
-    memory = peaks(benchmark, {**case, "part": "memory"}, fields, size - size // 2, budget)
-    release(benchmark)
+    if "time" in benchmark.args.parts:
+        for others in [names[1:]] if benchmark.device.type == "cpu" else [[name] for name in names[1:]]:
+            figures |= benchmark.compare(case, {each: contenders[each] for each in (names[0], *others)}, parts)
+            release(benchmark)
     for name in names:
         if "ms" in figures[name]:
             figures[name]["tokens_per_second"] = size * case["tokens"] / figures[name]["ms"] * 1e3
-        figures[name] |= memory[name]
+    if "memory" in benchmark.args.parts:
+        found = peaks(
+            benchmark,
+            {**case, "part": "memory"},
+            lambda batch: contenders_of(benchmark, case, batch),
+            size // 2,
+            budget,
+        )
+        release(benchmark)
+        for name in names:
+            figures[name] |= found[name]
     shown = (*COLUMNS, "failed")
     return [{**case, "contender": name, **{k: v for k, v in figures[name].items() if k in shown}} for name in names]
 

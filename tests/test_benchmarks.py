@@ -9,6 +9,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from benchmarks import harness, report, scaling
+from benchmarks.memory import peak_and_growth
 from benchmarks.models import KINDS, NETWORKS, Shape, build_transformer, transformer_losses
 
 TINY = ["--width", "64", "--layers", "1", "--vocabulary", "50"]
@@ -136,6 +137,23 @@ def test_peak_counts_what_is_held_and_what_is_freed_again(benchmark):
         return (phase,)
 
     assert benchmark.peak_bytes(contender) == 4 * (1000 + 3 * 3000)
+
+
+def test_the_largest_batch_follows_from_batches_in_which_activations_dominate():
+    measured = []
+
+    def peak_bytes(size):  # of weights, and the gradients of all of them or the activations of all examples
+        measured.append(size)
+        return 1000 + max(1000 + 30 * size, 100 * size)
+
+    figures = peak_and_growth(peak_bytes, 4, 10_000)
+    assert measured == [4, 8, 16, 32, 64]
+    assert figures == {"peak_mb": pytest.approx(2240e-6), "per_example_mb": pytest.approx(1e-4), "largest_batch": 90}
+    assert peak_bytes(90) <= 10_000 < peak_bytes(91)
+
+
+def test_no_largest_batch_where_the_budget_is_full_before():
+    assert peak_and_growth(lambda size: 900 + size, 4, 910) == {"peak_mb": pytest.approx(908e-6)}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
