@@ -43,7 +43,9 @@ def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]
     def hide(owner: Owner) -> None:
         stack = ExitStack()
         wholes = [whole for p in owner.names for whole in shards.all_unsharded(p)]
-        stack.enter_context(substituted(owner.module, {p: p.detach() for p in wholes}))
+        # some modules ask for the class
+        copies: dict[nn.Parameter, torch.Tensor] = {p: nn.Parameter(p.detach(), requires_grad=False) for p in wholes}
+        stack.enter_context(substituted(owner.module, copies))
         open_.append((owner, stack))
 
     def show(owner: Owner) -> None:

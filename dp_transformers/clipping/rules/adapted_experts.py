@@ -4,9 +4,9 @@ Each ``ParamWrapper``, one around the other, adds a product of low rank to one w
 
     W + s·L·R,   L (e, p, r), R (e, r, d),
 
-so with G the gradient of the sum that of L is s·G·Rᵀ, and that of R is s·Lᵀ·G. G is never formed: it is a sum of outer
-products over slots (:mod:`.experts`), and so are they. L and R are the weights of two ``nn.Linear`` that are never
-called, A of shape (e·r, in) and B of shape (out, r·e).
+so with G the gradient of the sum, which is that of W too, that of L is s·G·Rᵀ, and that of R is s·Lᵀ·G. G is never
+formed: it is a sum of outer products over slots (:mod:`.experts`), and so are they. L and R are the weights of two
+``nn.Linear`` that are never called, A of shape (e·r, in) and B of shape (out, r·e).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _are_adapted_experts(module: nn.Module) -> bool:
     if not wrappers or not are_fused_experts(inside) or not _ADAPTED.issuperset(w.parameter_name for w in wrappers):
         return False
     factors = {id(p) for wrapper in wrappers for a in _adapters(wrapper) for p in (a.a, a.b)}
-    return all(id(p) in factors for p in module.parameters() if p.requires_grad)
+    known = factors.union(map(id, inside.parameters()))
+    return all(id(p) in known for p in module.parameters() if p.requires_grad)
 
 
 def _unwrapped(module: nn.Module) -> tuple[list[_Wrapper], nn.Module]:
@@ -87,7 +88,15 @@ def _adapters(wrapper: _Wrapper) -> list[_Adapter]:
 
 
 def _require_active(module: nn.Module) -> None:
-    if any(wrapper.disable_adapters or wrapper.merged for wrapper in _unwrapped(module)[0]):
+    wrappers, inside = _unwrapped(module)
+    for wrapper in wrappers:
+        if getattr(inside, wrapper.parameter_name).requires_grad:
+            raise ValueError(
+                f"'{wrapper.parameter_name}' of {type(inside).__name__} is trained, and so are adapters on it "
+                "(target_parameters): peft writes to that weight in every forward pass, so it cannot be told whether "
+                "private data gets into it. Freeze the weight (requires_grad_(False)), or train it without adapters."
+            )
+    if any(wrapper.disable_adapters or wrapper.merged for wrapper in wrappers):
         raise UnsupportedModuleError(
             "adapters on the weights of experts (target_parameters) are disabled or merged in a forward pass that is "
             "clipped, where they have no gradient: enable or unmerge them, or run that pass under torch.no_grad().",
@@ -112,7 +121,7 @@ def adapted_experts(
     for adapter in adapters:
         weights[adapter.name] = _added(weights[adapter.name], adapter)
     terms = terms_by_name(cast("Experts", inside), weights, activations, backprops)
-    found: dict[nn.Parameter, Term] = {}
+    found = {p: terms[name] for name, p in inside.named_parameters() if p.requires_grad}
     for adapter in adapters:
         found |= _terms(adapter, cast(Routed, terms[adapter.name]))
     return found

@@ -63,6 +63,22 @@ def test_what_is_set_otherwise_before_the_backward_pass_is_refused(by, mode):
             clipper.backward(losses)
 
 
+def test_beside_adapters_the_other_weight_may_be_trained():
+    model = adapted(targets=EXPERTS[:1])
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad or name.endswith("down_proj"))
+    check(model)
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+def test_a_weight_that_is_trained_itself_has_no_adapters(self_check):
+    model, batch = adapted(), batch_for("Mixtral")
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad or name.endswith("down_proj"))
+    with PerExampleClipper(model, 0.3, self_check=self_check), pytest.raises(ValueError, match="'down_proj' of"):
+        losses_function(model)(batch)
+
+
 def test_two_adapters_at_once():
     model = adapted()
     model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
