@@ -166,10 +166,12 @@ class ModelState:
         ]  # kept alive, so that no other object takes over an id
         self._ids = _ids(self._before)
         self._modules = list(self.model.modules())
-        self._structure = list(map(_structure, self._modules))
+        self._classes = list(map(type, self._modules))
         self._hooks = [
             (hooks, dict(hooks)) for m in self._modules for hooks in map(vars(m).get, _HOOKS) if hooks is not None
         ]
+        self._hook_holders = [hooks for hooks, _ in self._hooks]
+        self._hook_ids = _ids_and_lengths(self._hook_holders)
         self._hook_flags = [
             (flags, dict(flags)) for m in self._modules for flags in map(vars(m).get, _HOOK_FLAGS) if flags
         ]
@@ -203,7 +205,8 @@ class ModelState:
     def _is_same_by_identity(self) -> bool:
         """Without a look at the content of tensors, which would wait for the device."""
         return (
-            list(map(_structure, self._modules)) == self._structure
+            list(map(type, self._modules)) == self._classes
+            and _ids_and_lengths(self._hook_holders) == self._hook_ids
             and _ids(self._holders) == self._ids
             and [version_of(t) for t in self._tensors] == self._versions
         )
@@ -369,11 +372,6 @@ def _refuse_compiled(model: nn.Module) -> None:
             raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
 
 
-def _structure(module: nn.Module) -> list[Any]:
-    attributes = vars(module)
-    return [type(module), *(id(hook) for name in _HOOKS for hook in (attributes.get(name) or {}).values())]
-
-
 def _switches(model: nn.Module) -> list[Any]:
     """Returns for every module its class, hooks that are not a clipper's, and the methods, words and switches among
     its attributes."""
@@ -408,6 +406,10 @@ def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
 
 def _ids(holders: Iterable[Any]) -> list[int]:
     return list(map(id, chain.from_iterable(map(_values, holders))))
+
+
+def _ids_and_lengths(holders: Sequence[Any]) -> list[int]:
+    return [*_ids(holders), *map(len, holders)]
 
 
 def _settle_hooks(hooks: dict, before: dict) -> None:
