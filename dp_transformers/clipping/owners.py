@@ -73,8 +73,9 @@ class Owner:
         self.random_state: Any = None  # before the call that runs now, for the fallback
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the random numbers of the call that runs: whoever has them knows its dropout masks."""
-        return {**vars(self), "random_state": None, "first_nodes": []}
+        """What hooks that do nothing need (:class:`.hooks.HookedModel`): copies and pickles of a model carry neither
+        the random numbers of a call, by which its dropout masks are known, nor a rule, which need not be picklable."""
+        return {"module": self.module, "first_nodes": []}
 
     @property
     def runs_by_example(self) -> bool:
