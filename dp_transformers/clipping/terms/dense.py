@@ -38,11 +38,17 @@ class Dense:
         return flat if flat.dtype == torch.float32 else flat.float()
 
     @property
+    def _transposed(self) -> Dense | None:
+        """The gradient of the transposed weight, where that is what lies in memory row by row."""
+        is_it = self.grad.dim() == 3 and not self.grad.is_contiguous() and self.grad.mT.is_contiguous()
+        return Dense(self.grad.mT) if is_it else None
+
+    @property
     def is_small(self) -> bool:
         return self.grad.numel() <= MAX_BATCHED_NUMEL
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
-        return DirectNorm(flat_norm(self.flat))
+        return DirectNorm(flat_norm((self._transposed or self).flat))
 
     def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
         return [lengths_of(x, dims, cache) for x, dims in self.parts]
@@ -51,6 +57,8 @@ class Dense:
         return Dense(self.grad) if self.parts else self
 
     def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
+        if (transposed := self._transposed) is not None:
+            return transposed.weighted_sum(coef_b).t().contiguous()
         return torch.mv(self.flat.t(), coef_b).view(self.grad.shape[1:])
 
     def zero_examples(self, invalid_b: torch.Tensor) -> Dense:

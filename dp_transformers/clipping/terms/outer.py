@@ -19,6 +19,10 @@ from .dense import Dense
 from .ghost_or_instantiate import is_cheaper_instantiated, is_smaller_instantiated
 from .gram import LEFT_GRAM, RIGHT_GRAM, gram_of, lengths_of
 
+# A weight with so many times as many rows as columns has instances that are computed transposed, as LoRA's B: products
+# with few rows are faster than those with few columns.
+TALL = 8
+
 
 @dataclass
 class Outer:
@@ -73,7 +77,10 @@ class Outer:
         return [lengths_of(self.left, (1,), cache) * lengths_of(self.right, (1,), cache)]
 
     def instantiate(self) -> Dense:
-        return Dense(product(self._factor(self.left).mT, self._factor(self.right), bf16=self.is_bf16))
+        left, right = self._factor(self.left), self._factor(self.right)
+        if left.shape[2] >= TALL * right.shape[2]:
+            return Dense(product(right.mT, left, bf16=self.is_bf16).mT)
+        return Dense(product(left.mT, right, bf16=self.is_bf16))
 
     def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
         def scaled(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

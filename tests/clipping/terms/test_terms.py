@@ -58,7 +58,7 @@ def stacked(b, t, rows, columns, g):
 
 
 @settings(max_examples=60, deadline=None)
-@given(b=st.integers(0, 4), rows=sizes, columns=sizes, lengths=st.lists(st.tuples(st.sampled_from("ORDS"), sizes), min_size=1, max_size=4),
+@given(b=st.integers(0, 4), rows=st.integers(1, 20), columns=sizes, lengths=st.lists(st.tuples(st.sampled_from("ORDS"), sizes), min_size=1, max_size=4),
        seed=st.integers(0, 10**6), instantiate=st.booleans())  # fmt: skip
 def test_norm_and_sum_of_any_mixture(b, rows, columns, lengths, seed, instantiate):
     g = torch.Generator().manual_seed(seed)
@@ -379,3 +379,24 @@ def test_a_cache_keeps_no_tensor_and_takes_no_other_for_it():
     assert all(seen.known("sum", other) is None for other in (x[:999], x[1:], x.view(torch.int32), x.clone()))
     del x
     assert memory() is None and seen.known("sum", torch.randn(1000)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_instances_of_a_tall_weight_are_computed_transposed(batch, dtype):
+    """What lies in memory is another matrix, and is measured and summed as it lies there."""
+    term = Outer(torch.randn(batch, 5, 40).to(dtype), torch.randn(batch, 5, 3).to(dtype))
+    instance, exact = term.instantiate(), written_out(term, 40, 3)
+    assert instance.grad.shape == (batch, 40, 3) and instance.grad.mT.is_contiguous()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert torch.allclose(instance.grad.double(), exact, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(instance.norm().squared().double(), exact.flatten(1).square().sum(1), rtol=tolerance)
+    coefficients = torch.rand(batch)
+    for each, grads in (
+        (instance, exact),
+        (instance.zero_examples(torch.arange(batch) == 0), exact * (torch.arange(batch) != 0).view(-1, 1, 1)),
+    ):
+        total = each.weighted_sum(coefficients)
+        assert total.is_contiguous() and total.shape == (40, 3)
+        expected = torch.einsum("b,bpd->pd", coefficients.double(), grads)
+        assert torch.allclose(total.double(), expected, rtol=tolerance, atol=10 * tolerance)
