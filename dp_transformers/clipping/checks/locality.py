@@ -15,8 +15,9 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..model_state import version_of
 from ..recorded_call import ForwardPass
+from .alternating_numbers import alternating_numbers
 from .reference import TOLERANCE, clip, measure
-from .synthetic import LossFunction, by_example, has_batch, kept_buffers, projected, replace_example
+from .synthetic import LossFunction, by_example, has_batch, kept_buffers, only_rows, projected, replace_example
 
 
 def locality_as_trained(
@@ -69,6 +70,8 @@ def locality_as_trained(
             "or take the module out."
         )
     require_locality(error, TOLERANCE[low_precision])
+    beside_fewer = _change_beside_fewer(engine, losses_of, args, kwargs, batch)
+    require_locality(beside_fewer, TOLERANCE[low_precision], "was left out")
     return error
 
 
@@ -131,6 +134,27 @@ def _changes_beside_others(
             yield _change(moved_b, losses_b, _largest(losses_b))[kept]
 
 
+def _change_beside_fewer(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
+) -> float:
+    """How much (relative to the largest) the first example's loss moves without the last one, with random numbers that
+    do not depend on how many there are; 0 where some are drawn of which that is not known. In evaluation a part of
+    exactness is that an example is the same alone."""
+    if not engine.model.training:
+        return 0.0
+    fewer_args, fewer_kwargs = only_rows([*range(batch - 1)], args, kwargs, batch)
+    with (
+        forked_generators(engine.trainable.device),
+        kept_buffers(engine.model),
+        engine.suspended(),
+        alternating_numbers({batch, batch - 1}) as draws_no_others,
+    ):
+        losses_b = losses_of(*args, **kwargs).detach()
+        fewer_b = losses_of(*fewer_args, **fewer_kwargs).detach()
+        is_known = draws_no_others()
+    return float(_change(fewer_b[:1], losses_b[:1], _largest(losses_b)).max()) if is_known else 0.0
+
+
 def _largest(losses_b: torch.Tensor) -> torch.Tensor:
     return losses_b.abs().nan_to_num(nan=0.0).max()
 
@@ -142,11 +166,11 @@ def _change(moved_b: torch.Tensor, given_b: torch.Tensor, scale: torch.Tensor) -
     return torch.where(same_b, 0.0, change_b)
 
 
-def require_locality(error: float, tolerance: float) -> None:
+def require_locality(error: float, tolerance: float, what: str = "changed") -> None:
     if not error <= tolerance:
         raise SelfCheckError(
             f"an example's gradient or loss moved by {error:.1e} (relative) when only another example of its batch "
-            "changed: the model or its loss mixes examples (batch statistics, a loss averaged over the batch's "
+            f"{what}: the model or its loss mixes examples (batch statistics, a loss averaged over the batch's "
             "tokens, a load-balancing loss, ...), or draws random numbers that are other ones when it runs again. "
             "ModuleValidator.find_mixing(model, batch), on public examples, names the module that mixes: replace it "
             "(GroupNorm in the place of BatchNorm). Average the loss within each example alone, and draw random "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils._pytree import tree_map_with_path
 from ...randomness import forked_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
+from .alternating_numbers import alternating_numbers
 from .float32 import in_float32_if_possible, with_float32
 from .reference import TOLERANCE, clip, distance, length_of, perturbed
 from .synthetic import (
@@ -18,6 +21,7 @@ from .synthetic import (
     argument_names,
     batch_second,
     evaluating,
+    kept_buffers,
     only_rows,
     outputs_by_example,
     predicts_words,
@@ -42,7 +46,8 @@ def check_padding(
     like the given one.
 
     Where examples are padded to the length of others, one that is not lets those decide its gradient. Looked at in
-    float32.
+    float32, and in the mode that the model is in, with random numbers that do not depend on lengths; where it draws
+    some of which that is not known, in evaluation.
 
     Args:
         engine: Attached to the model as it trains; the model was checked.
@@ -71,21 +76,19 @@ def check_padding(
     own_t = own_bt[row]
     if own_t.all() or not own_t.any():
         return 0.0
-    with forked_generators(engine.trainable.device), engine.trial(), evaluating(engine.model):
+    with forked_generators(engine.trainable.device), engine.trial(), kept_buffers(engine.model):
         if engine.trainable.shards or engine.trainable.parallel:
             torch.manual_seed(0)
         padded, alone = _with_and_without_padding(engine.model, args, kwargs, own_bt, row, shape)
-        with engine.suspended():
-            losses_of(*padded[0], **padded[1])  # what raises here has nothing to do with padding
-
         given = None if loss_function is None else losses_of
-        found, _ = in_float32_if_possible(
-            engine,
-            losses_of,
-            padded,
-            lambda: _change_by_padding(engine, given, with_float32(padded), with_float32(alone), own_t),
-        )
-        change, low_precision = found or _change_by_padding(engine, given, padded, alone, own_t)
+        with _comparable(engine, losses_of, padded, {len(own_t), int(own_t.sum())}):
+            found, _ = in_float32_if_possible(
+                engine,
+                losses_of,
+                padded,
+                lambda: _change_by_padding(engine, given, with_float32(padded), with_float32(alone), own_t),
+            )
+            change, low_precision = found or _change_by_padding(engine, given, padded, alone, own_t)
     tolerance = PADDING_TOLERANCE if found else TOLERANCE[low_precision]
     if not change <= tolerance:
         first, last = bool(own_t[0]), bool(own_t[-1])
@@ -103,6 +106,34 @@ def check_padding(
             "its input (pack_padded_sequence), or read its states at each example's last own position."
         )
     return change
+
+
+@contextlib.contextmanager
+def _comparable(
+    engine: ClippingEngine, losses_of: LossFunction, given: tuple[tuple, dict], lengths: Collection[int]
+) -> Iterator[None]:
+    """Inside, random numbers do not depend on which of these ``lengths`` an input has. The model evaluates where the
+    losses of what is ``given`` draw numbers that could.
+
+    What raises here has nothing to do with padding.
+    """
+
+    def are_known() -> bool:
+        try:
+            with engine.suspended(), alternating_numbers(lengths) as draws_no_others:
+                losses_of(*given[0], **given[1])
+                return draws_no_others()
+        except Exception:
+            return False
+
+    if are_known():
+        with alternating_numbers(lengths):
+            yield
+    else:
+        with evaluating(engine.model):
+            with engine.suspended():
+                losses_of(*given[0], **given[1])
+            yield
 
 
 def _change_by_padding(

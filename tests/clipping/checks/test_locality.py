@@ -276,3 +276,32 @@ def test_a_gradient_that_is_not_finite_is_no_mixing():
         x[1] = float("nan")
         norms = clipper.backward(clipper.model(x).squeeze(-1))
     assert norms.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("in_training_alone", [True, False])
+@pytest.mark.parametrize(
+    "change", [lambda x: x * (1 + 8 / len(x)), lambda x: x + torch.randn_like(x) / len(x), lambda x: x + len(x) % 2]
+)
+def test_losses_that_depend_on_how_many_examples_there_are(change, in_training_alone):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 2))
+    model[0].register_forward_hook(
+        lambda module, args, x: change(x) if module.training or not in_training_alone else x
+    )
+    reason = "another example of its batch was left out" if in_training_alone else "not exact|was left out"
+    with pytest.raises(SelfCheckError, match=reason), PerExampleClipper(model.train(), 1.0):
+        model(torch.randn(6, 4))
+
+
+def test_random_numbers_that_do_not_depend_on_how_many_examples_there_are():
+    """Dropout, noise, layers that are left out, and numbers of which nothing is known."""
+
+    def change(x):
+        noisy = x * torch.empty_like(x).uniform_(0.5, 1.5) + 0.1 * torch.randn_like(x)
+        noisy = noisy if torch.rand(()) < 0.2 else nn.functional.dropout(noisy, 0.4)
+        return noisy[:, torch.randperm(x.shape[1])] if change.permutes else noisy
+
+    for change.permutes in (False, True):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Tanh(), nn.Linear(5, 2))
+        model[0].register_forward_hook(lambda module, args, x: change(x) if module.training else x)
+        with PerExampleClipper(model.train(), 1.0) as clipper:
+            clipper.backward(model(torch.randn(6, 4)).square().sum(1))

@@ -1,5 +1,8 @@
 """Padding that moves gradients, and padding that does not."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from models import build
@@ -17,6 +20,7 @@ from transformers import (
 )
 
 from dp_transformers import PerExampleClipper
+from dp_transformers.clipping.checks.alternating_numbers import alternating_numbers
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.losses import find_per_example_loss
 
@@ -290,3 +294,81 @@ def test_padding_is_looked_at_on_synthetic_content():
         seen.clear()
         full = {name: x[2:3] for name, x in batch.items()}
         assert clipper.check_padding((), full, full["attention_mask"]) == 0 and not seen
+
+
+def scaled_by_length(x):
+    return x * (1 + 8 / x.shape[1])
+
+
+def noise_by_length(x):
+    return x + torch.zeros_like(x).uniform_(-0.9, 0.9) / x.shape[1]
+
+
+def normal_noise_by_length(x):
+    return x + torch.randn_like(x) / x.shape[1]
+
+
+def dropout_by_length(x):
+    return nn.functional.dropout(x, 1 / x.shape[1])
+
+
+def dropout_and_noise(x):
+    """Neither depends on the length."""
+    return nn.functional.dropout(x, 0.4) * torch.empty_like(x).uniform_(0.5, 1.5) + 0.1 * torch.randn_like(x)
+
+
+def permuted(x):
+    """Numbers that are not known to be the same for every length, and do depend on it."""
+    return x[..., torch.randperm(x.shape[-1])] + 0.1 * torch.randint(3, x.shape)
+
+
+def masked_by_numpy(x):
+    return x * torch.from_numpy(np.random.rand(x.shape[1]) < 0.7)[:, None]
+
+
+IN_TRAINING = {  # what is done with embeddings, and whether padding then changes a gradient
+    scaled_by_length: True,
+    noise_by_length: True,
+    normal_noise_by_length: True,
+    dropout_by_length: True,
+    dropout_and_noise: False,
+    permuted: False,
+    masked_by_numpy: False,
+}
+
+
+@pytest.mark.parametrize("make", [lambda: build("bert"), lambda: ReadsTexts(masked=True)])
+@pytest.mark.parametrize("change", IN_TRAINING)
+def test_what_padding_does_in_training_alone(change, make):
+    model, batch = make(), padded_ids()
+    embedding = next(m for m in model.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == 1000)
+    embedding.register_forward_hook(lambda module, args, x: change(x) if module.training else x)
+    if not IN_TRAINING[change]:
+        assert padding_of(model, (), batch, batch["attention_mask"]) <= 1e-5
+        return
+    with pytest.raises(SelfCheckError, match="padded on the right to the length of a longer one"):
+        padding_of(model, (), batch, batch["attention_mask"])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_random_numbers_that_do_not_depend_on_lengths(known):
+    x = torch.ones(7, 3, requires_grad=True)
+    attention = nn.functional.scaled_dot_product_attention
+    by_row = torch.vmap(lambda row: nn.functional.dropout(row, 0.5), randomness="different")
+    lstm = nn.LSTM(3, 4, 2, dropout=0.5)
+    with alternating_numbers({7}) as draws_no_others:
+        kept = [nn.functional.dropout(x, 0.5), by_row(x), torch.native_dropout(x, 0.5, True)[0]]
+        drawn = [torch.rand(7, 3), torch.rand_like(x), torch.randn(7, 4), torch.empty(3).uniform_(2, 4)]
+        drawn += [torch.empty(3).normal_(1, 2), torch.empty(3).exponential_(), torch.randn_like(x)]
+        same = [torch.rand(3, 7), torch.randn(7), torch.bernoulli(torch.rand(3))]
+        attention(x[None], x[None], x[None], dropout_p=0.5).sum().backward()
+        states = lstm(x[:1].expand(1, 5, 3))[0]
+        if not known:
+            torch.randperm(5)
+        assert draws_no_others() == known
+    assert all((each == 2).all() for each in kept)
+    assert all(torch.equal(each[..., 0], each[..., 2]) and (each[..., 0] != each[..., 1]).all() for each in drawn)
+    assert all(each.unique().numel() == 1 for each in same) and torch.equal(states[0, 0], states[0, 4])
+    with alternating_numbers({7}) as draws_no_others:
+        (random.random if known else np.random.rand)()
+        assert not draws_no_others()
