@@ -331,8 +331,7 @@ class PerExampleClipper:
 
     def look_at_memory(self, steps: int, least: Callable[[int], int]) -> None:
         """With ``memory_budget="auto"``: after 2, 4, 8, ... steps of the optimizer look whether most passes since the
-        first were no larger than those before. If so, plan with what the device has to spare, and check the model
-        again with that.
+        first were no larger than those before. If so, plan with what the device has to spare.
 
         Args:
             steps: How many steps there were. All ranks call this after the same ones.
@@ -344,13 +343,8 @@ class PerExampleClipper:
         if steps == 1:
             budget.forget()
         elif (limit := least(budget.offer())) >= 0:
-            self._settle(budget, steps, limit)
-
-    def _settle(self, budget: MeasuredBudget, steps: int, limit: int) -> None:
-        budget.settle(limit)
-        logger.info("from step %d on a backward pass may keep %.1f MB more, to save time", steps + 1, limit / 1e6)
-        if limit and self.self_check:
-            self.checked = False  # sums may be formed in another way from now on
+            budget.settle(limit)
+            logger.info("from step %d on a backward pass may keep %.1f MB more, to save time", steps + 1, limit / 1e6)
 
     def _count_steps(self) -> None:
         """The steps of a loop that nobody follows are seen by what they write to the parameters."""

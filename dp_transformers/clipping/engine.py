@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -118,7 +119,7 @@ class ClippingEngine:
             self._during_forward_without_graph,
         )
         self._apart = ExamplesApart(self._record_whole)
-        self._on_trial = False
+        self._on_trial, self._trial_limit = False, 0.0
         self._fills_gradients = False  # autograd may, for the second of two passes
 
     @property
@@ -237,6 +238,16 @@ class ClippingEngine:
                     p.grad_dtype = dtype
                 p.grad = grad
             self._drop_instances()
+
+    @contextlib.contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """Inside, passes on trial keep what they would with a ``memory_budget`` without end, and not what the mode
+        keeps."""
+        self._trial_limit = math.inf
+        try:
+            yield
+        finally:
+            self._trial_limit = 0.0
 
     # ---- forward ----
 
@@ -493,7 +504,8 @@ class ClippingEngine:
         if self.memory is None or len(groups) > 1:
             return None
         shards = self.trainable.shards
-        plan = self.memory.plan(forward, one_pass=self.mode.one_pass, on_trial=self._on_trial)
+        limit = self._trial_limit if self._on_trial else None
+        plan = self.memory.plan(forward, one_pass=self.mode.one_pass, limit=limit)
         if shards and not self.mode.one_pass and shards.any_rank(not plan.one_pass, forward.probe.device):
             return replace(plan, one_pass=False, instances={})  # autograd reduces whatever it sums
         return plan

@@ -151,9 +151,10 @@ class MemoryBudget:
         """The bytes that this pass, over a real batch, may keep."""
         return self.limit
 
-    def plan(self, forward: ForwardPass, *, one_pass: bool, on_trial: bool = False) -> Plan:
-        """What to keep of the parameters that ``forward`` used, in a mode that goes back once or twice."""
-        limit = self.limit if on_trial else self.limit_of(forward)
+    def plan(self, forward: ForwardPass, *, one_pass: bool, limit: float | None = None) -> Plan:
+        """What to keep of the parameters that ``forward`` used, in a mode that goes back once or twice, within
+        ``limit`` bytes; None: within the budget."""
+        limit = self.limit_of(forward) if limit is None else limit
         used = [p for p, uses in forward.uses.items() if uses]
         if forward.reentrant or any(p not in self._known for p in used):
             return Plan(self, one_pass)

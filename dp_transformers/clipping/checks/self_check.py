@@ -41,7 +41,15 @@ from ..owners import reassign_to_parents, warn_about_fallback
 from .causes import true_causes
 from .float32 import in_float32_if_possible, with_float32
 from .locality import locality_as_trained
-from .reference import TOLERANCE, ClippedSum, clip, errors_against_one_at_a_time, perturbed
+from .reference import (
+    TOLERANCE,
+    ClippedSum,
+    clip,
+    distance,
+    errors_against_one_at_a_time,
+    length_of,
+    perturbed,
+)
 from .synthetic import (
     LossFunction,
     arguments_of,
@@ -329,6 +337,7 @@ def _compare_in(
         tolerance = TOLERANCE[clipped.low_precision]
         _require_equal_replicas(engine, clipped.total, tolerance)
         with mode(engine.model):
+            _require_same_with_all_kept(engine, losses_of, args, kwargs, clipped, tolerance)
             errors = errors_against_one_at_a_time(engine, losses_of, args, kwargs, batch, clipped)
     norm_error, sum_error, gradient_error = errors
     if not all(error <= tolerance for error in errors):
@@ -344,6 +353,25 @@ def _compare_in(
             "one that it was."
         )
     return norm_error, sum_error, locality_error, gradient_error
+
+
+def _require_same_with_all_kept(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, clipped: ClippedSum, tolerance: float
+) -> None:
+    """Raise SelfCheckError if a ``memory_budget`` would change the sum, which is formed in another way where more is
+    kept. How much that is differs between batches, so none and all of it are looked at."""
+    if engine.memory is None:
+        return
+    with engine.keeping_all():
+        kept = clip(engine, losses_of, args, kwargs)
+    error = float(distance(kept.total, clipped.total) / length_of(clipped.total).clamp(min=1e-12))
+    if not error <= tolerance:
+        raise SelfCheckError(
+            f"with a memory_budget clipping is not exact for {type(engine.model).__name__}: the clipped sum of "
+            f"what is kept of each layer differs by {error:.1e} (relative, allowed {tolerance:.0e}) from that of mode "
+            f"'{engine.mode.name}'. A rule of your own (register_grad_sampler) gives wrong gradients of the right "
+            "norms, or a module does: correct it, or leave memory_budget out."
+        )
 
 
 def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], tolerance: float) -> None:
