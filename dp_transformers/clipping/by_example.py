@@ -14,7 +14,9 @@ again in the backward pass instead (:mod:`.fallback`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -104,7 +106,7 @@ class ExamplesApart:
         index = torch.arange(forward.batch_size, device=forward.probe.device)
         dims = [0 if x is not whole else None for x, whole in zip(apart, tensors, strict=True)]
         try:
-            with without_fused_attention(), put_back(owner.module) as changed:
+            with without_compiled_functions(), without_fused_attention(), put_back(owner.module) as changed:
                 torch.func.vmap(one_example, (0, dims), randomness="different")(index, apart)
         finally:
             self._index = None
@@ -191,6 +193,13 @@ class ExamplesApart:
         self.on_whole_batch(keep, _tensors(leaves))
         its = iter(whole)
         return tree_unflatten([next(its) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def without_compiled_functions() -> AbstractContextManager:
+    """Inside, what torch.compile compiled runs as it was written: the compiler would trace :class:`_Functions`, and
+    lose the layers that are recorded there."""
+    # where nobody imported the compiler, nothing is compiled
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _OnWholeBatch(torch.autograd.Function):

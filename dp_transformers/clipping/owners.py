@@ -37,14 +37,15 @@ _WRAPPERS = {
     "PrivacyEngine add up over processes on their own, and after PerExampleClipper "
     "dp_transformers.distributed.sum_over_ranks does",
     "FullyShardedDataParallel": "its flat parameters hide which gradient is whose: use fully_shard (FSDP2)",
+    "ScriptModule": "torch.jit compiled it, and its layers cannot be seen: pass the module that was compiled",
     "DeepSpeedEngine": "it averages and clips gradients on its own: hand over the bare module, after fully_shard "
     "(FSDP2) if it is too large",
 }
 
 
 def unsupported_wrapper_reason(module: nn.Module) -> str | None:
-    """Why gradients cannot be clipped inside this one, which runs a model in several processes or devices, and the way
-    out."""
+    """Why gradients cannot be clipped inside this one, which runs a model in several processes or devices, or compiled
+    it, and the way out."""
     return next((_WRAPPERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
 
 
