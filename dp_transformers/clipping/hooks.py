@@ -14,7 +14,7 @@ from torch import nn
 from ..randomness import random_state
 from .by_example import ForwardByExample
 from .caches import configurations, without_caches
-from .errors import refuse_tracing
+from .errors import UnsupportedModuleError, refuse_tracing
 from .layer_rule import ForwardContext, Tap, forward_context_for
 from .owners import Owner
 
@@ -55,7 +55,7 @@ class HookedModel:
         self._opened_without_graph: contextlib.AbstractContextManager | None = None
         self.in_backward = False
         self._owners: Iterable[Owner] = ()
-        self._hides = False
+        self._hides = self._gathers = False
         self._handles: list[Any] = []
         self._in_forward = False
         self._suspended = False
@@ -86,6 +86,7 @@ class HookedModel:
         """
         self._remove_handles()
         self._owners, self._hides, self._configs = owners, hides, configurations(self.model)
+        self._gathers = gathers
         handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=gathers)]
         for owner in owners:
             handles.append(owner.module.register_forward_pre_hook(partial(self._before_call, owner), prepend=True))
@@ -186,6 +187,21 @@ class HookedModel:
     def _before_call(self, owner: Owner, module: nn.Module, args: tuple) -> None:
         refuse_tracing()
         owner.first_nodes.append(torch.autograd._get_sequence_nr())
+        if (self._in_forward or self.in_backward) and not self._suspended and torch.is_grad_enabled():
+            self._require_own_parameters(owner)
+
+    def _require_own_parameters(self, owner: Owner) -> None:
+        """Raise UnsupportedModuleError if the call would compute with other parameters than those whose gradient is
+        clipped. The self-check then lets a parent own them, where there is one."""
+        for p, name in owner.names.items():
+            used = owner.module._parameters.get(name, p)  # "part.weight" is looked at where the part is called
+            if (used is not p and not self._gathers) or not (p.requires_grad or p in self._hidden):
+                raise UnsupportedModuleError(
+                    f"{owner} is called with '{name}' frozen or replaced for this call, inside the model's forward "
+                    "pass, so its gradient would not be that of what is computed. Freeze or replace parameters before "
+                    "training, and run a part that is not trained under torch.no_grad().",
+                    owner.module,
+                )
 
     def _keep_random_state(self, owner: Owner, module: nn.Module, args: tuple) -> None:
         if not (self._suspended or owner.runs_by_example):
