@@ -220,14 +220,29 @@ def validate_model(model: nn.Module) -> None:
 
 
 def validate_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError if the optimizer holds parameters that are not the model's, since nothing would clip their
-    gradients or add noise to them."""
-    own = set(model.parameters())
-    if foreign := [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in own]:
+    """Raise ValueError for an optimizer that does not step with exactly the trainable parameters of ``model``, once
+    for each loss. Nothing would clip the gradients of others, or add noise to them."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW)."
+        )
+    names = {p: name for name, p in model.named_parameters()}
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if foreign := [tuple(p.shape) for p in held if p not in names]:
         raise ValueError(
             f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes {foreign[:3]}): they "
             "would be trained without noise. Build the optimizer from model.parameters(), after the last change of "
             "the model."
+        )
+    if missed := [name for p, name in names.items() if p.requires_grad and p not in held]:
+        raise ValueError(
+            f"the optimizer misses {len(missed)} trainable parameters ({', '.join(missed[:3])}): they would take up "
+            "the clipping bound without being trained. Freeze them (requires_grad_(False)) or give them to the "
+            "optimizer."
+        )
+    if frozen := [names[p] for p in held if not p.requires_grad and p.grad is not None]:
+        raise ValueError(
+            f"'{frozen[0]}' is frozen, but has a gradient that the optimizer would use: set its grad to None."
         )
 
 
@@ -318,8 +333,6 @@ def _alien(module: nn.Module) -> Iterator[Finding]:
             None,
             None,
         )
-    if isinstance(module, torch.jit.ScriptModule):
-        yield " compiled by torch.jit, whose layers cannot be seen: pass the module that was compiled.", None, None
     if why := unsupported_wrapper_reason(module):
         yield f": {why}.", None, None
     quantization = sys.modules.get("torch.ao.quantization")  # it was imported if the model holds an observer

@@ -788,6 +788,64 @@ def test_parameters_outside_of_the_model_are_refused(tmp_path, reentrant):
     assert trainer.privacy_spent().steps == 0 and torch.equal(scale, torch.ones(3))
 
 
+class At(TrainerCallback):
+    """Does something at one event, once."""
+
+    def __init__(self, event, do):
+        self.do = do
+        setattr(self, event, self._run)
+
+    def _run(self, args, state, control, **kwargs):
+        do, self.do = self.do, lambda **kwargs: None
+        do(**kwargs)
+
+
+def test_parameters_that_a_callback_gives_the_optimizer_are_refused(tmp_path):
+    scale, trainer = nn.Parameter(torch.ones(3)), trainer_for(tmp_path)
+    trainer.add_callback(At("on_step_end", lambda optimizer, **kwargs: optimizer.add_param_group({"params": [scale]})))
+    with pytest.raises(ValueError, match="1 parameters that are not the model's"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 1
+
+
+def test_an_optimizer_that_misses_trained_parameters_is_refused(tmp_path):
+    model = build("bert")
+    optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.1)
+    trainer = DPTrainer(model, arguments(tmp_path), collate, dataset(), optimizers=(optimizer, None))
+    with pytest.raises(ValueError, match="misses [0-9]+ trainable parameters .*take up the clipping bound"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 0
+
+
+@pytest.mark.parametrize("rows", [N - 20, N + 20])
+def test_data_of_another_size_than_epsilon_is_computed_for_are_refused(tmp_path, rows):
+    trainer = trainer_for(tmp_path)
+    trainer.train_dataset = dataset(rows)
+    with pytest.raises(ValueError, match=f"train_dataset has {rows} rows, but had {N} when the trainer was made"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 0
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
+def test_another_precision_is_refused_whenever_it_comes(tmp_path, event):
+    """Sums and noise were in fp16."""
+    trainer = trainer_for(tmp_path, callbacks=[At(event, lambda model, **kwargs: model.half())])
+    with pytest.raises(ValueError, match=r"is torch.float16, and was torch.float32 when training began"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == (event == "on_step_end")
+
+
+def test_settings_are_refused_that_were_made_since_the_trainer_was(tmp_path):
+    trainer = trainer_for(tmp_path)
+    trainer.neftune_noise_alpha = 5.0
+    with pytest.raises(ValueError, match=r"NEFTune .*depends on the length the batch was padded to"):
+        trainer.train()
+    trainer = trainer_for(tmp_path)
+    trainer.args.dataloader_drop_last = True
+    with pytest.raises(ValueError, match="dataloader_drop_last"):
+        trainer.train()
+
+
 def test_a_callback_cannot_train_beyond_the_budget(tmp_path, monkeypatch):
     class GoOn(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

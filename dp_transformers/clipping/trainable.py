@@ -36,6 +36,7 @@ class TrainableParameters:
         self.low_precision = half[0] if half else torch.float32
         self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
         self._ids, self._modules = _trainable_ids(model), list(model.modules())
+        self._dtypes = [p.dtype for p in self.parameters]
 
     def _refuse_dtypes(self) -> None:
         split = bool(self.shards or self.parallel)
@@ -83,7 +84,14 @@ class TrainableParameters:
         return self.are_the_same() and self._modules == list(self.model.modules())
 
     def require_same(self) -> None:
-        """Raise ValueError if other parameters are trainable now."""
+        """Raise ValueError if other parameters are trainable now, or in another precision."""
+        for p, dtype in zip(self.parameters, self._dtypes, strict=True):
+            if p.dtype != dtype:
+                raise ValueError(
+                    f"parameter '{self.name_of(p)}' is {p.dtype}, and was {dtype} when training began: gradients are "
+                    "summed and get their noise in the precision that was checked then. Change it before make_private "
+                    "(or before train())."
+                )
         if self.are_the_same():
             return
         names = {id(p): name for name, p in self.model.named_parameters()}

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..accounting.arguments import require_small_delta
 from ..checkpoint import PrivacyState
@@ -248,7 +247,7 @@ class PrivateLoop:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_optimizer(optimizer, self.clipper.model)
+        validate_optimizer(optimizer, self.clipper.model)
         self._require_shown_parameters()
         self.step.finish_batch()
         self._stepped, self._is_stepping = self.step.given, True
@@ -258,25 +257,3 @@ class PrivateLoop:
         self._is_stepping = False
         if not self.step.is_unfinished:
             self._show_parameters(self.step.number + 1)
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Raise ValueError for an optimizer that does not step with exactly the trainable parameters of ``module``, once
-    for each loss."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW)."
-        )
-    names = {p: name for name, p in module.named_parameters()}
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    validate_optimizer(optimizer, module)
-    if missed := [name for p, name in names.items() if p.requires_grad and p not in held]:
-        raise ValueError(
-            f"the optimizer misses {len(missed)} trainable parameters ({', '.join(missed[:3])}): they would take up "
-            "the clipping bound without being trained. Freeze them (requires_grad_(False)) or give them to the "
-            "optimizer."
-        )
-    if frozen := [names[p] for p in held if not p.requires_grad and p.grad is not None]:
-        raise ValueError(
-            f"'{frozen[0]}' is frozen, but has a gradient that the optimizer would use: set its grad to None."
-        )

@@ -24,10 +24,10 @@ from ..randomness import SecretSeeds
 from ..run import PrivateRun
 from ..sampling import PoissonSampling
 from ..step import PrivateStep
-from ..validation import validate_model
+from ..validation import validate_model, validate_optimizer
 from .criterion import REDUCTIONS, PrivateCriterion
 from .loader import PoissonDraws, PoissonLoader, check_loader, sampling_of
-from .loop import PrivateLoop, check_optimizer
+from .loop import PrivateLoop
 
 
 class LoopOptions(TypedDict, total=False):
@@ -109,7 +109,7 @@ class PlainLoop:
             raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
         validate_model(self.module)
         check_loader(self.data_loader, delta=delta)
-        check_optimizer(self.optimizer, self.module)
+        validate_optimizer(self.optimizer, self.module)
 
     def attach(self, run: PrivateRun, *, secure: bool) -> tuple[PrivateLoop, PrivateCriterion | None]:
         """Hook the model and the optimizer, and begin ``run``. Where something is refused, nothing stays attached.

@@ -43,7 +43,7 @@ from .overrides import (
     warn_about_replaced,
 )
 from .progress import show_spent
-from .refused_settings import refuse_settings
+from .refused_settings import refuse_arguments, refuse_settings
 from .trainer_loop import TrainerLoop
 from .trainer_run import TrainerRun
 
@@ -219,6 +219,8 @@ class DPTrainerMixin(Base):
             ValueError: the privacy budget is spent.
         """
         refuse_overrides(self, DPTrainerMixin)
+        refuse_arguments(self.args)
+        refuse_settings(self)
         if trial is not None:
             raise ValueError(
                 "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they "
@@ -265,8 +267,6 @@ class DPTrainerMixin(Base):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
-        assert self.optimizer is not None, "Trainer has made it"
-        validate_optimizer(self.optimizer, self.model)
         self._running_loop.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled, label_names=self.label_names)
         return prepared
 
@@ -287,6 +287,8 @@ class DPTrainerMixin(Base):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then
         holds the result. Returns the private loss; 0 where none is released."""
+        assert self.optimizer is not None, "Trainer has made it"
+        validate_optimizer(self.optimizer, self.model)
         model.train()
         if callable(train_mode := getattr(self.optimizer, "train", None)):
             train_mode()

@@ -11,6 +11,7 @@ from transformers.debug_utils import DebugOption
 
 RECORD_THE_CONSOLE = {"ClearMLCallback", "CometCallback", "NeptuneCallback", "SwanLabCallback", "WandbCallback"}
 _COMPILED = "the compiler would trace the hooks that see an example's gradient, and norms would come out wrong"
+_NEFTUNE = "its noise depends on the length the batch was padded to, so on the other examples; leave it None"
 FSDP_FLAG = "ACCELERATE_USE_FSDP"  # `accelerate launch` sets this environment variable
 
 
@@ -76,10 +77,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
             "on the first inf or nan it prints the range of all activations, which are private, and one example "
             "could stop the training; leave it out",
         ),
-        "neftune_noise_alpha": (
-            args.neftune_noise_alpha,
-            "its noise depends on the length the batch was padded to, so on the other examples; leave it None",
-        ),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, _NEFTUNE),
         "optim": (
             optimizer.endswith("layerwise") or "lomo" in optimizer,
             f"{optimizer} updates parameters during backward, before noise is added; use for example adamw_torch",
@@ -155,6 +153,7 @@ def _refused(trainer: Trainer) -> dict[str, tuple[Any, str]]:
             getattr(accelerator.state.dynamo_plugin, "backend", DynamoBackend.NO) != DynamoBackend.NO,
             f"{_COMPILED}; set dynamo_backend to 'no' in accelerate's configuration",
         ),
+        "NEFTune (neftune_noise_alpha)": (trainer.neftune_noise_alpha, _NEFTUNE),
         "DeepSpeed": (
             trainer.is_deepspeed_enabled,
             "its engine averages and clips gradients on its own; use FSDP2, or DDP",

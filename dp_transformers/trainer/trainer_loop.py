@@ -60,6 +60,7 @@ class TrainerLoop:
         """Make the loader of the Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]. All ranks call this
         together."""
         args = self._args
+        self._training.require_rows(len(dataset))
         sampler = self._training.sampler(self._data_rank, distributed.world_size() // self._tp_size)
         self._draws = LogicalBatches(
             dataset,

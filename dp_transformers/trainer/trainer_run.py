@@ -81,6 +81,14 @@ class TrainerRun:
             about=self._about,
         )
 
+    def require_rows(self, number: int) -> None:
+        """Raise ValueError unless the training data have as many rows as epsilon was planned for."""
+        if number != self._num_examples:
+            raise ValueError(
+                f"train_dataset has {number} rows, but had {self._num_examples} when the trainer was made, which is "
+                "what epsilon is computed for: make another trainer with this train_dataset."
+            )
+
     @property
     def epsilon(self) -> float:
         """ε of every step that was taken until now."""
