@@ -41,6 +41,7 @@ from .private_loss import LOSS, PrivateLoss
 from .quantile import NoisedShare
 from .randomness import SecretSeeds, require_unseeded
 from .run import PrivateRun
+from .validation import validate_optimizer
 
 
 class _Stage(Enum):
@@ -315,17 +316,19 @@ class PrivateStep:
 
     # ---- the release ----
 
-    def release(self) -> None:
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Set ``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``, with the noise of each group scaled
         as the clipping function says, and ``loss`` to the noised mean of losses where that is released. The step is
-        counted before any noise exists.
+        counted before any noise exists. ``optimizer`` is what steps with it.
 
         Raises:
-            ValueError: what was clipped is not what would be released. Nothing is released.
+            ValueError: what was clipped is not what would be released, or what is released is not what the optimizer
+                steps with. Nothing is released.
             RuntimeError: the budget is spent. Nothing is released.
         """
         clipper, given = self.clipper, self.given
         clipper.require_same_parameters()
+        validate_optimizer(optimizer, clipper.model)
         clipper.expect_same_model()
         self._require_no_gap()
         if (
@@ -386,7 +389,7 @@ class PrivateStep:
                 "IndependentNoise without a schedule."
             )
 
-    def finish_batch(self) -> None:
+    def finish_batch(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what ``optimizer.step()`` of a loop asks for: release the draw after its last physical batch, and nothing
         before.
 
@@ -401,7 +404,7 @@ class PrivateStep:
             )
         self.gradients.require_not_replaced()
         if given.last_of_draw:
-            self.release()
+            self.release(optimizer)
         else:
             given.stage = _Stage.DONE
 

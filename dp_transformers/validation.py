@@ -21,6 +21,7 @@ from .accounting.arguments import require_small_delta
 from .clipping.checks.example_mixing import ExampleMixing, find_example_mixing
 from .clipping.errors import HOW_TO_UNCOMPILE, is_compiled
 from .clipping.owners import unsupported_wrapper_reason
+from .clipping.parallel.fsdp2 import reshard
 from .clipping.precision import TRAINABLE
 
 logger = logging.getLogger(__name__)
@@ -221,13 +222,17 @@ def validate_model(model: nn.Module) -> None:
 
 def validate_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ValueError for an optimizer that does not step with exactly the trainable parameters of ``model``, once
-    for each loss. Nothing would clip the gradients of others, or add noise to them."""
+    for each loss. Nothing would clip the gradients of others, or add noise to them.
+
+    FSDP2 leaves some parameters whole after an evaluation; the optimizer must hold the shards.
+    """
+    reshard(model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW)."
         )
     names = {p: name for name, p in model.named_parameters()}
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
     if foreign := [tuple(p.shape) for p in held if p not in names]:
         raise ValueError(
             f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes {foreign[:3]}): they "

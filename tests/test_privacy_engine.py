@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from models import DeepSpeedEngine
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -578,6 +579,36 @@ def test_optimizer_must_hold_what_is_trained():
         make(model, optimizer=sgd([*model.parameters(), nn.Parameter(torch.zeros(3))]))
     with pytest.raises(ValueError, match="LBFGS"):
         make(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_optimizers_hold_shards_whatever_was_evaluated_before(one_rank):
+    """FSDP2 leaves the parameters of the outermost unit whole after a forward pass without a backward pass."""
+    model = Net()
+    fully_shard(model)
+    shards = list(model.parameters())
+    model(torch.zeros(2, LENGTH, dtype=torch.long))
+    of_whole = sgd(model.parameters())
+    assert not set(of_whole.param_groups[0]["params"]) & set(shards), "what this test is about"
+    with pytest.raises(ValueError, match=r"not the model's.*after the last change"):
+        make(model, optimizer=of_whole)
+    model(torch.zeros(2, LENGTH, dtype=torch.long))
+    criterion = nn.CrossEntropyLoss()
+    engine, model, optimizer, criterion, loader = make(model, optimizer=sgd(shards), criterion=criterion)
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        with engine.suspended(), torch.no_grad():
+            model.eval()
+            model(x)
+            model.train()
+        optimizer.step()
+    assert all(p.grad is not None for p in shards)
 
 
 def test_model_changed_afterwards():

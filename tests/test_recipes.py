@@ -434,7 +434,11 @@ def test_causal_lm_split_over_processes(language, tmp_path, tp_size, fsdp_size):
     assert (report["num_examples"], report["steps"]) == (120, 2)
     assert report["perplexity_after"] != report["perplexity_before"]
     saved = LlamaForCausalLM.from_pretrained(tmp_path)
+    before = LlamaForCausalLM.from_pretrained(language / "model")
     assert {p.shape for p in saved.parameters()} == {p.shape for p in tiny_llama().parameters()}
+    # also what FSDP2 leaves whole after the evaluation before the training
+    same = [name for name, p in saved.named_parameters() if torch.equal(p, before.get_parameter(name))]
+    assert not same
 
 
 def test_two_machines_of_multi_node_yaml(task, tmp_path):

@@ -85,6 +85,7 @@ class TrainableParameters:
 
     def require_same(self) -> None:
         """Raise ValueError if other parameters are trainable now, or in another precision."""
+        self.shards.reshard()
         for p, dtype in zip(self.parameters, self._dtypes, strict=True):
             if p.dtype != dtype:
                 raise ValueError(

@@ -17,7 +17,6 @@ from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
 from ..run import PrivateRun
 from ..step import Given, PrivateStep
-from ..validation import validate_optimizer
 from ..values import StepParameters
 from .loader import PoissonLoader
 
@@ -247,9 +246,8 @@ class PrivateLoop:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        validate_optimizer(optimizer, self.clipper.model)
         self._require_shown_parameters()
-        self.step.finish_batch()
+        self.step.finish_batch(optimizer)
         self._stepped, self._is_stepping = self.step.given, True
         return None if closure is None else ((optimizer, lambda: loss), {})
 

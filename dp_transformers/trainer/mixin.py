@@ -23,6 +23,7 @@ from .. import distributed
 from ..checkpoint import rotate
 from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
+from ..clipping.parallel.fsdp2 import reshard
 from ..example_losses import ExampleLosses, runs_the_model
 from ..losses import PerExampleLoss, default_loss_bound, find_per_example_loss
 from ..private_loss import loss_release
@@ -31,7 +32,7 @@ from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
 from ..reports.model_card import add_to
 from ..run import PrivacySpent, PrivateRun
-from ..validation import validate_lengths, validate_model, validate_optimizer, validate_training_data
+from ..validation import validate_lengths, validate_model, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
 from .overrides import (
@@ -265,6 +266,7 @@ class DPTrainerMixin(Base):
             progress.warning(text)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+        reshard(self.model)  # evaluation leaves some whole, and an optimizer of those would train nothing
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
         self._running_loop.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled, label_names=self.label_names)
@@ -288,7 +290,6 @@ class DPTrainerMixin(Base):
         """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then
         holds the result. Returns the private loss; 0 where none is released."""
         assert self.optimizer is not None, "Trainer has made it"
-        validate_optimizer(self.optimizer, self.model)
         model.train()
         if callable(train_mode := getattr(self.optimizer, "train", None)):
             train_mode()
@@ -304,7 +305,7 @@ class DPTrainerMixin(Base):
             if self.args.log_raw_metrics:
                 own_losses = losses.detach()[: given.batch.examples]
                 raw += own_losses.nansum() / step.run.mechanism.at(step.number).expected_batch_size
-        step.release()
+        step.release(self.optimizer)
         if step.run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning(
                 "the next step would exceed target_epsilon=%g: training stops here.", step.run.state.target_epsilon

@@ -21,7 +21,6 @@ from .synthetic import (
     argument_names,
     batch_second,
     evaluating,
-    kept_buffers,
     only_rows,
     outputs_by_example,
     predicts_words,
@@ -76,7 +75,7 @@ def check_padding(
     own_t = own_bt[row]
     if own_t.all() or not own_t.any():
         return 0.0
-    with forked_generators(engine.trainable.device), engine.trial(), kept_buffers(engine.model):
+    with forked_generators(engine.trainable.device), engine.trial():
         if engine.trainable.shards or engine.trainable.parallel:
             torch.manual_seed(0)
         padded, alone = _with_and_without_padding(engine.model, args, kwargs, own_bt, row, shape)

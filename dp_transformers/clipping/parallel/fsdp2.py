@@ -198,6 +198,13 @@ class Shards:
         return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, box[0])
 
 
+def reshard(model: nn.Module) -> None:
+    """Put the shards in place everywhere in a model, as :meth:`Shards.reshard` does."""
+    for module in model.modules():
+        if _is_fsdp(module):
+            module.reshard()
+
+
 def _is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a module that is sharded has imported it
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
