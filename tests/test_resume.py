@@ -210,9 +210,9 @@ class Attempt:
         CorrelatedStream.add_ = noted_add
         release = PrivateStep.release
 
-        def noted_release(step):
+        def noted_release(step, optimizer):
             self.draw = f"{os.getpid()} {self.trainer.state.global_step}"
-            release(step)
+            release(step, optimizer)
 
         PrivateStep.release = noted_release
 
