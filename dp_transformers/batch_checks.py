@@ -45,6 +45,7 @@ class BatchChecks:
         self._traits: frozenset | None = None  # the kinds of masks and counts that were checked; None before the first
         self._paddings: set[tuple] = set()  # the kinds of padding that were checked
         self._lengths: set[int] = set()  # the lengths of rows that came padded
+        self._begun = clipper.checks_begun  # what was checked belongs to the model as it was then
 
     def check(
         self, batch: PhysicalBatch, args: tuple, kwargs: dict, loss_function: LossFunction | None = None
@@ -58,6 +59,8 @@ class BatchChecks:
         if not clipper.self_check:
             return
         clipper.recheck_if_changed()
+        if self._begun != clipper.checks_begun:
+            self._begun, self._traits, self._paddings = clipper.checks_begun, None, set()
         refuse_targets_padded_on_the_left(clipper.model, kwargs, self._label_names)
         is_new = self._traits is not None and not batch.traits <= self._traits
         alone = not (clipper.shards or clipper.parallel)  # ranks meet different kinds, and must check the same input

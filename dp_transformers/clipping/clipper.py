@@ -22,6 +22,7 @@ from torch import nn
 from .batch_dims import batch_size_of
 from .checks.locality import WeightedPass, require_own_rows_of_outputs
 from .checks.padding import check_padding
+from .checks.rare_looks import RareLooks
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
 from .clipping_functions import ClippingFunction
@@ -98,7 +99,8 @@ class PerExampleClipper:
         self.clipping = checked_clipping(max_grad_norm)
         self.self_check, self.asked_mode = self_check, mode
         self.checked = False
-        self._passes = 0  # over real batches
+        self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
+        self._looks = RareLooks()
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
             model,
@@ -184,10 +186,16 @@ class PerExampleClipper:
 
     def attach(self) -> None:
         """Hook the modules that own trainable parameters. Does nothing if attached."""
-        if not self._engine.is_attached and self._engine.attach():
-            self.checked = not self.self_check  # owners are found in the check, so it must run again
-            if not self.self_check:
-                warn_about_fallback(self.owners)
+        if self._engine.is_attached:
+            return
+        is_other = self._engine.attach()
+        self._check_anew()  # owners are found in the check, and nobody looked at the model meanwhile
+        if is_other and not self.self_check:
+            warn_about_fallback(self.owners)
+
+    def _check_anew(self) -> None:
+        """Let everything that was checked of the model be checked again: it may compute otherwise now."""
+        self.checked, self.checks_begun, self._looks = not self.self_check, self.checks_begun + 1, RareLooks()
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
@@ -268,12 +276,14 @@ class PerExampleClipper:
         return check_padding(self._engine, args, kwargs, own_bt, loss_function, row)
 
     def recheck_if_changed(self) -> None:
-        """Let the self-check run again if the model may compute otherwise than the one that was checked."""
-        if self._engine.state.runs_otherwise() and self.self_check and self.checked:
-            logger.warning(
-                "a class, method, hook or switch of the model was changed since it was checked; it is checked again."
-            )
-            self.checked = False
+        """Let all checks run again if the model may compute otherwise than the one that was checked."""
+        if self._engine.state.runs_otherwise() and self.self_check:
+            if self.checked:
+                logger.warning(
+                    "a class, method, hook, switch, number, buffer or frozen weight of the model was changed since it "
+                    "was checked; it is checked again."
+                )
+            self._check_anew()
 
     def begin_draw(self) -> None:
         """Frozen weights may have been written since the last draw, and from now on not before the next one."""
@@ -311,7 +321,6 @@ class PerExampleClipper:
         loop = self._engine.loop
         if loop is not None:
             self.require_same_parameters()
-            self.recheck_if_changed()
         else:
             if not self._engine.trainable.are_the_same():  # something was frozen or unfrozen since
                 logger.warning(
@@ -320,6 +329,7 @@ class PerExampleClipper:
                 self.detach()
                 self.attach()
             self._count_steps()
+        self.recheck_if_changed()
         if not self.checked and batch_size_of(self.model, args, kwargs, self.batch_first) > 0:
             self.check(args, kwargs)  # an empty batch shows no shapes to check, and adds nothing
         if loop is not None:
@@ -381,16 +391,15 @@ class PerExampleClipper:
         """
         if not self._is_looked_at():
             return self._engine.backward(losses, weights=weights)
-        weighted = WeightedPass.over(self._engine, losses, self._passes)
+        weighted = WeightedPass.over(self._engine, losses, self._looks.number)
         return self._engine.backward(losses, weights=weights, verify=weighted.require_own_rows)
 
     def _is_looked_at(self) -> bool:
         """Whether it is looked at whose rows are whose in this pass over a real batch: at first, and ever more
         rarely."""
-        number, self._passes = self._passes, self._passes + 1
-        return self.self_check and number & (number - 1) == 0
+        return self._looks.is_due() and self.self_check
 
     def _after_forward(self, output: Any) -> None:
         """The end of a forward pass of a loop that goes back itself, over losses that are not known here."""
         if self._is_looked_at():
-            require_own_rows_of_outputs(self._engine, output, self._passes)
+            require_own_rows_of_outputs(self._engine, output, self._looks.number)

@@ -30,6 +30,7 @@ from .leftovers import MARK, SMALL, Written, content_of, put_back, refuse_marked
 logger = logging.getLogger(__name__)
 
 _DEPTH = 4  # of containers and objects in attributes
+_DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
 
@@ -51,7 +52,9 @@ class ModelState:
         self.model, self._conditions, self._watch_parameters = model, conditions, watch_parameters
         self._noted = False
         self.paused = False  # while a check runs the model, which compares for itself
-        self._switches: list[Any] | None = None
+        self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
+        self._asked: list[int | None] = []  # the versions of tensors then
+        self._has_other_numbers, self._draws, self._looked_at = False, 0, -_DRAWS_BETWEEN  # in draw
         self._weights: Written | None = None  # the large frozen parameters, as the draw found them
         refuse_marked(model)
         self._record()
@@ -79,6 +82,7 @@ class ModelState:
         doing, or else that of a batch of another training."""
         refuse_marked(self.model)
         self._weights = None
+        self._draws += 1
 
     def expect_same_weights(self) -> None:
         """Expect that large frozen parameters hold what they held at the first forward pass of the draw. It is asked
@@ -87,12 +91,27 @@ class ModelState:
         self._expect_same(weights or [])
 
     def runs_otherwise(self) -> bool:
-        """Returns True if the model may compute otherwise than when this was asked last: a class, method, hook, word
-        or switch is another one."""
-        if self.paused or self._noted or (self._switches is not None and self._is_same_by_identity()):
+        """Returns True if the model may compute otherwise than when this was asked last, by the user's doing.
+
+        A class, method, hook, word or switch that is another one counts at once, wherever in the attributes it is, and
+        so does the first change of a number, a buffer or a frozen weight. Those may change with every step (a
+        temperature, a teacher that follows its pupil), so that later ones count once in 16 draws.
+        """
+        if self.paused or self._noted:
             return False
-        before, self._switches = self._switches, _switches(self.model)
-        return before is not None and before != self._switches
+        if self._settings is None or not self._is_same_by_identity():
+            before, self._settings = self._settings, _Settings.of(self.model, self._watch_parameters)
+            if before is not None and before.words != self._settings.words:
+                self._has_other_numbers = False
+                return True
+            # a batch or a check that has written since noted the versions again
+            asked, self._asked = self._asked, [version_of(t) for t in self._tensors]
+            is_written = self._asked not in (asked, self._versions)
+            self._has_other_numbers |= before is not None and (is_written or before.numbers != self._settings.numbers)
+        if not self._has_other_numbers or self._draws - self._looked_at < _DRAWS_BETWEEN:
+            return False
+        self._has_other_numbers, self._looked_at = False, self._draws
+        return True
 
     def require_unchanged(self) -> None:
         """Put back what may be; raise ValueError that names what else the batch changed."""
@@ -198,7 +217,8 @@ class ModelState:
 
     def _frozen(self) -> Iterator[torch.Tensor]:
         yield from self.model.buffers()
-        yield from (v for v in chain.from_iterable(map(_values, self._before)) if isinstance(v, torch.Tensor))
+        held = (v for v in chain.from_iterable(map(_values, self._before)) if isinstance(v, torch.Tensor))
+        yield from (v for v in held if not (isinstance(v, nn.Parameter) and v.requires_grad))
         if self._watch_parameters:
             yield from (p for p in self.model.parameters() if not p.requires_grad)
 
@@ -372,17 +392,36 @@ def _refuse_compiled(model: nn.Module) -> None:
             raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
 
 
-def _switches(model: nn.Module) -> list[Any]:
-    """Returns for every module its class, hooks that are not a clipper's, and the methods, words and switches among
-    its attributes."""
-    found: list[Any] = []
-    for module in model.modules():
-        hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
-        words = [
-            (k, v) for k, v in vars(module).items() if k not in _INTERNAL and isinstance(v, (bool, str, *_FUNCTIONS))
-        ]
-        found += [type(module), module.training, hooks, words]
-    return found
+class _Settings(NamedTuple):
+    """What decides how a model computes, besides what is trained.
+
+    Attributes:
+        words: For every module its class, mode, and hooks that are not a clipper's; and the methods, words, switches
+            and empty places among attributes, in the objects and containers that they hold, too.
+        numbers: The numbers among these, and which buffers, frozen parameters and other tensors there are.
+    """
+
+    words: list[Any]
+    numbers: list[Any]
+
+    @classmethod
+    def of(cls, model: nn.Module, parameters: bool) -> _Settings:
+        words: list[Any] = []
+        numbers: list[Any] = []
+        for module in model.modules():
+            hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
+            words += [type(module), module.training, hooks]
+        for place in _places(model, parameters):
+            for key, value in _entries(place.holder):
+                if key in _INTERNAL or key == MARK:
+                    continue
+                if value is None or isinstance(value, (bool, str, bytes, type, *_FUNCTIONS)):
+                    words.append((place.path, key, value))
+                elif isinstance(value, _SCALARS):
+                    numbers.append((place.path, key, value))
+                elif isinstance(value, torch.Tensor) and not value.requires_grad:
+                    numbers.append((place.path, key, id(value)))
+        return cls(words, numbers)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
