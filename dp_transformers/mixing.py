@@ -213,6 +213,7 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
 _COLUMNS = 256  # numbers of each row that are looked at
 _ROWS = 32  # rows of the model's input that are looked at
 _TINY = torch.finfo(torch.float64).tiny
+_IDS = (torch.int32, torch.int64)
 _FEWEST = 8  # numbers that must agree before two rows are said to have something in common
 
 
@@ -221,13 +222,16 @@ class LoadedRows:
 
     Seen are a sum of two rows with any weights, parts of one row in another, a row that is there twice, and features
     whose mean over the batch was taken off, in floating-point tensors with as many numbers a row as the batch has.
-    Whole numbers (tokens), labels and losses are not seen.
+    Labels and losses are not seen, and of whole numbers (tokens) only that the rows come in several orders.
     """
 
     def __init__(self, batch: Any, size: int):
         """``batch`` has ``size`` examples in the first or second dimension of its tensors."""
         self._size = size
         self._kept = [(x, x._version, rows_bn.shape[1], _sample(rows_bn)) for x, rows_bn in _by_row(batch, size)]
+        self._order: list[int] | None = None  # which loaded rows those of the model's input were
+        self._first_ids: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # of the first call
+        self._loaded_ids = [(found, found[0]._version) for found in _by_row(batch, size, of_ids=True)]
 
     @classmethod
     def of_examples(cls, examples: Sequence[Any]) -> LoadedRows:
@@ -240,20 +244,58 @@ class LoadedRows:
         untouched = {id(x) for x, version, *_ in self._kept if x._version == version}
         changed = False
         for x, rows_bn in _by_row(made, self._size) if self._kept else ():
-            if id(x) in untouched or not x.is_floating_point():
+            if id(x) in untouched:
+                self._require_order(list(range(self._size)), who)
+                continue
+            if not x.is_floating_point():
                 continue
             made_bk = _sample(rows_bn)
             alike = [loaded_bk for *_, width, loaded_bk in self._kept if width == rows_bn.shape[1]]
             if any(torch.equal(made_bk, loaded_bk) for loaded_bk in alike):
+                self._require_order(list(range(self._size)), who)
                 continue
             changed = True
+            for loaded_bk in alike:
+                self._require_order(_order_by_likeness(made_bk, loaded_bk), who)
             if any(_is_mixed(made_bk, loaded_bk) for loaded_bk in alike):
                 raise ValueError(
                     f"the {who} mixes examples: a row holds parts of other rows, as MixUp, CutMix and normalisation "
                     "over the batch make them, or is there twice. Clipping would then not bound what one example can "
                     f"change. Remove the mixing from the {who}, and augment each example by itself."
                 )
+        self._compare_ids(made, who)
         return changed
+
+    def _require_order(self, order: list[int] | None, who: str) -> None:
+        """Raise ValueError if the rows are known to be in another order than those of another input of this batch."""
+        if order is None:
+            return
+        if self._order not in (None, order):
+            raise ValueError(
+                f"the {who} gives the model the rows of one batch in several orders (x, and x.roll(1, 0) or x[perm]), "
+                "so that one row of what is clipped is made of several examples, and clipping would not bound what "
+                "one example can change. Keep one order in all forward passes of a batch and in all that the model is "
+                "given. Losses that compare examples (negatives from the batch) cannot be trained privately by "
+                "example: let the data set give each example its own negatives."
+            )
+        self._order = order
+
+    def _compare_ids(self, made: Any, who: str) -> None:
+        """Look at the order of whole numbers once the model is called a second time on the batch: the first call alone
+        need not wait for the device."""
+        ids = _by_row(made, self._size, of_ids=True)
+        if self._first_ids is None:
+            self._first_ids = ids
+            return
+        loaded = [(x, rows_bn) for (x, rows_bn), version in self._loaded_ids if x._version == version]
+        for x, rows_bn in [*self._first_ids, *ids]:
+            alike = [(y, y_bn) for y, y_bn in loaded if y_bn.shape == rows_bn.shape]
+            x_bn = rows_bn.cpu()
+            if any(x is y or torch.equal(x_bn, y_bn.cpu()) for y, y_bn in alike):
+                self._require_order(list(range(self._size)), who)
+                continue
+            for _, y_bn in alike:
+                self._require_order(_order_by_equality(x_bn, y_bn.cpu()), who)
 
 
 def _columns_of(examples: Sequence[Any]) -> list[torch.Tensor]:
@@ -279,15 +321,15 @@ def _columns_of(examples: Sequence[Any]) -> list[torch.Tensor]:
     ]
 
 
-def _by_row(batch: Any, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Sounds, images and other tensors with many numbers for each of several examples, and each as (B, N)."""
+def _by_row(batch: Any, size: int, *, of_ids: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Sounds, images and other tensors with many numbers for each of several examples, and each as (B, N); or, instead
+    of these, as many whole numbers, such as tokens."""
     found = []
     for x in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        if (
-            isinstance(x, torch.Tensor)
-            and (x.is_floating_point() or x.dtype == torch.uint8)
-            and x.numel() >= 2 * _FEWEST * size > 2 * _FEWEST
-        ):
+        if not isinstance(x, torch.Tensor) or size < 2:
+            continue
+        is_wanted = x.dtype in _IDS if of_ids else x.is_floating_point() or x.dtype == torch.uint8
+        if is_wanted and x.numel() >= (1 if of_ids else 2) * _FEWEST * size:
             rows_in = next((d for d in range(min(2, x.dim())) if x.shape[d] == size), None)
             if rows_in is not None:
                 found.append((x, x.detach().movedim(rows_in, 0).flatten(1)))
@@ -302,6 +344,28 @@ def _sample(x_bn: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=8)
 def _columns(width: int) -> torch.Tensor:
     return torch.randperm(width, generator=torch.Generator().manual_seed(0))[:_COLUMNS]
+
+
+def _order_by_equality(x_bn: torch.Tensor, y_bn: torch.Tensor) -> list[int] | None:
+    """Which row of ``y`` each row of ``x`` equals; None where that is not one of its own for each, or rows (masks) have
+    much in common by chance."""
+    same_bb = torch.stack([(row_n == y_bn).all(1) for row_n in x_bn])
+    is_one_of_its_own = bool((same_bb.sum(0) == 1).all() and (same_bb.sum(1) == 1).all())
+    return same_bb.int().argmax(1).tolist() if is_one_of_its_own and bool((_distinct(x_bn) > 2).all()) else None
+
+
+def _order_by_likeness(x_bk: torch.Tensor, y_bk: torch.Tensor) -> list[int] | None:
+    """Which row of ``y`` each row of ``x`` is much more like than any other; None where that is not known, as after
+    some augmentations."""
+    if len(x_bk) != len(y_bk) or not (torch.isfinite(x_bk).all() and torch.isfinite(y_bk).all()):
+        return None
+    x0_bk, y0_bk = _without_mean(x_bk), _without_mean(y_bk)
+    squares = (x0_bk**2).sum(1, keepdim=True) * (y0_bk**2).sum(1)
+    like_bb = (x0_bk @ y0_bk.T) ** 2 / squares.clamp(min=_TINY)
+    best = like_bb.topk(2, 1)
+    order = best.indices[:, 0]
+    is_known = bool((best.values[:, 0] > 0.5).all() and (best.values[:, 1] < best.values[:, 0] / 2).all())
+    return order.tolist() if is_known and len(order.unique()) == len(order) else None
 
 
 def _is_mixed(x_bk: torch.Tensor, y_bk: torch.Tensor) -> bool:

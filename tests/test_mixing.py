@@ -324,3 +324,90 @@ def test_a_collator_may_change_the_rows_that_it_is_called_with():
 
     data = [{"x": torch.rand(4), "labels": i} for i in range(2)]
     assert LogicalBatches(data, takes_out, 8)[Draw(0, range(2))].sizes == [2]
+
+
+def vectors(size=24):
+    return torch.randn(size, 32, generator=torch.Generator().manual_seed(0))
+
+
+def tokens(size=24):
+    return torch.randint(3, 50, (size, 12), generator=torch.Generator().manual_seed(0))
+
+
+def images(size=24):
+    return torch.rand(size, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).mean(1))
+
+
+def network(x):
+    torch.manual_seed(0)
+    if not x.is_floating_point():
+        return Words()
+    if x.dim() == 2:
+        return torch.nn.Sequential(torch.nn.Linear(32, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 6 * 6, 3))
+
+
+def train_on_two_passes(x, first, second):
+    """A plain loop whose loss is that of two forward passes over the batch."""
+    model = network(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, torch.arange(len(x)) % 3), 12)
+    engine = PrivacyEngine(dp_seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=0.1
+    )
+    for x, y in loader:
+        loss = sum(torch.nn.functional.cross_entropy(model(change(x)), y) for change in (first, second))
+        loss.backward()
+        optimizer.step()
+    return engine.steps
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("data", [vectors, tokens, images])
+@pytest.mark.parametrize("reorder", [lambda x: x.roll(1, 0), lambda x: x.flip(0)])
+def test_rows_of_one_batch_in_two_orders(data, reorder):
+    """Each pass alone has one example a row; together a row holds two."""
+    with pytest.raises(ValueError, match="in several orders"):
+        train_on_two_passes(data(), lambda x: x, reorder)
+    with pytest.raises(ValueError, match="in several orders"):
+        train_on_two_passes(data(), reorder, lambda x: x.clone())
+    assert train_on_two_passes(data(), reorder, lambda x: reorder(x).clone()) == 2
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("data", [vectors, images])
+def test_augmented_rows_of_one_batch_in_two_orders(data):
+    def augmented(x):
+        return x + 0.1 * x.std() * torch.randn_like(x)
+
+    with pytest.raises(ValueError, match="in several orders"):
+        train_on_two_passes(data(), augmented, lambda x: augmented(x).roll(1, 0))
+    assert train_on_two_passes(data(), augmented, augmented) == 2
+    assert train_on_two_passes(data(), augmented, lambda x: 10 * torch.randn_like(x)) == 2
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_rows_of_two_columns_of_a_batch_are_each_in_its_own_order():
+    """The second texts of pairs, which are the first ones of other pairs."""
+    first = tokens(4)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    pairs = torch.utils.data.TensorDataset(first, first.roll(1, 0), torch.arange(4) % 3)
+    engine = PrivacyEngine(dp_seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=torch.utils.data.DataLoader(pairs, 4), noise_multiplier=0.0, max_grad_norm=0.1
+    )  # fmt: skip
+    for a, b, y in loader:
+        (torch.nn.functional.cross_entropy(model(a), y) + torch.nn.functional.cross_entropy(model(b), y)).backward()
+        optimizer.step()
+    assert engine.steps == 1
