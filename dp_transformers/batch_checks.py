@@ -56,6 +56,7 @@ class BatchChecks:
             SelfCheckError: clipping is not exact for such a batch, or its padding changes gradients.
         """
         clipper = self._clipper
+        clipper.require_same_parameters()  # before a check meets what was changed
         if not clipper.self_check:
             return
         clipper.recheck_if_changed()

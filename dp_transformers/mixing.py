@@ -347,8 +347,8 @@ def _columns(width: int) -> torch.Tensor:
 
 
 def _order_by_equality(x_bn: torch.Tensor, y_bn: torch.Tensor) -> list[int] | None:
-    """Which row of ``y`` each row of ``x`` equals; None where that is not one of its own for each, or rows (masks) have
-    much in common by chance."""
+    """Which row of ``y`` each row of ``x`` equals; None where that is not one of its own for each, or where rows have
+    much in common by chance, as masks do."""
     same_bb = torch.stack([(row_n == y_bn).all(1) for row_n in x_bn])
     is_one_of_its_own = bool((same_bb.sum(0) == 1).all() and (same_bb.sum(1) == 1).all())
     return same_bb.int().argmax(1).tolist() if is_one_of_its_own and bool((_distinct(x_bn) > 2).all()) else None

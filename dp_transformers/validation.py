@@ -227,7 +227,7 @@ def validate_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> No
     FSDP2 leaves some parameters whole after an evaluation; the optimizer must hold the shards.
     """
     reshard(model)
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):  # accelerate wraps it
         raise ValueError(
             "LBFGS evaluates the loss several times for one step; take a first-order optimizer (SGD, AdamW)."
         )

@@ -309,13 +309,15 @@ class PerExampleClipper:
         return self._engine.conditions
 
     def require_same_parameters(self) -> None:
-        """Raise ValueError if other parameters are trainable than when the clipper was attached."""
+        """Raise ValueError if other parameters are trainable than when the clipper was attached, or somebody else
+        looks at their gradients."""
         if not self._engine.is_attached:
             raise ValueError(
                 "the clipper was taken off the model (detach()), so nothing bounds gradients: attach() it before the "
                 "next batch."
             )
         self._engine.trainable.require_same()
+        self._engine.trainable.refuse_gradient_hooks()
 
     def _before_forward(self, args: tuple, kwargs: dict) -> None:
         loop = self._engine.loop

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ragged import is_ragged, unpacked, unpacked_sequence
 from .batch_dims import SHARED, BatchDim, kind_of_call, learn_batch_dim
+from .errors import UnownedParameterError
 from .fallback import substituted, without_fused_attention
 from .owners import Owner, assign_to_parent
 from .parallel.dtensor import to_local
@@ -226,7 +227,14 @@ def discover_owners(
             with _observed(owners) as calls:
                 wayward = unowned_parameters(owners, parameters, lambda: losses_of(size, False), shards)
             for p in wayward:
-                assign_to_parent(model, owners, p, [path for c in owners if p in c.names for path in c.paths])
+                paths = [path for owner in owners if p in owner.names for path in owner.paths]
+                if not paths:  # which trying again would not change
+                    raise UnownedParameterError(
+                        "a trainable parameter is used and no module owns it: a forward pass freezes it for itself "
+                        "(requires_grad_(False)), or takes it out of its module. Do that before training, or use "
+                        "p.detach() there."
+                    )
+                assign_to_parent(model, owners, p, paths)
             if wayward:
                 continue
             whole, padded = (size, calls), run(other_size, True)

@@ -159,6 +159,7 @@ class ClippingEngine:
     def begin_anew(self) -> None:
         """Let every module own the parameters it holds, as at first, and forget what a try has left."""
         self.forget()
+        self.trainable.thaw()
         self._drop_instances()
         self.owners = assign_owners(self.model)
 
@@ -230,6 +231,7 @@ class ClippingEngine:
             self._on_trial = on_trial
             self.forget()
             trainable.shards.reshard()
+            trainable.thaw()
             for m, mode in training.items():
                 m.training = mode
             for p, (grad, dtype) in zip(trainable.parameters, grads, strict=True):
@@ -324,7 +326,13 @@ class ClippingEngine:
         probe = torch.zeros(batch_size, device=self.trainable.device, dtype=torch.float32, requires_grad=True)
         suspended, on_backward = self._hooks.suspended, self.on_user_backward
         return ForwardPass(
-            batch_size, probe, self.trainable, suspended=suspended, batch=batch, on_backward=on_backward
+            batch_size,
+            probe,
+            self.trainable,
+            suspended=suspended,
+            batch=batch,
+            on_backward=on_backward,
+            conditions=self.conditions,
         )
 
     def _run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:

@@ -194,7 +194,7 @@ class HookedModel:
         """Raise UnsupportedModuleError if the call would compute with other parameters than those whose gradient is
         clipped. The self-check then lets a parent own them, where there is one."""
         for p, name in owner.names.items():
-            used = owner.module._parameters.get(name, p)  # "part.weight" is looked at where the part is called
+            used = _held(owner.module, name, p if owner.runs_by_example else None)
             if (used is not p and not self._gathers) or not (p.requires_grad or p in self._hidden):
                 raise UnsupportedModuleError(
                     f"{owner} is called with '{name}' frozen or replaced for this call, inside the model's forward "
@@ -263,6 +263,17 @@ class HookedModel:
     def _after_gradient(self, parameter: nn.Parameter) -> None:
         if not self._suspended:
             self._on_gradient(parameter)
+
+
+def _held(module: nn.Module, name: str, default: nn.Parameter | None) -> Any:
+    """What the module, or a part of it, has as the parameter of this name."""
+    path, _, last = name.rpartition(".")
+    for part in path.split(".") if path else ():
+        found = module._modules.get(part)
+        if found is None:
+            return default
+        module = found
+    return module._parameters.get(last, default)
 
 
 def refuse_attached(model: nn.Module) -> None:

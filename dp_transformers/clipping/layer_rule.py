@@ -68,6 +68,8 @@ class LayerRule:
             that mixes examples.
         reads: ``f(module) -> {name: value}``, what the terms depend on besides tensors (:func:`settings`). It must be
             the same in the backward pass as at the call.
+        reads_tensors: ``f(module) -> tensors``, which of the module's own tensors the terms are computed from anew.
+            They must hold in the backward pass what they held at the call.
     """
 
     terms: Callable[..., Terms] | None = None
@@ -80,6 +82,7 @@ class LayerRule:
     backward_reads_output: bool = True
     require: Callable[[Any], None] | None = None
     reads: Callable[[Any], Mapping[str, object]] | None = None
+    reads_tensors: Callable[[Any], Sequence[torch.Tensor]] | None = None
 
     @property
     def is_of_all_below(self) -> bool:

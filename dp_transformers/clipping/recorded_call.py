@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..ragged import is_ragged, packed, unpacked
 from ..randomness import random_state, same_state
 from .batch_dims import BATCH_FIRST, BatchDim, PackedRows
+from .conditions import Conditions
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError
 from .owners import Owner
 from .parallel.dtensor import to_local
@@ -67,8 +68,10 @@ class ForwardPass:
         suspended: Callable[[], AbstractContextManager] = nullcontext,
         batch: object = None,
         on_backward: Callable[[ForwardPass], None] | None = None,
+        conditions: Conditions | None = None,
     ):
         self.batch_size, self.probe, self.trainable = batch_size, probe, trainable
+        self.conditions = conditions or Conditions()  # of what is summed
         self.suspended, self.batch, self.on_backward = suspended, batch, on_backward
         self.followed = on_backward is not None  # by a loss.backward() of the user
         self.is_current = True  # until another pass takes its place, or a backward pass has used it
@@ -151,7 +154,9 @@ class RecordedCall:
         self.owner, self.forward, self.parameters = owner, forward, owner.names
         self.module, self.batch_size = owner.module, forward.batch_size
         self.first_node = first_node  # autograd's sequence number when it began
-        self._read = {} if owner.rule.reads is None else dict(owner.rule.reads(owner.module))
+        rule, module = owner.rule, owner.module
+        self._read = {} if rule.reads is None else dict(rule.reads(module))
+        self._tensors_read = [] if rule.reads_tensors is None else [*map(_sample, rule.reads_tensors(module))]
         self.is_ragged = False
         if not owner.has_rule:  # rows of different lengths are run again one by one
             args, kwargs = unpacked(owner.module, args, kwargs)
@@ -196,15 +201,27 @@ class RecordedCall:
 
     def require_as_called(self) -> None:
         """Raise ValueError if what the rule reads of the module is not what it was at the call."""
-        reads = self.owner.rule.reads
-        if reads is not None and (read := dict(reads(self.module))) != self._read:
-            before = {name: value for name, value in self._read.items() if name not in read or read[name] != value}
-            after = {name: value for name, value in read.items() if name not in self._read or name in before}
+        rule = self.owner.rule
+        read = {} if rule.reads is None else dict(rule.reads(self.module))
+        if changed := [name for name in self._read | read if not _is_same(self._read, read, name)]:
+            before, after = ({name: seen[name] for name in changed if name in seen} for seen in (self._read, read))
             raise ValueError(
                 f"{self.owner} computed with {before}, and before the backward pass that was set to {after}, so "
                 "its gradients would not be those of what it computed: change that between two steps, and go backward "
                 "inside the same 'with' block as forward."
             )
+        if rule.reads_tensors is not None:
+            now = [*map(_sample, rule.reads_tensors(self.module))]
+            same = [_are_equal(*pair) for pair in zip(self._tensors_read, now, strict=True)]
+            if same:
+                self.forward.conditions.expect(torch.stack(same).all(), self._refuse_other_tensors)
+
+    def _refuse_other_tensors(self) -> None:
+        raise ValueError(
+            f"{self.owner} computed with other weights, or statistics, than it had before the backward pass (they "
+            "were replaced for the call, as by functional_call, or scaled in place and put back), so its gradients "
+            "would not be those of what it computed. Change them between two steps, or leave them alone."
+        )
 
     def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes
@@ -312,3 +329,27 @@ def _flatten(structure: Any) -> tuple[list[Any], Any]:
         if isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], torch.Tensor):
             return [args[0]], None
     return tree_flatten(structure)
+
+
+_SAMPLE = 2**14  # numbers of a tensor that are compared
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """A copy of some numbers of ``x``, from all over it."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLE) | 1].clone()
+
+
+def _are_equal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((x == y) | ((x != x) & (y != y))).all()
+
+
+def _is_same(before: Mapping[str, object], after: Mapping[str, object], name: str) -> bool:
+    """Whether a setting is there in both and the same. Tensors and arrays are compared by identity."""
+    if name not in before or name not in after:
+        return False
+    old, new = before[name], after[name]
+    return old is new or (type(old) is type(new) and isinstance(old, _PLAIN) and old == new)
+
+
+_PLAIN = (bool, int, float, str, tuple, torch.Size)

@@ -36,7 +36,7 @@ class TrainableParameters:
         self.low_precision = half[0] if half else torch.float32
         self.convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
         self._ids, self._modules = _trainable_ids(model), list(model.modules())
-        self._dtypes = [p.dtype for p in self.parameters]
+        self._dtypes, self._shapes = [p.dtype for p in self.parameters], [p.shape for p in self.parameters]
 
     def _refuse_dtypes(self) -> None:
         split = bool(self.shards or self.parallel)
@@ -56,6 +56,11 @@ class TrainableParameters:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return next((name for name, p in self.model.named_parameters() if p is parameter), "?")
+
+    def thaw(self) -> None:
+        """Undo what a forward pass that raised an error may have left frozen."""
+        for p in self.parameters:
+            p.requires_grad = True
 
     def drop_gradients(self) -> None:
         for p in self.parameters:
@@ -84,9 +89,15 @@ class TrainableParameters:
         return self.are_the_same() and self._modules == list(self.model.modules())
 
     def require_same(self) -> None:
-        """Raise ValueError if other parameters are trainable now, or in another precision."""
+        """Raise ValueError if other parameters are trainable now, or of another shape or precision."""
         self.shards.reshard()
-        for p, dtype in zip(self.parameters, self._dtypes, strict=True):
+        for p, dtype, shape in zip(self.parameters, self._dtypes, self._shapes, strict=True):
+            if p.shape != shape:
+                raise ValueError(
+                    f"parameter '{self.name_of(p)}' has shape {tuple(p.shape)}, and had {tuple(shape)} when training "
+                    "began (resize_token_embeddings?): the optimizer's state and the noise are of the old one. Change "
+                    "it before make_private (or before the trainer is made)."
+                )
             if p.dtype != dtype:
                 raise ValueError(
                     f"parameter '{self.name_of(p)}' is {p.dtype}, and was {dtype} when training began: gradients are "

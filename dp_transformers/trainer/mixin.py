@@ -58,6 +58,11 @@ if TYPE_CHECKING:
 else:
     Base = object
 
+HOW_TO_SEARCH = (
+    "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they spend adds "
+    "up. Run each trial with train() of a DPTrainer of its own, and add up their epsilon."
+)
+
 logger = logging.getLogger(__name__)
 progress = transformers_logging.get_logger(f"transformers.{__name__}")  # shown as transformers' own messages are
 
@@ -223,10 +228,7 @@ class DPTrainerMixin(Base):
         refuse_arguments(self.args)
         refuse_settings(self)
         if trial is not None:
-            raise ValueError(
-                "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they "
-                "spend adds up. Run each trial with train() of a DPTrainer of its own, and add up their epsilon."
-            )
+            raise ValueError(HOW_TO_SEARCH)
         if self._training is None or self.train_dataset is None:
             raise ValueError(
                 "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
@@ -248,6 +250,10 @@ class DPTrainerMixin(Base):
             return output._replace(metrics=metrics)
         metrics.pop("train_loss", None)
         return output._replace(training_loss=math.nan, metrics=metrics)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial is a private training of its own."""
+        raise ValueError(HOW_TO_SEARCH)
 
     def _about(self) -> dict[str, Any]:
         """What the ledger says of a training besides its mechanism."""
@@ -294,8 +300,18 @@ class DPTrainerMixin(Base):
         if callable(train_mode := getattr(self.optimizer, "train", None)):
             train_mode()
         raw, step = torch.zeros((), device=self.args.device), self._running_loop.step
+        if self.model is not step.clipper.model:
+            raise ValueError(
+                "trainer.model was replaced while it is trained, so the gradients of the new model would not be "
+                "clipped. Load other weights into the model that is there (load_state_dict), or make another trainer."
+            )
         for given in step.physical_batches(inputs):
             rows = self._prepare_inputs(given.batch.rows)
+            if not isinstance(rows, Mapping):
+                raise ValueError(
+                    f"the collator returns a {type(rows).__name__}, and the model is called with the names of its "
+                    "arguments: let it return a dictionary of tensors."
+                )
             step.check((), dict(rows), self.losses_to_check)
             with self.compute_loss_context_manager():
                 losses, outputs = self._example_losses(self.model, rows)

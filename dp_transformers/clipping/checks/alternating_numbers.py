@@ -4,6 +4,7 @@ training mode."""
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -11,57 +12,64 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _LEAST = 2**-24  # above 0 and below 1 in float32, since logarithms are taken of both ends
-Pair = tuple[float, float]
+_NEAR = 2  # tokens that a model may put around its input
 
 
-def _of_uniform(tensor: Any, low: float = 0.0, high: float = 1.0) -> Pair:
-    return low + (high - low) * (1 - _LEAST), low + (high - low) * _LEAST
+def _of_uniform(u: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+    return low + (high - low) * u
 
 
-def _of_normal(tensor: Any, mean: float = 0.0, std: float = 1.0) -> Pair:
-    return mean + std, mean - std
+def _of_normal(u: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    return mean + std * torch.special.ndtri(u)
 
 
-def _of_exponential(tensor: Any, rate: float = 1.0) -> Pair:
-    return 1 / rate, 2 / rate
+def _of_exponential(u: torch.Tensor, rate: float = 1.0) -> torch.Tensor:
+    return -torch.log1p(-u) / rate
 
 
-# The two numbers that stand for all those of an operation, from its arguments. They are no means: around its mean
-# noise is 0 whatever scales it. They differ, since a norm layer takes away what is added to all features.
-_NUMBERS: dict[Any, Callable[..., Pair]] = {
-    torch.ops.aten.bernoulli: lambda *args: (1.0, 1.0),
-    torch.ops.aten.bernoulli_: lambda *args: (1.0, 1.0),
-    torch.ops.aten.rand: lambda *args: _of_uniform(None),
-    torch.ops.aten.rand_like: lambda *args: _of_uniform(None),
-    torch.ops.aten.uniform: _of_uniform,
-    torch.ops.aten.uniform_: _of_uniform,
-    torch.ops.aten.randn: lambda *args: _of_normal(None),
-    torch.ops.aten.randn_like: lambda *args: _of_normal(None),
-    torch.ops.aten.normal_: _of_normal,
-    torch.ops.aten.exponential: _of_exponential,
-    torch.ops.aten.exponential_: _of_exponential,
+# How an operation makes its numbers of evenly distributed ones, and whether it takes arguments besides a tensor
+_NUMBERS: dict[Any, tuple[Callable[..., torch.Tensor], bool]] = {
+    torch.ops.aten.rand: (_of_uniform, False),
+    torch.ops.aten.rand_like: (_of_uniform, False),
+    torch.ops.aten.uniform: (_of_uniform, True),
+    torch.ops.aten.uniform_: (_of_uniform, True),
+    torch.ops.aten.randn: (_of_normal, False),
+    torch.ops.aten.randn_like: (_of_normal, False),
+    torch.ops.aten.normal_: (_of_normal, True),
+    torch.ops.aten.exponential: (_of_exponential, True),
+    torch.ops.aten.exponential_: (_of_exponential, True),
 }
+_IN_PLACE = (torch.ops.aten.bernoulli_,)
+_BERNOULLI = (torch.ops.aten.bernoulli, *_IN_PLACE)
 
 
 class AlternatingNumbers(TorchDispatchMode):
-    """Inside, torch's random operations give two numbers in turns along the last dimension, or one where that is as
-    long as an input, and dropout keeps everything.
+    """Inside, torch's random operations give the same numbers along the last dimension wherever they are drawn, spread
+    over all that they may give, or one number where that dimension is about as long as an input. What is drawn with a
+    probability is its square (dropout divides by it once), and dropout in one operation keeps everything.
+
+    Neither a scale, nor a threshold, nor a probability that depends on the lengths is hidden so.
 
     Attributes:
         draws_others: Whether an operation ran that is not known here; it drew its numbers as usual.
+        traces: Whether an operation ran that lets the compiler trace what it is given.
     """
 
     def __init__(self, lengths: Collection[int]):
         super().__init__()
-        self._lengths, self.draws_others = lengths, False
+        self._lengths, self.draws_others, self.traces = lengths, False, False
+
+    supports_higher_order_operators = True  # torch.cond, flex_attention
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, kind = dict(kwargs or {}), _kind(func)
+        self.traces |= isinstance(func, HigherOrderOperator)
         if kind == "attention":
             return func(*_without_dropout(func, args, kwargs), **kwargs)
         if kind == "dropout":
@@ -69,22 +77,39 @@ class AlternatingNumbers(TorchDispatchMode):
             return x / (1 - p) if p < 1 else torch.zeros_like(x), torch.ones_like(x, dtype=torch.bool)
         drawn = func(*args, **kwargs)
         if kind == "numbers":
-            one, other = _NUMBERS[func.overloadpacket](*args[:3])
-            drawn.fill_(one)
-            if drawn.dim() and drawn.shape[-1] not in self._lengths:
-                drawn[..., 1::2] = other
+            made_of, takes_arguments = _NUMBERS[func.overloadpacket]
+            drawn.copy_(made_of(self._evenly(drawn), *(args[1:3] if takes_arguments else ())))
+        if kind == "probability":
+            given = [x for x in [*args[1:], kwargs.get("p")] if isinstance(x, (int, float, torch.Tensor))]
+            probability = given[0] if given else 0.5 if func.overloadpacket in _IN_PLACE else args[0]
+            drawn.copy_(torch.as_tensor(probability) ** 2)
         self.draws_others |= kind == "others"
         return drawn
+
+    def _evenly(self, drawn: torch.Tensor) -> torch.Tensor:
+        """Numbers between 0 and 1 for the last dimension."""
+        length = drawn.shape[-1] if drawn.dim() else 1
+        if any(abs(length - other) <= _NEAR for other in self._lengths):
+            length = 1
+        steps = torch.arange(1, length + 1, device=drawn.device, dtype=torch.float64)
+        return (steps * _GOLDEN).frac().clamp(_LEAST, 1 - _LEAST).float()
+
+
+_GOLDEN = 0.6180339887498949  # its multiples, modulo 1, lie evenly, however many there are
 
 
 @cache
 def _kind(func: Any) -> str:
+    if isinstance(func, HigherOrderOperator):
+        return "others"  # what it runs is not seen here
     if any(argument.name == "dropout_p" for argument in func._schema.arguments):
         return "attention"
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return "not random"
     if func is torch.ops.aten.native_dropout.default:
         return "dropout"
+    if func.overloadpacket in _BERNOULLI:
+        return "probability"
     return "numbers" if func.overloadpacket in _NUMBERS else "others"
 
 
@@ -111,5 +136,14 @@ def alternating_numbers(lengths: Collection[int]) -> Iterator[Callable[[], bool]
         return random.getstate(), words.tobytes(), position  # pyrefly: ignore[missing-attribute]  (it is no dict)
 
     before = others()
-    with AlternatingNumbers(lengths) as mode:
-        yield lambda: not mode.draws_others and others() == before
+    traced = False
+    try:
+        with AlternatingNumbers(lengths) as mode:
+            yield lambda: not mode.draws_others and others() == before
+            traced = mode.traces
+    except BaseException:
+        traced = "torch._dynamo" in sys.modules
+        raise
+    finally:
+        if traced:
+            torch._dynamo.reset()  # what it traced here it could not trace again without the mode

@@ -143,15 +143,21 @@ def _change_beside_fewer(
     if not engine.model.training:
         return 0.0
     fewer_args, fewer_kwargs = only_rows([*range(batch - 1)], args, kwargs, batch)
-    with (
-        forked_generators(engine.trainable.device),
-        kept_buffers(engine.model),
-        engine.suspended(),
-        alternating_numbers({batch, batch - 1}) as draws_no_others,
-    ):
-        losses_b = losses_of(*args, **kwargs).detach()
-        fewer_b = losses_of(*fewer_args, **fewer_kwargs).detach()
-        is_known = draws_no_others()
+    try:
+        with (
+            forked_generators(engine.trainable.device),
+            kept_buffers(engine.model),
+            engine.suspended(),
+            alternating_numbers({batch, batch - 1}) as draws_no_others,
+        ):
+            losses_b = losses_of(*args, **kwargs).detach()
+            fewer_b = losses_of(*fewer_args, **fewer_kwargs).detach()
+            is_known = draws_no_others()
+    except (SelfCheckError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # what is compiled for a call (flex_attention) does not run where operations are replaced
+        engine.trainable.shards.recover()
+        return 0.0
     return float(_change(fewer_b[:1], losses_b[:1], _largest(losses_b)).max()) if is_known else 0.0
 
 

@@ -123,9 +123,10 @@ def _comparable(
                 losses_of(*given[0], **given[1])
                 return draws_no_others()
         except Exception:
+            engine.trainable.shards.recover()
             return False
 
-    if are_known():
+    if not engine.trainable.shards.any_rank(not are_known(), engine.trainable.device):
         with alternating_numbers(lengths):
             yield
     else:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..clipping_functions import ClippingFunction
 from ..engine import ClippingEngine
+from ..errors import SelfCheckError
 from ..parallel.dtensor import as_dtensor_like, full_tensors, is_dtensor, to_local
 from ..precision import sum_dtype
 from ..terms.arithmetic import flat_norm
@@ -120,6 +121,12 @@ def errors_against_one_at_a_time(
         for i in range(batch):
             one_args, one_kwargs = only_rows([i] * copies, args, kwargs, batch)
             loss = losses_of(*one_args, **one_kwargs)[0]
+            if not loss.requires_grad:
+                raise SelfCheckError(
+                    "the loss of an example depends on no trainable parameter: adapters are disabled or merged, or "
+                    "what is trained takes no part in the model's forward pass. Enable them (or train something that "
+                    "is used)."
+                )
             found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
             grads = [_sum([next(found) for _ in its]) for its in wholes]
             grads = [

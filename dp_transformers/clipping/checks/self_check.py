@@ -398,6 +398,7 @@ def _until_all_can_be_run(
             return run()
         except UnsupportedModuleError as error:
             engine.trainable.shards.recover()
+            engine.trainable.thaw()
             is_parent = any(owner.module is error.module and owner.covers_children for owner in engine.owners)
             first = first if is_parent and first else error
             try:

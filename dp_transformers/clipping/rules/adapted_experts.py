@@ -22,7 +22,7 @@ from ..errors import UnsupportedModuleError
 from ..layer_rule import layer_rule
 from ..parallel.dispatch import class_forward
 from ..terms import Routed, Term
-from .experts import Routing, are_fused_experts, settings_of_experts, terms_by_name
+from .experts import Routing, are_fused_experts, settings_of_experts, tensors_of_experts, terms_by_name
 
 _ADAPTED = {"gate_up_proj", "up_proj", "down_proj"}
 
@@ -111,7 +111,20 @@ def _settings(module: nn.Module) -> dict[str, object]:
     return scalings | settings_of_experts(inside)
 
 
-@layer_rule(recognise=_are_adapted_experts, covers_children=True, require=_require_active, reads=_settings)
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The factors of active adapters, and the weights of the experts."""
+    wrappers, inside = _unwrapped(module)
+    factors = [p for wrapper in wrappers for adapter in _adapters(wrapper) for p in (adapter.a, adapter.b)]
+    return factors + tensors_of_experts(inside)
+
+
+@layer_rule(
+    recognise=_are_adapted_experts,
+    covers_children=True,
+    require=_require_active,
+    reads=_settings,
+    reads_tensors=_tensors,
+)
 def adapted_experts(
     module: nn.Module, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:

@@ -50,18 +50,22 @@ def are_fused_experts(module: nn.Module) -> bool:
     return _PARAMETERS.issuperset(name for name, _ in module.named_parameters())
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
 def settings_of_experts(module: nn.Module) -> dict[str, object]:
-    """What the class set: a gate may read anything of it."""
-    own = {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE}
-    return {name: x for name, x in own.items() if not isinstance(x, torch.Tensor)} | {
-        "act_fn": getattr(module, "act_fn", None)
-    }
+    """What the class set that the gate and the activation may read, whatever hooks write beside that."""
+    gate = getattr(getattr(type(module), "_apply_gate", None), "__code__", None)
+    names = set(() if gate is None else gate.co_names)
+    own = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
+    if any(callable(getattr(type(module), name, None)) for name in names):  # which may read anything
+        names |= set(own) - set(vars(nn.Module()))
+    names |= {"has_gate", "has_bias", "is_transposed", "num_experts"}
+    return {name: x for name, x in own.items() if name in names} | {"act_fn": getattr(module, "act_fn", None)}
 
 
-@layer_rule(recognise=are_fused_experts, reads=settings_of_experts)
+def tensors_of_experts(module: nn.Module) -> list[torch.Tensor]:
+    return [p for _, p in module.named_parameters()]
+
+
+@layer_rule(recognise=are_fused_experts, reads=settings_of_experts, reads_tensors=tensors_of_experts)
 def experts(module: Experts, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
     weights = {name: p.detach() for name, p in module.named_parameters()}
     terms = terms_by_name(module, weights, activations, backprops)

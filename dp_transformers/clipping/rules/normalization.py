@@ -113,6 +113,7 @@ def group_norm(
     nn.InstanceNorm3d,
     backward_reads_output=False,
     reads=lambda module: {"eps": module.eps, "fixed statistics": _has_fixed_statistics(module)},
+    reads_tensors=lambda module: _statistics(module) if _has_fixed_statistics(module) else [],
 )
 def instance_norm(
     module: _InstanceNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor
@@ -129,6 +130,10 @@ def instance_norm(
     return _per_channel(module, normalised, backprops, backprops.dim() - dims - 1)
 
 
+def _statistics(module: _InstanceNorm | _BatchNorm) -> list[torch.Tensor]:
+    return [cast(torch.Tensor, module.running_mean), cast(torch.Tensor, module.running_var)]
+
+
 def _require_fixed_statistics(module: _BatchNorm) -> None:
     if module.training or module.running_mean is None or module.running_var is None:
         raise ValueError(f"a {type(module).__name__} {HOW_BATCH_NORM_MIXES}")
@@ -140,6 +145,7 @@ def _require_fixed_statistics(module: _BatchNorm) -> None:
     backward_reads_output=False,
     require=_require_fixed_statistics,
     reads=settings("eps"),
+    reads_tensors=lambda module: _statistics(module),
 )
 def batch_norm(
     module: _BatchNorm, activations: Sequence[torch.Tensor], backprops: torch.Tensor

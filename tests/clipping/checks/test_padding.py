@@ -357,17 +357,30 @@ def test_random_numbers_that_do_not_depend_on_lengths(known):
     by_row = torch.vmap(lambda row: nn.functional.dropout(row, 0.5), randomness="different")
     lstm = nn.LSTM(3, 4, 2, dropout=0.5)
     with alternating_numbers({7}) as draws_no_others:
-        kept = [nn.functional.dropout(x, 0.5), by_row(x), torch.native_dropout(x, 0.5, True)[0]]
+        kept = [torch.native_dropout(x, 0.5, True)[0] / 4, nn.functional.dropout(x, 0.5), by_row(x)]
+        given = torch.tensor([0.0, 0.5, 1.0])
+        by_probability = [
+            torch.bernoulli(given),
+            torch.empty(3).bernoulli_(given),
+            torch.empty(2).bernoulli_(),
+            torch.bernoulli(x, 0.3),
+        ]
         drawn = [torch.rand(7, 3), torch.rand_like(x), torch.randn(7, 4), torch.empty(3).uniform_(2, 4)]
         drawn += [torch.empty(3).normal_(1, 2), torch.empty(3).exponential_(), torch.randn_like(x)]
-        same = [torch.rand(3, 7), torch.randn(7), torch.bernoulli(torch.rand(3))]
+        same = [torch.rand(3, 7), torch.randn(7), torch.rand(2, 8), torch.randn(5)]
+        spread = torch.rand(1000)
         attention(x[None], x[None], x[None], dropout_p=0.5).sum().backward()
         states = lstm(x[:1].expand(1, 5, 3))[0]
         if not known:
             torch.randperm(5)
         assert draws_no_others() == known
-    assert all((each == 2).all() for each in kept)
-    assert all(torch.equal(each[..., 0], each[..., 2]) and (each[..., 0] != each[..., 1]).all() for each in drawn)
+    assert all((each == 0.5).all() for each in kept)  # the probability of being kept is seen
+    for each, expected in zip(
+        by_probability, [given**2, given**2, torch.full((2,), 0.25), torch.full((7, 3), 0.09)], strict=True
+    ):
+        torch.testing.assert_close(each, expected)
+    assert all((each[..., 0] != each[..., 1]).all() for each in drawn)
+    assert 0 < spread.min() < 0.002 and 0.998 < spread.max() < 1 and abs(spread.mean() - 0.5) < 0.002
     assert all(each.unique().numel() == 1 for each in same) and torch.equal(states[0, 0], states[0, 4])
     with alternating_numbers({7}) as draws_no_others:
         (random.random if known else np.random.rand)()

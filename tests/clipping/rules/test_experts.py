@@ -140,11 +140,18 @@ def test_dropped_padding_is_answered_by_the_model():
 
 def test_dropped_padding_that_comes_later_is_refused():
     """The self-check saw all positions; a batch where some are missing has no rule that knows whose they are."""
+
+    class Later:  # decided where nobody sees that the model was changed
+        packs = False
+
+        def __bool__(self):
+            return self.packs
+
     model = Routed(packed=True)
-    model.packed = False
+    model.packed = Later()
     with PerExampleClipper(model, 1.0) as clipper:
         clipper.backward(losses_of(model)(batch_of()))
-        model.packed = True
+        Later.packs = True
         with pytest.raises(ValueError, match=r"neither the batch \(4\) nor 1"):
             losses_of(model)(batch_of())
 

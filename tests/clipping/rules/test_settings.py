@@ -184,3 +184,76 @@ def test_every_rule_is_among_them():
     own = {terms.__name__ for terms in known if terms.__module__.startswith("dp_transformers.")}
     # adapters on experts: tests/clipping/rules/test_adapted_experts.py
     assert own - {"adapted_experts"} == {rule_for(make()).terms.__name__ for make, _ in LAYERS.values()}
+
+
+class Scaled(nn.Module):
+    """In training alone the frozen tensors of a layer are larger while it runs."""
+
+    def __init__(self, layer, how):
+        super().__init__()
+        self.layer, self.how = layer, how
+
+    def frozen(self):
+        return [
+            t
+            for t in (*self.layer.parameters(), *self.layer.buffers())
+            if t.is_floating_point() and not t.requires_grad
+        ]
+
+    def forward(self, *args):
+        if not self.training:
+            return self.layer(*args)
+        if self.how == "replaced":
+            named = [*self.layer.named_parameters(), *self.layer.named_buffers()]
+            other = {n: 8 * t.detach() for n, t in named if any(t is x for x in self.frozen())}
+            return torch.func.functional_call(self.layer, other, args)
+        for t in self.frozen():
+            t.data.mul_(8)
+        out = self.layer(*args)
+        for t in self.frozen():
+            t.data.div_(8)
+        return out
+
+
+def fixed(norm):
+    norm.running_var.fill_(2.0)
+    norm.eval()
+    norm.train = lambda mode=True: norm
+    return norm
+
+
+class Mixtral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        config = hf.MixtralConfig(
+            vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2,
+        )  # fmt: skip
+        self.model = hf.MixtralModel(config)
+        for name, p in self.model.named_parameters():
+            p.requires_grad_("gate_up_proj" in name)
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).last_hidden_state
+
+
+@pytest.mark.parametrize("how", ["replaced", "scaled in place"])
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (lambda: fixed(nn.BatchNorm1d(4)), (torch.ones(3, 4),)),
+        (lambda: fixed(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)), (torch.ones(3, 4, 5),)),
+        (Mixtral, (torch.arange(12).view(3, 4),)),
+    ],
+    ids=["BatchNorm", "InstanceNorm", "experts"],
+)
+def test_tensors_of_the_forward_pass_alone_are_refused(layer, inputs, mode, how):
+    """The rule computes from them anew; one example moved the sum by 8 to 75 times the bound in ghost."""
+    torch.manual_seed(0)
+    model = Scaled(layer(), how).train()
+    inputs = [torch.randn_like(x) if x.is_floating_point() else x for x in inputs]
+    clipper = PerExampleClipper(model, 1e-3, mode=mode)
+    with pytest.raises(ValueError, match="computed with other weights, or statistics"):
+        clipper.backward(model(*inputs).flatten(1).square().sum(1))
+    assert all(p.grad is None for p in model.parameters())
