@@ -29,8 +29,17 @@ class Scaled(nn.Module):
         return inner + self.scale
 
 
+WAY: list = ["plain"]
+UNSEEN = property(
+    lambda self: WAY[0], lambda self, way: WAY.__setitem__(0, way)
+)  # no attribute, so nobody checks again
+
+
 class Ways(nn.Module):
-    """A forward with several ways; ``way`` is no input, so that the self-check sees the first only."""
+    """A forward with several ways; ``way`` is neither an input nor an attribute of the model, so that the self-check
+    sees the first only."""
+
+    way = UNSEEN
 
     def __init__(self):
         super().__init__()
@@ -198,6 +207,8 @@ class Fused(torch.autograd.Function):
 
 
 class Net(nn.Module):
+    way = UNSEEN
+
     def __init__(self, way):
         super().__init__()
         torch.manual_seed(0)
