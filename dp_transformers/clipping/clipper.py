@@ -23,6 +23,7 @@ from .batch_dims import batch_size_of
 from .checks.locality import WeightedPass, require_own_rows_of_outputs
 from .checks.padding import check_padding
 from .checks.rare_looks import RareLooks
+from .checks.reference import find_escape
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
 from .clipping_functions import ClippingFunction
@@ -100,7 +101,7 @@ class PerExampleClipper:
         self.self_check, self.asked_mode = self_check, mode
         self.checked = False
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
-        self._looks = RareLooks()
+        self._looks, self._native_looks = RareLooks(), RareLooks()
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
             model,
@@ -111,6 +112,7 @@ class PerExampleClipper:
             memory=memory_budget_of(memory_budget),
         )
         self._engine.on_outputs = self._after_forward
+        self._engine.looks_at_native = lambda: self._native_looks.is_due() and self.self_check
         self.attach()
 
     @property
@@ -195,7 +197,8 @@ class PerExampleClipper:
 
     def _check_anew(self) -> None:
         """Let everything that was checked of the model be checked again: it may compute otherwise now."""
-        self.checked, self.checks_begun, self._looks = not self.self_check, self.checks_begun + 1, RareLooks()
+        self.checked, self.checks_begun = not self.self_check, self.checks_begun + 1
+        self._looks, self._native_looks = RareLooks(), RareLooks()
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
@@ -244,7 +247,9 @@ class PerExampleClipper:
         from can do that.
         """
         engine = self._engine
-        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction).begin
+        engine.on_user_backward = (
+            None if loss_reduction is None else UserBackward(engine, loss_reduction, find_escape).begin
+        )
         engine.loop = loop
         engine.install_hooks()
 

@@ -83,6 +83,7 @@ class ForwardPass:
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward
+        self.shows_parameters = False  # autograd sums their gradients too, for comparison
         self.packs = False  # what autograd saves is put away, by activation checkpointing or onto another device
         self.backward: CallObserver | None = None  # the one that goes on
 
