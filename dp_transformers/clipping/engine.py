@@ -155,7 +155,9 @@ class ClippingEngine:
             self.trainable, self.sums = trainable, GradientSums(trainable)
             self.owners, self._apart = assign_owners(self.model), ExamplesApart(self._record_whole)
             self.clip_by(self._clipping)
-        self.state = ModelState(self.model, self.conditions, watch_parameters=not self.trainable.shards)
+        shards = bool(self.trainable.shards)
+        is_alone = not (shards or self.trainable.parallel)
+        self.state = ModelState(self.model, self.conditions, watch_parameters=not shards, is_alone=is_alone)
         self.install_hooks()
         return not is_known
 

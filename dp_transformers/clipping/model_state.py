@@ -43,13 +43,18 @@ class ModelState:
             lists, dicts and sets.
         conditions: They are given what must be read from the device.
         watch_parameters: False where frozen parameters change in the forward pass by themselves (FSDP2 gathers them).
+        is_alone: False where processes share parameters, and must check the model together: there a user's change
+            counts only if it is a class, mode, hook, method, word or switch of a module itself, which all of them make.
 
     Raises:
         ValueError: a batch of an earlier training left something in the model that could not be put back.
     """
 
-    def __init__(self, model: nn.Module, conditions: Conditions, *, watch_parameters: bool = True):
+    def __init__(
+        self, model: nn.Module, conditions: Conditions, *, watch_parameters: bool = True, is_alone: bool = True
+    ):
         self.model, self._conditions, self._watch_parameters = model, conditions, watch_parameters
+        self._is_alone = is_alone
         self._noted = False
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
@@ -100,14 +105,15 @@ class ModelState:
         if self.paused or self._noted:
             return False
         if self._settings is None or not self._is_same_by_identity():
-            before, self._settings = self._settings, _Settings.of(self.model, self._watch_parameters)
+            before, self._settings = self._settings, _Settings.of(self.model, in_depth=self._is_alone)
             if before is not None and before.words != self._settings.words:
                 self._has_other_numbers = False
                 return True
             # a batch or a check that has written since noted the versions again
             asked, self._asked = self._asked, [version_of(t) for t in self._tensors]
             is_written = self._asked not in (asked, self._versions)
-            self._has_other_numbers |= before is not None and (is_written or before.numbers != self._settings.numbers)
+            is_other = is_written or (before is not None and before.numbers != self._settings.numbers)
+            self._has_other_numbers |= before is not None and is_other and self._is_alone
         if not self._has_other_numbers or self._draws - self._looked_at < _DRAWS_BETWEEN:
             return False
         self._has_other_numbers, self._looked_at = False, self._draws
@@ -405,16 +411,19 @@ class _Settings(NamedTuple):
     numbers: list[Any]
 
     @classmethod
-    def of(cls, model: nn.Module, parameters: bool) -> _Settings:
+    def of(cls, model: nn.Module, *, in_depth: bool) -> _Settings:
+        """Those of modules and of all that they hold ``in_depth``, or those of modules alone."""
         words: list[Any] = []
         numbers: list[Any] = []
         for module in model.modules():
             hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
             words += [type(module), module.training, hooks]
-        for place in _places(model, parameters):
-            for key, value in _entries(place.holder):
-                if key in _INTERNAL or key == MARK:
-                    continue
+        if not in_depth:
+            for path, module in model.named_modules():
+                words += [(path, k, v) for k, v in _own(vars(module)) if isinstance(v, (bool, str, *_FUNCTIONS))]
+            return cls(words, numbers)
+        for place in _places(model, True):
+            for key, value in _own(place.holder):
                 if value is None or isinstance(value, (bool, str, bytes, type, *_FUNCTIONS)):
                     words.append((place.path, key, value))
                 elif isinstance(value, _SCALARS):
@@ -422,6 +431,11 @@ class _Settings(NamedTuple):
                 elif isinstance(value, torch.Tensor) and not value.requires_grad:
                     numbers.append((place.path, key, id(value)))
         return cls(words, numbers)
+
+
+def _own(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """The entries that are neither torch's own nor a mark of ours."""
+    return ((key, value) for key, value in _entries(holder) if key not in _INTERNAL and key != MARK)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
