@@ -43,8 +43,8 @@ class ModelState:
             lists, dicts and sets.
         conditions: They are given what must be read from the device.
         watch_parameters: False where frozen parameters change in the forward pass by themselves (FSDP2 gathers them).
-        is_alone: False where processes share parameters, and must check the model together: there a user's change
-            counts only if it is a class, mode, hook, method, word or switch of a module itself, which all of them make.
+        is_alone: False where processes share parameters, and must check the model together. A user's change counts
+            there only if it is a class, mode, hook, method, word or switch of a module itself, as all of them make it.
 
     Raises:
         ValueError: a batch of an earlier training left something in the model that could not be put back.
