@@ -288,7 +288,8 @@ class LoadedRows:
             self._first_ids = ids
             return
         loaded = [(x, rows_bn) for (x, rows_bn), version in self._loaded_ids if x._version == version]
-        for x, rows_bn in [*self._first_ids, *ids]:
+        first, self._first_ids = self._first_ids, []
+        for x, rows_bn in [*first, *ids]:
             alike = [(y, y_bn) for y, y_bn in loaded if y_bn.shape == rows_bn.shape]
             x_bn = rows_bn.cpu()
             if any(x is y or torch.equal(x_bn, y_bn.cpu()) for y, y_bn in alike):

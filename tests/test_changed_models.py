@@ -160,6 +160,35 @@ def test_what_changes_in_every_step_does_not_cost_a_check_each_time(loop, monkey
     assert len(calls) == 4  # at first, at the first change, and after 16 draws each
 
 
+@both_loops
+def test_words_that_take_turns_do_not_cost_a_check_each_time(loop, monkeypatch):
+    check, calls = PerExampleClipper.check, []
+    monkeypatch.setattr(PerExampleClipper, "check", lambda *args, **kw: calls.append(1) or check(*args, **kw))
+
+    class TakesTurns(Mixes):
+        def is_mixing(self):
+            return False
+
+    def change(step, model):
+        model.mode = "one" if step % 2 else "other"
+
+    train_with(loop, change, Task(TakesTurns, numbers(), loss=losses, physical=8, steps=48))
+    assert len(calls) <= 1 + 8 + 3  # at first, eight changes, and after 16 draws each
+
+
+@both_loops
+def test_words_that_take_turns_are_looked_at_once_in_a_while(loop):
+    class TakesTurns(Mixes):
+        def is_mixing(self):
+            return self.mode == "later"
+
+    def change(step, model):
+        model.mode = "later" if step >= 20 else str(step % 2)
+
+    with pytest.raises(SelfCheckError, match="mixes examples"):
+        train_with(loop, change, Task(TakesTurns, numbers(), loss=losses, physical=8, steps=48))
+
+
 class ReadsPadding(nn.Module):
     def __init__(self):
         super().__init__()

@@ -23,7 +23,6 @@ from .batch_dims import batch_size_of
 from .checks.locality import WeightedPass, require_own_rows_of_outputs
 from .checks.padding import check_padding
 from .checks.rare_looks import RareLooks
-from .checks.reference import find_escape
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
 from .clipping_functions import ClippingFunction
@@ -101,7 +100,7 @@ class PerExampleClipper:
         self.self_check, self.asked_mode = self_check, mode
         self.checked = False
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
-        self._looks, self._native_looks = RareLooks(), RareLooks()
+        self._looks = RareLooks()
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
             model,
@@ -112,7 +111,6 @@ class PerExampleClipper:
             memory=memory_budget_of(memory_budget),
         )
         self._engine.on_outputs = self._after_forward
-        self._engine.looks_at_native = lambda: self._native_looks.is_due() and self.self_check
         self.attach()
 
     @property
@@ -187,7 +185,8 @@ class PerExampleClipper:
     # ---- attaching ----
 
     def attach(self) -> None:
-        """Hook the modules that own trainable parameters. Does nothing if attached."""
+        """Hook the modules that own trainable parameters, and let the model be checked anew. Does nothing if
+        attached."""
         if self._engine.is_attached:
             return
         is_other = self._engine.attach()
@@ -197,8 +196,7 @@ class PerExampleClipper:
 
     def _check_anew(self) -> None:
         """Let everything that was checked of the model be checked again: it may compute otherwise now."""
-        self.checked, self.checks_begun = not self.self_check, self.checks_begun + 1
-        self._looks, self._native_looks = RareLooks(), RareLooks()
+        self.checked, self.checks_begun, self._looks = not self.self_check, self.checks_begun + 1, RareLooks()
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
@@ -247,9 +245,7 @@ class PerExampleClipper:
         from can do that.
         """
         engine = self._engine
-        engine.on_user_backward = (
-            None if loss_reduction is None else UserBackward(engine, loss_reduction, find_escape).begin
-        )
+        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction).begin
         engine.loop = loop
         engine.install_hooks()
 
@@ -284,9 +280,10 @@ class PerExampleClipper:
         """Let all checks run again if the model may compute otherwise than the one that was checked."""
         if self._engine.state.runs_otherwise() and self.self_check:
             if self.checked:
-                logger.warning(
+                logger.log(
+                    logging.WARNING if self.checks_begun < 4 else logging.INFO,  # it may change all the time
                     "a class, method, hook, switch, number, buffer or frozen weight of the model was changed since it "
-                    "was checked; it is checked again."
+                    "was checked; it is checked again.",
                 )
             self._check_anew()
 

@@ -81,8 +81,6 @@ class ClippingEngine:
         loop: Weighs the examples of every sum, and is told of it.
         norms_b: The gradient norms of the examples of the last backward pass.
         on_outputs: Is given what the model returned in a forward pass that is recorded, where the user goes back.
-        looks_at_native: Whether autograd shall sum the gradients of the next forward pass too, where the user goes
-            back.
         on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
             :meth:`backward` goes back.
     """
@@ -111,7 +109,6 @@ class ClippingEngine:
         self.loop: TrainingLoop | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
         self.on_outputs: Callable[[Any], None] = lambda output: None
-        self.looks_at_native: Callable[[], bool] = lambda: False
         self._hooks = HookedModel(
             model,
             self._begin_forward,
@@ -311,7 +308,6 @@ class ClippingEngine:
             self._replace_forward(forward)
             if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
                 forward.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
-        self._hooks.shows = forward.shows_parameters
         if self.batch_first:
             forward.positions |= positions_of(args, kwargs, batch_size)
         return True
@@ -331,7 +327,7 @@ class ClippingEngine:
     def _new_forward(self, batch_size: int, batch: object) -> ForwardPass:
         probe = torch.zeros(batch_size, device=self.trainable.device, dtype=torch.float32, requires_grad=True)
         suspended, on_backward = self._hooks.suspended, self.on_user_backward
-        forward = ForwardPass(
+        return ForwardPass(
             batch_size,
             probe,
             self.trainable,
@@ -340,10 +336,6 @@ class ClippingEngine:
             on_backward=on_backward,
             conditions=self.conditions,
         )
-        # groups that are clipped by themselves add their sums while autograd would add its own
-        if on_backward is not None and not self._on_trial and len(self.groups) == 1:
-            forward.shows_parameters = self.looks_at_native()
-        return forward
 
     def _run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
         """Whether the module could run one example at a time, and what it returned. One that could not is re-run from
@@ -533,19 +525,16 @@ class ClippingEngine:
     def _refuse_escapes(self, graph: LossGraph) -> None:
         if (parameter := self.sums.find_foreign()) is not None:  # some Function's own backward wrote to its gradient
             parameter.grad = None
-            self.refuse_escape(parameter)
+            self._refuse_escape(parameter)
         if (parameter := graph.find_escape()) is not None:
-            self.refuse_escape(parameter)
+            self._refuse_escape(parameter)
 
-    def refuse_escape(self, parameter: nn.Parameter) -> None:
-        """Raise ValueError: a part of this parameter's gradient came past the taps."""
+    def _refuse_escape(self, parameter: nn.Parameter) -> None:
         refuse_escape(self.owners, parameter, self.trainable.name_of(parameter))
 
     def _refuse_native_gradient(self, parameter: nn.Parameter) -> None:
         """Autograd filled a gradient by itself, which is not clipped."""
-        forward = self.forward
-        is_compared = forward is not None and forward.shows_parameters and forward.backward is not None
-        if self._fills_gradients or is_compared:
+        if self._fills_gradients:
             return
         parameter.grad = None
         if self.on_user_backward is None:
@@ -555,4 +544,4 @@ class ClippingEngine:
                 "use the criterion that make_private returned; for a loss that is not the private one (a generator's, "
                 "an adversarial input's) go forward and backward inside 'with clipper.suspended():'."
             )
-        self.refuse_escape(parameter)
+        self._refuse_escape(parameter)

@@ -35,7 +35,6 @@ class HookedModel:
     Attributes:
         in_backward: Set while calls are passed on that run inside backward, where activation checkpointing recomputes
             them.
-        shows: Set while parameters are not hidden although they could be.
     """
 
     _is_copy = False
@@ -54,7 +53,7 @@ class HookedModel:
         self._on_output, self._on_by_example = on_output, on_by_example
         self._without_graph = without_graph
         self._opened_without_graph: contextlib.AbstractContextManager | None = None
-        self.in_backward = self.shows = False
+        self.in_backward = False
         self._owners: Iterable[Owner] = ()
         self._hides = self._gathers = False
         self._handles: list[Any] = []
@@ -69,7 +68,7 @@ class HookedModel:
         """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes
         with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
-        inert |= {"shows": False, "_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
+        inert |= {"_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
         return inert | {"_configs": [], "_without_caches": contextlib.ExitStack()}
 
     @property
@@ -250,8 +249,7 @@ class HookedModel:
     # ---- parameters ----
 
     def _hide(self, owner: Owner, module: nn.Module, args: tuple) -> None:
-        is_recorded = (self._in_forward or self.in_backward) and torch.is_grad_enabled()
-        if self._suspended or self.shows or not is_recorded:
+        if self._suspended or not torch.is_grad_enabled() or not (self._in_forward or self.in_backward):
             return
         for p in owner.names:
             p.requires_grad = False  # vmap refuses requires_grad_()

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 4  # of containers and objects in attributes
 _DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
+_WORDS_AT_ONCE = 8  # changes of words that are looked at at once; later ones as those of numbers are
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
 
@@ -60,6 +61,7 @@ class ModelState:
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
         self._has_other_numbers, self._draws, self._looked_at = False, 0, -_DRAWS_BETWEEN  # in draw
+        self._changes_of_words = 0
         self._weights: Written | None = None  # the large frozen parameters, as the draw found them
         refuse_marked(model)
         self._record()
@@ -100,15 +102,19 @@ class ModelState:
 
         A class, method, hook, word or switch that is another one counts at once, wherever in the attributes it is, and
         so does the first change of a number, a buffer or a frozen weight. Those may change with every step (a
-        temperature, a teacher that follows its pupil), so that later ones count once in 16 draws.
+        temperature, a teacher that follows its pupil), so that later ones count once in 16 draws, and so do words
+        after eight changes (a task that takes turns).
         """
         if self.paused or self._noted:
             return False
         if self._settings is None or not self._is_same_by_identity():
             before, self._settings = self._settings, _Settings.of(self.model, in_depth=self._is_alone)
             if before is not None and before.words != self._settings.words:
-                self._has_other_numbers = False
-                return True
+                self._changes_of_words += 1
+                if self._changes_of_words <= _WORDS_AT_ONCE or not self._is_alone:
+                    self._has_other_numbers = False
+                    return True
+                self._has_other_numbers = True
             # a batch or a check that has written since noted the versions again
             asked, self._asked = self._asked, [version_of(t) for t in self._tensors]
             is_written = self._asked not in (asked, self._versions)

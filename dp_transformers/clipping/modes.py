@@ -225,16 +225,6 @@ class KeptTerms(MeasuringPass):
             return self.instantiate or term.store_instantiated
         return self.plan.keeps_instance(parameter, term)
 
-    def unclipped_sum(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The sum over all examples of the parameter's gradients, once all taps were reached; None where none was."""
-        group = self._group_of[parameter]
-        small = next((small[parameter] for small in group.small.values() if parameter in small), None)
-        if small is not None:
-            return small.sum(0).view(parameter.shape)
-        terms = group.terms.get(parameter, [])
-        parts = [t.weighted_sum(torch.ones_like(self.forward.probe).to(parameter.device)) for t in terms]
-        return torch.stack([part.float().view(parameter.shape) for part in parts]).sum(0) if parts else None
-
     def finish(self) -> torch.Tensor:
         self.close_all()
         for group in self._groups:

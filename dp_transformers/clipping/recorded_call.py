@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -83,7 +84,6 @@ class ForwardPass:
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward
-        self.shows_parameters = False  # autograd sums their gradients too, for comparison
         self.packs = False  # what autograd saves is put away, by activation checkpointing or onto another device
         self.backward: CallObserver | None = None  # the one that goes on
 
@@ -213,16 +213,9 @@ class RecordedCall:
             )
         if rule.reads_tensors is not None:
             now = [*map(_sample, rule.reads_tensors(self.module))]
-            same = [_are_equal(*pair) for pair in zip(self._tensors_read, now, strict=True)]
-            if same:
-                self.forward.conditions.expect(torch.stack(same).all(), self._refuse_other_tensors)
-
-    def _refuse_other_tensors(self) -> None:
-        raise ValueError(
-            f"{self.owner} computed with other weights, or statistics, than it had before the backward pass (they "
-            "were replaced for the call, as by functional_call, or scaled in place and put back), so its gradients "
-            "would not be those of what it computed. Change them between two steps, or leave them alone."
-        )
+            if same := [_are_equal(*pair) for pair in zip(self._tensors_read, now, strict=True)]:
+                otherwise = partial(_refuse_other_tensors, str(self.owner))  # outlives the call
+                self.forward.conditions.expect(torch.stack(same).all(), otherwise)
 
     def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
         """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes
@@ -339,6 +332,14 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
     """A copy of some numbers of ``x``, from all over it."""
     flat = x.detach().reshape(-1)
     return flat[:: max(1, len(flat) // _SAMPLE) | 1].clone()
+
+
+def _refuse_other_tensors(owner: str) -> None:
+    raise ValueError(
+        f"{owner} computed with other weights, or statistics, than it had before the backward pass (they were "
+        "replaced for the call, as by functional_call, or scaled in place and put back), so its gradients would not "
+        "be those of what it computed. Change them between two steps, or leave them alone."
+    )
 
 
 def _are_equal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

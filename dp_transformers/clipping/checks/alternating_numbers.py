@@ -78,11 +78,13 @@ class AlternatingNumbers(TorchDispatchMode):
         drawn = func(*args, **kwargs)
         if kind == "numbers":
             made_of, takes_arguments = _NUMBERS[func.overloadpacket]
-            drawn.copy_(made_of(self._evenly(drawn), *(args[1:3] if takes_arguments else ())))
+            numbers = made_of(self._evenly(drawn), *(args[1:3] if takes_arguments else ()))
+            # a DTensor takes no plain tensor
+            drawn.copy_(numbers) if type(drawn) is torch.Tensor else drawn.fill_(float(numbers[0]))
         if kind == "probability":
             given = [x for x in [*args[1:], kwargs.get("p")] if isinstance(x, (int, float, torch.Tensor))]
             probability = given[0] if given else 0.5 if func.overloadpacket in _IN_PLACE else args[0]
-            drawn.copy_(torch.as_tensor(probability) ** 2)
+            drawn.copy_(probability**2) if isinstance(probability, torch.Tensor) else drawn.fill_(probability**2)
         self.draws_others |= kind == "others"
         return drawn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,8 @@ from ..recorded_call import ForwardPass
 from .alternating_numbers import alternating_numbers
 from .reference import TOLERANCE, clip, measure
 from .synthetic import LossFunction, by_example, has_batch, kept_buffers, only_rows, projected, replace_example
+
+logger = logging.getLogger(__name__)
 
 
 def locality_as_trained(
@@ -155,8 +158,11 @@ def _change_beside_fewer(
             is_known = draws_no_others()
     except (SelfCheckError, torch.OutOfMemoryError):
         raise
-    except Exception:  # what is compiled for a call (flex_attention) does not run where operations are replaced
+    except (
+        Exception
+    ) as error:  # what is compiled for a call (flex_attention) does not run where operations are replaced
         engine.trainable.shards.recover()
+        logger.info("the number of examples was not changed in training mode: %s: %s", type(error).__name__, error)
         return 0.0
     return float(_change(fewer_b[:1], losses_b[:1], _largest(losses_b)).max()) if is_known else 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import as_dtensor_like, full_tensors, is_dtensor, to_local
 from ..precision import sum_dtype
-from ..recorded_call import ForwardPass
 from ..terms.arithmetic import flat_norm
 from .synthetic import LossFunction, only_rows
 
@@ -224,17 +223,3 @@ def _shift(x: torch.Tensor, numbers: torch.Tensor) -> None:
     whole = len(flat) // len(numbers) * len(numbers)
     flat[:whole].view(-1, len(numbers)).add_(numbers)
     flat[whole:].add_(numbers[: len(flat) - whole])
-
-
-def find_escape(
-    native: Mapping[nn.Parameter, torch.Tensor], own: Mapping[nn.Parameter, torch.Tensor], forward: ForwardPass
-) -> nn.Parameter | None:
-    """The parameter whose sums of gradients differ most, if they do: autograd's and that of the terms."""
-    # where no tap was reached all of it came another way
-    change = {p: g.float() - own[p].float() if p in own else g.float() for p, g in native.items()}
-    off, length = length_of(change.values()), length_of(g.float() for g in native.values())
-    seen = forward.low_precision, forward.trainable.low_precision, *(g.dtype for g in native.values())
-    tolerance = max(TOLERANCE[dtype] for dtype in seen)
-    if not torch.isfinite(length) or off <= tolerance * length:
-        return None
-    return max(change, key=lambda p: float(change[p].norm()))
