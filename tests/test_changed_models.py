@@ -170,20 +170,37 @@ def test_words_that_take_turns_do_not_cost_a_check_each_time(loop, monkeypatch):
             return False
 
     def change(step, model):
-        model.mode = "one" if step % 2 else "other"
+        model.settings["kind"] = "one" if step % 2 else "other"
 
     train_with(loop, change, Task(TakesTurns, numbers(), loss=losses, physical=8, steps=48))
     assert len(calls) <= 1 + 8 + 3  # at first, eight changes, and after 16 draws each
 
 
 @both_loops
-def test_words_that_take_turns_are_looked_at_once_in_a_while(loop):
+def test_words_of_a_module_itself_always_count_at_once(loop):
+    seen = []
+
     class TakesTurns(Mixes):
         def is_mixing(self):
             return self.mode == "later"
 
     def change(step, model):
+        seen.append(step)
         model.mode = "later" if step >= 20 else str(step % 2)
+
+    with pytest.raises(SelfCheckError, match="mixes examples"):
+        train_with(loop, change, Task(TakesTurns, numbers(), loss=losses, physical=8, steps=48))
+    assert len(seen) == 21
+
+
+@both_loops
+def test_words_that_take_turns_are_looked_at_once_in_a_while(loop):
+    class TakesTurns(Mixes):
+        def is_mixing(self):
+            return self.settings.get("kind") == "later"
+
+    def change(step, model):
+        model.settings["kind"] = "later" if step >= 20 else str(step % 2)
 
     with pytest.raises(SelfCheckError, match="mixes examples"):
         train_with(loop, change, Task(TakesTurns, numbers(), loss=losses, physical=8, steps=48))

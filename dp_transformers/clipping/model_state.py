@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 4  # of containers and objects in attributes
 _DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
-_WORDS_AT_ONCE = 8  # changes of words that are looked at at once; later ones as those of numbers are
+_WORDS_AT_ONCE = 8  # changes of words inside attributes that count at once; later ones as those of numbers do
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
 
@@ -100,21 +100,22 @@ class ModelState:
     def runs_otherwise(self) -> bool:
         """Returns True if the model may compute otherwise than when this was asked last, by the user's doing.
 
-        A class, method, hook, word or switch that is another one counts at once, wherever in the attributes it is, and
-        so does the first change of a number, a buffer or a frozen weight. Those may change with every step (a
-        temperature, a teacher that follows its pupil), so that later ones count once in 16 draws, and so do words
-        after eight changes (a task that takes turns).
+        A class, mode, method, hook, word or switch of a module that is another one counts at once. So do the first
+        eight changes of words inside its attributes, and the first change of a number, a buffer or a frozen weight.
+        Those may change with every step (a task that takes turns, a temperature, a teacher that follows its pupil), so
+        that later ones count once in 16 draws.
         """
         if self.paused or self._noted:
             return False
         if self._settings is None or not self._is_same_by_identity():
             before, self._settings = self._settings, _Settings.of(self.model, in_depth=self._is_alone)
-            if before is not None and before.words != self._settings.words:
-                self._changes_of_words += 1
-                if self._changes_of_words <= _WORDS_AT_ONCE or not self._is_alone:
-                    self._has_other_numbers = False
-                    return True
-                self._has_other_numbers = True
+            has_other_words = before is not None and before.words_inside != self._settings.words_inside
+            self._changes_of_words += has_other_words
+            counts_at_once = has_other_words and self._changes_of_words <= _WORDS_AT_ONCE
+            if before is not None and (counts_at_once or before.words != self._settings.words):
+                self._has_other_numbers = False
+                return True
+            self._has_other_numbers |= has_other_words
             # a batch or a check that has written since noted the versions again
             asked, self._asked = self._asked, [version_of(t) for t in self._tensors]
             is_written = self._asked not in (asked, self._versions)
@@ -408,35 +409,39 @@ class _Settings(NamedTuple):
     """What decides how a model computes, besides what is trained.
 
     Attributes:
-        words: For every module its class, mode, and hooks that are not a clipper's; and the methods, words, switches
-            and empty places among attributes, in the objects and containers that they hold, too.
-        numbers: The numbers among these, and which buffers, frozen parameters and other tensors there are.
+        words: For every module its class, mode, hooks that are not a clipper's, and the methods, words and switches
+            among its attributes.
+        words_inside: Those in the objects and containers that attributes hold, and empty places.
+        numbers: The numbers in all of these, and which buffers, frozen parameters and other tensors there are.
     """
 
     words: list[Any]
+    words_inside: list[Any]
     numbers: list[Any]
 
     @classmethod
     def of(cls, model: nn.Module, *, in_depth: bool) -> _Settings:
-        """Those of modules and of all that they hold ``in_depth``, or those of modules alone."""
+        """Without ``in_depth`` the words of modules alone."""
         words: list[Any] = []
+        inside: list[Any] = []
         numbers: list[Any] = []
+        of_modules: set[int] = set()
         for module in model.modules():
             hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
-            words += [type(module), module.training, hooks]
-        if not in_depth:
-            for path, module in model.named_modules():
-                words += [(path, k, v) for k, v in _own(vars(module)) if isinstance(v, (bool, str, *_FUNCTIONS))]
-            return cls(words, numbers)
-        for place in _places(model, True):
+            own = [(k, v) for k, v in _own(vars(module)) if isinstance(v, _WORDS)]
+            words += [type(module), module.training, hooks, own]
+            of_modules.add(id(vars(module)))
+        for place in _places(model, True) if in_depth else ():
             for key, value in _own(place.holder):
-                if value is None or isinstance(value, (bool, str, bytes, type, *_FUNCTIONS)):
-                    words.append((place.path, key, value))
+                if isinstance(value, _WORDS) and id(place.holder) in of_modules:
+                    continue
+                if value is None or isinstance(value, (bytes, type, *_WORDS)):
+                    inside.append((place.path, key, value))
                 elif isinstance(value, _SCALARS):
                     numbers.append((place.path, key, value))
                 elif isinstance(value, torch.Tensor) and not value.requires_grad:
                     numbers.append((place.path, key, id(value)))
-        return cls(words, numbers)
+        return cls(words, inside, numbers)
 
 
 def _own(holder: Any) -> Iterator[tuple[Any, Any]]:
@@ -447,6 +452,7 @@ def _own(holder: Any) -> Iterator[tuple[Any, Any]]:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_WORDS = (bool, str, *_FUNCTIONS)
 _WIDTH = 4096  # entries of a container that are looked into
 
 
