@@ -367,6 +367,7 @@ def test_a_delta_that_says_nothing_of_a_row(delta, message):
         assert ask(0.99 / N) is not None
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine of one core
 def test_loader_keeps_what_the_old_one_was_told():
     def collate(examples):
         return {"x": torch.stack([x for x, _ in examples]), "y": torch.stack([y for _, y in examples])}

@@ -37,6 +37,7 @@ from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall
 from .tap import tapped
 from .trainable import TrainableParameters
+from .untapped import find_untapped, refuse_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class ClippingEngine:
         self._apart = ExamplesApart(self._record_whole)
         self._on_trial, self._trial_limit = False, 0.0
         self._fills_gradients = False  # autograd may, for the second of two passes
+        self._untapped: dict[str, nn.Parameter] = {}  # what no loss may read whose backward pass is the user's
 
     @property
     def _loop_in_charge(self) -> TrainingLoop | None:
@@ -193,7 +195,7 @@ class ClippingEngine:
                 owner.needs_whole_batch = True
             if owner.is_rerun:
                 shards.refuse_rerun(owner.path, owner.module)
-        hides = self.on_user_backward is not None
+        hides, self._untapped = self.on_user_backward is not None, {}
         self._hooks.install(self.owners, self.trainable.parameters, gathers=bool(shards), hides=hides)
 
     def detach(self) -> None:
@@ -383,7 +385,29 @@ class ClippingEngine:
 
     def _end_forward(self, output: Any) -> None:
         if self.on_user_backward is not None and not self._on_trial:
+            forward = cast(ForwardPass, self.forward)
+            refuse_gradients(self.model, self._untapped, forward.probe, self.trainable.name_of)
             self.on_outputs(output)
+
+    def require_tapped(self, run: Callable[[], torch.Tensor]) -> None:
+        """Search ``run()``, a forward pass that returns losses, for parameters that are used past the taps. Where the
+        user goes back they ask for no gradient, so that no later search would find them. Of what modules keep beside
+        what they return it is known from now on.
+
+        Raises:
+            UnsupportedModuleError: the losses depend on such a use.
+        """
+        if self.on_user_backward is None:
+            return
+        with self._hooks.showing_parameters():
+            untapped, losses = find_untapped(self.model, self.trainable.parameter_of, run)
+        self._untapped |= untapped
+        if (
+            losses.requires_grad
+            and (parameter := LossGraph(losses, self._require_forward(losses)).find_escape()) is not None
+        ):
+            self._refuse_escape(parameter)
+        self.forget()
 
     # ---- backward ----
 

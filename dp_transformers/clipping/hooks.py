@@ -137,6 +137,15 @@ class HookedModel:
         return self._suspended
 
     @contextlib.contextmanager
+    def showing_parameters(self) -> Iterator[None]:
+        """Inside, parameters ask for gradients while their modules run, also where they would not."""
+        before, self._hides = self._hides, False
+        try:
+            yield
+        finally:
+            self._hides = before
+
+    @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Inside, the model runs as if it had no hooks."""
         before, self._suspended = self._suspended, True
@@ -249,7 +258,8 @@ class HookedModel:
     # ---- parameters ----
 
     def _hide(self, owner: Owner, module: nn.Module, args: tuple) -> None:
-        if self._suspended or not torch.is_grad_enabled() or not (self._in_forward or self.in_backward):
+        is_recorded = (self._in_forward or self.in_backward) and not self._suspended and torch.is_grad_enabled()
+        if not (is_recorded and self._hides):
             return
         for p in owner.names:
             p.requires_grad = False  # vmap refuses requires_grad_()

@@ -16,8 +16,8 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..model_state import version_of
 from ..recorded_call import ForwardPass
-from .alternating_numbers import alternating_numbers
 from .reference import TOLERANCE, clip, measure
+from .spread_numbers import spread_numbers
 from .synthetic import LossFunction, by_example, has_batch, kept_buffers, only_rows, projected, replace_example
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ def locality_as_trained(
                 losses_b = replayed(*args, **kwargs).detach()
         changes += _changes_beside_others(engine, replayed, args, kwargs, batch, losses_b, others)
         error = float(torch.stack([change.cpu() for change in changes]).max())
+        engine.require_tapped(lambda: replayed(*args, **kwargs))
         engine.trainable.shards.reshard()
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
             engine.model.named_buffers()
@@ -151,7 +152,7 @@ def _change_beside_fewer(
             forked_generators(engine.trainable.device),
             kept_buffers(engine.model),
             engine.suspended(),
-            alternating_numbers({batch, batch - 1}) as draws_no_others,
+            spread_numbers({batch, batch - 1}) as draws_no_others,
         ):
             losses_b = losses_of(*args, **kwargs).detach()
             fewer_b = losses_of(*fewer_args, **fewer_kwargs).detach()

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map_with_path
 from ...randomness import forked_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
-from .alternating_numbers import alternating_numbers
 from .float32 import in_float32_if_possible, with_float32
 from .reference import TOLERANCE, clip, distance, length_of, perturbed
+from .spread_numbers import spread_numbers
 from .synthetic import (
     LossFunction,
     argument_names,
@@ -119,7 +119,7 @@ def _comparable(
 
     def are_known() -> bool:
         try:
-            with engine.suspended(), alternating_numbers(lengths) as draws_no_others:
+            with engine.suspended(), spread_numbers(lengths) as draws_no_others:
                 losses_of(*given[0], **given[1])
                 return draws_no_others()
         except Exception:
@@ -127,7 +127,7 @@ def _comparable(
             return False
 
     if not engine.trainable.shards.any_rank(not are_known(), engine.trainable.device):
-        with alternating_numbers(lengths):
+        with spread_numbers(lengths):
             yield
     else:
         with evaluating(engine.model):

@@ -113,45 +113,60 @@ def errors_against_one_at_a_time(
     transposed.
     """
     copies = 1 + any(isinstance(m, _BatchNorm) for m in engine.model.modules())
-    parameters, shards = engine.trainable.parameters, engine.trainable.shards
-    norms, errors = [], [torch.zeros(())]
+    parameters = engine.trainable.parameters
     rest, length = dict(zip(parameters, clipped.total, strict=True)), length_of(clipped.total)
-    wholes = [shards.all_unsharded(p) for p in parameters]
+    norms, errors = [], [torch.zeros(())]
     with engine.suspended():
         for i in range(batch):
             one_args, one_kwargs = only_rows([i] * copies, args, kwargs, batch)
-            loss = losses_of(*one_args, **one_kwargs)[0]
-            if not loss.requires_grad:
-                raise SelfCheckError(
-                    "the loss of an example depends on no trainable parameter: adapters are disabled or merged, or "
-                    "what is trained takes no part in the model's forward pass. Enable them (or train something that "
-                    "is used)."
-                )
-            found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
-            grads = [_sum([next(found) for _ in its]) for its in wholes]
-            grads = [
-                None if g is None else engine.trainable.parallel.native_gradient(p, g)
-                for p, g in zip(parameters, grads, strict=True)
-            ]
-            used = [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
-            lengths = dict(zip((p for p, _ in used), _lengths(g for _, g in used), strict=True))
-            norms.append(_together(lengths.values()))
-            coefficients = _coefficients(engine, lengths, clipped.bounds)
-            for p, g in used:
-                g = to_local(g).to(sum_dtype(p))
-                rest[p].sub_(shards.summed(p, g) if shards else as_dtensor_like(g, p), alpha=coefficients[p])
-            given = [
-                (s[i], torch.zeros_like(s[i]) if g is None else g)
-                for s, g in zip(clipped.samples, grads, strict=True)
-                if s is not None
-            ]
-            if given:
-                errors.append(distance(*map(list, zip(*given, strict=True))) / norms[-1].clamp(min=1e-12))
+            norm, error = _take_away(engine, losses_of(*one_args, **one_kwargs)[0], i, clipped, rest)
+            norms.append(norm)
+            errors += error
     single_b, missing = torch.stack(norms), length_of(rest.values())
     norm_error = ((clipped.norms_b - single_b).abs() / single_b.clamp(min=1e-12)).max()
     # the sum of one at a time is at least as long as this
     sum_error = missing / (length - missing).clamp(min=1e-12)
     return float(norm_error), float(sum_error), float(torch.stack([e.cpu() for e in errors]).max())
+
+
+def _take_away(
+    engine: ClippingEngine,
+    loss: torch.Tensor,
+    example: int,
+    clipped: ClippedSum,
+    rest: dict[nn.Parameter, torch.Tensor],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The norm of this example's gradient, which is clipped and taken away from ``rest``, and the relative error of
+    its samples, if there are any.
+
+    No gradient outlives this call, so that there never are those of two examples.
+    """
+    if not loss.requires_grad:
+        raise SelfCheckError(
+            "the loss of an example depends on no trainable parameter: adapters are disabled or merged, or what is "
+            "trained takes no part in the model's forward pass. Enable them (or train something that is used)."
+        )
+    parameters, shards = engine.trainable.parameters, engine.trainable.shards
+    wholes = [shards.all_unsharded(p) for p in parameters]
+    found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
+    grads = [_sum([next(found) for _ in its]) for its in wholes]
+    grads = [
+        None if g is None else engine.trainable.parallel.native_gradient(p, g)
+        for p, g in zip(parameters, grads, strict=True)
+    ]
+    used = [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
+    lengths = dict(zip((p for p, _ in used), _lengths(g for _, g in used), strict=True))
+    norm = _together(lengths.values())
+    coefficients = _coefficients(engine, lengths, clipped.bounds)
+    for p, g in used:
+        g = to_local(g).to(sum_dtype(p))
+        rest[p].sub_(shards.summed(p, g) if shards else as_dtensor_like(g, p), alpha=coefficients[p])
+    given = [
+        (s[example], torch.zeros_like(s[example]) if g is None else g)
+        for s, g in zip(clipped.samples, grads, strict=True)
+        if s is not None
+    ]
+    return norm, [distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)] if given else []
 
 
 def _coefficients(

@@ -319,12 +319,17 @@ def _compare_in(
     locality: bool,
 ) -> tuple[float, float, float, float]:
     """:func:`_compare` with the model in this mode."""
+
+    def clipped_sum() -> ClippedSum:
+        engine.require_tapped(lambda: losses_of(*args, **kwargs))
+        return clip(engine, losses_of, args, kwargs)
+
     with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         with mode(engine.model):
             clipped = _until_all_can_be_run(
                 engine,
                 lambda: _discover(engine, losses_of, args, kwargs, batch, others),
-                lambda: clip(engine, losses_of, args, kwargs),
+                clipped_sum,
             )
         locality_error = locality_as_trained(engine, losses_of, args, kwargs, batch, others) if locality else 0.0
         if not bool(torch.isfinite(clipped.norms_b).all()):

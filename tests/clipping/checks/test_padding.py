@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping.checks.alternating_numbers import alternating_numbers
+from dp_transformers.clipping.checks.spread_numbers import spread_numbers
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.losses import find_per_example_loss
 
@@ -356,7 +356,7 @@ def test_random_numbers_that_do_not_depend_on_lengths(known):
     attention = nn.functional.scaled_dot_product_attention
     by_row = torch.vmap(lambda row: nn.functional.dropout(row, 0.5), randomness="different")
     lstm = nn.LSTM(3, 4, 2, dropout=0.5)
-    with alternating_numbers({7}) as draws_no_others:
+    with spread_numbers({7}) as draws_no_others:
         kept = [torch.native_dropout(x, 0.5, True)[0] / 4, nn.functional.dropout(x, 0.5), by_row(x)]
         given = torch.tensor([0.0, 0.5, 1.0])
         by_probability = [
@@ -382,6 +382,6 @@ def test_random_numbers_that_do_not_depend_on_lengths(known):
     assert all((each[..., 0] != each[..., 1]).all() for each in drawn)
     assert 0 < spread.min() < 0.002 and 0.998 < spread.max() < 1 and abs(spread.mean() - 0.5) < 0.002
     assert all(each.unique().numel() == 1 for each in same) and torch.equal(states[0, 0], states[0, 4])
-    with alternating_numbers({7}) as draws_no_others:
+    with spread_numbers({7}) as draws_no_others:
         (random.random if known else np.random.rand)()
         assert not draws_no_others()

@@ -47,7 +47,7 @@ _IN_PLACE = (torch.ops.aten.bernoulli_,)
 _BERNOULLI = (torch.ops.aten.bernoulli, *_IN_PLACE)
 
 
-class AlternatingNumbers(TorchDispatchMode):
+class SpreadNumbers(TorchDispatchMode):
     """Inside, torch's random operations give the same numbers along the last dimension wherever they are drawn, spread
     over all that they may give, or one number where that dimension is about as long as an input. What is drawn with a
     probability is its square (dropout divides by it once), and dropout in one operation keeps everything.
@@ -125,7 +125,7 @@ def _without_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 @contextmanager
-def alternating_numbers(lengths: Collection[int]) -> Iterator[Callable[[], bool]]:
+def spread_numbers(lengths: Collection[int]) -> Iterator[Callable[[], bool]]:
     """Draw no random numbers that depend on which of these ``lengths`` an input has.
 
     Yields:
@@ -140,7 +140,7 @@ def alternating_numbers(lengths: Collection[int]) -> Iterator[Callable[[], bool]
     before = others()
     traced = False
     try:
-        with AlternatingNumbers(lengths) as mode:
+        with SpreadNumbers(lengths) as mode:
             yield lambda: not mode.draws_others and others() == before
             traced = mode.traces
     except BaseException:
