@@ -90,7 +90,7 @@ class TrainerLoop:
         """
         assert self._draws is not None, "Trainer makes its loader before it prepares the model"
         distributed.require_on_all(lambda: refuse_marked(model), self._args.device)
-        args, run = self._args, self._training.run
+        args, run, secure = self._args, self._training.run, self._training.secure
         assert isinstance(args.accelerator_config, AcceleratorConfig), "TrainingArguments make it of what is given"
         clipper = PerExampleClipper(
             model,
@@ -109,11 +109,11 @@ class TrainerLoop:
         self._step = PrivateStep(
             clipper,
             run,
-            run.mechanism.noise.source(clipper, dp_seed=run.dp_seed, secure=args.secure_rng),
+            run.mechanism.noise.source(clipper, dp_seed=run.dp_seed, secure=secure),
             self._seeds,
             self._draws,
-            private_loss=private_loss_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=args.secure_rng),
-            share=noised_share_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=args.secure_rng),
+            private_loss=private_loss_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
+            share=noised_share_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
             announce=self._say,
             label_names=label_names,
             reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get(

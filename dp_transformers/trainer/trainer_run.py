@@ -27,6 +27,13 @@ from .dp_config import DPTrainingArguments
 logger = logging.getLogger(__name__)
 
 
+# The arguments that are read when the trainer is made.
+_READ_ONCE = (
+    "accountant", "clipping", "dp_seed", "loss_bound", "loss_noise_factor", "max_examples_per_person", "max_grad_norm",
+    "mechanism", "noise_multiplier", "sampling", "secure_rng", "self_check", "target_delta", "target_epsilon",
+)  # fmt: skip
+
+
 class TrainerRun:
     """The plan that a trainer's arguments make for its training data, and the run that counts the steps.
 
@@ -41,6 +48,7 @@ class TrainerRun:
         run: Counts the steps.
         self_check: Whether this trainer checks that clipping is exact. A resumed run is verified only if all of its
             trainers did.
+        secure: Whether draws and noise come from a cryptographic generator.
         first_step: The step of the plan, from 0, with which the loader begins.
         has_ended: Whether the checkpoint is that of a run that took all of its steps.
     """
@@ -58,7 +66,8 @@ class TrainerRun:
         assert args.output_dir is not None and args.target_delta is not None and args.expected_batch_size is not None
         self._args, self._num_examples, self._say, self._about = args, num_examples, say, about
         self._output_dir, self._delta, self._loss_bound = args.output_dir, args.target_delta, loss_bound
-        self._ledger = Ledger(self._output_dir)
+        self._ledger, self.secure = Ledger(self._output_dir), args.secure_rng
+        self._read = {name: getattr(args, name) for name in _READ_ONCE}
         self.first_step, self._skipped, self.has_ended, self.self_check = 0, 0, False, args.self_check
         steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
@@ -71,7 +80,7 @@ class TrainerRun:
 
     def _run_of(self, state: PrivacyState) -> PrivateRun:
         args = self._args
-        check_noise_source(dp_seed=args.dp_seed, secure=args.secure_rng)
+        check_noise_source(dp_seed=args.dp_seed, secure=self.secure)
         return PrivateRun(
             state,
             args.accountant,
@@ -209,7 +218,7 @@ class TrainerRun:
             first_step=self.first_step,
             skipped=self._skipped,
             ended=self.has_ended,
-            secure=self._args.secure_rng,
+            secure=self.secure,
         )
 
     def require_counted(self, steps: int) -> None:
@@ -221,7 +230,18 @@ class TrainerRun:
                 "release it. Remove that code and train again from the original model."
             )
 
+    def _warn_about_arguments(self) -> None:
+        """Log which arguments were set after they had been read."""
+        for name, value in self._read.items():
+            if getattr(self._args, name) != value:
+                logger.warning(
+                    "%s was set to %r after the trainer was made, which changes nothing: noise and epsilon were "
+                    "computed for %r. Make another trainer with these arguments.",
+                    name, getattr(self._args, name), value,
+                )  # fmt: skip
+
     def _begin(self) -> None:
+        self._warn_about_arguments()
         if earlier := distributed.call_on_rank_zero(lambda: self._ledger.other_steps(self.run.state.run_id)):
             logger.warning(
                 "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. "
