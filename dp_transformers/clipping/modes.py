@@ -4,8 +4,8 @@
 mode           norm of a layer                        kept until the end  clipped sum
 =============  =====================================  ==================  =================================
 book_keeping   ghost or instantiated, by cost         the terms           from the terms (one backward)
-ghost          ghost or instantiated, by cost         nothing             second backward, re-weighted loss
-fast_gradient  instantiated, a layer at a time        nothing             second backward, re-weighted loss
+ghost          ghost or instantiated, by cost         nothing             from the terms of a second backward
+fast_gradient  instantiated, a layer at a time        nothing             from the terms of a second backward
 per_sample     instantiated                           the instances       from the instances
 =============  =====================================  ==================  =================================
 
@@ -24,8 +24,9 @@ coefficient.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -43,11 +44,12 @@ from .norms import NormAccumulator
 from .owners import Owner
 from .precision import HALF, exact_arithmetic, without_autocast
 from .recorded_call import BackwardPass, ForwardPass
-from .rounding import BF16, FP32, SPLIT, second_pass_slack
+from .rounding import BF16, FP32, SPLIT, may_differ, second_pass_slack
 from .terms import Dense, LastResultCache, Routed, Stacked, Term
 from .terms.tied_weights import merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
 
+_LONGER = 2.0**-10  # by how much what is summed may be longer than what was measured
 Clip = Callable[..., Coefficients]  # from (B,) squared norms, and the function of their group as ``clipping``
 
 
@@ -86,6 +88,8 @@ class MeasuringPass:
     them then."""
 
     keeps = False
+    measures = True
+    autograd_sums = False  # autograd forms the sums, and has to go back through every module for that
 
     def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None):
         self.forward, self.instantiate, self.plan = forward, instantiate, plan
@@ -299,7 +303,7 @@ class OnePass:
 
 @dataclass(frozen=True)
 class TwoPass:
-    """Keeps nothing: goes back over the losses a second time, each times its coefficient."""
+    """Keeps nothing: goes back over the losses a second time, once their coefficients are known."""
 
     name: str
     instantiate: bool
@@ -351,8 +355,37 @@ class _Recomputed:
         return owners[int(differ.int().argmax())] if differ.any() else None
 
 
-class _FirstOfTwo(MeasuringPass):
-    """Measures, and at the end goes back a second time."""
+class _OneOfTwo(MeasuringPass):
+    """Measures norms, and notes what activation checkpointing recomputed."""
+
+    def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None, is_scaled: bool = False):
+        super().__init__(forward, instantiate=instantiate, plan=plan)
+        self.recomputed, self.norms, self._is_scaled = _Recomputed(forward), NormAccumulator(), is_scaled
+
+    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+        self.recomputed.note(owner, saved)
+        return super().meet(owner, saved)
+
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
+        if self.counts(parameter):
+            measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
+            rounding = SPLIT if any(t.is_bf16 for t in terms) else FP32
+            lengths = position_norms(terms, self.cache)
+            self.norms.add(measured, lengths, BF16 if self._is_scaled else rounding)
+
+    def finish(self) -> torch.Tensor:
+        self.close_all()
+        with exact_arithmetic(self.forward.probe.device):
+            return self.squared_norms(self.norms).sqrt()
+
+
+class _FirstOfTwo(_OneOfTwo):
+    """Measures, and at the end goes back a second time, over the same numbers.
+
+    Going back over the losses times their coefficients would round every product anew: gradients that cancel behind
+    a weight, and so have no part in its norm, would not cancel then. Autograd has to do that where parameters are
+    sharded, and there what it sums is measured, too.
+    """
 
     def __init__(
         self,
@@ -364,36 +397,39 @@ class _FirstOfTwo(MeasuringPass):
         graph: LossGraph,
         plan: Plan | None,
     ):
-        super().__init__(forward, instantiate=mode.instantiate, plan=plan)
+        is_scaled = bool(forward.trainable.shards) and any(dtype in HALF for dtype in graph.dtypes)
+        super().__init__(forward, instantiate=mode.instantiate, plan=plan, is_scaled=is_scaled)
         self._instances: dict[nn.Parameter, Term] = {}  # of what needs no second pass
         self._name, self._group, self._clip, self._sums, self._graph = mode.name, group, clip, sums, graph
-        self._norms = NormAccumulator()
-        self._recomputed = _Recomputed(forward)
         self._numbers = global_state(graph.device)
-        # of the second pass
-        self._rounding = BF16 if any(dtype in HALF for dtype in graph.dtypes) else FP32
-
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
-        self._recomputed.note(owner, saved)
-        return super().meet(owner, saved)
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         if self.plan is not None and self.plan.instances.get(parameter):
             instances = self._instances[parameter] = terms[0].instantiate()
-            self._norms.add(instances.norm())
-        elif self.counts(parameter):
-            measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
-            self._norms.add(measured, position_norms(terms, self.cache), self._rounding)
+            self.norms.add(instances.norm())
+        else:
+            super().close(parameter, terms)
 
     def finish(self) -> torch.Tensor:
         self.close_all()
         with exact_arithmetic(self.forward.probe.device):
-            clipped = self._clip(self.squared_norms(self._norms), clipping=self._group.clipping)
+            clipped = self._clip(self.squared_norms(self.norms), clipping=self._group.clipping)
         if self._sums is not None:
-            self._form_sums(clipped, self._sums)
+            if self.forward.trainable.shards:
+                self._sum_sharded(clipped, self._sums)
+            else:
+                self._sum(clipped, self._sums)
         return clipped.norms_b
 
-    def _form_sums(self, clipped: Coefficients, sums: GradientSums) -> None:
+    def _sum(self, clipped: Coefficients, sums: GradientSums) -> None:
+        second = _SecondOfTwo(self, clipped, sums, without=self._instances)
+        self._begin_second(second)
+        self._graph.go_back(retain_graph=False)
+        self._end_second(second, clipped)
+        self._add_instances(clipped, sums)
+
+    def _sum_sharded(self, clipped: Coefficients, sums: GradientSums) -> None:
+        """Let autograd form the sums, and FSDP2 reduce them on the way."""
         trainable = self.forward.trainable
         # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out; and a loss times a
         # large coefficient raises what fp16 left out when the norms were measured
@@ -405,25 +441,48 @@ class _FirstOfTwo(MeasuringPass):
             self.forward.go_back(kept)
             self._graph.go_back(retain_graph=False)
             kept.finish()
-        else:
-            second = _SecondOfTwo(self.forward)
-            self.forward.go_back(second)
-            # checkpointed blocks draw again what they drew when they were measured
-            set_global_state(self._graph.device, self._numbers)
-            slack = second_pass_slack(self._graph.device, self._graph.dtypes, convolves=trainable.convolves)
-            self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack), without=self._instances)
-            other = self._recomputed.first_other_than(second.recomputed)
-            if trainable.shards.any_rank(other is not None, self.forward.probe.device):
-                trainable.drop_gradients()
-                raise ValueError(
-                    "activation checkpointing recomputed other activations in the second backward pass of clipping "
-                    f"mode '{self._name}' than in the first (first seen in what {other or 'a module on another rank'} "
-                    "was given), so the gradient that is summed is not the one whose norm was measured: a "
-                    "checkpointed module before it draws random numbers from a generator of its own, depends on how "
-                    "often it ran, or is not deterministic. Let it draw from torch's global generator and keep no "
-                    "state; for what is not deterministic use clipping_mode='book_keeping', which goes back once."
-                )
-            self._add_instances(clipped, sums)
+            return
+        second = _OneOfTwo(self.forward, instantiate=self.instantiate, is_scaled=self._is_scaled)
+        second.autograd_sums = True
+        self._begin_second(second)
+        slack = second_pass_slack(self._graph.device, self._graph.dtypes, convolves=trainable.convolves)
+        self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack), without=self._instances)
+        self._end_second(second, clipped)
+        self._add_instances(clipped, sums)
+
+    def _begin_second(self, second: _OneOfTwo) -> None:
+        self.forward.go_back(second)
+        # checkpointed blocks draw again what they drew when they were measured
+        set_global_state(self._graph.device, self._numbers)
+
+    def _end_second(self, second: _OneOfTwo, clipped: Coefficients) -> None:
+        """Raise ValueError if what was summed is not what was measured."""
+        norms_b, trainable = second.finish(), self.forward.trainable
+        other = self.recomputed.first_other_than(second.recomputed)
+        if trainable.shards.any_rank(other is not None, self.forward.probe.device):
+            trainable.drop_gradients()
+            raise ValueError(
+                "activation checkpointing recomputed other activations in the second backward pass of clipping "
+                f"mode '{self._name}' than in the first (first seen in what {other or 'a module on another rank'} "
+                "was given), so the gradient that is summed is not the one whose norm was measured: a "
+                "checkpointed module before it draws random numbers from a generator of its own, depends on how "
+                "often it ran, or is not deterministic. Let it draw from torch's global generator and keep no "
+                "state; for what is not deterministic use clipping_mode='book_keeping', which goes back once."
+            )
+        if not second.measures:
+            return
+        bound = math.inf if self._group.clipping is None else self._group.clipping.sensitivity
+        expected_b, found_b = clipped.of_sum_b * clipped.norms_b, norms_b
+        if not second.autograd_sums:
+            found_b = found_b * clipped.of_sum_b
+        is_longer = bool((found_b > expected_b * (1 + _LONGER) + _LONGER * bound).any())
+        if trainable.shards.any_rank(is_longer, self.forward.probe.device):
+            trainable.drop_gradients()
+            raise ValueError(
+                f"in the second backward pass of clipping mode '{self._name}' an example's gradient is longer than it "
+                "was in the first, which measured it: gradients that nearly cancel are rounded otherwise there, or an "
+                "operation is not deterministic. Use clipping_mode='book_keeping', which goes back once."
+            )
 
     def _add_instances(self, clipped: Coefficients, sums: GradientSums) -> None:
         device = self.forward.probe.device
@@ -432,15 +491,43 @@ class _FirstOfTwo(MeasuringPass):
                 sums.add(parameter, [_weighted_sum(self._instances.pop(parameter), clipped, device)])
 
 
-class _SecondOfTwo:
-    """Autograd itself forms the sums; two passes must see the same activations, or one gradient is measured and
-    another one summed."""
+class _SecondOfTwo(_OneOfTwo):
+    """Adds the sum of each parameter as soon as all its uses were reached. It measures again where operations need not
+    give the same numbers twice."""
 
-    def __init__(self, forward: ForwardPass):
-        self.recomputed = _Recomputed(forward)
+    def __init__(
+        self, first: _FirstOfTwo, clipped: Coefficients, sums: GradientSums, without: Container[nn.Parameter]
+    ):
+        super().__init__(first.forward, instantiate=first.instantiate)
+        self.measures = may_differ(first.forward.probe.device)
+        self._clipped, self._sums, self._without = clipped, sums, without
+        self._last = LastResultCache()
+        # reentrant checkpointing goes back in a way that fills every ``grad``, after which those are put back
+        self._later: dict[nn.Parameter, torch.Tensor] | None = {} if first.forward.reentrant else None
 
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> None:
-        self.recomputed.note(owner, saved)
+    def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
+        return False
+
+    def add(self, parameter: nn.Parameter, term: Term) -> None:
+        if parameter not in self._without:
+            super().add(parameter, term)
+
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
+        if self.measures:
+            super().close(parameter, terms)
+        device = self.forward.probe.device
+        with without_autocast(device):
+            parts = (_weighted_sum(term, self._clipped, parameter.device, self._last) for term in terms)
+            if self._later is None:
+                self._sums.add(parameter, parts)
+            else:
+                self._later[parameter] = torch.stack([part.float() for part in parts]).sum(0)
+
+    def finish(self) -> torch.Tensor:
+        norms_b = super().finish()
+        for parameter, total in (self._later or {}).items():
+            self._sums.add(parameter, [total])
+        return norms_b
 
 
 MODES: dict[str, Mode] = {

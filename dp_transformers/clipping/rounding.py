@@ -70,3 +70,9 @@ def second_pass_slack(device: torch.device, dtypes: Iterable[torch.dtype], *, co
     matmul, conv = (setting.fp32_precision for setting in product_settings(device))
     used = {matmul, conv} if convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
     return max(0.0 if used <= FULL_PRECISION else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in dtypes))
+
+
+def may_differ(device: torch.device) -> bool:
+    """Returns True if an operation on ``device`` may give other numbers when it runs again: kernels for accelerators
+    add up in no fixed order unless they are told to."""
+    return device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()

@@ -204,7 +204,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "times_plain"), [("book_keeping", 3), ("ghost", 5)])
+@pytest.mark.parametrize(("mode", "times_plain"), [("book_keeping", 3), ("ghost", 6)])
 def test_a_layer_costs_few_calls(mode, times_plain):
     """Where models are small or devices fast, the number of calls is what a step costs: 6 of a Linear and a LayerNorm
     without privacy."""
