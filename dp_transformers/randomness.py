@@ -149,6 +149,15 @@ def set_global_state(device: torch.device, state: tuple[Any, ...]) -> None:
     set_random_state(device, state[2:])
 
 
+def same_global_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return a[0] == b[0] and _words(a[1]) == _words(b[1]) and same_state(a[2:], b[2:])
+
+
+def _words(state: Any) -> tuple[bytes, int]:
+    """NumPy's, which does not compare arrays."""
+    return state["state"]["key"].tobytes(), state["state"]["pos"]
+
+
 @contextmanager
 def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
     """Draw inside the random numbers that followed ``state``, and restore the generators afterwards."""

@@ -164,7 +164,7 @@ class ExamplesApart:
         return _OnWholeBatch.apply(function, self._index, *tensors)
 
     def _with_copies(self, forward: ForwardPass, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> Any:
-        leaves, parameters = tree_flatten((args, kwargs))[0], list(owner.names)
+        (leaves, spec), parameters = tree_flatten((args, kwargs)), list(owner.names)
         _require_plain(leaves)
         call = CopiedParameters(owner, forward, torch.autograd._get_sequence_nr())
 
@@ -173,11 +173,16 @@ class ExamplesApart:
             return ParameterTap.apply(call, forward.probe, len(parameters), *parameters, *saved)
 
         copies = self.on_whole_batch(copied, [x for x in leaves if is_differentiable(x)])
+        for copy in copies:
+            copy._is_param = True  # some modules ask for the class
         functions = _Functions(self, owner, dict(zip(parameters, copies, strict=True)))
         forward.note_call(owner)
         forward.note_copies(owner)
         with substituted(owner.module, functions.copies), functions:
             output = function(*args, **kwargs)
+        after, spec_after = tree_flatten((args, kwargs))
+        if spec_after != spec or [*map(id, after)] != [*map(id, leaves)]:
+            raise CannotRunByExample("it changes a container that it is given")
         forward.forget_uses(functions.only_in_layers)
         return output
 
@@ -221,6 +226,7 @@ class _OnWholeBatch(torch.autograd.Function):
         return found, (0,) * len(found)
 
 
+_QUESTIONS = [vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]  # pyrefly: ignore[missing-attribute]
 _INSTEAD: dict[Callable, str] = {
     functional.embedding: "_embedding",
     functional.linear: "_linear",
@@ -254,6 +260,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         refuse_new_data(func)
+        if func in _QUESTIONS:  # vmap hides what is asked for
+            return func(_of_whole(args[0]))
         if _hooks_of_saved_tensors() is not self._hooks:
             raise CannotRunByExample("activation checkpointing in it would run a part again after vmap has ended")
         instead = _INSTEAD.get(func)  # by name: a bound method would keep all that is held here alive
@@ -323,6 +331,13 @@ class _Functions(TorchFunctionMode):
             return [output.unflatten(0, (batch, -1))]
 
         return self._apart.on_whole_batch(attended, tensors)[0]
+
+
+def _of_whole(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in which vmap hides the batch."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def _embedding_layer(weight: nn.Parameter, padding_idx: int | None) -> nn.Embedding:

@@ -399,9 +399,17 @@ class PerExampleClipper:
         return self._engine.backward(losses, weights=weights, verify=weighted.require_own_rows)
 
     def _is_looked_at(self) -> bool:
-        """Whether it is looked at whose rows are whose in this pass over a real batch: at first, and ever more
-        rarely."""
-        return self._looks.is_due() and self.self_check
+        """Whether it is looked at whose rows are whose in this pass over a real batch: at first, ever more rarely, and
+        where a module was called otherwise than in the self-check, which did not learn where its examples are."""
+        is_due, forward = self._looks.is_due() and self.self_check, self._engine.forward
+        unknown = None if forward is None or not self.self_check else forward.unknown
+        if unknown is not None and (self.shards or self.parallel):  # a rank that looked alone would wait for others
+            raise ValueError(
+                f"{unknown} is called otherwise than in the self-check, which did not learn where its examples are: "
+                "on other rows than those of the batch, or for some batches only. Where ranks share parameters that "
+                "is not looked at. Call it in every forward pass, on all rows, and mask what it is not for."
+            )
+        return is_due or unknown is not None
 
     def _after_forward(self, output: Any) -> None:
         """The end of a forward pass of a loop that goes back itself, over losses that are not known here."""

@@ -117,6 +117,7 @@ def _learn_batch_dims(owners: Sequence[Owner], pairs: Sequence[tuple[Run, Run]],
     cannot be told apart by example."""
     for owner in owners:
         owner.batch_dims, owner.tensor_batch_dims, owner.returned_unbatched_output = {}, {}, False
+        owner.known_ranks = None if owner.rule.takes_call or owner.rule.tapped_inside else set()
     return [owner for owner in owners if not all(_learn_from(owner, *runs, positions) for runs in pairs)]
 
 
@@ -143,6 +144,8 @@ def _learn_from(owner: Owner, run: Run, other: Run, positions: set[int]) -> bool
         if kind == another.kind:
             found = of_ins, learn(all_outs, another.all_outs)
             owner.needs_whole_batch |= found != owner.tensor_batch_dims.setdefault(kind, found)
+        if owner.known_ranks is not None:
+            owner.known_ranks.add(tuple(map(len, ins)))
         known = owner.batch_dims.setdefault((len(ins), len(outs)), of_ins + of_outs)
         if not outs or SHARED in of_outs or known != of_ins + of_outs:
             return False

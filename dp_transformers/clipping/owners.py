@@ -65,6 +65,7 @@ class Owner:
         self.may_be_rerun = not self.has_rule or found.takes_call
         self.needs_whole_batch = self.has_rule or found.norms is not None  # cannot run as in :mod:`.by_example`
         self.batch_dims: dict[tuple[int, int], list[BatchDim]] = {}
+        self.known_ranks: set[tuple[int, ...]] | None = None  # of what it is given; None: calls of any kind are known
         self.is_called = True  # as far as is known
         # by the kind of a call: where the tensors that it is given, and all that it returns, have their examples
         self.tensor_batch_dims: dict[Hashable, tuple[list[BatchDim], list[BatchDim]]] = {}
@@ -94,6 +95,11 @@ class Owner:
 
     def __str__(self) -> str:
         return named(self.path, self.module)
+
+    def knows(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Returns whether a call with these was seen by :func:`.discovery.discover_owners`, as far as their numbers of
+        dimensions say, so that it is known where they have their examples."""
+        return self.known_ranks is None or tuple(x.dim() for x in inputs) in self.known_ranks
 
     def batch_dims_of(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], batch: int

@@ -87,6 +87,7 @@ class ForwardPass:
         self.returned: Counter[nn.Parameter] = Counter()  # numbers in the first output of those calls
         self.positions: set[int] = set()  # how many an example may have
         self.whole: set[Owner] = set()  # owners that could not run one example at a time
+        self.unknown: Owner | None = None  # one that was called otherwise than in the self-check
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward
@@ -110,6 +111,17 @@ class ForwardPass:
                 "through: use use_reentrant=False."
             )
         self.recomputes = True
+
+    def note_kind(self, owner: Owner, inputs: Sequence[torch.Tensor]) -> None:
+        """A call of ``owner`` with these is recorded."""
+        if owner.knows(inputs) or self.unknown is not None:
+            return
+        if self.reentrant and self.backward is not None:
+            raise ValueError(
+                f"{owner} is called otherwise than in the self-check, under reentrant activation checkpointing, where "
+                "that is seen too late: use use_reentrant=False."
+            )
+        self.unknown = owner
 
     def note_copies(self, owner: Owner) -> None:
         """The call runs one example at a time, so that its terms are as large as the number of examples."""
@@ -183,6 +195,7 @@ class RecordedCall:
         self.sums_positions = bool(parallel) and parallel.sums_positions(owner, self.inputs, self.outputs)
         if parallel:
             self.inputs, self.outputs = [to_local(x) for x in self.inputs], [to_local(x) for x in self.outputs]
+        forward.note_kind(owner, self.inputs)
         batch_dims = owner.batch_dims_of(self.inputs, self.outputs, self.batch_size)
         self.input_batch_dims, self.output_batch_dims = batch_dims[: len(self.inputs)], batch_dims[len(self.inputs) :]
         if not owner.has_rule and self._output_spec is not None:

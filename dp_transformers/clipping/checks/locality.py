@@ -11,12 +11,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ...ragged import is_ragged
-from ...randomness import forked_generators, global_state, set_global_state
+from ...randomness import forked_generators, global_state, same_global_state, set_global_state
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..model_state import version_of
 from ..recorded_call import ForwardPass
-from .reference import TOLERANCE, clip, measure
+from .reference import TOLERANCE, ClippedSum, error_against_autograd, measure, unclipped
 from .spread_numbers import spread_numbers
 from .synthetic import LossFunction, by_example, has_batch, kept_buffers, only_rows, projected, replace_example
 
@@ -30,9 +30,10 @@ def locality_as_trained(
     kwargs: dict,
     batch: int,
     others: Callable[[int], tuple[tuple, dict]],
-) -> float:
+) -> tuple[float, float]:
     """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may
-    change. ``others(rows)`` gives other inputs like these."""
+    change; and how much (relative) the sum of all gradients differs from autograd's there. ``others(rows)`` gives
+    other inputs like these."""
     engine.trainable.shards.reshard()
     watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
         engine.model.named_buffers()
@@ -46,17 +47,16 @@ def locality_as_trained(
     with forked_generators(engine.trainable.device), kept_buffers(engine.model):
         torch.manual_seed(0)
         numbers = global_state(engine.trainable.device)
-        if engine.mode.one_pass:
-            losses_b, norms_b, low_precision = measure(engine, replayed, args, kwargs)
-        else:  # two passes are compared where a sum is formed
-            losses_b, norms_b, *_, low_precision = clip(engine, replayed, args, kwargs)
+        summed = unclipped(engine, replayed, args, kwargs)
+        losses_b, norms_b, low_precision = summed.losses_b, summed.norms_b, summed.low_precision
+        engine.require_tapped(lambda: replayed(*args, **kwargs))
+        sum_error = _error_of_sum(engine, replayed, args, kwargs, summed, numbers)
         changes = [*_changes_beside_a_copy(engine, replayed, args, kwargs, batch, losses_b, norms_b)]
         if any(owner.runs_by_example for owner in engine.owners):  # there it draws in another order, and cannot mix
             with engine.suspended():
                 losses_b = replayed(*args, **kwargs).detach()
         changes += _changes_beside_others(engine, replayed, args, kwargs, batch, losses_b, others)
         error = float(torch.stack([change.cpu() for change in changes]).max())
-        engine.require_tapped(lambda: replayed(*args, **kwargs))
         engine.trainable.shards.reshard()
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
             engine.model.named_buffers()
@@ -76,7 +76,23 @@ def locality_as_trained(
     require_locality(error, TOLERANCE[low_precision])
     beside_fewer = _change_beside_fewer(engine, losses_of, args, kwargs, batch)
     require_locality(beside_fewer, TOLERANCE[low_precision], "was left out")
-    return error
+    return error, sum_error
+
+
+def _error_of_sum(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, summed: ClippedSum, numbers: Any
+) -> float:
+    """How much (relative) the sum of all gradients differs from autograd's, in the mode that the model is in, which
+    may do something in training alone. Where modules run one example at a time random numbers are drawn in another
+    order, so that a model which draws some is not looked at."""
+    if not engine.model.training:
+        return 0.0
+    with engine.suspended(), torch.enable_grad():
+        losses = losses_of(*args, **kwargs)
+        draws = not same_global_state(global_state(engine.trainable.device), numbers)
+        if draws and any(owner.runs_by_example for owner in engine.owners):
+            return 0.0
+        return error_against_autograd(engine, losses, summed)
 
 
 def _changes_beside_a_copy(

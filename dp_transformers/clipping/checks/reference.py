@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..clipping_functions import ClippingFunction
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
+from ..groups import ParameterGroup
 from ..parallel.dtensor import as_dtensor_like, full_tensors, is_dtensor, to_local
 from ..precision import sum_dtype
 from ..terms.arithmetic import flat_norm
@@ -78,6 +79,24 @@ def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: d
         [getattr(p, "grad_sample", None) for p in parameters],
         low_precision,
     )
+
+
+def unclipped(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> ClippedSum:
+    """The same with every example's gradient as it is, all parameters together."""
+    losses, low_precision = _forward(engine, losses_of, args, kwargs)
+    parameters = engine.trainable.parameters
+    norms_b = engine.backward(losses, groups=[ParameterGroup(parameters)])
+    total = [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters]
+    bounds = [math.inf] * len(engine.groups)
+    return ClippedSum(losses.detach(), norms_b, total, bounds, [None] * len(parameters), low_precision)
+
+
+def error_against_autograd(engine: ClippingEngine, losses: torch.Tensor, summed: ClippedSum) -> float:
+    """Relative error of a sum that was not clipped, against that of autograd for these losses, which have a graph
+    without taps. The sum is used up."""
+    rest, length = dict(zip(engine.trainable.parameters, summed.total, strict=True)), length_of(summed.total)
+    norm, _ = _take_away(engine, losses.sum(), 0, summed, rest)
+    return float(length_of(rest.values()) / torch.maximum(norm.to(length.device), length).clamp(min=1e-12))
 
 
 def measure(

@@ -331,7 +331,9 @@ def _compare_in(
                 lambda: _discover(engine, losses_of, args, kwargs, batch, others),
                 clipped_sum,
             )
-        locality_error = locality_as_trained(engine, losses_of, args, kwargs, batch, others) if locality else 0.0
+        locality_error, error_as_trained = 0.0, 0.0
+        if locality:
+            locality_error, error_as_trained = locality_as_trained(engine, losses_of, args, kwargs, batch, others)
         if not bool(torch.isfinite(clipped.norms_b).all()):
             raise SelfCheckError(
                 "the gradient of an example of random numbers is not finite, so nothing can be checked. Look for nan "
@@ -356,6 +358,14 @@ def _compare_in(
             "for a module, or a module runs a backward pass inside its own (a checkpoint that is not torch's): freeze "
             "the modules that are not of torch or transformers one after the other until this passes, and report the "
             "one that it was."
+        )
+    if not error_as_trained <= tolerance:
+        raise SelfCheckError(
+            f"in training mode the sum of the examples' gradients is off by {error_as_trained:.1e} (relative) for "
+            f"{type(engine.model).__name__} in mode '{engine.mode.name}', and in evaluation it is right: a module "
+            "does something in training alone that no rule knows (it asks whether a tensor needs a gradient, or keeps "
+            "something for the loss beside what it returns). Freeze the modules that are not of torch or transformers "
+            "one after the other until this passes, and change the one that it was."
         )
     return norm_error, sum_error, locality_error, gradient_error
 
