@@ -540,8 +540,8 @@ class DrawSampler:
         self._generator = (
             secure_generator([secret, _STREAM]) if secure else np.random.Generator(np.random.PCG64DXSM(secret))
         )
-        self._number = itertools.count()
-        self.start_at(first_step)
+        self._number, self._has_drawn = itertools.count(), False
+        self._go_on_at(first_step)
 
     @property
     def largest_draw(self) -> int | None:
@@ -550,7 +550,19 @@ class DrawSampler:
         return None if largest is None else math.ceil(largest / self.world_size)
 
     def start_at(self, step: int) -> None:
-        """Let the next draw be for this step."""
+        """Let the next draw be for this step.
+
+        Raises:
+            ValueError: some draws were taken, and examples take turns in them: other turns would begin.
+        """
+        if self._has_drawn and self.sampling.needs_every_draw:
+            raise ValueError(
+                f"draws of sampling {self.sampling.kind!r} were taken already, in which examples take turns, and "
+                "epsilon is that of draws that go on from them: make another loader to begin anew."
+            )
+        self._go_on_at(step)
+
+    def _go_on_at(self, step: int) -> None:
         self._step, self._draws = itertools.count(step), self.sampling.draws(self._generator, step)
 
     def __len__(self) -> int:
@@ -560,8 +572,9 @@ class DrawSampler:
         for position in range(0 if self.ended else self.steps_per_epoch):
             draw = replace(self.draw(), starts_pass=position == 0, step=next(self._step))
             if draw.number + 1 == self._skipped:
-                self.start_at(draw.step + 1)
+                self._go_on_at(draw.step + 1)
             yield [draw]
 
     def draw(self) -> Draw:
+        self._has_drawn = True
         return Draw(next(self._number), next(self._draws)[self.rank :: self.world_size].tolist())

@@ -242,8 +242,8 @@ class RecordedCall:
         batch = self.batch_size
         if batch_dim.holds_examples(x, batch) and (not batch_dim.flat or self.forward.holds_all_positions(x)):
             return x
-        # unless the self-check saw other outputs alone: some experts are called on one token, and so on one row
-        may_be_for_all = self.owner.returned_unbatched_output or not self.owner.batch_dims
+        # unless the self-check saw no such output: some experts are called on one token, and so on one row
+        may_be_for_all = self.owner.returned_unbatched_output or self.owner.known_ranks is None
         if x.dim() and len(x) == 1 and batch_dim == BATCH_FIRST and may_be_for_all:
             return x.expand(batch, *x.shape[1:])
         raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters

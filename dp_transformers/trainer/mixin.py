@@ -305,6 +305,12 @@ class DPTrainerMixin(Base):
                 "trainer.model was replaced while it is trained, so the gradients of the new model would not be "
                 "clipped. Load other weights into the model that is there (load_state_dict), or make another trainer."
             )
+        if self.args.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps was set to {self.args.gradient_accumulation_steps} while training runs, "
+                "so releases that are paid for would be thrown away before the optimizer sees them: leave it at 1, and "
+                "set expected_batch_size, which is the number of examples in a step."
+            )
         for given in step.physical_batches(inputs):
             rows = self._prepare_inputs(given.batch.rows)
             if not isinstance(rows, Mapping):

@@ -114,6 +114,8 @@ def _changes_beside_a_copy(
         yield _change(moved_losses_b, losses_b, _largest(losses_b))[others].max()
 
 
+# Losses have weights from 2 to the power of minus this on; two examples of a small batch have never the same.
+_POWERS = 6
 # The smallest bound that a clipper takes: shorter gradients are never clipped.
 _NEGLIGIBLE = 1e-12
 # What the other examples' numbers are multiplied with when an example's loss is looked at: new ones, or where it is
@@ -226,7 +228,8 @@ class WeightedPass:
         """Go back over ``losses``, which can be gone back over again. ``number`` chooses the weights, and is the same
         on all ranks."""
         generator = torch.Generator().manual_seed(number)
-        weights_b = torch.randint(-4, 5, (len(losses),), generator=generator).float().exp2().to(losses.device)
+        order_b = torch.randperm(len(losses), generator=generator)
+        weights_b = (order_b % (2 * _POWERS + 1) - _POWERS).float().exp2().to(losses.device)
         norms_b = engine.norms_of_weighted(losses, weights_b)
         seen = losses.dtype, engine.trainable.low_precision, cast(ForwardPass, engine.forward).low_precision
         return cls(engine, weights_b, norms_b, max(TOLERANCE[dtype] for dtype in seen))
