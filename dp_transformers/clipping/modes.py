@@ -28,7 +28,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from functools import partial
+from typing import NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -469,26 +470,33 @@ class _FirstOfTwo(_OneOfTwo):
                 "often it ran, or is not deterministic. Let it draw from torch's global generator and keep no "
                 "state; for what is not deterministic use clipping_mode='book_keeping', which goes back once."
             )
-        if not second.measures:
-            return
+        if second.measures:
+            self._expect_no_longer(norms_b if second.autograd_sums else norms_b * clipped.of_sum_b, clipped)
+
+    def _expect_no_longer(self, summed_b: torch.Tensor, clipped: Coefficients) -> None:
+        """Expect that what is summed, with what was kept of the first pass, has the lengths that were measured."""
+        kept = NormAccumulator()
+        for instances in self._instances.values():
+            kept.add(instances.norm())
+        summed_b = torch.hypot(summed_b, self.squared_norms(kept).sqrt() * clipped.of_sum_b)
         bound = math.inf if self._group.clipping is None else self._group.clipping.sensitivity
-        expected_b, found_b = clipped.of_sum_b * clipped.norms_b, norms_b
-        if not second.autograd_sums:
-            found_b = found_b * clipped.of_sum_b
-        is_longer = bool((found_b > expected_b * (1 + _LONGER) + _LONGER * bound).any())
-        if trainable.shards.any_rank(is_longer, self.forward.probe.device):
-            trainable.drop_gradients()
-            raise ValueError(
-                f"in the second backward pass of clipping mode '{self._name}' an example's gradient is longer than it "
-                "was in the first, which measured it: gradients that nearly cancel are rounded otherwise there, or an "
-                "operation is not deterministic. Use clipping_mode='book_keeping', which goes back once."
-            )
+        holds_b = summed_b <= clipped.of_sum_b * clipped.norms_b * (1 + _LONGER) + _LONGER * bound
+        holds_b = holds_b if clipped.invalid_b is None else holds_b | clipped.invalid_b
+        self.forward.conditions.expect(holds_b.all(), partial(_refuse_longer, self._name))
 
     def _add_instances(self, clipped: Coefficients, sums: GradientSums) -> None:
         device = self.forward.probe.device
         with exact_arithmetic(device):
             for parameter in list(self._instances):
                 sums.add(parameter, [_weighted_sum(self._instances.pop(parameter), clipped, device)])
+
+
+def _refuse_longer(mode: str) -> NoReturn:
+    raise ValueError(
+        f"in the second backward pass of clipping mode '{mode}' an example's gradient is longer than it was in the "
+        "first, which measured it: gradients that nearly cancel are rounded otherwise there, or an operation is not "
+        "deterministic. Use clipping_mode='book_keeping', which goes back once."
+    )
 
 
 class _SecondOfTwo(_OneOfTwo):

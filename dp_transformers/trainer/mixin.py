@@ -307,9 +307,9 @@ class DPTrainerMixin(Base):
             )
         if self.args.gradient_accumulation_steps != 1:
             raise ValueError(
-                f"gradient_accumulation_steps was set to {self.args.gradient_accumulation_steps} while training runs, "
-                "so releases that are paid for would be thrown away before the optimizer sees them: leave it at 1, and "
-                "set expected_batch_size, which is the number of examples in a step."
+                f"gradient_accumulation_steps was set to {self.args.gradient_accumulation_steps} while training "
+                "runs, so the optimizer would never see some releases that are paid for: leave it at 1, and set "
+                "expected_batch_size, the number of examples in a step."
             )
         for given in step.physical_batches(inputs):
             rows = self._prepare_inputs(given.batch.rows)

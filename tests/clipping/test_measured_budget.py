@@ -134,7 +134,7 @@ def test_what_may_be_kept_is_checked_before_anything_is(budget):
     with PerExampleClipper(model, 1.0, "ghost") as clipper:
         clipper.backward(model(x).square().sum(1))
     clipper = PerExampleClipper(model, 1.0, "ghost", memory_budget=budget)
-    with clipper, pytest.raises(SelfCheckError, match="with a memory_budget"):
+    with clipper, pytest.raises(SelfCheckError, match="with a memory_budget|clipping is not exact"):
         model(x)
 
 

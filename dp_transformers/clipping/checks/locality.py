@@ -92,7 +92,12 @@ def _error_of_sum(
         draws = not same_global_state(global_state(engine.trainable.device), numbers)
         if draws and any(owner.runs_by_example for owner in engine.owners):
             return 0.0
-        return error_against_autograd(engine, losses, summed)
+        try:
+            return error_against_autograd(engine, losses, summed)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            return 0.0  # such checkpointing lets nobody ask for gradients
 
 
 def _changes_beside_a_copy(
