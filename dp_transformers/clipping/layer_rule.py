@@ -165,9 +165,8 @@ def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSam
     ``layer`` owns directly.
 
     Mode "ghost" measures with it. Where gradients themselves are needed they come from the layer's grad sampler, or
-    without one from re-running the layer: in the modes that keep or instantiate them, for parameters used more than
-    once in a forward pass (the norm of a sum does not follow from norms), and for a batch with a gradient that is not
-    finite.
+    without one from re-running the layer: for the sum, in the modes that keep or instantiate gradients, and for
+    parameters used more than once in a forward pass (the norm of a sum does not follow from norms).
 
     Example::
 
