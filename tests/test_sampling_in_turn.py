@@ -13,7 +13,7 @@ from dp_transformers.accounting import PrivacyAccountant, compute_epsilon, event
 from dp_transformers.clipping.clipping_functions import FlatClipping
 from dp_transformers.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.noise import IndependentNoise
-from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling, Sampling
+from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, FixedOrderSampling, PoissonSampling, Sampling
 from dp_transformers.values import StepParameters
 
 DELTA = 1e-5
@@ -197,3 +197,16 @@ def test_noise_hides_less_which_step_an_example_chose():
 
     assert delta(np.eye(1, steps)[0]) == pytest.approx(0.01373, abs=4e-4)
     assert delta(0.5 ** np.arange(steps)) == pytest.approx(0.0539, abs=1e-3)
+
+
+@pytest.mark.parametrize("sampling", [CYCLIC, FIXED, PoissonSampling(2000, 100)], ids=["cyclic", "fixed", "poisson"])
+def test_turns_do_not_begin_anew_behind_a_draw(sampling):
+    """Epsilon is that of draws that go on from each other."""
+    sampler = DrawSampler(sampling, 5, secret=1)
+    sampler.start_at(3)
+    assert next(iter(sampler))[0].step == 3
+    if isinstance(sampling, PoissonSampling):
+        sampler.start_at(0)
+        return
+    with pytest.raises(ValueError, match="examples take turns"):
+        sampler.start_at(0)

@@ -835,6 +835,17 @@ def test_another_precision_is_refused_whenever_it_comes(tmp_path, event):
     assert trainer.privacy_spent().steps == (event == "on_step_end")
 
 
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
+def test_accumulation_that_a_callback_switches_on_is_refused(tmp_path, event):
+    """Releases that were paid for were thrown away."""
+    trainer = trainer_for(tmp_path)
+    accumulate = lambda **kwargs: setattr(trainer.args, "gradient_accumulation_steps", 4)  # noqa: E731
+    trainer.add_callback(At(event, accumulate))
+    with pytest.raises(ValueError, match="gradient_accumulation_steps was set to 4 while training runs"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == (event == "on_step_end")
+
+
 def test_settings_are_refused_that_were_made_since_the_trainer_was(tmp_path):
     trainer = trainer_for(tmp_path)
     trainer.neftune_noise_alpha = 5.0
