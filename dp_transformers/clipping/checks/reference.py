@@ -54,6 +54,8 @@ class ClippedSum(NamedTuple):
         bounds: What each of the engine's groups was clipped to.
         samples: The examples' gradients of each parameter, None where the mode hands none out.
         low_precision: The lowest precision seen.
+        reentrant: Whether some module ran under reentrant activation checkpointing, where nobody may ask autograd for
+            gradients.
     """
 
     losses_b: torch.Tensor
@@ -62,6 +64,7 @@ class ClippedSum(NamedTuple):
     bounds: list[float]
     samples: list[torch.Tensor | None]
     low_precision: torch.dtype
+    reentrant: bool = False
 
 
 def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> ClippedSum:
@@ -84,11 +87,11 @@ def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: d
 def unclipped(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> ClippedSum:
     """The same with every example's gradient as it is, all parameters together."""
     losses, low_precision = _forward(engine, losses_of, args, kwargs)
-    parameters = engine.trainable.parameters
+    parameters, reentrant = engine.trainable.parameters, engine.forward is not None and engine.forward.reentrant
     norms_b = engine.backward(losses, groups=[ParameterGroup(parameters)])
     total = [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters]
     bounds = [math.inf] * len(engine.groups)
-    return ClippedSum(losses.detach(), norms_b, total, bounds, [None] * len(parameters), low_precision)
+    return ClippedSum(losses.detach(), norms_b, total, bounds, [None] * len(parameters), low_precision, reentrant)
 
 
 def error_against_autograd(engine: ClippingEngine, losses: torch.Tensor, summed: ClippedSum) -> float:
