@@ -28,7 +28,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import NoReturn, Protocol, cast
 
 import torch
@@ -89,7 +89,6 @@ class MeasuringPass:
     them then."""
 
     keeps = False
-    measures = True
     autograd_sums = False  # autograd forms the sums, and has to go back through every module for that
 
     def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None):
@@ -359,6 +358,8 @@ class _Recomputed:
 class _OneOfTwo(MeasuringPass):
     """Measures norms, and notes what activation checkpointing recomputed."""
 
+    measures = True
+
     def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None, is_scaled: bool = False):
         super().__init__(forward, instantiate=instantiate, plan=plan)
         self.recomputed, self.norms, self._is_scaled = _Recomputed(forward), NormAccumulator(), is_scaled
@@ -531,7 +532,7 @@ class _SecondOfTwo(_OneOfTwo):
             if self._later is None:
                 self._sums.add(parameter, parts)
             else:
-                self._later[parameter] = torch.stack([part.float() for part in parts]).sum(0)
+                self._later[parameter] = reduce(torch.Tensor.add, parts)
 
     def finish(self) -> torch.Tensor:
         norms_b = super().finish()

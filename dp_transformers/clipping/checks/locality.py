@@ -115,7 +115,7 @@ def _changes_beside_a_copy(
 
 
 # Losses have weights from 2 to the power of minus this on; two examples of a small batch have never the same.
-_POWERS = 6
+_POWERS = 4
 # The smallest bound that a clipper takes: shorter gradients are never clipped.
 _NEGLIGIBLE = 1e-12
 # What the other examples' numbers are multiplied with when an example's loss is looked at: new ones, or where it is
