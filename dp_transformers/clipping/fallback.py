@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _EXAMPLES_AT_ONCE = 16
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str]) -> dict[nn.Parameter, Term]:
@@ -97,11 +98,13 @@ def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[list[Any]]:
-    """Afterwards, ``module`` and what it contains hold what they held, in lists of theirs too: no tensor of
-    functorch's, which would not live on. What held something else is in the list that this gives."""
+    """Afterwards, ``module`` and what it contains hold what they held, in lists and dictionaries of theirs too: no
+    tensor of functorch's, which would not live on. What held something else is in the list that this gives."""
     parts, changed = list(module.modules()), []
     held: list[Any] = [x for part in parts for x in (vars(part), part._parameters, part._buffers, part._modules)]
-    held += [x for part in parts for x in vars(part).values() if isinstance(x, (list, deque))]
+    held += [
+        each for part in parts for name, x in vars(part).items() if name not in _OF_TORCH for each in _containers(x)
+    ]
     before, classes = [copy(holder) for holder in held], [(part, type(part)) for part in parts]
     try:
         yield changed
@@ -114,6 +117,17 @@ def put_back(module: nn.Module) -> Iterator[list[Any]]:
                 changed.append(holder)
                 holder.clear()
                 holder.update(contents) if isinstance(holder, dict) else holder.extend(contents)
+
+
+def _containers(x: Any) -> Iterator[list | deque | dict]:
+    """``x`` and what it contains, where those are lists or dictionaries."""
+    found, open_ends = {}, [x]
+    while open_ends:
+        x = open_ends.pop()
+        if isinstance(x, (list, deque, dict)) and id(x) not in found:
+            found[id(x)] = x
+            open_ends += x.values() if isinstance(x, dict) else x
+    yield from found.values()
 
 
 def _ids(holder: Any) -> list[int]:

@@ -574,6 +574,31 @@ class ReadsCollected(nn.Module):
         return x + total
 
 
+class Keeps(Norm):
+    """Puts its output under a key of a dictionary that the model reads."""
+
+    def __init__(self, kept, key):
+        super().__init__()
+        self.kept, self.key = kept, key
+
+    def forward(self, x):
+        self.dictionary()[self.key] = super().forward(x)
+        return self.dictionary()[self.key]
+
+    def dictionary(self):
+        return self.kept[0] if isinstance(self.kept, list) else self.kept
+
+
+class ReadsKept(nn.Module):
+    def __init__(self, kept):
+        super().__init__()
+        self.first, self.inner = nn.Linear(D, D), Keeps(kept, "output")
+
+    def forward(self, x):
+        x = self.inner(self.first(x))
+        return x + self.inner.dictionary()["output"].tanh()
+
+
 class Caches(Norm):
     """Writes to an object that lives on."""
 
@@ -599,8 +624,14 @@ class WithCache(nn.Module):
 
 @pytest.mark.parametrize(
     "model",
-    [lambda: nn.Sequential(nn.Linear(D, D), Stores()), ReadsCollected, WithCache],
-    ids=["attribute", "list", "object"],
+    [
+        lambda: nn.Sequential(nn.Linear(D, D), Stores()),
+        ReadsCollected,
+        lambda: ReadsKept({}),
+        lambda: ReadsKept([{}]),
+        WithCache,
+    ],
+    ids=["attribute", "list", "dictionary", "dictionary in a list", "object"],
 )
 def test_tensors_of_one_example_do_not_stay(model):
     """Where they would, the module is run again in backward instead."""
@@ -611,6 +642,25 @@ def test_tensors_of_one_example_do_not_stay(model):
             assert (
                 not torch._C._functorch.is_functorch_wrapped_tensor(value) if isinstance(value, torch.Tensor) else True
             )
+
+
+def test_a_tensor_that_is_put_away_elsewhere_is_named():
+    kept = {}
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + kept["output"].tanh()
+
+    class PutsAway(Norm):
+        def forward(self, x):
+            kept["output"] = super().forward(x)
+            return kept["output"]
+
+    with (
+        pytest.raises(SelfCheckError, match="put away in a forward pass.*Let the module return it"),
+        PerExampleClipper(Model(nn.Linear(D, D), PutsAway()), 1.0, self_check=True) as clipper,
+    ):
+        clipper.backward(weigh(clipper.model(floats())))
 
 
 class Writes(Norm):

@@ -32,6 +32,12 @@ def true_causes(
                 "of ids 'per_sample_weights'. Or give the model ids of shape (B, n), shorter bags filled up with an "
                 "id that is the layer's padding_idx."
             ) from error
+        if "escaped from inside a function being vmapped" in str(error):
+            raise SelfCheckError(
+                "the model, or its loss, reads a tensor that a module has put away in a forward pass, neither in what "
+                "it returns nor in an attribute, list or dictionary of its own (in a global variable, or in another "
+                "object). Let the module return it."
+            ) from error
         norm = next((m for m in engine.model.named_modules() if isinstance(m[1], _BatchNorm) and m[1].training), None)
         if norm is not None and not isinstance(error, SelfCheckError):
             raise SelfCheckError(f"{named(norm[0], norm[1])} {HOW_BATCH_NORM_MIXES}") from error
