@@ -541,7 +541,7 @@ class ClippingEngine:
         limit = self._trial_limit if self._on_trial else None
         plan = self.memory.plan(forward, one_pass=self.mode.one_pass, limit=limit)
         if shards and not self.mode.one_pass and shards.any_rank(not plan.one_pass, forward.probe.device):
-            return replace(plan, one_pass=False, instances={})  # autograd reduces whatever it sums
+            return replace(plan, one_pass=False, instances={})  # FSDP2 reduces what its units have taken
         return plan
 
     # ---- gradients that no tap saw ----

@@ -21,6 +21,7 @@ class GradientSums:
     def __init__(self, trainable: TrainableParameters):
         self._trainable = trainable
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
+        self._late: dict[nn.Parameter, torch.Tensor] = {}  # whose unit was through when they were whole
         self._watched: dict[
             nn.Parameter, tuple[torch.Tensor | None, int | None]
         ] = {}  # every grad and its version, while a backward pass runs
@@ -35,10 +36,7 @@ class GradientSums:
     def add(self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], *, reduce: bool = True) -> None:
         """Add what ``parts`` come to; they are taken one after the other, and freed."""
         shards, parallel = self._trainable.shards, self._trainable.parallel
-        total = self._unreduced.pop(parameter, None)
-        for part in parts:
-            part = part.to(sum_dtype(parameter)).view(parallel.shape(parameter))
-            total = part.contiguous() if total is None else total.add_(part)
+        total = self._total(parameter, parts, self._unreduced.pop(parameter, None))
         if shards and not reduce:
             if total is not None:
                 self._unreduced[parameter] = total
@@ -50,6 +48,28 @@ class GradientSums:
         set_gradient(parameter, grad)
         if self._watched:
             self._watched[parameter] = grad, grad._version
+
+    def add_in_backward(self, parameter: nn.Parameter, parts: Iterable[torch.Tensor]) -> None:
+        """The same inside a backward pass, in which every unit of FSDP2 adds up over ranks what it was given, in an
+        order that is the same on all of them. What comes too late for that waits for :meth:`add_late`."""
+        if not (shards := self._trainable.shards):
+            self.add(parameter, parts)
+        elif (total := self._total(parameter, parts)) is not None and not shards.take(parameter, total):
+            self._late[parameter] = total
+
+    def add_late(self) -> None:
+        """Every rank takes part in every sum, if any of them has one left."""
+        if self._trainable.shards.any_rank(bool(self._late), self._trainable.device):
+            for parameter in self._trainable.parameters:
+                self.add(parameter, [self._late.pop(parameter)] if parameter in self._late else [])
+
+    def _total(
+        self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], total: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        for part in parts:
+            part = part.to(sum_dtype(parameter)).view(self._trainable.parallel.shape(parameter))
+            total = part.contiguous() if total is None else total.add_(part)
+        return total
 
     def watch(self) -> None:
         """Look from now on whether somebody else writes to a ``grad``."""
@@ -67,3 +87,4 @@ class GradientSums:
 
     def clear(self) -> None:
         self._unreduced.clear()
+        self._late.clear()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import nn
 
 from .graph import parameter_outside_calls
-from .precision import set_gradient, sum_dtype
+from .precision import set_gradient
 from .recorded_call import ForwardPass
 from .tap import TAPS
 
@@ -18,11 +16,6 @@ class LossGraph:
 
     def __init__(self, losses: torch.Tensor, forward: ForwardPass):
         self.losses, self.forward, self.device = losses, forward, losses.device
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that something was computed in, as far as that was seen."""
-        return self.losses.dtype, self.forward.low_precision, self.forward.trainable.low_precision
 
     def go_back(self, *, retain_graph: bool, weights_b: torch.Tensor | None = None) -> None:
         """Reach all taps, by a backward pass that computes no weight gradient, over the losses times ``weights_b``
@@ -67,17 +60,3 @@ class LossGraph:
     def find_escape(self) -> nn.Parameter | None:
         """A trainable parameter that reaches the losses past the taps, if there is one."""
         return parameter_outside_calls(self.losses, TAPS, self.forward.trainable.parameter_of)
-
-    def fill_gradients(self, coef_b: torch.Tensor, without: Collection[nn.Parameter] = ()) -> None:
-        """Let autograd add the gradient of ``coef_b · losses`` to every ``grad``, summed over ranks, but to those of
-        the parameters ``without``, of which the graph then computes none."""
-        trainable = self.forward.trainable
-        shards, parameters = trainable.shards, [p for p in trainable.parameters if p not in without]
-        if not parameters:
-            return
-        for p in parameters:
-            if p.grad is None and not shards:
-                p.grad_dtype = sum_dtype(p)
-        only = None if self.forward.reentrant else [whole for p in parameters for whole in shards.all_unsharded(p)]
-        with shards.sum_instead_of_mean(), trainable.parallel.sum_instead_of_mean(parameters):
-            torch.autograd.backward(self.losses, coef_b.to(self.losses.dtype), inputs=only)

@@ -43,9 +43,9 @@ from .loss_graph import LossGraph
 from .memory import Plan
 from .norms import NormAccumulator
 from .owners import Owner
-from .precision import HALF, exact_arithmetic, without_autocast
+from .precision import exact_arithmetic, without_autocast
 from .recorded_call import BackwardPass, ForwardPass
-from .rounding import BF16, FP32, SPLIT, may_differ, second_pass_slack
+from .rounding import FP32, SPLIT, may_differ
 from .terms import Dense, LastResultCache, Routed, Stacked, Term
 from .terms.tied_weights import merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
@@ -89,7 +89,6 @@ class MeasuringPass:
     them then."""
 
     keeps = False
-    autograd_sums = False  # autograd forms the sums, and has to go back through every module for that
 
     def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None):
         self.forward, self.instantiate, self.plan = forward, instantiate, plan
@@ -360,9 +359,9 @@ class _OneOfTwo(MeasuringPass):
 
     measures = True
 
-    def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None, is_scaled: bool = False):
+    def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None):
         super().__init__(forward, instantiate=instantiate, plan=plan)
-        self.recomputed, self.norms, self._is_scaled = _Recomputed(forward), NormAccumulator(), is_scaled
+        self.recomputed, self.norms = _Recomputed(forward), NormAccumulator()
 
     def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
         self.recomputed.note(owner, saved)
@@ -372,8 +371,7 @@ class _OneOfTwo(MeasuringPass):
         if self.counts(parameter):
             measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
             rounding = SPLIT if any(t.is_bf16 for t in terms) else FP32
-            lengths = position_norms(terms, self.cache)
-            self.norms.add(measured, lengths, BF16 if self._is_scaled else rounding)
+            self.norms.add(measured, position_norms(terms, self.cache), rounding)
 
     def finish(self) -> torch.Tensor:
         self.close_all()
@@ -387,8 +385,8 @@ class _FirstOfTwo(_OneOfTwo):
     """Measures, and at the end goes back a second time, over the same numbers.
 
     Going back over the losses times their coefficients would round every product anew: gradients that cancel behind
-    a weight, and so have no part in its norm, would not cancel then. Autograd has to do that where parameters are
-    sharded, and there what it sums is measured, too.
+    a weight, and so have no part in its norm, would not cancel then. And what autograd sums in half precision is
+    rounded by more than any one example's gradient.
     """
 
     def __init__(
@@ -401,8 +399,7 @@ class _FirstOfTwo(_OneOfTwo):
         graph: LossGraph,
         plan: Plan | None,
     ):
-        is_scaled = bool(forward.trainable.shards) and any(dtype in HALF for dtype in graph.dtypes)
-        super().__init__(forward, instantiate=mode.instantiate, plan=plan, is_scaled=is_scaled)
+        super().__init__(forward, instantiate=mode.instantiate, plan=plan)
         self._instances: dict[nn.Parameter, Term] = {}  # of what needs no second pass
         self._name, self._group, self._clip, self._sums, self._graph = mode.name, group, clip, sums, graph
         self._numbers = global_state(graph.device)
@@ -419,47 +416,20 @@ class _FirstOfTwo(_OneOfTwo):
         with exact_arithmetic(self.forward.probe.device):
             clipped = self._clip(self.squared_norms(self.norms), clipping=self._group.clipping)
         if self._sums is not None:
-            if self.forward.trainable.shards:
-                self._sum_sharded(clipped, self._sums)
-            else:
-                self._sum(clipped, self._sums)
+            self._sum(clipped, self._sums)
         return clipped.norms_b
 
     def _sum(self, clipped: Coefficients, sums: GradientSums) -> None:
         second = _SecondOfTwo(self, clipped, sums, without=self._instances)
-        self._begin_second(second)
-        self._graph.go_back(retain_graph=False)
-        self._end_second(second, clipped)
-        self._add_instances(clipped, sums)
-
-    def _sum_sharded(self, clipped: Coefficients, sums: GradientSums) -> None:
-        """Let autograd form the sums, and FSDP2 reduce them on the way."""
-        trainable = self.forward.trainable
-        # 0 · NaN is NaN in a native backward, so the factors are needed to take the bad rows out; and a loss times a
-        # large coefficient raises what fp16 left out when the norms were measured
-        bad = clipped.invalid_b is not None or (torch.float16 in self._graph.dtypes and (clipped.of_sum_b > 1).any())
-        if trainable.shards.any_rank(bool(bad), clipped.norms_b.device):
-            self._instances.clear()
-            whole = clipped._replace(reduce=True)
-            kept = KeptTerms(self.forward, [self._group], lambda norm_sq_b, clipping: whole, sums)
-            self.forward.go_back(kept)
-            self._graph.go_back(retain_graph=False)
-            kept.finish()
-            return
-        second = _OneOfTwo(self.forward, instantiate=self.instantiate, is_scaled=self._is_scaled)
-        second.autograd_sums = True
-        self._begin_second(second)
-        slack = second_pass_slack(self._graph.device, self._graph.dtypes, convolves=trainable.convolves)
-        self._graph.fill_gradients(clipped.of_sum_b * (1.0 - slack), without=self._instances)
-        self._end_second(second, clipped)
-        self._add_instances(clipped, sums)
-
-    def _begin_second(self, second: _OneOfTwo) -> None:
         self.forward.go_back(second)
         # checkpointed blocks draw again what they drew when they were measured
         set_global_state(self._graph.device, self._numbers)
+        with self.forward.trainable.shards.taking_sums():
+            self._graph.go_back(retain_graph=False)
+        self._end_second(second, clipped)
+        self._add_instances(clipped, sums)
 
-    def _end_second(self, second: _OneOfTwo, clipped: Coefficients) -> None:
+    def _end_second(self, second: _SecondOfTwo, clipped: Coefficients) -> None:
         """Raise ValueError if what was summed is not what was measured."""
         norms_b, trainable = second.finish(), self.forward.trainable
         other = self.recomputed.first_other_than(second.recomputed)
@@ -474,7 +444,7 @@ class _FirstOfTwo(_OneOfTwo):
                 "state; for what is not deterministic use clipping_mode='book_keeping', which goes back once."
             )
         if second.measures:
-            self._expect_no_longer(norms_b if second.autograd_sums else norms_b * clipped.of_sum_b, clipped)
+            self._expect_no_longer(norms_b * clipped.of_sum_b, clipped)
 
     def _expect_no_longer(self, summed_b: torch.Tensor, clipped: Coefficients) -> None:
         """Expect that what is summed, with what was kept of the first pass, has the lengths that were measured."""
@@ -530,7 +500,7 @@ class _SecondOfTwo(_OneOfTwo):
         with without_autocast(device):
             parts = (_weighted_sum(term, self._clipped, parameter.device, self._last) for term in terms)
             if self._later is None:
-                self._sums.add(parameter, parts)
+                self._sums.add_in_backward(parameter, parts)
             else:
                 self._later[parameter] = reduce(torch.Tensor.add, parts)
 
@@ -538,6 +508,7 @@ class _SecondOfTwo(_OneOfTwo):
         norms_b = super().finish()
         for parameter, total in (self._later or {}).items():
             self._sums.add(parameter, [total])
+        self._sums.add_late()
         return norms_b
 
 

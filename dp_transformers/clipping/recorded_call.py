@@ -35,13 +35,7 @@ class CallObserver(Protocol):
 
 
 class BackwardPass(CallObserver, Protocol):
-    """One backward pass over the losses, as the taps that it reaches see it (:mod:`.modes`).
-
-    Attributes:
-        autograd_sums: Whether autograd forms sums of gradients in it.
-    """
-
-    autograd_sums: bool
+    """One backward pass over the losses, as the taps that it reaches see it (:mod:`.modes`)."""
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Returns True if the norm of each one's term is enough."""

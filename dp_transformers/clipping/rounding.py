@@ -1,14 +1,10 @@
-"""Every allowance for rounding: what is added to norms, and by how much coefficients shrink, so that no clipped
-gradient comes out longer than the bound."""
+"""Every allowance for rounding that is added to norms, so that no clipped gradient comes out longer than the bound."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-
-from .precision import FULL_PRECISION, product_settings
 
 # A ghost norm is a difference of large numbers. Adding this fraction of the largest value it could have had keeps it
 # from coming out too small (a clipped example would then be longer than C); it costs at most 4e-6 relative on ordinary
@@ -55,21 +51,6 @@ class RoundingAllowance:
 
 FP32 = RoundingAllowance(0.0, 1e-3)
 SPLIT = RoundingAllowance(SPLIT_ROUNDING, 1e-5)  # factors in bf16, times a coefficient
-# a backward pass in bf16 or fp16, whose coefficients have slack
-BF16 = RoundingAllowance(torch.finfo(torch.bfloat16).eps / 2, 2.0**-6)
-
-# In the two-pass modes the gradient that is summed is not the one that was measured: the second pass rounds c·loss
-# anew. The coefficient is shrunk by this much so that the sum still respects C.
-SECOND_PASS_SLACK = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
-REDUCED_FP32_SLACK = 2.0**-7  # where fp32 products are allowed to run as TF32 or bf16
-
-
-def second_pass_slack(device: torch.device, dtypes: Iterable[torch.dtype], *, convolves: bool) -> float:
-    """Returns by how much the coefficients of the second pass are shrunk, where these dtypes were seen in the
-    first."""
-    matmul, conv = (setting.fp32_precision for setting in product_settings(device))
-    used = {matmul, conv} if convolves else {matmul}  # cuDNN's convolutions use TF32 unless told otherwise
-    return max(0.0 if used <= FULL_PRECISION else REDUCED_FP32_SLACK, *(SECOND_PASS_SLACK[dtype] for dtype in dtypes))
 
 
 def may_differ(device: torch.device) -> bool:

@@ -52,8 +52,6 @@ class Tap(torch.autograd.Function):
         backprops = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
         needed = ctx.needs_input_grad[4 + len(grads) :]
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
-        if backward is not None and backward.autograd_sums:
-            input_gradients = {}
         reached = None
         if backward is not None:
             reached = forward.probe_gradient()

@@ -7,8 +7,8 @@ A parameter tied over several units, as in models that transformers shards while
 version for each of them.
 
 The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or
-FSDP2's own backward does so, a group of parameters at a time, as a sum and not as a mean (the second pass of the other
-modes). Passes that only measure communicate no gradient.
+FSDP2's own backward takes the sums and does so, a group of parameters at a time (the second pass of the other modes).
+Passes that only measure communicate no gradient.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from .dtensor import as_dtensor_like
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 T = TypeVar("T")
 
@@ -57,6 +59,11 @@ class Shards:
                         self._sharded[whole] = shard
                 module.reshard()
         self._groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
+        self._takers: dict[nn.Parameter, list[tuple[FSDPParamGroup, FSDPParam]]] = defaultdict(list)
+        for group in self._groups:
+            for each in group.fsdp_params:
+                if (p := self._sharded.get(each.unsharded_param)) is not None:
+                    self._takers[p].append((group, each))
         self._refuse(model)
 
     def __bool__(self) -> bool:
@@ -155,19 +162,43 @@ class Shards:
             grad = grad.redistribute(placements=placements)
         return as_dtensor_like(grad.to_local().to(p.device), p)
 
+    def take(self, p: nn.Parameter, total: torch.Tensor) -> bool:
+        """Let the unit of ``p`` that goes back now add ``total``, which is whole, over ranks when it ends; False if
+        none does. Inside :meth:`taking_sums`."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        for group, taker in self._takers[p]:
+            if group._training_state is not TrainingState.PRE_BACKWARD:
+                continue
+            if taker.unsharded_param.dtype != total.dtype:  # a group has one dtype, and FSDP2 would fill up in that
+                for other in group.fsdp_params:
+                    if other.unsharded_accumulated_grad is None and other.unsharded_param.requires_grad:
+                        zeros = torch.zeros_like(other.unsharded_param, dtype=total.dtype)
+                        other.unsharded_accumulated_grad = zeros
+            total = as_dtensor_like(total, taker.unsharded_param)
+            before = taker.unsharded_accumulated_grad
+            taker.unsharded_accumulated_grad = total if before is None else before.add_(total)
+            return True
+        return False
+
     @contextmanager
-    def sum_instead_of_mean(self) -> Iterator[None]:
-        """Inside, FSDP2's own backward adds gradients over processes, where it would average them."""
-        before = [(group.gradient_divide_factor, group.force_sum_reduction_for_comms) for group in self._groups]
+    def taking_sums(self) -> Iterator[None]:
+        """Inside, FSDP2's own backward adds over processes what its units have taken, where it would average it."""
+        names = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
+        before = [[getattr(group, name) for name in names] for group in self._groups]
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_requires_gradient_sync(True, recurse=False)
             module.set_reduce_scatter_unused_params(True, recurse=False)  # every process in every collective
         try:
             yield
         finally:
-            for group, (factor, force) in zip(self._groups, before, strict=True):
-                group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, force
+            for group, values in zip(self._groups, before, strict=True):
+                for name, value in zip(names, values, strict=True):
+                    setattr(group, name, value)
+                for each in group.fsdp_params:  # of a pass that raised
+                    each.unsharded_accumulated_grad = None
             for module in self.modules:
                 module.set_reduce_scatter_unused_params(False, recurse=False)
 

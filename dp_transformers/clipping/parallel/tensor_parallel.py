@@ -15,8 +15,7 @@ gradients are added over the group before they are measured, for the norm of a s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -227,29 +226,6 @@ class TensorParallel:
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """Local shape of the parameter."""
         return self._slices[parameter].shape if parameter in self._slices else parameter.shape
-
-    @contextmanager
-    def sum_instead_of_mean(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Inside, a native backward adds to ``grad``; afterwards that lies like the parameter, and sums are over all
-        positions.
-
-        transformers adds the gradients of norms by head over the group where they lie in ``grad``, with what was there
-        before.
-        """
-        if not self or self._shards:  # FSDP2 starts from no gradient, and gives it the parameter's layout
-            yield
-            return
-        before = {p: p.grad for p in parameters if p in self._replicated_with_grad_allreduce}
-        for p in before:
-            p.grad = None
-        yield
-        for p in parameters:
-            grad = p.grad
-            if is_dtensor(grad) and grad.placements != (placements := cast("DTensor", p).placements):
-                p.grad = grad.redistribute(placements=placements)
-        for p, grad in before.items():
-            if grad is not None:
-                p.grad = grad if p.grad is None else grad.add_(p.grad)
 
     def native_hooks(self, parameter: nn.Parameter) -> int:
         """Returns how many of the parameter's gradient hooks are those of transformers' norms by head."""
