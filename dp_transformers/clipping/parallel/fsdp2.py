@@ -98,7 +98,8 @@ class Shards:
         # of data parallelism; that of tensor parallelism lies in the whole parameters
         self.mesh = next(iter(meshes), None)
         for policy in (module._get_fsdp_state()._mp_policy for module in self.modules):
-            if policy.param_dtype not in (None, torch.float32) and policy.reduce_dtype != torch.float32:
+            exact = (None, torch.float32)
+            if policy.reduce_dtype not in exact or (policy.reduce_dtype is None and policy.param_dtype not in exact):
                 raise ValueError(
                     f"fully_shard would sum gradients over processes in {policy.reduce_dtype or policy.param_dtype}, "
                     "which can move the sum by more than max_grad_norm: use "

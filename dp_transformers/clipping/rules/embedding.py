@@ -41,6 +41,11 @@ def _refuse_options(module: _Table) -> None:
             raise ValueError(f"nn.{name}({option}=...) cannot be trained privately: {why}. Build it without {option}.")
 
 
+def _padding_of(module: _Table) -> int:
+    """The id, counted from the end where it is negative."""
+    return cast(int, module.padding_idx) % module.num_embeddings
+
+
 @layer_rule(nn.Embedding, backward_reads_output=False, reads=settings("num_embeddings", "padding_idx", *_REFUSED))
 def embedding(
     module: _Table, activations: Sequence[torch.Tensor], backprops: torch.Tensor
@@ -51,7 +56,7 @@ def embedding(
     ids_bt = activations[0].flatten(1) if activations[0].dim() > 1 else activations[0].unsqueeze(1)
     grad_btd = backprops.reshape(*ids_bt.shape, backprops.shape[-1])
     if module.padding_idx is not None:
-        grad_btd = grad_btd.masked_fill((ids_bt == module.padding_idx).unsqueeze(-1), 0)
+        grad_btd = grad_btd.masked_fill((ids_bt == _padding_of(module)).unsqueeze(-1), 0)
     return {module.weight: Rows(ids_bt, grad_btd, module.num_embeddings)}
 
 
@@ -84,7 +89,7 @@ def embedding_bag(call: RecordedCall) -> dict[nn.Parameter, Term]:
             call.module,
         )
     if module.padding_idx is not None:
-        is_own = is_own & (ids != module.padding_idx)
+        is_own = is_own & (ids != _padding_of(module))
     is_own, grad = is_own.unsqueeze(-1), backprops.unsqueeze(-2).expand(*ids.shape, module.embedding_dim)
     if module.mode == "max":  # each column comes from one id
         values = module.weight.detach()[ids].masked_fill(~is_own, float("-inf"))
