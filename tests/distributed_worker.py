@@ -574,6 +574,43 @@ def sensitivity(folder, mode="book_keeping", rows=8):
     return {"one less": distance(moved["all"], moved["one less"]) / bound, "one": length(moved["one"]) / bound}
 
 
+class Scores(nn.Module):
+    """A sum over scaled rows of a table."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(4, 16)
+
+    def forward(self, ids, scales):
+        return (self.table(ids).float() * scales[..., None]).sum((1, 2))
+
+
+def crowded(folder, mode="ghost", rows=256, tokens=600, bound=0.25):
+    """In units of C, in bf16: how far one of many equal rows moves the sum, beside any number of them; and what an
+    example adds whose tokens nearly cancel, with the norm that it is measured to have."""
+    net, moved = nn.Sequential(nn.Linear(64, 1, bias=False)), []
+    clipper = PerExampleClipper(fully_shard(net, **BF16), bound, mode)
+    for value in (1.1640625, 1.3203125):
+        last, x = None, torch.full((rows, 64), value)
+        for number in range(0, rows + 1) if dist.get_rank() == 0 else [0] * (rows + 1):
+            net.zero_grad()
+            clipper.backward(1.01 * net(x).float().squeeze(1), (torch.arange(rows) < number).float())
+            total = [whole(net[0].weight.grad)]
+            moved += [] if last is None else [distance(total, last) / bound]
+            last = total
+    clipper.detach()
+    net = Scores()
+    clipper = PerExampleClipper(fully_shard(net, **BF16), bound, mode)
+    ids, scales = torch.ones(1, tokens + 1, dtype=torch.long), torch.full((1, tokens + 1), -4.0 / tokens)
+    for _ in range(3):  # passes that are looked at
+        clipper.backward(net(ids, -scales))
+    net.zero_grad()
+    scales[0, 0] = 4.0 if dist.get_rank() == 0 else 0.0
+    norms = clipper.backward(net(ids, scales), torch.ones(1) * (dist.get_rank() == 0))
+    return {"moved": max(moved), "norm": norms / bound, "added": length([whole(net.table.weight.grad)]) / bound}
+
+
 # ---- tensor parallelism, by hand ----
 
 BERT_PLAN = {
@@ -913,6 +950,9 @@ def refusals(folder):
     def low_precision_sums():
         PerExampleClipper(shard(build("llama"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), 1.0)
 
+    def low_precision_sums_of_full_precision():
+        PerExampleClipper(shard(build("llama"), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)), 1.0)
+
     def ignored():
         model = build("llama")
         PerExampleClipper(shard(model, ignored_params={model.model.norm.weight}), 1.0)
@@ -953,6 +993,7 @@ def refusals(folder):
             layerdrop,
             followed,
             low_precision_sums,
+            low_precision_sums_of_full_precision,
             ignored,
             old_fsdp,
             left_in_the_environment,
@@ -1058,6 +1099,8 @@ CASES |= {
     "hand-bf16-ghost": (clip, {"mode": "ghost", **BF16}),
     "hand-bf16-sensitivity-book_keeping": (sensitivity, {"mode": "book_keeping"}),
     "hand-bf16-sensitivity-ghost": (sensitivity, {"mode": "ghost"}),
+    "hand-bf16-crowded-ghost": (crowded, {"mode": "ghost"}),
+    "hand-bf16-crowded-fast_gradient": (crowded, {"mode": "fast_gradient"}),
     "hand-refusals": (refusals, {}),
     "following-ddp": (following, {}),
     "following-fsdp": (following, {"sharded": True}),

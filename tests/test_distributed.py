@@ -386,6 +386,13 @@ def test_sum_in_bf16_respects_the_bound(ranks, mode):
         assert 0.9 < rank["one less"] <= 1 + 1e-6
 
 
+@pytest.mark.parametrize("case", cases_of("hand", function=worker.crowded))
+def test_sums_of_many_rows_and_tokens_in_bf16_keep_the_bound(ranks, case):
+    for rank in ranks[case]:
+        assert 0.9 < rank["moved"] <= 1 + 1e-5
+        assert rank["added"] <= min(1.0, ranks[case][0]["norm"].item()) + 1e-5
+
+
 # ---- bytes ----
 
 
@@ -460,6 +467,7 @@ def test_tensor_parallel_training_is_evaluated_and_saved_whole(ranks):
 def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
     for rank in ranks["hand-refusals"]:
         assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
+        assert "reduce_dtype=torch.float32" in rank["low_precision_sums_of_full_precision"]
         assert "'model.norm.weight' is trainable and not sharded" in rank["ignored"]
         assert "fsdp_config={'version': 2}" in rank["old_fsdp"]
         for case in ("by_hand", "in_a_loop"):

@@ -21,7 +21,6 @@ class GradientSums:
     def __init__(self, trainable: TrainableParameters):
         self._trainable = trainable
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
-        self._late: dict[nn.Parameter, torch.Tensor] = {}  # whose unit was through when they were whole
         self._watched: dict[
             nn.Parameter, tuple[torch.Tensor | None, int | None]
         ] = {}  # every grad and its version, while a backward pass runs
@@ -36,7 +35,7 @@ class GradientSums:
     def add(self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], *, reduce: bool = True) -> None:
         """Add what ``parts`` come to; they are taken one after the other, and freed."""
         shards, parallel = self._trainable.shards, self._trainable.parallel
-        total = self._total(parameter, parts, self._unreduced.pop(parameter, None))
+        total = self.total(parameter, parts, self._unreduced.pop(parameter, None))
         if shards and not reduce:
             if total is not None:
                 self._unreduced[parameter] = total
@@ -49,23 +48,10 @@ class GradientSums:
         if self._watched:
             self._watched[parameter] = grad, grad._version
 
-    def add_in_backward(self, parameter: nn.Parameter, parts: Iterable[torch.Tensor]) -> None:
-        """The same inside a backward pass, in which every unit of FSDP2 adds up over ranks what it was given, in an
-        order that is the same on all of them. What comes too late for that waits for :meth:`add_late`."""
-        if not (shards := self._trainable.shards):
-            self.add(parameter, parts)
-        elif (total := self._total(parameter, parts)) is not None and not shards.take(parameter, total):
-            self._late[parameter] = total
-
-    def add_late(self) -> None:
-        """Every rank takes part in every sum, if any of them has one left."""
-        if self._trainable.shards.any_rank(bool(self._late), self._trainable.device):
-            for parameter in self._trainable.parameters:
-                self.add(parameter, [self._late.pop(parameter)] if parameter in self._late else [])
-
-    def _total(
+    def total(
         self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], total: torch.Tensor | None = None
     ) -> torch.Tensor | None:
+        """What ``parts`` come to with ``total``, on this rank; None if there are none."""
         for part in parts:
             part = part.to(sum_dtype(parameter)).view(self._trainable.parallel.shape(parameter))
             total = part.contiguous() if total is None else total.add_(part)
@@ -87,4 +73,3 @@ class GradientSums:
 
     def clear(self) -> None:
         self._unreduced.clear()
-        self._late.clear()

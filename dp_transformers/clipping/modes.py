@@ -28,7 +28,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import NoReturn, Protocol, cast
 
 import torch
@@ -483,8 +483,7 @@ class _SecondOfTwo(_OneOfTwo):
         self.measures = may_differ(first.forward.probe.device)
         self._clipped, self._sums, self._without = clipped, sums, without
         self._last = LastResultCache()
-        # reentrant checkpointing goes back in a way that fills every ``grad``, after which those are put back
-        self._later: dict[nn.Parameter, torch.Tensor] | None = {} if first.forward.reentrant else None
+        self._late: dict[nn.Parameter, torch.Tensor] = {}  # sums to be added when the backward pass is over
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         return False
@@ -496,19 +495,24 @@ class _SecondOfTwo(_OneOfTwo):
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         if self.measures:
             super().close(parameter, terms)
-        device = self.forward.probe.device
-        with without_autocast(device):
-            parts = (_weighted_sum(term, self._clipped, parameter.device, self._last) for term in terms)
-            if self._later is None:
-                self._sums.add_in_backward(parameter, parts)
-            else:
-                self._later[parameter] = reduce(torch.Tensor.add, parts)
+        shards, reentrant = self.forward.trainable.shards, self.forward.reentrant
+        device = shards.unsharded(parameter).device
+        with without_autocast(self.forward.probe.device):
+            parts = (_weighted_sum(term, self._clipped, device, self._last) for term in terms)
+            if not (shards or reentrant):
+                self._sums.add(parameter, parts)
+                return
+            total = cast(torch.Tensor, self._sums.total(parameter, parts))
+            # reentrant checkpointing goes back in a way that fills every ``grad``, after which those are put back; and
+            # a unit of FSDP2 that is through takes nothing any more
+            if reentrant or not shards.take(parameter, total):
+                self._late[parameter] = total
 
     def finish(self) -> torch.Tensor:
-        norms_b = super().finish()
-        for parameter, total in (self._later or {}).items():
-            self._sums.add(parameter, [total])
-        self._sums.add_late()
+        norms_b, trainable = super().finish(), self.forward.trainable
+        if trainable.shards.any_rank(bool(self._late), self.forward.probe.device):
+            for parameter in self._sums.order(self._late, trainable.parameters):
+                self._sums.add(parameter, [self._late.pop(parameter)] if parameter in self._late else [])
         return norms_b
 
 

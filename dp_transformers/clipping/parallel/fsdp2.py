@@ -187,6 +187,7 @@ class Shards:
         """Inside, FSDP2's own backward adds over processes what its units have taken, where it would average it."""
         names = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
         before = [[getattr(group, name) for name in names] for group in self._groups]
+        self._drop_taken()  # nobody else's gradient goes with the sums
         for module in self.modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -198,10 +199,14 @@ class Shards:
             for group, values in zip(self._groups, before, strict=True):
                 for name, value in zip(names, values, strict=True):
                     setattr(group, name, value)
-                for each in group.fsdp_params:  # of a pass that raised
-                    each.unsharded_accumulated_grad = None
+            self._drop_taken()  # of a pass that raised
             for module in self.modules:
                 module.set_reduce_scatter_unused_params(False, recurse=False)
+
+    def _drop_taken(self) -> None:
+        for group in self._groups:
+            for each in group.fsdp_params:
+                each.unsharded_accumulated_grad = None
 
     def any_rank(self, condition: bool, device: torch.device) -> bool:
         """Returns True if ``condition`` holds on any rank that shares the parameters."""

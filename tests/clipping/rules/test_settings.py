@@ -260,3 +260,14 @@ def test_tensors_of_the_forward_pass_alone_are_refused(layer, inputs, mode, how,
     with pytest.raises(ValueError, match="computed with other weights, or statistics"):
         clipper.backward(model(*inputs).flatten(1).square().sum(1))
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_a_padding_id_may_be_counted_from_the_end(mode):
+    """As torch's function does, where the attribute is set after the layer was built."""
+    layer, ids = nn.Embedding(12, 3), torch.tensor([[9, 9, 1], [9, 2, 3]])
+    layer.padding_idx = -3
+    with PerExampleClipper(layer, 1e6, mode) as clipper:
+        clipper.backward(layer(ids).square().sum((1, 2)))
+        assert not layer.weight.grad[9].any()
+        assert layer.weight.grad[[1, 2, 3]].any(1).all()
