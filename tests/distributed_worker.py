@@ -342,17 +342,22 @@ def loop(
     It goes backward ``by`` the loss, by the loss of a criterion, or by losses of its own; a clipped sum by hand if
     there is one process.
     """
-    net = build(model, seed=dist.get_rank() if dist.is_initialized() and not sharded else 0)
-    data, losses_of = dataset(kind="bert" if model == "bert" else "lm"), losses_function(net)
-    if sharded:
-        net = shard(net, replicas() if sharded == "hsdp" else None)
-    engine = PrivacyEngine(dp_seed=seed, ledger_dir=folder)
-    made = engine.make_private(
-        module=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.01, eps=1e-3), data_loader=DataLoader(data, expected, collate_fn=collate),
-        criterion=nn.CrossEntropyLoss() if by == "criterion" else None, loss_reduction="none" if by == "losses" else "mean",
-        noise_multiplier=noise_multiplier, max_grad_norm=bound, max_physical_batch_size=2, clipping_mode=mode, fill_physical_batches=fill,
-    )  # fmt: skip
-    optimizer, loader, criterion = made[1], made[-1], made[2] if by == "criterion" else F.cross_entropy
+    data = dataset(kind="bert" if model == "bert" else "lm")
+
+    def private(optimizer_class=torch.optim.Adam, **options):
+        net = build(model, seed=dist.get_rank() if dist.is_initialized() and not sharded else 0)
+        losses_of = losses_function(net)
+        if sharded:
+            net = shard(net, replicas() if sharded == "hsdp" else None)
+        engine = PrivacyEngine(dp_seed=seed, ledger_dir=folder)
+        made = engine.make_private(
+            module=net, optimizer=optimizer_class(net.parameters(), lr=0.01, **options), data_loader=DataLoader(data, expected, collate_fn=collate),
+            criterion=nn.CrossEntropyLoss() if by == "criterion" else None, loss_reduction="none" if by == "losses" else "mean",
+            noise_multiplier=noise_multiplier, max_grad_norm=bound, max_physical_batch_size=2, clipping_mode=mode, fill_physical_batches=fill,
+        )  # fmt: skip
+        return engine, net, losses_of, made[1], made[-1], made[2] if by == "criterion" else F.cross_entropy
+
+    engine, net, losses_of, optimizer, loader, criterion = private(eps=1e-3)
     sampler, draws, gradients, weights = loader._draws.sampler, [], [], []
     draw = sampler.draw
     sampler.draw = lambda: draws.append(draw()) or draws[-1]
@@ -378,8 +383,21 @@ def loop(
         "loaded": flat_state(net, optimizer),
     }
     draws = [d.indices for d in draws[:steps]]
-    return {**found, "draws": draws, "gradients": gradients, "weights": weights, "ledger": Ledger(folder).steps(engine._loop.run.state.run_id),
-            "counted": engine.steps}  # fmt: skip
+    found |= {"draws": draws, "gradients": gradients, "weights": weights, "counted": engine.steps,
+              "ledger": Ledger(folder).steps(engine._loop.run.state.run_id)}  # fmt: skip
+    engine.detach()
+    engine, net, _, optimizer, _, _ = private(eps=1e-3)  # as a new process does
+    engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer)
+    found["loaded_anew"] = flat_state(net, optimizer)
+    engine.detach()
+    engine, net, _, optimizer, _, _ = private(torch.optim.SGD)  # has no moments, nor was there a step to save
+    saved = flat_state(net, optimizer)
+    engine.save_checkpoint(folder / "first.pt", module=net, optimizer=optimizer)
+    if dist.is_initialized():
+        dist.barrier()
+    engine.load_checkpoint(folder / "first.pt", module=net, optimizer=optimizer)
+    assert torch.equal(flat_state(net, optimizer), saved)
+    return found
 
 
 # ---- what one rank's batch leaves in its model ----

@@ -150,6 +150,7 @@ def test_loop_of_ranks_is_one_example_at_a_time(ranks, case):
     assert some_are_clipped
     for rank in seen:
         assert rank["rest"] == {"step": 3} and torch.equal(rank["loaded"], rank["weights"][2])
+        assert torch.equal(rank["loaded_anew"], rank["weights"][2])
         assert len(rank["gradients"]) == rank["ledger"] == rank["counted"] == 5
 
 

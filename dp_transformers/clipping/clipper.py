@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .batch_dims import batch_size_of
-from .checks.locality import WeightedPass, require_own_rows_of_outputs
+from .checks.locality import require_own_rows, require_own_rows_of_outputs
 from .checks.padding import check_padding
 from .checks.rare_looks import RareLooks
 from .checks.self_check import CheckReport, self_check
@@ -393,10 +393,9 @@ class PerExampleClipper:
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
             SelfCheckError: an example's loss has a gradient in the rows of another.
         """
-        if not self._is_looked_at():
-            return self._engine.backward(losses, weights=weights)
-        weighted = WeightedPass.over(self._engine, losses, self._looks.number)
-        return self._engine.backward(losses, weights=weights, verify=weighted.require_own_rows)
+        if self._is_looked_at():
+            require_own_rows(self._engine, losses, self._looks.number)
+        return self._engine.backward(losses, weights=weights)
 
     def _is_looked_at(self) -> bool:
         """Whether it is looked at whose rows are whose in this pass over a real batch: at first, ever more rarely, and

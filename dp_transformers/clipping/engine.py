@@ -404,7 +404,7 @@ class ClippingEngine:
         self._untapped |= untapped
         if (
             losses.requires_grad
-            and (parameter := LossGraph(losses, self._require_forward(losses)).find_escape()) is not None
+            and (parameter := LossGraph(losses, self.require_forward(losses)).find_escape()) is not None
         ):
             self._refuse_escape(parameter)
         self.forget()
@@ -416,7 +416,7 @@ class ClippingEngine:
         forward.go_back(backward)
         self._hooks.in_backward = True
 
-    def _require_forward(self, losses: torch.Tensor) -> ForwardPass:
+    def require_forward(self, losses: torch.Tensor) -> ForwardPass:
         """The forward pass that ``losses`` must come from. Raises ValueError if they cannot."""
         if not isinstance(losses, torch.Tensor) or losses.dim() != 1:
             shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
@@ -451,16 +451,14 @@ class ClippingEngine:
         groups: Sequence[ParameterGroup] | None = None,
         weights: torch.Tensor | None = None,
         norms_only: bool = False,
-        verify: Callable[[torch.Tensor], None] = lambda norms_b: None,
     ) -> torch.Tensor:
         """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that.
 
         Args:
             groups: Clip these in the place of :attr:`groups`.
             norms_only: Add nothing.
-            verify: Is given the norms before the loop is told of the sum. May raise.
         """
-        forward = self._require_forward(losses)
+        forward = self.require_forward(losses)
         weights_b = checked_weights(weights, losses)
         self.trainable.refuse_gradient_hooks()
         forward.on_backward, forward.followed = None, False
@@ -480,7 +478,6 @@ class ClippingEngine:
                 self._refuse_escapes(graph)
                 self.sums.end_watch()
                 self.norms_b = backward.finish()
-                verify(self.norms_b)
         finally:
             self._fills_gradients = False
             self.sums.end_watch()
@@ -491,7 +488,7 @@ class ClippingEngine:
     def norms_of_weighted(self, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
         """(B,) the gradient norms of the examples when their losses have these weights. Nothing is kept or summed, and
         the forward pass is as good as before."""
-        forward = self._require_forward(losses)
+        forward = self.require_forward(losses)
         followed, fills_gradients = (forward.on_backward, forward.followed), self._fills_gradients
         forward.on_backward, forward.followed, self._fills_gradients = None, False, True
         numbers = global_state(losses.device)  # which activation checkpointing may draw from

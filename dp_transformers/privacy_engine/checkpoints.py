@@ -20,7 +20,8 @@ def state_of(
 ) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks that hold shards call this."""
     loop.clipper.look_at_model()
-    weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.shards))
+    with loop.checkpointing():
+        weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.shards))
     return {**others, "module": weights, "optimizer": moments, "privacy": loop.to_dict()}
 
 
@@ -77,7 +78,7 @@ def go_on_from(
             "start anew; next time save with save_checkpoint(..., optimizer=optimizer)."
         )
     loop.restore(dict(content.pop("privacy")))
-    with loop.loading():
+    with loop.checkpointing():
         _load_full_states(module, content.pop("module"), optimizer, moments, is_sharded=bool(loop.clipper.shards))
     return content
 
@@ -122,4 +123,6 @@ def _load_full_states(
     full = StateDictOptions(full_state_dict=True)
     set_model_state_dict(module, weights, options=full)
     if optimizer is not None and moments is not None:
-        set_optimizer_state_dict(module, optimizer, moments, options=full)
+        # torch asks for a tensor to see the device by, and an optimizer without moments has none
+        options = full if moments["state"] else StateDictOptions()
+        set_optimizer_state_dict(module, optimizer, moments, options=options)

@@ -45,7 +45,7 @@ class PrivateLoop:
         self._id, self._process, self._planned = self.run.state.run_id, os.getpid(), self.run.mechanism.steps
         self._stepped: Given | None = None  # the batch that the last step was for
         self._is_stepping = False  # the optimizer's step has begun and has not returned
-        self._is_suspended = self._is_loading = False
+        self._is_suspended = self._is_checkpointing = False
         self._shown: dict[str, float] = {}
         self._plan()
         self.run.begin()
@@ -190,20 +190,21 @@ class PrivateLoop:
         self.run.begin()
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Inside, the optimizer may take over the state of the training that :meth:`restore` goes on from."""
-        self._is_loading = True
+    def checkpointing(self) -> Iterator[None]:
+        """Inside, the optimizer's state is read, or it takes over that of the training that :meth:`restore` goes on
+        from. Torch lets a sharded optimizer that never stepped step on gradients of zero for that."""
+        self._is_checkpointing = True
         try:
             yield
         finally:
-            self._is_loading = False
+            self._is_checkpointing = False
 
     def _sign(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
         state[SIGNATURE] = self._writer
 
     def _require_own(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
         """Raise ValueError if the optimizer is loaded with the state of steps that this engine does not count."""
-        if not self._is_loading and state.get(SIGNATURE) != self._writer:
+        if not self._is_checkpointing and state.get(SIGNATURE) != self._writer:
             raise ValueError(
                 "the private optimizer is loaded with the state of another training, whose steps this engine would "
                 "not count. Save with engine.save_checkpoint and go on with engine.load_checkpoint. With accelerate's "
@@ -232,6 +233,8 @@ class PrivateLoop:
                 )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self._is_checkpointing:
+            return None
         if self._is_suspended:
             raise ValueError(
                 "the private optimizer would step inside 'with engine.suspended():', where gradients are not clipped "

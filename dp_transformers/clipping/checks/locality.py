@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -209,52 +208,40 @@ def require_locality(error: float, tolerance: float, what: str = "changed") -> N
         )
 
 
-@dataclass(frozen=True)
-class WeightedPass:
-    """A backward pass over a real batch, whose losses have weights that are powers of two: of an example's gradient
-    nothing but the length may be another one, by exactly its weight.
+def require_own_rows(engine: ClippingEngine, losses: torch.Tensor, number: int) -> None:
+    """Go back over a real batch's ``losses``, which can be gone back over again, twice: with weights that are powers
+    of two, and as they are. Of an example's gradient nothing but the length may be another one, by exactly its weight.
 
     The self-check sees made-up batches. A model that sorts, packs or routes the positions of its batch may treat a
-    real one in another way. Then what is taken for one example's gradient has the weights of others.
+    real one in another way. Then what is taken for one example's gradient has the weights of others. Both passes
+    measure alike, so that even a gradient which is nothing but rounding (of a pair of equal texts) has its weight.
+
+    Args:
+        number: Chooses the weights, and is the same on all ranks.
+
+    Raises:
+        SelfCheckError: on some rank an example's gradient has another weight than its own.
     """
-
-    engine: ClippingEngine
-    weights_b: torch.Tensor
-    norms_b: torch.Tensor
-    tolerance: float
-
-    @classmethod
-    def over(cls, engine: ClippingEngine, losses: torch.Tensor, number: int) -> WeightedPass:
-        """Go back over ``losses``, which can be gone back over again. ``number`` chooses the weights, and is the same
-        on all ranks."""
-        generator = torch.Generator().manual_seed(number)
-        order_b = torch.randperm(len(losses), generator=generator)
-        weights_b = (order_b % (2 * _POWERS + 1) - _POWERS).float().exp2().to(losses.device)
-        norms_b = engine.norms_of_weighted(losses, weights_b)
-        seen = losses.dtype, engine.trainable.low_precision, cast(ForwardPass, engine.forward).low_precision
-        return cls(engine, weights_b, norms_b, max(TOLERANCE[dtype] for dtype in seen))
-
-    def require_own_rows(self, norms_b: torch.Tensor) -> None:
-        """Compare with the norms of the same pass without weights.
-
-        Raises:
-            SelfCheckError: on some rank an example's gradient has another weight than its own.
-        """
-        trainable, expected_b = self.engine.trainable, self.weights_b * norms_b
-        tolerated_b = self.tolerance * torch.maximum(self.norms_b, expected_b) + _NEGLIGIBLE
-        same_b = (self.norms_b - expected_b).abs() <= tolerated_b
-        differs = bool((~same_b & torch.isfinite(self.norms_b) & torch.isfinite(expected_b)).any())
-        if trainable.shards.any_rank(differs, norms_b.device):
-            trainable.drop_gradients()
-            raise SelfCheckError(
-                "the losses of some examples of this batch have a gradient in rows that are taken for other examples. "
-                "The model, or the loss, mixes examples, or puts their positions in an order of its own (sequences "
-                "sorted or packed by their lengths, positions of all examples in one row), which the self-check's "
-                "made-up batch did not show; or a backward pass gives something else when it runs again. "
-                "ModuleValidator.find_mixing(model, batch), on public examples, names a module that mixes. Keep the "
-                "examples in the order of the batch, one row for each: pack_padded_sequence with enforce_sorted=False "
-                "sorts by itself, and its rows are known."
-            )
+    trainable, forward = engine.trainable, engine.require_forward(losses)
+    order_b = torch.randperm(len(losses), generator=torch.Generator().manual_seed(number))
+    weights_b = (order_b % (2 * _POWERS + 1) - _POWERS).float().exp2().to(losses.device)
+    norms_b = engine.norms_of_weighted(losses, weights_b)
+    expected_b = weights_b * engine.norms_of_weighted(losses, torch.ones_like(losses))
+    tolerance = max(TOLERANCE[dtype] for dtype in (losses.dtype, trainable.low_precision, forward.low_precision))
+    same_b = (norms_b - expected_b).abs() <= tolerance * torch.maximum(norms_b, expected_b) + _NEGLIGIBLE
+    differs = bool((~same_b & torch.isfinite(norms_b) & torch.isfinite(expected_b)).any())
+    if trainable.shards.any_rank(differs, norms_b.device):
+        trainable.drop_gradients()
+        engine.forget()
+        raise SelfCheckError(
+            "the losses of some examples of this batch have a gradient in rows that are taken for other examples. "
+            "The model, or the loss, mixes examples, or puts their positions in an order of its own (sequences "
+            "sorted or packed by their lengths, positions of all examples in one row), which the self-check's "
+            "made-up batch did not show; or a backward pass gives something else when it runs again. "
+            "ModuleValidator.find_mixing(model, batch), on public examples, names a module that mixes. Keep the "
+            "examples in the order of the batch, one row for each: pack_padded_sequence with enforce_sorted=False "
+            "sorts by itself, and its rows are known."
+        )
 
 
 def require_own_rows_of_outputs(engine: ClippingEngine, output: Any, number: int) -> None:
@@ -265,5 +252,4 @@ def require_own_rows_of_outputs(engine: ClippingEngine, output: Any, number: int
     except SelfCheckError:  # it is not known which of the numbers are whose
         return
     if losses.requires_grad:
-        norms_b = engine.norms_of_weighted(losses, torch.ones_like(losses))
-        WeightedPass.over(engine, losses, number).require_own_rows(norms_b)
+        require_own_rows(engine, losses, number)

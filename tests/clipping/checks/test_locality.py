@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
-from dp_transformers.clipping.checks.locality import WeightedPass
+from dp_transformers.clipping import clipper as clippers
 from dp_transformers.clipping.errors import SelfCheckError
 
 MODES = ["book_keeping", "ghost", "fast_gradient", "per_sample"]
@@ -210,12 +210,35 @@ def test_the_check_leaves_norms_sums_and_random_numbers_alone(monkeypatch, mode,
 
 
 def test_it_runs_at_first_and_ever_more_rarely(monkeypatch):
-    over, seen = WeightedPass.over, []
-    monkeypatch.setattr(WeightedPass, "over", lambda *args: seen.append(clipper._looks.number) or over(*args))
+    look, seen = clippers.require_own_rows, []
+    monkeypatch.setattr(clippers, "require_own_rows", lambda *args: seen.append(clipper._looks.number) or look(*args))
     with PerExampleClipper(nn.Linear(FEATURES, 1), 1.0) as clipper:
         for _ in range(10):
             clipper.backward(clipper.model(torch.randn(3, FEATURES)).squeeze(-1))
     assert seen == [1, 2, 3, 5, 10]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kept", [0.0, 1e-6, 1e-3])
+def test_positions_that_cancel_out_are_no_mixing(mode, kept):
+    """As in a pair of equal texts, one chosen and one rejected: what is left of its gradient is rounding, which every
+    mode allows for in another way."""
+    torch.manual_seed(0)
+    net, u, x, sign_t = nn.Linear(16, 16), torch.randn(16), torch.randn(4, 8, 16), torch.ones(8)
+    x[:, 1::2], sign_t[1::2] = x[:, ::2], kept - 1.0
+    with PerExampleClipper(net, 1e-3, mode=mode) as clipper:
+        for _ in range(3):
+            norms_b = clipper.backward(((net(x) @ u) * sign_t).sum(1))
+    assert (norms_b <= 100 * kept + 1e-3).all()
+
+
+@pytest.mark.parametrize("passes", [0, 3])  # the first pass is looked at, the fourth is not
+def test_losses_of_another_shape_are_refused_whether_or_not_they_are_looked_at(passes):
+    with PerExampleClipper(nn.Linear(FEATURES, 1), 1.0) as clipper:
+        for _ in range(passes):
+            clipper.backward(clipper.model(torch.randn(3, FEATURES)).squeeze(-1))
+        with pytest.raises(ValueError, match=r"losses must be a tensor of shape \(B,\)"):
+            clipper.backward(clipper.model(torch.randn(3, FEATURES)).mean())
 
 
 class Swaps(nn.Module):
