@@ -121,8 +121,9 @@ def _refuse_overwritten_sum() -> None:
     raise ValueError(
         "the gradient sum of an unfinished draw was overwritten in place, but noise must be added to the sum that was "
         "clipped. Clear gradients with optimizer.zero_grad(set_to_none=True), and let nothing write to p.grad before "
-        "optimizer.step(): no clip_grad_norm_, nor .data, .numpy() or a view. If a backward pass or a step was "
-        "interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
+        "optimizer.step(): no clip_grad_norm_, no GradScaler (bf16 needs none), nor .data, .numpy() or a view. If a "
+        "backward pass or a step was interrupted, call engine.drop_draw(), which counts the draw as a step, and take "
+        "the next batch."
     )
 
 

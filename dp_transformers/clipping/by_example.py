@@ -106,7 +106,11 @@ class ExamplesApart:
         index = torch.arange(forward.batch_size, device=forward.probe.device)
         dims = [0 if x is not whole else None for x, whole in zip(apart, tensors, strict=True)]
         try:
-            with without_compiled_functions(), without_fused_attention(), put_back(owner.module) as changed:
+            with (
+                without_compiled_functions(),
+                without_fused_attention(),
+                put_back(owner.module, but_switches=True) as changed,
+            ):
                 torch.func.vmap(one_example, (0, dims), randomness="different")(index, apart)
         finally:
             self._index = None

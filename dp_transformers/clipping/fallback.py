@@ -72,10 +72,16 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
     what = of_a_child if owner.covers_children else "per-example gradients"
     raise UnsupportedModuleError(
         f"{owner} has no rule for {what}, and re-running it one example at a time failed ({'; then '.join(reasons)}). "
-        "If it fills a cache, call the model with use_cache=False. "
+        + ("Its gradient must be dense: embed with sparse=False. " if "Sparse" in "".join(reasons) else _WHAT_DIFFERS)
         + (HOW_TO_DO_WITHOUT if owner.covers_children else how_to_fix(module)),
         module,
     )
+
+
+_WHAT_DIFFERS = (
+    "If it fills a cache, call the model with use_cache=False; if it draws random numbers by NumPy (SpecAugment of "
+    "speech models), switch that off (config.apply_spec_augment=False). "
+)
 
 
 def _ways(call: RecordedCall) -> tuple[Callable, ...]:
@@ -97,9 +103,13 @@ def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple
 
 
 @contextmanager
-def put_back(module: nn.Module) -> Iterator[list[Any]]:
+def put_back(module: nn.Module, *, but_switches: bool = False) -> Iterator[list[Any]]:
     """Afterwards, ``module`` and what it contains hold what they held, in lists and dictionaries of theirs too: no
-    tensor of functorch's, which would not live on. What held something else is in the list that this gives."""
+    tensor of functorch's, which would not live on. What held something else is in the list that this gives.
+
+    With ``but_switches`` attributes that were set to True or False stay so: these are of no example, and Transformers
+    keeps so that it has registered the hooks which capture hidden states.
+    """
     parts, changed = list(module.modules()), []
     held: list[Any] = [x for part in parts for x in (vars(part), part._parameters, part._buffers, part._modules)]
     held += [
@@ -113,6 +123,8 @@ def put_back(module: nn.Module) -> Iterator[list[Any]]:
             if type(part) is not cls:  # a parametrization that was put on
                 part.__class__ = cls
         for holder, contents in zip(held, before, strict=True):
+            if but_switches and isinstance(holder, dict):
+                contents.update({name: x for name, x in holder.items() if isinstance(x, bool)})
             if _ids(holder) != _ids(contents):
                 changed.append(holder)
                 holder.clear()

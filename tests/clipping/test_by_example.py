@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from layers import ALL_MODES, check, weigh
@@ -661,6 +662,46 @@ def test_a_tensor_that_is_put_away_elsewhere_is_named():
         PerExampleClipper(Model(nn.Linear(D, D), PutsAway()), 1.0, self_check=True) as clipper,
     ):
         clipper.backward(weigh(clipper.model(floats())))
+
+
+class HooksItself(Norm):
+    """Registers a hook when it is called first, and keeps that it has, as Transformers does to capture hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        if not getattr(self, "is_hooked", False):
+            self.inner.register_forward_hook(lambda *call: None)
+            self.is_hooked = True
+        return self.inner(super().forward(x))
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_module_may_register_a_hook_when_it_is_called_first(mode):
+    model = nn.Sequential(nn.Linear(D, D), HooksItself())
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        for _ in range(3):
+            assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": floats()})
+            assert not any(owner.is_rerun for owner in clipper.owners)
+    assert len(model[1].inner._forward_hooks) == getattr(model[1], "is_hooked", 0)
+
+
+def test_why_a_module_cannot_be_run_again_is_told():
+    class Sparse(Norm):
+        def forward(self, ids):
+            return nn.functional.embedding(ids, self.weight.unsqueeze(1), sparse=True)
+
+    class DrawsByNumPy(Norm):
+        def forward(self, x):
+            return super().forward(x) * np.random.default_rng().random()
+
+    with pytest.raises(UnsupportedModuleError, match="must be dense: embed with sparse=False"):
+        PerExampleClipper(Sparse(), 1.0).model(ids())
+    model = nn.Sequential(nn.Linear(D, D), DrawsByNumPy())
+    with pytest.raises((SelfCheckError, UnsupportedModuleError), match="NumPy|numpy|torch's global generator"):
+        PerExampleClipper(model, 1.0).model(floats())
 
 
 class Writes(Norm):
