@@ -15,7 +15,7 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..model_state import version_of
 from ..recorded_call import ForwardPass
-from .reference import TOLERANCE, ClippedSum, error_against_autograd, measure, unclipped
+from .reference import TOLERANCE, ClippedSum, change_of_gradient, error_against_autograd, measure, unclipped
 from .spread_numbers import spread_numbers
 from .synthetic import LossFunction, by_example, has_batch, kept_buffers, only_rows, projected, replace_example
 
@@ -54,7 +54,9 @@ def locality_as_trained(
         if any(owner.runs_by_example for owner in engine.owners):  # there it draws in another order, and cannot mix
             with engine.suspended():
                 losses_b = replayed(*args, **kwargs).detach()
-        changes += _changes_beside_others(engine, replayed, args, kwargs, batch, losses_b, others)
+        changes += _changes_beside_others(
+            engine, replayed, args, kwargs, batch, losses_b, others, reentrant=summed.reentrant
+        )
         error = float(torch.stack([change.cpu() for change in changes]).max())
         engine.trainable.shards.reshard()
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
@@ -73,8 +75,8 @@ def locality_as_trained(
             "or take the module out."
         )
     require_locality(error, TOLERANCE[low_precision])
-    beside_fewer = _change_beside_fewer(engine, losses_of, args, kwargs, batch)
-    require_locality(beside_fewer, TOLERANCE[low_precision], "was left out")
+    elsewhere = _change_in_another_place(engine, losses_of, args, kwargs, batch, reentrant=summed.reentrant)
+    require_locality(elsewhere, TOLERANCE[low_precision], "was left out, or others had its place in the batch")
     return error, sum_error
 
 
@@ -130,9 +132,15 @@ def _changes_beside_others(
     batch: int,
     losses_b: torch.Tensor,
     others: Callable[[int], tuple[tuple, dict]],
+    *,
+    reentrant: bool,
 ) -> Iterator[torch.Tensor]:
-    """How much (relative to the largest) an example's loss moves when all others are replaced, also by large numbers.
-    A sign, or a threshold over the batch, may move losses and no norms."""
+    """How much (relative to the largest) an example's loss moves when all others are replaced, also by large numbers,
+    and how much the gradients of such examples move, together. A sign, or a threshold over the batch, may move these
+    and no norms.
+
+    Under ``reentrant`` activation checkpointing nobody may ask autograd for gradients.
+    """
 
     def beside(x: Any, other: Any, kept: int, factor: float) -> Any:
         if not has_batch(x, batch) or x.shape != other.shape:
@@ -141,7 +149,7 @@ def _changes_beside_others(
             other = torch.where(other == x, x, (x if factor < 0 else other) * factor)
         return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
 
-    given = (args, kwargs)
+    given, moved = (args, kwargs), {}
     with engine.suspended():
         for number, factor in enumerate(_FACTORS, start=1):
             kept = number % batch
@@ -151,28 +159,39 @@ def _changes_beside_others(
                 others(batch),
                 is_leaf=is_ragged,
             )
-            moved_b = losses_of(*moved_args, **moved_kwargs).detach()
-            yield _change(moved_b, losses_b, _largest(losses_b))[kept]
+            moved_b = losses_of(*moved_args, **moved_kwargs)
+            moved[kept] = moved_b[kept]
+            yield _change(moved_b.detach(), losses_b, _largest(losses_b))[kept]
+        if not reentrant:
+            own_b = losses_of(*args, **kwargs)
+            own, beside = (sum((1 + kept) * losses[kept] for kept in moved) for losses in (own_b, moved))
+            yield torch.tensor(change_of_gradient(engine, own, beside))
 
 
-def _change_beside_fewer(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
+def _change_in_another_place(
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, *, reentrant: bool
 ) -> float:
-    """How much (relative to the largest) the first example's loss moves without the last one, with random numbers that
-    do not depend on how many there are; 0 where some are drawn of which that is not known. In evaluation a part of
-    exactness is that an example is the same alone."""
+    """How much (relative to the largest) losses, and the gradient of all of them, move when the examples come in the
+    opposite order and without the last one, with random numbers that do not depend on how many there are; 0 where some
+    are drawn of which that is not known. In evaluation a part of exactness is that an example is the same alone.
+
+    Under ``reentrant`` activation checkpointing nobody may ask autograd for gradients.
+    """
     if not engine.model.training:
         return 0.0
-    fewer_args, fewer_kwargs = only_rows([*range(batch - 1)], args, kwargs, batch)
+    order = [*reversed(range(batch - 1))]
+    fewer_args, fewer_kwargs = only_rows(order, args, kwargs, batch)
     try:
         with (
             forked_generators(engine.trainable.device),
             kept_buffers(engine.model),
             engine.suspended(),
-            spread_numbers({batch, batch - 1}) as draws_no_others,
+            spread_numbers({batch, batch - 1}, reordered=True) as draws_no_others,
         ):
-            losses_b = losses_of(*args, **kwargs).detach()
-            fewer_b = losses_of(*fewer_args, **fewer_kwargs).detach()
+            own_b = losses_of(*args, **kwargs)[order]
+            moved_b = losses_of(*fewer_args, **fewer_kwargs)
+            weights_b = torch.arange(1, batch).to(own_b)  # so that no two of them cancel out
+            change = 0.0 if reentrant else change_of_gradient(engine, own_b @ weights_b, moved_b @ weights_b)
             is_known = draws_no_others()
     except (SelfCheckError, torch.OutOfMemoryError):
         raise
@@ -180,9 +199,10 @@ def _change_beside_fewer(
         Exception
     ) as error:  # what is compiled for a call (flex_attention) does not run where operations are replaced
         engine.trainable.shards.recover()
-        logger.info("the number of examples was not changed in training mode: %s: %s", type(error).__name__, error)
+        logger.info("the examples were not reordered in training mode: %s: %s", type(error).__name__, error)
         return 0.0
-    return float(_change(fewer_b[:1], losses_b[:1], _largest(losses_b)).max()) if is_known else 0.0
+    own_b, moved_b = own_b.detach(), moved_b.detach()
+    return max(change, float(_change(moved_b, own_b, _largest(own_b)).max())) if is_known else 0.0
 
 
 def _largest(losses_b: torch.Tensor) -> torch.Tensor:

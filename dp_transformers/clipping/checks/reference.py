@@ -102,6 +102,20 @@ def error_against_autograd(engine: ClippingEngine, losses: torch.Tensor, summed:
     return float(length_of(rest.values()) / torch.maximum(norm.to(length.device), length).clamp(min=1e-12))
 
 
+def change_of_gradient(engine: ClippingEngine, loss: torch.Tensor, other: torch.Tensor) -> float:
+    """How far apart (relative) autograd's gradients of two scalar losses are, which have graphs without taps. 0 where
+    that is no number: beside large rows those of others may be none."""
+    trainable = engine.trainable
+    nothing = ClippedSum(
+        *(loss.detach().view(1),) * 2, [], [math.inf] * len(engine.groups), [None] * len(trainable.parameters), loss.dtype
+    )
+    rest = {p: torch.zeros_like(p, dtype=sum_dtype(p)) for p in trainable.parameters}
+    norm, other_norm = (_take_away(engine, each, 0, nothing, rest)[0] for each in (loss, -other))
+    length = length_of(rest.values())
+    change = length / torch.maximum(norm, other_norm).to(length.device).clamp(min=1e-12)
+    return float(change.nan_to_num(nan=0.0, posinf=0.0))
+
+
 def measure(
     engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:

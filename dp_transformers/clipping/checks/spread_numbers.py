@@ -49,7 +49,8 @@ _BERNOULLI = (torch.ops.aten.bernoulli, *_IN_PLACE)
 
 class SpreadNumbers(TorchDispatchMode):
     """Inside, torch's random operations give the same numbers along the last dimension wherever they are drawn, spread
-    over all that they may give, or one number where that dimension is about as long as an input. What is drawn with a
+    over all that they may give, or one number where that dimension is about as long as an input, or the only one while
+    examples are ``reordered``: it may be that of all positions of a batch. What is drawn with a
     probability is its square (dropout divides by it once), and dropout in one operation keeps everything.
 
     Neither a scale, nor a threshold, nor a probability that depends on the lengths is hidden so.
@@ -59,9 +60,9 @@ class SpreadNumbers(TorchDispatchMode):
         traces: Whether an operation ran that lets the compiler trace what it is given.
     """
 
-    def __init__(self, lengths: Collection[int]):
+    def __init__(self, lengths: Collection[int], *, reordered: bool):
         super().__init__()
-        self._lengths, self.draws_others, self.traces = lengths, False, False
+        self._lengths, self._reordered, self.draws_others, self.traces = lengths, reordered, False, False
 
     supports_higher_order_operators = True  # torch.cond, flex_attention
 
@@ -90,7 +91,7 @@ class SpreadNumbers(TorchDispatchMode):
 
     def _evenly(self, drawn: torch.Tensor) -> torch.Tensor:
         """Numbers between 0 and 1 for the last dimension."""
-        length = drawn.shape[-1] if drawn.dim() else 1
+        length = drawn.shape[-1] if drawn.dim() > self._reordered else 1
         if any(abs(length - other) <= _NEAR for other in self._lengths):
             length = 1
         steps = torch.arange(1, length + 1, device=drawn.device, dtype=torch.float64)
@@ -125,8 +126,9 @@ def _without_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 @contextmanager
-def spread_numbers(lengths: Collection[int]) -> Iterator[Callable[[], bool]]:
-    """Draw no random numbers that depend on which of these ``lengths`` an input has.
+def spread_numbers(lengths: Collection[int], *, reordered: bool = False) -> Iterator[Callable[[], bool]]:
+    """Draw no random numbers that depend on which of these ``lengths`` an input has, or on how its examples are
+    ``reordered``.
 
     Yields:
         A function that tells whether that is true until now: other operations, and the global generators of Python and
@@ -140,7 +142,7 @@ def spread_numbers(lengths: Collection[int]) -> Iterator[Callable[[], bool]]:
     before = others()
     traced = False
     try:
-        with SpreadNumbers(lengths) as mode:
+        with SpreadNumbers(lengths, reordered=reordered) as mode:
             yield lambda: not mode.draws_others and others() == before
             traced = mode.traces
     except BaseException:

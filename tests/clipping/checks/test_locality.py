@@ -315,6 +315,59 @@ def test_losses_that_depend_on_how_many_examples_there_are(change, in_training_a
         model(torch.randn(6, 4))
 
 
+def straight_through(x, scale):
+    """``x``, whose gradient is multiplied with ``scale``."""
+    return x.detach() + scale * (x - x.detach())
+
+
+def place(x):
+    return torch.arange(len(x))[:, None]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * (place(x) % 2),
+        lambda x: torch.where(place(x) % 2 == 0, x, x.detach()),
+        lambda x: x * (1.0 - 2 * (place(x) % 2)),
+        lambda x: straight_through(x, 1.0 - 2 * (place(x) % 2)),
+        lambda x: torch.where(place(x) % 4 == 0, 0.0, x),
+        lambda x: straight_through(x, 1 / len(x)),
+        lambda x: straight_through(x, (-1.0) ** len(x)),
+        lambda x: straight_through(x, x.detach().roll(1, 0).sum(1, keepdim=True).sign()),
+        lambda x: straight_through(x, torch.where(x.detach().abs().max() > 20, -1.0, 1.0)),
+    ],
+    ids=["every second", "detached", "sign", "sign of the gradient", "every fourth", "mean", "sign of their number",
+         "sign of a neighbour", "a large number"],
+)  # fmt: skip
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_in_training_alone_that_depend_on_a_place_or_on_others(change, checkpointed):
+    class Model(nn.Sequential):
+        def forward(self, x):
+            x = checkpoint(self[0], x, use_reentrant=False) if checkpointed else self[0](x)
+            return self[1](change(x) if self.training else x)
+
+    model = Model(nn.Linear(4, 5), nn.Linear(5, 2)).train()
+    with pytest.raises(SelfCheckError, match="only another example of its batch"), PerExampleClipper(model, 1.0):
+        model(torch.randn(6, 4))
+
+
+def test_random_numbers_of_all_positions_of_a_batch_are_no_place():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            flat = self.first(x).flatten(0, 1)
+            noisy = flat * (1 + 0.1 * torch.randn(len(flat))[:, None]) if self.training else flat
+            return self.second(noisy.view(len(x), -1, 5))
+
+    model = Model().train()
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(model(torch.randn(6, 7, 4)).square().mean((1, 2)))
+
+
 def test_random_numbers_that_do_not_depend_on_how_many_examples_there_are():
     """Dropout, noise, layers that are left out, and numbers of which nothing is known."""
 

@@ -207,7 +207,7 @@ def test_report_and_log(caplog):
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     report = check_model(model, inputs)
     assert max(report.norm_error, report.sum_error) < 1e-5
-    assert report.locality_error == 0
+    assert report.locality_error < 1e-6
     assert not model._forward_hooks
     with caplog.at_level("INFO"):
         PerExampleClipper(model, 1.0)
