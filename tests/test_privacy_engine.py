@@ -1052,6 +1052,91 @@ def test_evaluation_between_steps_and_schedulers():
     copy.deepcopy(model.state_dict())
 
 
+def train_in_parts(change, *, physical=2, **options):
+    """A training whose draws come in several physical batches, between which ``change(model, count)`` is called."""
+    model = nn.Sequential(Net(), nn.Linear(CLASSES, CLASSES).requires_grad_(False))
+    engine, model, optimizer, loader = make(model, noise_multiplier=1.0, max_physical_batch_size=physical, **options)
+    for count, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        change(model, count, engine, optimizer)
+    return engine, model
+
+
+@torch.no_grad()
+def decay_by_hand(model, count, engine, optimizer):
+    for p in model[0].parameters():
+        p.mul_(0.9)
+
+
+@torch.no_grad()
+def turn_a_frozen_layer(model, count, engine, optimizer):
+    model[1].weight.mul_(-1)
+
+
+def switch(model, count, engine, optimizer):
+    model.is_odd = bool(count % 2)
+
+
+def evaluate_from_now_on(model, count, engine, optimizer):
+    model.train(count % 2 == 0)
+
+
+@torch.no_grad()
+def decay_and_evaluate(model, count, engine, optimizer):
+    decay_by_hand(model, count, engine, optimizer)
+    model.eval()(make_data().tensors[0])
+    model.train()
+
+
+BETWEEN = [decay_by_hand, turn_a_frozen_layer, switch, evaluate_from_now_on, decay_and_evaluate]
+
+
+@pytest.mark.parametrize("change", BETWEEN)
+def test_one_draw_sees_one_model(change):
+    """An example's gradient would depend on which physical batch it is in, and so on the others."""
+    with pytest.raises(ValueError, match="or between two physical batches of a draw"):
+        train_in_parts(change)
+
+    def after_a_draw(model, count, engine, optimizer):
+        if engine.has_stepped:
+            change(model, count, engine, optimizer)
+
+    engine, _ = train_in_parts(after_a_draw)
+    assert engine.steps == 4
+
+
+def test_numbers_that_a_loop_sets_in_a_draw_are_set_back():
+    seen = []
+
+    def count_up(model, count, engine, optimizer):
+        seen.append(getattr(model, "count", None))
+        model.count = count + 1
+
+    train_in_parts(count_up, physical=10**6)
+    whole, seen = seen, []
+    train_in_parts(count_up)
+    assert whole == [None, 1, 2, 3] and len(seen) > 4
+
+
+def test_a_schedule_follows_draws_and_not_their_physical_batches():
+    """How many of these there are is private, and the learning rate would tell it."""
+
+    def step_every_time(model, count, engine, optimizer):
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+    with pytest.raises(ValueError, match="(?s)'lr' of the optimizer was changed between two.*engine.has_stepped"):
+        train_in_parts(step_every_time)
+    engine, _ = train_in_parts(step_every_time, physical=10**6)
+
+    def step_after_a_draw(model, count, engine, optimizer):
+        if engine.has_stepped:
+            step_every_time(model, count, engine, optimizer)
+
+    assert engine.steps == train_in_parts(step_after_a_draw)[0].steps == 4
+
+
 def test_accelerate_loop():
     from accelerate import Accelerator
 

@@ -302,7 +302,7 @@ class ClippingEngine:
         if self._releases:
             self.begin_draw()
         if loop is None or batch is not None:
-            self.state.before_forward()
+            self.state.before_forward(goes_back=True)
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         forward = self.forward
         if forward is None or forward.batch_size != batch_size or forward.batch is not batch:

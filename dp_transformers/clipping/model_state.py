@@ -56,7 +56,8 @@ class ModelState:
     ):
         self.model, self._conditions, self._watch_parameters = model, conditions, watch_parameters
         self._is_alone = is_alone
-        self._noted = False
+        self._noted = self._is_in_draw = False
+        self._modes: list[bool] | None = None  # of the modules, in the passes of this draw that went back
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
@@ -71,10 +72,24 @@ class ModelState:
         """True while a batch is under way."""
         return self._noted or self.paused
 
-    def before_forward(self) -> None:
-        """Note the state, if no batch is under way. What was changed between batches is the user's own doing."""
+    def before_forward(self, *, goes_back: bool = False) -> None:
+        """Note the state, if no batch is under way. What was changed between draws is the user's own doing. Between
+        the physical batches of one draw it would be another model for some examples, and which those are, and how many
+        such batches there are, is private: that counts as the batch's doing.
+
+        Other passes than those that ``goes_back`` may run in another mode meanwhile.
+        """
         if self._noted or self.paused:
             return
+        if self._is_in_draw:
+            self._forget_modes()
+            self.expect_unchanged()
+        self._is_in_draw = True
+        if goes_back:
+            modes = [m.training for m in self.model.modules()]
+            if self._modes not in (None, modes):
+                self._conditions.refuse_for_good(lambda: _refuse(["training"], []))
+            self._modes = modes
         if self._is_same_by_identity():
             self._note_contents()
         else:
@@ -89,13 +104,25 @@ class ModelState:
         doing, or else that of a batch of another training."""
         refuse_marked(self.model)
         self._weights = None
+        self._end_draw()
         self._draws += 1
 
     def expect_same_weights(self) -> None:
         """Expect that large frozen parameters hold what they held at the first forward pass of the draw. It is asked
-        once a draw, since it reads them all."""
+        once a draw, at its end, since it reads them all."""
         weights, self._weights = self._weights, None
+        self._end_draw()
         self._expect_same(weights or [])
+
+    def _end_draw(self) -> None:
+        self._is_in_draw, self._modes = False, None
+
+    def _forget_modes(self) -> None:
+        """Take the modes of modules for those that were noted."""
+        for place, before in zip(self._places, self._before, strict=True):
+            if isinstance(before, dict) and "training" in before and "training" in place.holder:
+                before["training"] = place.holder["training"]
+        self._ids = _ids(self._before)
 
     def runs_otherwise(self) -> bool:
         """Returns True if the model may compute otherwise than when this was asked last, by the user's doing.
@@ -400,10 +427,11 @@ def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
         "may hold private data."
     )
     raise ValueError(
-        f"'{changed[0]}'{others} of the model changed in a forward or backward pass, and not by the "
-        "optimizer: it would carry private data to later batches without clipping and noise. Set a rope_type "
-        "other than 'dynamic' or attention_type='original_full', or switch off the running statistics, "
-        "counters or caches that forward writes. If your own loop writes it, do that after optimizer.step() or "
+        f"'{changed[0]}'{others} of the model changed in a forward or backward pass, or between two physical batches "
+        "of a draw, and not by the optimizer: it would carry private data to later batches without clipping and noise."
+        " Set a rope_type other than 'dynamic' or attention_type='original_full', or switch off the running "
+        "statistics, counters or caches that forward writes. If your own loop writes it, do that after a draw has "
+        "ended ('if engine.has_stepped:' after optimizer.step()), or after "
         f"engine.drop_draw(). This training releases nothing more. {way_out}"
     )
 

@@ -47,6 +47,7 @@ class PrivateLoop:
         self._is_stepping = False  # the optimizer's step has begun and has not returned
         self._is_suspended = self._is_checkpointing = False
         self._shown: dict[str, float] = {}
+        self._settings: tuple[int, list[dict[str, Any]]] = (-1, [])  # the optimizer's in the last step, and its draw
         self._plan()
         self.run.begin()
         self._handles = [
@@ -232,6 +233,23 @@ class PrivateLoop:
                     "(ScheduledNoise, ScheduledClipping, ScheduledPoissonSampling) for a value that changes."
                 )
 
+    def _require_same_settings(self) -> None:
+        """Raise ValueError if the optimizer's settings are others than for the physical batch of the same draw before
+        this one: how many such batches there are is private, and a learning rate that follows their number tells."""
+        draw = self.step.number
+        settings = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        (last_draw, last_settings), self._settings = self._settings, (draw, settings)
+        if draw == last_draw and settings != last_settings:
+            before, after = next(pair for pair in zip(last_settings, settings, strict=False) if pair[0] != pair[1])
+            changed = next(k for k in before | after if before.get(k) != after.get(k))
+            self._settings = last_draw, last_settings
+            raise ValueError(
+                f"'{changed}' of the optimizer was changed between two physical batches of one draw. How many there "
+                "are is private data, and a schedule that follows their number tells it without noise. Change it "
+                "when a draw has ended: 'if engine.has_stepped: scheduler.step()'. Set it back, or call "
+                "engine.drop_draw(), which counts the draw as a step."
+            )
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._is_checkpointing:
             return None
@@ -250,6 +268,7 @@ class PrivateLoop:
             with torch.enable_grad():
                 loss = closure()
         self._require_shown_parameters()
+        self._require_same_settings()
         self.step.finish_batch(optimizer)
         self._stepped, self._is_stepping = self.step.given, True
         return None if closure is None else ((optimizer, lambda: loss), {})
@@ -258,3 +277,8 @@ class PrivateLoop:
         self._is_stepping = False
         if not self.step.is_unfinished:
             self._show_parameters(self.step.number + 1)
+
+
+def _noted(setting: Any) -> Any:
+    """What tells whether ``setting`` is another one later; a tensor may be written in place."""
+    return (id(setting), setting._version) if isinstance(setting, torch.Tensor) else setting

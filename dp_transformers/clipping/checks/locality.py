@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -39,8 +40,11 @@ def locality_as_trained(
     )
     before = {name: (id(t), version_of(t)) for name, t in watched.items()}
 
-    def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def replay() -> None:
         set_global_state(engine.trainable.device, numbers)
+
+    def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        replay()
         return losses_of(*args, **kwargs)
 
     with forked_generators(engine.trainable.device), kept_buffers(engine.model):
@@ -55,7 +59,7 @@ def locality_as_trained(
             with engine.suspended():
                 losses_b = replayed(*args, **kwargs).detach()
         changes += _changes_beside_others(
-            engine, replayed, args, kwargs, batch, losses_b, others, reentrant=summed.reentrant
+            engine, replayed, args, kwargs, batch, losses_b, others, replay, reentrant=summed.reentrant
         )
         error = float(torch.stack([change.cpu() for change in changes]).max())
         engine.trainable.shards.reshard()
@@ -132,9 +136,10 @@ def _changes_beside_others(
     batch: int,
     losses_b: torch.Tensor,
     others: Callable[[int], tuple[tuple, dict]],
+    replay: Callable[[], None],
     *,
     reentrant: bool,
-) -> Iterator[torch.Tensor]:
+) -> list[torch.Tensor]:
     """How much (relative to the largest) an example's loss moves when all others are replaced, also by large numbers,
     and how much the gradients of such examples move, together. A sign, or a threshold over the batch, may move these
     and no norms.
@@ -149,8 +154,10 @@ def _changes_beside_others(
             other = torch.where(other == x, x, (x if factor < 0 else other) * factor)
         return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
 
-    given, moved = (args, kwargs), {}
-    with engine.suspended():
+    given = (args, kwargs)
+    changes: list[torch.Tensor] = []
+
+    def moved() -> Iterator[torch.Tensor]:
         for number, factor in enumerate(_FACTORS, start=1):
             kept = number % batch
             moved_args, moved_kwargs = tree_map(
@@ -160,12 +167,19 @@ def _changes_beside_others(
                 is_leaf=is_ragged,
             )
             moved_b = losses_of(*moved_args, **moved_kwargs)
-            moved[kept] = moved_b[kept]
-            yield _change(moved_b.detach(), losses_b, _largest(losses_b))[kept]
-        if not reentrant:
-            own_b = losses_of(*args, **kwargs)
-            own, beside = (sum((1 + kept) * losses[kept] for kept in moved) for losses in (own_b, moved))
-            yield torch.tensor(change_of_gradient(engine, own, beside))
+            changes.append(_change(moved_b.detach(), losses_b, _largest(losses_b))[kept])
+            yield moved_b[kept] * number
+
+    def own() -> Iterator[torch.Tensor]:
+        own_b = losses_of(*args, **kwargs)
+        yield sum((own_b[number % batch] * number for number in range(1, len(_FACTORS) + 1)), torch.zeros(()))
+
+    with engine.suspended():
+        if reentrant:
+            deque(moved(), maxlen=0)
+        else:
+            changes.append(torch.tensor(change_of_gradient(engine, own(), moved(), replay)))
+    return changes
 
 
 def _change_in_another_place(
@@ -191,7 +205,8 @@ def _change_in_another_place(
             own_b = losses_of(*args, **kwargs)[order]
             moved_b = losses_of(*fewer_args, **fewer_kwargs)
             weights_b = torch.arange(1, batch).to(own_b)  # so that no two of them cancel out
-            change = 0.0 if reentrant else change_of_gradient(engine, own_b @ weights_b, moved_b @ weights_b)
+            own, moved = [own_b @ weights_b], [moved_b @ weights_b]
+            change = 0.0 if reentrant else change_of_gradient(engine, own, moved, lambda: None)
             is_known = draws_no_others()
     except (SelfCheckError, torch.OutOfMemoryError):
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,17 +102,25 @@ def error_against_autograd(engine: ClippingEngine, losses: torch.Tensor, summed:
     return float(length_of(rest.values()) / torch.maximum(norm.to(length.device), length).clamp(min=1e-12))
 
 
-def change_of_gradient(engine: ClippingEngine, loss: torch.Tensor, other: torch.Tensor) -> float:
-    """How far apart (relative) autograd's gradients of two scalar losses are, which have graphs without taps. 0 where
-    that is no number: beside large rows those of others may be none."""
+def change_of_gradient(
+    engine: ClippingEngine, losses: Iterable[torch.Tensor], others: Iterable[torch.Tensor], replay: Callable[[], None]
+) -> float:
+    """How far apart (relative) autograd's gradients of two sums of scalar losses are, which have graphs without taps.
+    0 where that is no number: beside large rows those of others may be none.
+
+    Each loss is asked for when the one before has been gone back over. ``replay()`` is called before a backward pass,
+    where activation checkpointing may draw random numbers again.
+    """
     trainable = engine.trainable
-    nothing = ClippedSum(
-        *(loss.detach().view(1),) * 2, [], [math.inf] * len(engine.groups), [None] * len(trainable.parameters), loss.dtype
-    )
+    zero_b, bounds = torch.zeros(1), [math.inf] * len(engine.groups)
+    nothing = ClippedSum(zero_b, zero_b, [], bounds, [None] * len(trainable.parameters), torch.float32)
     rest = {p: torch.zeros_like(p, dtype=sum_dtype(p)) for p in trainable.parameters}
-    norm, other_norm = (_take_away(engine, each, 0, nothing, rest)[0] for each in (loss, -other))
-    length = length_of(rest.values())
-    change = length / torch.maximum(norm, other_norm).to(length.device).clamp(min=1e-12)
+    norms = [torch.zeros(())]
+    for sign, each in ((1, losses), (-1, others)):
+        for loss in each:
+            replay()
+            norms.append(_take_away(engine, sign * loss, 0, nothing, rest)[0].cpu())
+    change = length_of(rest.values()).cpu() / torch.stack(norms).max().clamp(min=1e-12)
     return float(change.nan_to_num(nan=0.0, posinf=0.0))
 
 
