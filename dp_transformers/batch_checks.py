@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import distributed
 from .clipping import PerExampleClipper
@@ -122,31 +122,74 @@ class BatchChecks:
 
 
 def refuse_losses_of_other_rows(
-    loss: Callable[..., torch.Tensor], given: tuple[Any, ...], losses: torch.Tensor, seed: int
+    loss: Callable[..., torch.Tensor],
+    given: tuple[Any, ...],
+    losses: torch.Tensor,
+    seed: int,
+    *,
+    goes_back: bool = True,
 ) -> None:
-    """Raise ValueError if the losses of half of the rows change when these rows replace all others.
+    """Raise ValueError if the losses of half of the rows change when these rows replace all others, for either half;
+    or if the losses or gradients of a few rows are others when fewer of them are given.
 
     Args:
         loss: Returns the losses, whose first dimension is that of the rows, from what is ``given``.
         losses: What it returned.
-        seed: Seeds the random numbers that a loss may draw, so that both computations draw the same.
+        seed: Seeds the random numbers that a loss may draw, so that all computations draw the same.
+        goes_back: Whether gradients are looked at, those of the numbers that are given. False where a model runs.
     """
     size = len(losses)
     if size < 2:
         return
+
+    def computed(rows: tuple[Any, ...], seed: int = seed) -> torch.Tensor:
+        with seeded_global_generators([seed], losses.device):
+            return loss(*rows)
+
+    def with_rows(rows: list[int]) -> tuple[Any, ...]:
+        def taken(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            return x[rows].detach() if x.dim() and len(x) == size else x.detach()
+
+        return tree_map(taken, given)
+
     half = (size + 1) // 2
+    first, last = [*range(half)], [*range(size - half, size)]
+    with torch.no_grad():
+        own = computed(given).float()
+        for kept, rows in ((first, [*first, *first[: size - half]]), (last, [*last[: size - half], *last])):
+            _require_same(computed(with_rows(rows))[kept].float(), own[kept])
+    if not goes_back or size < 2 * _FEW:
+        return
+    rows, few = [*range(2 * _FEW)], _with_gradients(computed, with_rows([*range(2 * _FEW)]))
+    with torch.no_grad():
+        if not torch.equal(few[0], computed(with_rows(rows), seed + 1)):  # it draws numbers for the rows it is given
+            return
+    for kept in (rows[:_FEW], rows[_FEW:]):
+        for together, apart in zip(few, _with_gradients(computed, with_rows(kept)), strict=True):
+            _require_same(apart, together[kept])
 
-    def with_half_replaced(x: Any) -> Any:
-        has_rows = isinstance(x, torch.Tensor) and x.dim() and len(x) == size
-        return torch.cat([x[:half], x[: size - half]]).detach() if has_rows else x
 
-    each = []
-    for rows in (given, tree_map(with_half_replaced, given)):
-        with torch.no_grad(), seeded_global_generators([seed], losses.device):
-            each.append(loss(*rows)[:half].float())
-    if not torch.allclose(*each, rtol=1e-3, atol=1e-6, equal_nan=True):
+_FEW = 2  # rows that are compared with as many more beside them
+
+
+def _with_gradients(computed: Callable[[tuple], torch.Tensor], rows: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The losses, and the gradients of their sum by all numbers in ``rows`` that have one."""
+    leaves = [x.requires_grad_() for x in tree_leaves(rows) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    with torch.enable_grad():
+        losses = computed(rows)
+    found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True) if losses.requires_grad else ()
+    gradients = [g for g in found if g is not None and g.dim() and len(g) == len(losses)]
+    return [losses.detach(), *gradients]
+
+
+def _require_same(losses: torch.Tensor, own: torch.Tensor) -> None:
+    scale = 1.0 if own.dtype.itemsize > 2 else 20.0
+    if not torch.allclose(losses.float(), own.float(), rtol=1e-3 * scale, atol=1e-6 * scale, equal_nan=True):
         raise ValueError(
-            "an example's loss is another one when other examples share its batch: the loss compares them (the "
-            "hardest of a batch, ranks, batch statistics). Let per_example_loss_func, or the criterion, compute each "
-            "loss from its own row of the outputs and labels, or of the inputs, alone."
+            "an example's loss, or its gradient, is another one when other examples share its batch: the loss "
+            "compares them (the hardest of a batch, ranks, batch statistics, their number). Let "
+            "per_example_loss_func, or the criterion, compute each loss from its own row of the outputs and labels, "
+            "or of the inputs, alone."
         )

@@ -121,8 +121,8 @@ class ExampleLosses:
             return self._loss(model, dict(rows))
 
         if len(losses) > 1:
-            refuse_losses_of_other_rows(loss, (dict(inputs),), losses, seed)
+            refuse_losses_of_other_rows(loss, (dict(inputs),), losses, seed, goes_back=False)
             return
-        for _ in range(2):  # ranks that hold parts of the model run it equally often
+        for _ in range(3):  # ranks that hold parts of the model run it equally often
             with torch.no_grad(), seeded_global_generators([seed], losses.device):
                 loss(inputs)

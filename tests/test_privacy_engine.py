@@ -421,21 +421,52 @@ def test_backward_twice_on_a_batch(mode):
         criterion(model(x), y).backward()
 
 
-class Weighted(nn.CrossEntropyLoss):
-    """Multiplies each loss with the mean of the batch."""
+class Compares(nn.CrossEntropyLoss):
+    """Makes of the losses of the rows others, that depend on all of them."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
 
     def forward(self, outputs, targets):
-        losses = F.cross_entropy(outputs, targets, reduction="none")
-        losses = losses * losses.detach().mean()
+        losses = self.change(F.cross_entropy(outputs, targets, reduction="none"))
         return losses if self.reduction == "none" else losses.mean()
 
 
-def test_a_criterion_that_compares_the_examples_of_a_batch_is_refused():
+def straight_through(losses, scale):
+    return losses.detach() + scale * (losses - losses.detach())
+
+
+COMPARED = {
+    "mean": lambda losses: losses * losses.detach().mean(),
+    "largest": lambda losses: losses / losses.detach().max(),
+    "hardest": lambda losses: losses * (losses > 0.999 * losses.max()),
+    "number": lambda losses: losses / len(losses),
+    "gradient, mean": lambda losses: straight_through(losses, 1 / losses.detach().mean()),
+    "gradient, number": lambda losses: straight_through(losses, len(losses) ** 2 / 100),
+}
+
+
+@pytest.mark.parametrize("what", COMPARED)
+def test_a_criterion_that_compares_the_examples_of_a_batch_is_refused(what):
     """An outlier would change the gradients of all other examples: with 40 of them the sum moves by more than 4 C."""
-    _, model, _, criterion, loader = make(criterion=Weighted())
+    _, model, _, criterion, loader = make(criterion=Compares(COMPARED[what]))
     with pytest.raises(ValueError, match="another one when other examples share its batch"):
         for x, y in loader:
             criterion(model(x), y).backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda losses: losses**2, lambda losses: losses * torch.rand(len(losses)), lambda losses: losses.clamp(max=1)],
+)
+def test_a_criterion_that_compares_nothing_is_not(change):
+    engine, model, optimizer, criterion, loader = make(criterion=Compares(change))
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    assert engine.steps == 4
 
 
 def test_a_loss_of_the_private_criterion_goes_backward_as_it_is():
