@@ -26,6 +26,7 @@ def refuse_mixed(
     * Made again from the same secret, a batch is the same: otherwise random numbers come from where they may be known.
     * With one example replaced, all other rows are the same (MixUp, CutMix, normalisation over the batch, rows put in
       another order than labels).
+    * No row is the same whatever all examples are (rows that fill a batch up in which several examples share a row).
     * Where no numbers were drawn from the secret, the same holds with one example left out: rows do not depend on
       their position either, as they do by numbers from a known seed.
 
@@ -70,6 +71,7 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     without_first = with_rows_for_bags(without_first, len(whole) - 1, bags)
     rows_in = _dims_of_rows(batch, without_first, len(whole))
     first, *between, last = whole
+    _refuse_rows_of_nobody(batch, *(made([one] * len(whole)) for one in (first, last)), rows_in, who)
     edits = [([*whole[:-1], first], len(whole) - 1), ([first] * len(whole), 1)]  # and how many rows stay
     if not drew:
         edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
@@ -89,6 +91,52 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             "secret seeds of private training: its random numbers come from a seed that is set in it, or it mixes "
             "examples. Remove the seed, so that it draws from the global generators of torch, NumPy or Python."
         )
+
+
+def _refuse_rows_of_nobody(
+    batch: dict[str, torch.Tensor],
+    of_first: dict[str, torch.Tensor],
+    of_last: dict[str, torch.Tensor],
+    rows_in: dict[str, int],
+    who: str,
+) -> None:
+    """Raise ValueError if some rows of a batch, and not all, are there as well when all of its examples are the first
+    one, and when all are the last one."""
+    found = [_rows_found(batch, each, rows_in) for each in (of_first, of_last)]
+    alike = _rows_found(of_first, of_last, rows_in)
+    if found[0] is None or found[1] is None or alike is None or bool(alike.all()):  # nothing tells them apart
+        return
+    if bool((found[0] & found[1]).any()):
+        raise ValueError(
+            f"the {who} makes rows that are of no example: they are the same whatever the examples are. Then several "
+            "examples share another row (sequences packed into one), and clipping rows would not bound what one "
+            f"example can change. Let the {who} make one row of every example."
+        )
+
+
+def _rows_found(
+    whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows_in: dict[str, int]
+) -> torch.Tensor | None:
+    """(B,) bool, which rows of ``whole`` are rows of ``part`` in all columns, beside padding; None where no column can
+    be compared."""
+    together: torch.Tensor | None = None
+    for name, dim in rows_in.items():
+        if name not in part or part[name].dim() != whole[name].dim():
+            continue
+        x, y = whole[name].movedim(dim, 0), part[name].movedim(dim, 0)
+        if x.shape[1:] != y.shape[1:]:
+            if x.dim() != 2 or not x.shape[1] or not y.shape[1]:
+                continue
+            x, y = _as_long(x, y), _as_long(y, x)
+        x, y = x.reshape(len(x), 1, -1), y.reshape(1, len(y), -1)
+        same = ((x == y) | ((x != x) & (y != y))).all(2)
+        together = same if together is None else together & same
+    return None if together is None else together.any(1)
+
+
+def _as_long(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``x`` of shape (B, T), whose rows go on as they end until they are as long as those of ``y``."""
+    return torch.cat([x, x[:, -1:].expand(-1, max(0, y.shape[1] - x.shape[1]))], 1)
 
 
 def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> bool:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PrivacyEngine
 from dp_transformers.data import Draw, LogicalBatches
-from dp_transformers.mixing import LoadedRows
+from dp_transformers.mixing import LoadedRows, refuse_mixed
 
 
 def others(x):
@@ -249,6 +249,27 @@ def test_collators_whose_rows_depend_on_others(case):
     collate, examples, match = REFUSED[case]
     with pytest.raises(ValueError, match=match):
         LogicalBatches(examples(), collate, 8)[Draw(0, range(24), True)]
+
+
+@pytest.mark.parametrize("lengths", [[6] * 24, [4, 6, 5, 7] * 6])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_two_examples_in_a_row_and_empty_rows_behind(drawn, lengths):
+    """There are as many rows as examples, and each depends on two of them."""
+
+    def collate(examples):
+        ids, size = [ids for ids, _ in examples], len(examples)
+        rows = torch.zeros(size, 16, dtype=torch.long)
+        for k in range(0, size, 2):
+            both = torch.cat(ids[k : k + 2])
+            rows[k // 2, : len(both)] = both
+        labels = rows.masked_fill(rows == 0, -100)
+        if drawn:
+            rows = torch.where((torch.rand(rows.shape) < 0.15) & (rows > 0), 2, rows)
+        return {"input_ids": rows, "labels": labels}
+
+    examples = [(torch.randint(3, 50, (n,)), 0) for n in lengths]
+    with pytest.raises(ValueError, match="rows that are of no example|mixes examples"):
+        refuse_mixed(collate, examples, lambda purpose: torch.manual_seed(len(purpose)))
 
 
 def test_a_collator_that_always_fails_is_not_blamed_for_what_it_was_called_with():

@@ -430,8 +430,8 @@ def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
         f"'{changed[0]}'{others} of the model changed in a forward or backward pass, or between two physical batches "
         "of a draw, and not by the optimizer: it would carry private data to later batches without clipping and noise."
         " Set a rope_type other than 'dynamic' or attention_type='original_full', or switch off the running "
-        "statistics, counters or caches that forward writes. If your own loop writes it, do that after a draw has "
-        "ended ('if engine.has_stepped:' after optimizer.step()), or after "
+        "statistics, counters or caches that forward writes. If your own loop writes it, do that after "
+        "optimizer.step() has ended a draw ('if engine.has_stepped:'), or after "
         f"engine.drop_draw(). This training releases nothing more. {way_out}"
     )
 
