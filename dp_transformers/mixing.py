@@ -71,7 +71,7 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     without_first = with_rows_for_bags(without_first, len(whole) - 1, bags)
     rows_in = _dims_of_rows(batch, without_first, len(whole))
     first, *between, last = whole
-    _refuse_rows_of_nobody(batch, *(made([one] * len(whole)) for one in (first, last)), rows_in, who)
+    _refuse_rows_of_nobody(batch, made([first] * len(whole)), made([last] * len(whole)), rows_in, who)
     edits = [([*whole[:-1], first], len(whole) - 1), ([first] * len(whole), 1)]  # and how many rows stay
     if not drew:
         edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
