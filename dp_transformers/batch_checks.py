@@ -146,23 +146,24 @@ def refuse_losses_of_other_rows(
         with seeded_global_generators([seed], losses.device):
             return loss(*rows)
 
-    def with_rows(rows: list[int]) -> tuple[Any, ...]:
+    def with_rows(*parts: slice) -> tuple[Any, ...]:
         def taken(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
-            return x[rows].detach() if x.dim() and len(x) == size else x.detach()
+            has_rows = x.dim() and len(x) == size
+            return torch.cat([x[part] for part in parts]).detach() if has_rows else x.detach()
 
         return tree_map(taken, given)
 
     half = (size + 1) // 2
-    first, last = [*range(half)], [*range(size - half, size)]
+    first, last, rest = slice(half), slice(size - half, size), size - half
     with torch.no_grad():
         own = computed(given).float()
-        for kept, rows in ((first, [*first, *first[: size - half]]), (last, [*last[: size - half], *last])):
-            _require_same(computed(with_rows(rows))[kept].float(), own[kept])
+        _require_same(computed(with_rows(first, slice(rest))).float()[first], own[first])
+        _require_same(computed(with_rows(slice(size - rest, size), last)).float()[last], own[last])
     if not goes_back or size < 2 * _FEW:
         return
-    rows = [*range(2 * _FEW)]
+    rows = slice(2 * _FEW)
     try:
         few = _with_gradients(computed, with_rows(rows))
     except Exception as error:  # objects, whose rows are not known, have as many as before
@@ -171,7 +172,7 @@ def refuse_losses_of_other_rows(
     with torch.no_grad():
         if not torch.equal(few[0], computed(with_rows(rows), seed + 1)):  # it draws numbers for the rows it is given
             return
-    for kept in (rows[:_FEW], rows[_FEW:]):
+    for kept in (slice(_FEW), slice(_FEW, 2 * _FEW)):
         for together, apart in zip(few, _with_gradients(computed, with_rows(kept)), strict=True):
             _require_same(apart, together[kept])
 

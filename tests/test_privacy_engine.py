@@ -1121,7 +1121,12 @@ def decay_and_evaluate(model, count, engine, optimizer):
     model.train()
 
 
-BETWEEN = [decay_by_hand, turn_a_frozen_layer, switch, evaluate_from_now_on, decay_and_evaluate]
+def decay_without_a_trace(model, count, engine, optimizer):
+    for p in model[0].parameters():
+        p.data.mul_(0.9)
+
+
+BETWEEN = [decay_by_hand, decay_without_a_trace, turn_a_frozen_layer, switch, evaluate_from_now_on, decay_and_evaluate]
 
 
 @pytest.mark.parametrize("change", BETWEEN)

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 4  # of containers and objects in attributes
 _DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
+_SAMPLED, _SMALL_SAMPLE = 4, 16  # trained weights of which so many numbers are compared within a draw
 _WORDS_AT_ONCE = 8  # changes of words inside attributes that count at once; later ones as those of numbers do
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
@@ -58,6 +59,7 @@ class ModelState:
         self._is_alone = is_alone
         self._noted = self._is_in_draw = False
         self._modes: list[bool] | None = None  # of the modules, in the passes of this draw that went back
+        self._sample: torch.Tensor | None = None  # of the trained weights, in the first of these
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
@@ -89,6 +91,7 @@ class ModelState:
             modes = [m.training for m in self.model.modules()]
             if self._modes not in (None, modes):
                 self._conditions.refuse_for_good(lambda: _refuse(["training"], []))
+            self._expect_same_sample()
             self._modes = modes
         if self._is_same_by_identity():
             self._note_contents()
@@ -114,8 +117,22 @@ class ModelState:
         self._end_draw()
         self._expect_same(weights or [])
 
+    def _expect_same_sample(self) -> None:
+        """Expect that some numbers of the largest trained weights are what they were in the draw's first pass: what is
+        written through ``.data`` has no trace."""
+        plain = [p for p in self._trained if type(p.data) is torch.Tensor and p.layout == torch.strided]
+        if not plain:
+            return
+        largest = sorted(plain, key=torch.Tensor.numel)[-_SAMPLED:]
+        sample = torch.cat([p.detach().reshape(-1)[:_SMALL_SAMPLE].float().to(largest[0].device) for p in largest])
+        if self._sample is None:
+            self._sample = sample
+        else:
+            names = [name for name, p in self.model.named_parameters() if any(p is each for each in largest)]
+            self._conditions.expect(_is_same(sample, self._sample), lambda: _refuse(names, names))
+
     def _end_draw(self) -> None:
-        self._is_in_draw, self._modes = False, None
+        self._is_in_draw, self._modes, self._sample = False, None, None
 
     def _forget_modes(self) -> None:
         """Take the modes of modules for those that were noted."""
