@@ -914,6 +914,11 @@ def parts_refusals(folder):
         RowwiseParallel(output_layouts=Shard(1)).install_forward(net.model.layers[0].mlp.down_proj, mesh)
         PerExampleClipper(net, 1.0)
 
+    def left_split():
+        plan = {"0": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        with PerExampleClipper(parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh, plan), 1.0) as clipper:
+            clipper.model(torch.ones(2, 8))
+
     def in_a_loop():
         net = split("llama", mesh)
         loader, optimizer = (
@@ -924,7 +929,17 @@ def parts_refusals(folder):
             module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
         )
 
-    modules = (packed, partial_norm, own_layer, too_small, rerun, norm_sampler, plain_parts, split_sequence)
+    modules = (
+        packed,
+        partial_norm,
+        own_layer,
+        too_small,
+        rerun,
+        norm_sampler,
+        plain_parts,
+        split_sequence,
+        left_split,
+    )
     uses = (in_a_loop, per_sample, other_examples, other_random_numbers, resumed, derived_batch_size)
     return {f.__name__: message(f) for f in (*modules, *uses)}
 

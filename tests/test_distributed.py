@@ -502,3 +502,4 @@ def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "'0' (Normed) with register_norm_sampler gives norms alone" in rank["norm_sampler"]
         assert "no parameter says how it is split" in rank["plain_parts"]
         assert "'model.layers.0.mlp.down_proj' (Linear) splits its activations as" in rank["split_sequence"]
+        assert "returns a DTensor" in rank["left_split"] and "output_layouts=Replicate()" in rank["left_split"]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_wi
 from ...ragged import Ragged, is_ragged, packed, unpacked_sequence, varied
 from ..batch_dims import batch_size_of
 from ..errors import SelfCheckError
+from ..parallel.dtensor import is_dtensor
 
 # parts of the names of integers that say how the others are to be read
 _STRUCTURE = ("mask", "position", "token_type", "length", "shape", "grid", "size", "task")
@@ -191,6 +192,12 @@ def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) 
             f"{type(model).__name__} returns {type(output).__name__}, in which there is no tensor of floating-point "
             "numbers with a dimension for the examples, so nothing can be checked: return one, in a tuple, dict or "
             "dataclass if need be, or hand over a loss_function."
+        )
+    if any(is_dtensor(x) for x in tensors):
+        raise SelfCheckError(
+            f"{type(model).__name__} returns a DTensor, which is split over processes, so nothing can be checked of "
+            "it: let the last module of the plan gather its output (output_layouts=Replicate()), or hand over a "
+            "loss_function."
         )
     found = [x.transpose(0, 1) if has_batch_second(x) else x for x in tensors]
     if shapes := [tuple(x.shape) for x in found if len(x) != batch]:
