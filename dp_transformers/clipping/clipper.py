@@ -214,21 +214,17 @@ class PerExampleClipper:
             ValueError: the block changed a parameter, a buffer or an attribute of the model; or, where it happens,
                 losses from before the block go backward in it, or losses from the block after it.
         """
-        engine, state = self._engine, self._engine.state
+        engine = self._engine
         engine.forget()
-        watches = not state.is_watching
-        if watches:
-            state.before_forward()
-        grads = [(p, p.grad) for p in self.parameters]
-        engine.trainable.drop_gradients()
-        try:
-            with engine.suspended():
-                yield
-        finally:
-            for p, grad in grads:
-                p.grad = grad
-        if watches:
-            state.require_unchanged()
+        with engine.state.aside():
+            grads = [(p, p.grad) for p in self.parameters]
+            engine.trainable.drop_gradients()
+            try:
+                with engine.suspended():
+                    yield
+            finally:
+                for p, grad in grads:
+                    p.grad = grad
 
     def __enter__(self) -> PerExampleClipper:
         self.attach()

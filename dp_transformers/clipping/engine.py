@@ -302,7 +302,7 @@ class ClippingEngine:
         if self._releases:
             self.begin_draw()
         if loop is None or batch is not None:
-            self.state.before_forward(goes_back=True)
+            self.state.before_forward()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         forward = self.forward
         if forward is None or forward.batch_size != batch_size or forward.batch is not batch:
@@ -319,12 +319,9 @@ class ClippingEngine:
         """Such a pass over a private batch may leave something in the model, which would tell later batches of it as a
         pass with a graph would."""
         loop = self._loop_in_charge
-        watches = loop is not None and loop.current_batch() is not None and not self.state.is_watching
-        if watches:
-            self.state.before_forward()
-        yield
-        if watches:
-            self.state.require_unchanged()
+        is_private = loop is not None and loop.current_batch() is not None
+        with self.state.aside() if is_private else contextlib.nullcontext():
+            yield
 
     def _new_forward(self, batch_size: int, batch: object) -> ForwardPass:
         probe = torch.zeros(batch_size, device=self.trainable.device, dtype=torch.float32, requires_grad=True)

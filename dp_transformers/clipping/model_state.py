@@ -58,8 +58,8 @@ class ModelState:
         self.model, self._conditions, self._watch_parameters = model, conditions, watch_parameters
         self._is_alone = is_alone
         self._noted = self._is_in_draw = False
-        self._modes: list[bool] | None = None  # of the modules, in the passes of this draw that went back
-        self._sample: torch.Tensor | None = None  # of the trained weights, in the first of these
+        self._sampled: list[nn.Parameter] = []  # trained weights
+        self._sample: torch.Tensor | None = None  # some of their numbers, in the first pass of the draw
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
@@ -74,25 +74,16 @@ class ModelState:
         """True while a batch is under way."""
         return self._noted or self.paused
 
-    def before_forward(self, *, goes_back: bool = False) -> None:
+    def before_forward(self) -> None:
         """Note the state, if no batch is under way. What was changed between draws is the user's own doing. Between
         the physical batches of one draw it would be another model for some examples, and which those are, and how many
-        such batches there are, is private: that counts as the batch's doing.
-
-        Other passes than those that ``goes_back`` may run in another mode meanwhile.
-        """
+        such batches there are, is private: that counts as the batch's doing."""
         if self._noted or self.paused:
             return
         if self._is_in_draw:
-            self._forget_modes()
             self.expect_unchanged()
         self._is_in_draw = True
-        if goes_back:
-            modes = [m.training for m in self.model.modules()]
-            if self._modes not in (None, modes):
-                self._conditions.refuse_for_good(lambda: _refuse(["training"], []))
-            self._expect_same_sample()
-            self._modes = modes
+        self._expect_same_sample()
         if self._is_same_by_identity():
             self._note_contents()
         else:
@@ -120,26 +111,23 @@ class ModelState:
     def _expect_same_sample(self) -> None:
         """Expect that some numbers of the largest trained weights are what they were in the draw's first pass: what is
         written through ``.data`` has no trace."""
-        plain = [p for p in self._trained if type(p.data) is torch.Tensor and p.layout == torch.strided]
-        if not plain:
+        if self._sample is None:
+            trained = (p for p in self.model.parameters() if p.requires_grad and self._watch_parameters)
+            plain = [p for p in trained if type(p.data) is torch.Tensor and p.layout == torch.strided]
+            self._sampled = sorted(plain, key=torch.Tensor.numel)[-_SAMPLED:]
+        if not self._sampled:
             return
-        largest = sorted(plain, key=torch.Tensor.numel)[-_SAMPLED:]
-        sample = torch.cat([p.detach().reshape(-1)[:_SMALL_SAMPLE].float().to(largest[0].device) for p in largest])
+        device = self._sampled[0].device
+        sample = torch.cat([p.detach().reshape(-1)[:_SMALL_SAMPLE].float().to(device) for p in self._sampled])
         if self._sample is None:
             self._sample = sample
         else:
-            names = [name for name, p in self.model.named_parameters() if any(p is each for each in largest)]
-            self._conditions.expect(_is_same(sample, self._sample), lambda: _refuse(names, names))
+            self._conditions.expect(
+                _is_same(sample, self._sample), functools.partial(_refuse_written, self.model, self._sampled)
+            )
 
     def _end_draw(self) -> None:
-        self._is_in_draw, self._modes, self._sample = False, None, None
-
-    def _forget_modes(self) -> None:
-        """Take the modes of modules for those that were noted."""
-        for place, before in zip(self._places, self._before, strict=True):
-            if isinstance(before, dict) and "training" in before and "training" in place.holder:
-                before["training"] = place.holder["training"]
-        self._ids = _ids(self._before)
+        self._is_in_draw, self._sample = False, None
 
     def runs_otherwise(self) -> bool:
         """Returns True if the model may compute otherwise than when this was asked last, by the user's doing.
@@ -193,6 +181,24 @@ class ModelState:
         self._record()
         if changed:
             self._conditions.refuse_for_good(lambda: _refuse(changed, lost))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the model runs without being trained: in another mode, or with adapters off. It may leave nothing
+        behind, and what is trained next is compared with what was trained before. Does nothing while a batch is under
+        way."""
+        if self.is_watching:
+            yield
+            return
+        before = dict(vars(self))
+        self._is_in_draw = False
+        self.before_forward()
+        yield
+        self.require_unchanged()
+        if before["_is_in_draw"]:
+            vars(self).update(before)
+        else:
+            self._end_draw()
 
     @contextmanager
     def during_check(self) -> Iterator[None]:
@@ -451,6 +457,11 @@ def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
         "optimizer.step() has ended a draw ('if engine.has_stepped:'), or after "
         f"engine.drop_draw(). This training releases nothing more. {way_out}"
     )
+
+
+def _refuse_written(model: nn.Module, written: Sequence[nn.Parameter]) -> None:
+    names = [name for name, p in model.named_parameters() if any(p is each for each in written)]
+    _refuse(names, names)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
