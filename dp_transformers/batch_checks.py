@@ -159,40 +159,69 @@ def refuse_losses_of_other_rows(
     first, last, rest = slice(half), slice(size - half, size), size - half
     with torch.no_grad():
         own = computed(given).float()
-        _require_same(computed(with_rows(first, slice(rest))).float()[first], own[first])
-        _require_same(computed(with_rows(slice(size - rest, size), last)).float()[last], own[last])
-    if not goes_back or size < 2 * _FEW:
+        for kept, parts in ((first, (first, slice(rest))), (last, (slice(size - rest, size), last))):
+            moved = computed(with_rows(*parts)).float()[kept]
+            _refuse_unless(torch.allclose(moved, own[kept], rtol=1e-3, atol=1e-6, equal_nan=True))
+    if not goes_back or size < 2 * _FEW or not _can_be_fewer(given, size):
         return
-    rows = slice(2 * _FEW)
+    have_rows = [len(x) == size for x in _numbers(given)]
+    together, parts = slice(2 * _FEW), (slice(_FEW), slice(_FEW, 2 * _FEW))
     try:
-        few = _with_gradients(computed, with_rows(rows))
-    except Exception as error:  # objects, whose rows are not known, have as many as before
+        few = _with_gradients(computed, with_rows(together), have_rows)
+        fewer = [_with_gradients(computed, with_rows(part), have_rows) for part in parts]
+        with torch.no_grad():
+            again = computed(with_rows(together), seed + 1)
+            draws = not torch.equal(few[0], again.view_as(few[0]))  # for the rows that it is given
+    except Exception as error:
         logger.info("the losses of fewer rows were not looked at: %s: %s", type(error).__name__, error)
         return
-    with torch.no_grad():
-        if not torch.equal(few[0], computed(with_rows(rows), seed + 1)):  # it draws numbers for the rows it is given
-            return
-    for kept in (slice(_FEW), slice(_FEW, 2 * _FEW)):
-        for together, apart in zip(few, _with_gradients(computed, with_rows(kept)), strict=True):
-            _require_same(apart, together[kept])
+    if draws or any(len(each[0]) != _FEW for each in fewer):
+        return
+    for part, each in zip(parts, fewer, strict=True):
+        for own, alone in zip(few, each, strict=True):
+            moved_b = (alone.float() - own[part].float()).flatten(1).norm(dim=1)
+            longest = own.float().flatten(1).norm(dim=1).max()
+            _refuse_unless(bool((moved_b <= 1e-2 * longest + 1e-6).all()) or not bool(torch.isfinite(longest)))
 
 
 _FEW = 2  # rows that are compared with as many more beside them
 
 
-def _with_gradients(computed: Callable[[tuple], torch.Tensor], rows: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The losses, and the gradients of their sum by all numbers in ``rows`` that have one."""
-    leaves = [x.requires_grad_() for x in tree_leaves(rows) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+def _can_be_fewer(given: tuple[Any, ...], size: int) -> bool:
+    """Whether it is known how to take fewer rows: all that has any are tensors whose first dimension they are."""
+
+    def is_long(x: Any) -> bool:
+        return isinstance(x, (list, tuple)) and len(x) == size
+
+    for x in tree_leaves(given, is_leaf=is_long):
+        if isinstance(x, torch.Tensor):
+            if x.dim() and len(x) != size and {size, 2 * size} & {*x.shape}:
+                return False
+        elif not (x is None or isinstance(x, (bool, int, float, str))):
+            return False
+    return True
+
+
+def _numbers(given: tuple[Any, ...]) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim()]
+
+
+def _with_gradients(
+    computed: Callable[[tuple], torch.Tensor], rows: tuple[Any, ...], have_rows: list[bool]
+) -> list[torch.Tensor]:
+    """The losses, and the gradients of their sum by the tensors that have rows (0 where there is none), of shape
+    (B, numbers of a row)."""
+    leaves = [x.requires_grad_() for x, has_rows in zip(_numbers(rows), have_rows, strict=True) if has_rows]
     with torch.enable_grad():
         losses = computed(rows)
-    found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True) if losses.requires_grad else ()
-    gradients = [g for g in found if g is not None and g.dim() and len(g) == len(losses)]
-    return [losses.detach(), *gradients]
+    differentiable = losses.requires_grad and bool(leaves)
+    found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True) if differentiable else [None] * len(leaves)
+    gradients = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))
+    return [x.reshape(len(x), -1) for x in (losses.detach(), *gradients)]
 
 
-def _require_same(losses: torch.Tensor, own: torch.Tensor) -> None:
-    scale = 1.0 if own.dtype.itemsize > 2 else 20.0
-    if not torch.allclose(losses.float(), own.float(), rtol=1e-3 * scale, atol=1e-6 * scale, equal_nan=True):
+def _refuse_unless(same: bool) -> None:
+    if not same:
         raise ValueError(
             "an example's loss, or its gradient, is another one when other examples share its batch: the loss "
             "compares them (the hardest of a batch, ranks, batch statistics, their number). Let "

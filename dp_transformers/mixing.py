@@ -26,7 +26,7 @@ def refuse_mixed(
     * Made again from the same secret, a batch is the same: otherwise random numbers come from where they may be known.
     * With one example replaced, all other rows are the same (MixUp, CutMix, normalisation over the batch, rows put in
       another order than labels).
-    * No row is the same whatever all examples are (rows that fill a batch up in which several examples share a row).
+    * Where numbers were drawn, no row changes with one example and with another one (sequences packed into one row).
     * Where no numbers were drawn from the secret, the same holds with one example left out: rows do not depend on
       their position either, as they do by numbers from a known seed.
 
@@ -71,7 +71,8 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     without_first = with_rows_for_bags(without_first, len(whole) - 1, bags)
     rows_in = _dims_of_rows(batch, without_first, len(whole))
     first, *between, last = whole
-    _refuse_rows_of_nobody(batch, made([first] * len(whole)), made([last] * len(whole)), rows_in, who)
+    if drew:
+        _refuse_shared_rows(batch, whole, made, rows_in, who)
     edits = [([*whole[:-1], first], len(whole) - 1), ([first] * len(whole), 1)]  # and how many rows stay
     if not drew:
         edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
@@ -93,25 +94,30 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
         )
 
 
-def _refuse_rows_of_nobody(
+def _refuse_shared_rows(
     batch: dict[str, torch.Tensor],
-    of_first: dict[str, torch.Tensor],
-    of_last: dict[str, torch.Tensor],
+    whole: list[Any],
+    made: Callable[[list[Any]], dict[str, torch.Tensor]],
     rows_in: dict[str, int],
     who: str,
 ) -> None:
-    """Raise ValueError if some rows of a batch, and not all, are there as well when all of its examples are the first
-    one, and when all are the last one."""
-    found = [_rows_found(batch, each, rows_in) for each in (of_first, of_last)]
-    alike = _rows_found(of_first, of_last, rows_in)
-    if found[0] is None or found[1] is None or alike is None or bool(alike.all()):  # nothing tells them apart
-        return
-    if bool((found[0] & found[1]).any()):
-        raise ValueError(
-            f"the {who} makes rows that are of no example: they are the same whatever the examples are. Then several "
-            "examples share another row (sequences packed into one), and clipping rows would not bound what one "
-            f"example can change. Let the {who} make one row of every example."
-        )
+    """Raise ValueError if one row of the batch, and no other, changes with one of its last examples, and with another
+    one. Each is replaced by an example of its size, so that the numbers that are drawn for others are the same."""
+    rows: set[int] = set()
+    for place in range(len(whole) - 1, max(0, len(whole) - 1 - _SHARING), -1):
+        others = [x for x in whole if x is not whole[place]]
+        same_size = [x for x in others if size_of(x) == size_of(whole[place])]
+        found = _rows_found(batch, made([*whole[:place], (same_size or others)[0], *whole[place + 1 :]]), rows_in)
+        changed = [] if found is None else (~found).nonzero().flatten().tolist()
+        if len(changed) == 1 and changed[0] in rows:
+            raise ValueError(
+                f"the {who} makes one row of several examples (sequences packed into one), and clipping rows would "
+                f"not bound what one example can change. Let the {who} make one row of every example."
+            )
+        rows |= {*changed} if len(changed) == 1 else set()
+
+
+_SHARING = 3  # examples of which it is seen whether they share a row
 
 
 def _rows_found(

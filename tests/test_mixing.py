@@ -268,8 +268,27 @@ def test_two_examples_in_a_row_and_empty_rows_behind(drawn, lengths):
         return {"input_ids": rows, "labels": labels}
 
     examples = [(torch.randint(3, 50, (n,)), 0) for n in lengths]
-    with pytest.raises(ValueError, match="rows that are of no example|mixes examples"):
+    with pytest.raises(ValueError, match="one row of several examples|mixes examples"):
         refuse_mixed(collate, examples, lambda purpose: torch.manual_seed(len(purpose)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_augmented_rows_may_be_alike_by_chance(seed):
+    """A part of an image that is nearly all background."""
+
+    def cropped(examples):
+        rows = []
+        for image, _ in examples:
+            top, left = torch.randint(0, 12, (2,)).tolist()
+            rows.append(image[top : top + 4, left : left + 4])
+        return {"x": torch.stack(rows), "labels": torch.tensor([label for _, label in examples])}
+
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.zeros(24, 16, 16)
+    for image in images:
+        image[tuple(torch.randint(0, 16, (2,), generator=generator).tolist())] = 1.0
+    examples = [(image, 0) for image in images]
+    refuse_mixed(cropped, examples, lambda purpose: torch.manual_seed(seed + len(purpose)))
 
 
 def test_a_collator_that_always_fails_is_not_blamed_for_what_it_was_called_with():

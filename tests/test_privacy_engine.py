@@ -1,5 +1,6 @@
 """PrivacyEngine in plain loops: the same steps as one example at a time, whatever the loop; and misuse is loud."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -1143,6 +1144,42 @@ def test_one_draw_sees_one_model(change):
     assert engine.steps == 4
 
 
+class AtATemperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.temperature = Net(), 1.0
+
+    def forward(self, x):
+        return self.net(x) / self.temperature
+
+
+@pytest.mark.parametrize("physical", [2, 10**6])
+@pytest.mark.parametrize("way", ["no_grad", "suspended", "failing"])
+def test_passes_that_train_nothing_may_run_otherwise_within_a_draw(physical, way):
+    """A teacher, or an evaluation, between two physical batches: what is trained is not put back to what ran there."""
+    model = AtATemperature()
+    engine, model, optimizer, loader = make(model, noise_multiplier=1.0, max_physical_batch_size=physical)
+    seen = set()
+    hook = model.register_forward_pre_hook(
+        lambda module, args: seen.add((module.temperature, torch.is_grad_enabled()))
+    )
+    for x, y in loader:
+        model.temperature = 4.0
+        model.eval()
+        aside = contextlib.nullcontext() if way == "no_grad" else engine.suspended()
+        with contextlib.suppress(ArithmeticError), torch.no_grad(), aside:
+            model(make_data().tensors[0][: len(x)])
+            if way == "failing":
+                raise ArithmeticError
+        model.train()
+        model.temperature = 1.0
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    hook.remove()
+    assert {t for t, goes_back in seen if goes_back} == {1.0} and (4.0, False) in seen and engine.steps == 4
+
+
 def test_numbers_that_a_loop_sets_in_a_draw_are_set_back():
     seen = []
 
@@ -1154,6 +1191,35 @@ def test_numbers_that_a_loop_sets_in_a_draw_are_set_back():
     whole, seen = seen, []
     train_in_parts(count_up)
     assert whole == [None, 1, 2, 3] and len(seen) > 4
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda group: group["lr"].mul_(0.9), "lr"),
+        (lambda group: group["lr"].data.mul_(0.9), "lr"),
+        (lambda group: group["betas"].__setitem__(0, 0.9 * group["betas"][0]), "betas"),
+        (lambda group: group.update(weight_decay=group["weight_decay"] + 0.1), "weight_decay"),
+        (lambda group: group.update(seen=group.get("seen", 0) + 1), "seen"),
+    ],
+    ids=["tensor", "tensor's data", "list", "number", "count"],
+)
+def test_no_setting_of_the_optimizer_changes_within_a_draw(change, name):
+    def adam_of(model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+        optimizer.param_groups[0]["betas"] = [0.9, 0.999]
+        return optimizer
+
+    model = nn.Sequential(Net(), nn.Linear(CLASSES, CLASSES).requires_grad_(False))
+    _, model, optimizer, loader = make(
+        model, optimizer=adam_of(model[0]), noise_multiplier=1.0, max_physical_batch_size=2
+    )
+    with pytest.raises(ValueError, match=f"'{name}' of the optimizer was changed between two physical batches"):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            change(optimizer.param_groups[0])
 
 
 def test_a_schedule_follows_draws_and_not_their_physical_batches():

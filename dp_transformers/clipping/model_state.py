@@ -193,12 +193,15 @@ class ModelState:
         before = dict(vars(self))
         self._is_in_draw = False
         self.before_forward()
-        yield
-        self.require_unchanged()
-        if before["_is_in_draw"]:
-            vars(self).update(before)
-        else:
-            self._end_draw()
+        try:
+            yield
+        finally:  # after an error, too, what is trained next finds what was trained before
+            self.expect_unchanged()
+            if before["_is_in_draw"]:
+                vars(self).update(before)
+            else:
+                self._end_draw()
+        self._conditions.require()
 
     @contextmanager
     def during_check(self) -> Iterator[None]:

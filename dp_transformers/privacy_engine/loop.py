@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..accounting.arguments import require_small_delta
@@ -240,13 +241,15 @@ class PrivateLoop:
         settings = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         (last_draw, last_settings), self._settings = self._settings, (draw, settings)
         if draw == last_draw and settings != last_settings:
-            before, after = next(pair for pair in zip(last_settings, settings, strict=False) if pair[0] != pair[1])
-            changed = next(k for k in before | after if before.get(k) != after.get(k))
+            pairs = zip(last_settings, settings, strict=False)
+            before, after = next((pair for pair in pairs if pair[0] != pair[1]), ({}, {"param_groups": None}))
+            changed = next(k for k in before | after if k not in before or before[k] != after.get(k))
             self._settings = last_draw, last_settings
             raise ValueError(
                 f"'{changed}' of the optimizer was changed between two physical batches of one draw. How many there "
                 "are is private data, and a schedule that follows their number tells it without noise. Change it "
-                "when a draw has ended: 'if engine.has_stepped: scheduler.step()'. Set it back, or call "
+                "when a draw has ended: 'if engine.has_stepped: scheduler.step()'. An optimizer that counts the calls "
+                "of step() in its settings needs max_physical_batch_size=None, or DPTrainer. Set it back, or call "
                 "engine.drop_draw(), which counts the draw as a step."
             )
 
@@ -280,5 +283,9 @@ class PrivateLoop:
 
 
 def _noted(setting: Any) -> Any:
-    """What tells whether ``setting`` is another one later; a tensor may be written in place."""
-    return (id(setting), setting._version) if isinstance(setting, torch.Tensor) else setting
+    """What tells whether ``setting`` is another one later. Tensors on an accelerator are not waited for."""
+    if isinstance(setting, (list, tuple)):
+        return [_noted(x) for x in setting]
+    if isinstance(setting, torch.Tensor) and setting.device.type != "cpu":
+        return id(setting), setting._version
+    return setting.tolist() if isinstance(setting, (torch.Tensor, np.ndarray)) else setting

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,15 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..model_state import version_of
 from ..recorded_call import ForwardPass
-from .reference import TOLERANCE, ClippedSum, change_of_gradient, error_against_autograd, measure, unclipped
+from .reference import (
+    TOLERANCE,
+    ClippedSum,
+    change_of_gradient,
+    error_against_autograd,
+    gradient_norm,
+    measure,
+    unclipped,
+)
 from .spread_numbers import spread_numbers
 from .synthetic import LossFunction, by_example, has_batch, kept_buffers, only_rows, projected, replace_example
 
@@ -79,7 +87,7 @@ def locality_as_trained(
             "or take the module out."
         )
     require_locality(error, TOLERANCE[low_precision])
-    elsewhere = _change_in_another_place(engine, losses_of, args, kwargs, batch, reentrant=summed.reentrant)
+    elsewhere = _change_in_another_place(engine, losses_of, args, kwargs, batch, summed)
     require_locality(elsewhere, TOLERANCE[low_precision], "was left out, or others had its place in the batch")
     return error, sum_error
 
@@ -125,7 +133,7 @@ _POWERS = 4
 _NEGLIGIBLE = 1e-12
 # What the other examples' numbers are multiplied with when an example's loss is looked at: new ones, or where it is
 # negative their own. Beside a copy they keep their size.
-_FACTORS = (100.0, -0.1, -10.0)
+_FACTORS = (100.0, -0.1, -100.0)
 
 
 def _changes_beside_others(
@@ -141,7 +149,7 @@ def _changes_beside_others(
     reentrant: bool,
 ) -> list[torch.Tensor]:
     """How much (relative to the largest) an example's loss moves when all others are replaced, also by large numbers,
-    and how much the gradients of such examples move, together. A sign, or a threshold over the batch, may move these
+    and how much the gradient of one of them does. A sign, or a threshold over the batch, may move these
     and no norms.
 
     Under ``reentrant`` activation checkpointing nobody may ask autograd for gradients.
@@ -155,9 +163,8 @@ def _changes_beside_others(
         return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
 
     given = (args, kwargs)
-    changes: list[torch.Tensor] = []
-
-    def moved() -> Iterator[torch.Tensor]:
+    changes = []
+    with engine.suspended():
         for number, factor in enumerate(_FACTORS, start=1):
             kept = number % batch
             moved_args, moved_kwargs = tree_map(
@@ -168,22 +175,14 @@ def _changes_beside_others(
             )
             moved_b = losses_of(*moved_args, **moved_kwargs)
             changes.append(_change(moved_b.detach(), losses_b, _largest(losses_b))[kept])
-            yield moved_b[kept] * number
-
-    def own() -> Iterator[torch.Tensor]:
-        own_b = losses_of(*args, **kwargs)
-        yield sum((own_b[number % batch] * number for number in range(1, len(_FACTORS) + 1)), torch.zeros(()))
-
-    with engine.suspended():
-        if reentrant:
-            deque(moved(), maxlen=0)
-        else:
-            changes.append(torch.tensor(change_of_gradient(engine, own(), moved(), replay)))
+            if factor == _FACTORS[-1] and not reentrant:
+                own = partial(lambda kept: losses_of(*args, **kwargs)[kept], kept)
+                changes.append(torch.tensor(change_of_gradient(engine, moved_b[kept], own, replay)))
     return changes
 
 
 def _change_in_another_place(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, *, reentrant: bool
+    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, summed: ClippedSum
 ) -> float:
     """How much (relative to the largest) losses, and the gradient of all of them, move when the examples come in the
     opposite order and without the last one, with random numbers that do not depend on how many there are; 0 where some
@@ -205,8 +204,7 @@ def _change_in_another_place(
             own_b = losses_of(*args, **kwargs)[order]
             moved_b = losses_of(*fewer_args, **fewer_kwargs)
             weights_b = torch.arange(1, batch).to(own_b)  # so that no two of them cancel out
-            own, moved = [own_b @ weights_b], [moved_b @ weights_b]
-            change = 0.0 if reentrant else change_of_gradient(engine, own, moved, lambda: None)
+            norm = 0.0 if summed.reentrant else gradient_norm(engine, own_b @ weights_b - moved_b @ weights_b)
             is_known = draws_no_others()
     except (SelfCheckError, torch.OutOfMemoryError):
         raise
@@ -217,6 +215,8 @@ def _change_in_another_place(
         logger.info("the examples were not reordered in training mode: %s: %s", type(error).__name__, error)
         return 0.0
     own_b, moved_b = own_b.detach(), moved_b.detach()
+    norms_b = (summed.norms_b[order] * weights_b.to(summed.norms_b)).nan_to_num(nan=0.0, posinf=0.0)
+    change = norm / float(norms_b.max().clamp(min=1e-12))
     return max(change, float(_change(moved_b, own_b, _largest(own_b)).max())) if is_known else 0.0
 
 

@@ -103,25 +103,31 @@ def error_against_autograd(engine: ClippingEngine, losses: torch.Tensor, summed:
 
 
 def change_of_gradient(
-    engine: ClippingEngine, losses: Iterable[torch.Tensor], others: Iterable[torch.Tensor], replay: Callable[[], None]
+    engine: ClippingEngine, loss: torch.Tensor, other: Callable[[], torch.Tensor], replay: Callable[[], None]
 ) -> float:
-    """How far apart (relative) autograd's gradients of two sums of scalar losses are, which have graphs without taps.
-    0 where that is no number: beside large rows those of others may be none.
+    """How far apart (relative) autograd's gradients of two scalar losses are, which have graphs without taps. 0 where
+    that is no number: beside large rows those of others may be none.
 
-    Each loss is asked for when the one before has been gone back over. ``replay()`` is called before a backward pass,
-    where activation checkpointing may draw random numbers again.
+    The other loss is asked for when the first one has been gone back over. ``replay()`` is called before a backward
+    pass, where activation checkpointing may draw random numbers again.
     """
     trainable = engine.trainable
     zero_b, bounds = torch.zeros(1), [math.inf] * len(engine.groups)
     nothing = ClippedSum(zero_b, zero_b, [], bounds, [None] * len(trainable.parameters), torch.float32)
     rest = {p: torch.zeros_like(p, dtype=sum_dtype(p)) for p in trainable.parameters}
-    norms = [torch.zeros(())]
-    for sign, each in ((1, losses), (-1, others)):
-        for loss in each:
-            replay()
-            norms.append(_take_away(engine, sign * loss, 0, nothing, rest)[0].cpu())
+    norms = []
+    for each in (lambda: loss, lambda: -other()):
+        given = each()
+        replay()
+        norms.append(_take_away(engine, given, 0, nothing, rest)[0].cpu())
     change = length_of(rest.values()).cpu() / torch.stack(norms).max().clamp(min=1e-12)
     return float(change.nan_to_num(nan=0.0, posinf=0.0))
+
+
+def gradient_norm(engine: ClippingEngine, loss: torch.Tensor) -> float:
+    """The norm of autograd's gradient of a scalar loss, which has a graph without taps; 0 where that is no number."""
+    norm = _together(_lengths(g for _, g in _gradient(engine, loss)))
+    return float(norm.nan_to_num(nan=0.0, posinf=0.0))
 
 
 def measure(
@@ -185,6 +191,25 @@ def _take_away(
 
     No gradient outlives this call, so that there never are those of two examples.
     """
+    parameters, shards = engine.trainable.parameters, engine.trainable.shards
+    used = _gradient(engine, loss)
+    lengths = dict(zip((p for p, _ in used), _lengths(g for _, g in used), strict=True))
+    norm = _together(lengths.values())
+    coefficients = _coefficients(engine, lengths, clipped.bounds)
+    for p, g in used:
+        g = to_local(g).to(sum_dtype(p))
+        rest[p].sub_(shards.summed(p, g) if shards else as_dtensor_like(g, p), alpha=coefficients[p])
+    of = dict(used)
+    given = [
+        (s[example], of[p] if p in of else torch.zeros_like(s[example]))
+        for p, s in zip(parameters, clipped.samples, strict=True)
+        if s is not None
+    ]
+    return norm, [distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)] if given else []
+
+
+def _gradient(engine: ClippingEngine, loss: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """The parameters that the loss depends on, with its gradient."""
     if not loss.requires_grad:
         raise SelfCheckError(
             "the loss of an example depends on no trainable parameter: adapters are disabled or merged, or what is "
@@ -198,19 +223,7 @@ def _take_away(
         None if g is None else engine.trainable.parallel.native_gradient(p, g)
         for p, g in zip(parameters, grads, strict=True)
     ]
-    used = [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
-    lengths = dict(zip((p for p, _ in used), _lengths(g for _, g in used), strict=True))
-    norm = _together(lengths.values())
-    coefficients = _coefficients(engine, lengths, clipped.bounds)
-    for p, g in used:
-        g = to_local(g).to(sum_dtype(p))
-        rest[p].sub_(shards.summed(p, g) if shards else as_dtensor_like(g, p), alpha=coefficients[p])
-    given = [
-        (s[example], torch.zeros_like(s[example]) if g is None else g)
-        for s, g in zip(clipped.samples, grads, strict=True)
-        if s is not None
-    ]
-    return norm, [distance(*map(list, zip(*given, strict=True))) / norm.clamp(min=1e-12)] if given else []
+    return [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
 
 
 def _coefficients(
