@@ -329,7 +329,7 @@ class PrivateStep:
         clipper, given = self.clipper, self.given
         clipper.require_same_parameters()
         validate_optimizer(optimizer, clipper.model)
-        clipper.expect_same_model()
+        clipper.end_draw()
         self._require_no_gap()
         if (
             given is not None

@@ -1018,6 +1018,23 @@ def refusals(folder):
     def followed():
         loop(folder, model="llama", sharded=True)
 
+    def written_in_a_draw():
+        net = shard(build("llama"))
+        engine, losses_of = PrivacyEngine(ledger_dir=folder / "written"), losses_function(net)
+        loader, optimizer = (
+            DataLoader(dataset(kind="lm"), 6, collate_fn=collate),
+            torch.optim.SGD(net.parameters(), lr=0.1),
+        )
+        made = engine.make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+                                   loss_reduction="none", max_physical_batch_size=1)  # fmt: skip
+        for batch in made[-1]:
+            engine.clipper.backward(losses_of(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(0.9)
+
     return {
         f.__name__: message(f)
         for f in (
@@ -1025,6 +1042,7 @@ def refusals(folder):
             in_a_loop,
             layerdrop,
             followed,
+            written_in_a_draw,
             low_precision_sums,
             low_precision_sums_of_full_precision,
             ignored,

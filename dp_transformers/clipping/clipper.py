@@ -287,10 +287,10 @@ class PerExampleClipper:
         """Frozen weights may have been written since the last draw, and from now on not before the next one."""
         self._engine.begin_draw()
 
-    def expect_same_model(self) -> None:
-        """Expect that no forward or backward pass of this draw wrote to a frozen weight, nor one after its last sum to
-        anything else."""
-        self._engine.expect_same_model()
+    def end_draw(self) -> None:
+        """The draw is released or dropped: expect that no pass of it wrote to the model, which from now on is the
+        user's to change."""
+        self._engine.end_draw()
 
     def look_at_model(self) -> None:
         """Put back now what the batches until now left in the model: before somebody else writes to it, or reads it.

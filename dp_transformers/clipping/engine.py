@@ -33,6 +33,7 @@ from .model_state import ModelState
 from .modes import MODES, Mode
 from .owners import Owner, assign_owners, refuse_escape
 from .parallel.dispatch import class_forward
+from .parallel.dtensor import to_local
 from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall
 from .tap import tapped
@@ -156,7 +157,9 @@ class ClippingEngine:
             self.clip_by(self._clipping)
         shards = bool(self.trainable.shards)
         is_alone = not (shards or self.trainable.parallel)
-        self.state = ModelState(self.model, self.conditions, watch_parameters=not shards, is_alone=is_alone)
+        self.state = ModelState(
+            self.model, self.conditions, watch_parameters=not shards, is_alone=is_alone, local=to_local
+        )
         self.install_hooks()
         return not is_known
 
@@ -262,6 +265,12 @@ class ClippingEngine:
         model since is the user's own doing."""
         self.conditions.begin()
         self.state.begin_draw()
+
+    def end_draw(self) -> None:
+        """The draw is released or dropped: expect that no pass of it wrote to the model. What is written from now on
+        is the user's own doing."""
+        self.expect_same_model()
+        self.state.end_draw()
 
     def expect_same_model(self) -> None:
         """Expect that no forward or backward pass of this draw wrote to a frozen weight, nor one after its last sum to
@@ -517,7 +526,7 @@ class ClippingEngine:
     def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
         self.state.expect_unchanged()
         if self._releases:
-            self.state.expect_same_weights()
+            self.end_draw()
             try:
                 self.conditions.require()
             except ValueError:

@@ -14,7 +14,7 @@ import functools
 import logging
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, takewhile
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 4  # of containers and objects in attributes
 _DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
-_SAMPLED, _SMALL_SAMPLE = 4, 16  # trained weights of which so many numbers are compared within a draw
+_SAMPLED, _SMALL_SAMPLE = 4, 16  # weights, trained and frozen, of which so many numbers are compared within a draw
 _WORDS_AT_ONCE = 8  # changes of words inside attributes that count at once; later ones as those of numbers do
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
@@ -47,19 +47,26 @@ class ModelState:
         watch_parameters: False where frozen parameters change in the forward pass by themselves (FSDP2 gathers them).
         is_alone: False where processes share parameters, and must check the model together. A user's change counts
             there only if it is a class, mode, hook, method, word or switch of a module itself, as all of them make it.
+        local: Returns the part of a parameter that this process holds.
 
     Raises:
         ValueError: a batch of an earlier training left something in the model that could not be put back.
     """
 
     def __init__(
-        self, model: nn.Module, conditions: Conditions, *, watch_parameters: bool = True, is_alone: bool = True
+        self,
+        model: nn.Module,
+        conditions: Conditions,
+        *,
+        watch_parameters: bool = True,
+        is_alone: bool = True,
+        local: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
     ):
         self.model, self._conditions, self._watch_parameters = model, conditions, watch_parameters
-        self._is_alone = is_alone
+        self._is_alone, self._local = is_alone, local
         self._noted = self._is_in_draw = False
-        self._sampled: list[nn.Parameter] = []  # trained weights
-        self._sample: torch.Tensor | None = None  # some of their numbers, in the first pass of the draw
+        self._sampled: list[nn.Parameter] = []  # the largest
+        self._sample: list[torch.Tensor] | None = None  # some of their numbers, in the first pass of the draw
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
@@ -98,35 +105,40 @@ class ModelState:
         doing, or else that of a batch of another training."""
         refuse_marked(self.model)
         self._weights = None
-        self._end_draw()
+        self.end_draw()
         self._draws += 1
 
     def expect_same_weights(self) -> None:
         """Expect that large frozen parameters hold what they held at the first forward pass of the draw. It is asked
-        once a draw, at its end, since it reads them all."""
+        once a draw, since it reads them all."""
         weights, self._weights = self._weights, None
-        self._end_draw()
         self._expect_same(weights or [])
 
     def _expect_same_sample(self) -> None:
-        """Expect that some numbers of the largest trained weights are what they were in the draw's first pass: what is
-        written through ``.data`` has no trace."""
+        """Expect that some numbers of the largest weights are what they were in the draw's first pass: what is written
+        through ``.data`` has no trace, nor what is written to shards."""
         if self._sample is None:
-            trained = (p for p in self.model.parameters() if p.requires_grad and self._watch_parameters)
-            plain = [p for p in trained if type(p.data) is torch.Tensor and p.layout == torch.strided]
-            self._sampled = sorted(plain, key=torch.Tensor.numel)[-_SAMPLED:]
-        if not self._sampled:
-            return
-        device = self._sampled[0].device
-        sample = torch.cat([p.detach().reshape(-1)[:_SMALL_SAMPLE].float().to(device) for p in self._sampled])
+            largest = sorted(filter(self._has_numbers, self.model.parameters()), key=torch.Tensor.numel, reverse=True)
+            trained, frozen = ([p for p in largest if p.requires_grad is each] for each in (True, False))
+            self._sampled = trained[:_SAMPLED] + frozen[:_SAMPLED]
+        parts = [self._local(p.detach()).reshape(-1)[:_SMALL_SAMPLE].float() for p in self._sampled]
         if self._sample is None:
-            self._sample = sample
-        else:
-            self._conditions.expect(
-                _is_same(sample, self._sample), functools.partial(_refuse_written, self.model, self._sampled)
-            )
+            self._sample = [part.clone() for part in parts]
+        elif parts:
+            same = torch.stack([_is_same(*pair).to(parts[0].device) for pair in zip(parts, self._sample, strict=True)])
+            self._conditions.expect(same.all(), lambda sampled=self._sampled: self._refuse_written(sampled, same))
 
-    def _end_draw(self) -> None:
+    def _refuse_written(self, sampled: Sequence[nn.Parameter], same: torch.Tensor) -> None:
+        written = {id(p) for p, is_same in zip(sampled, same.tolist(), strict=True) if not is_same}
+        names = [name for name, p in self.model.named_parameters() if id(p) in written]
+        _refuse(names, names)
+
+    def _has_numbers(self, parameter: nn.Parameter) -> bool:
+        local = self._local(parameter.detach())
+        return type(local) is torch.Tensor and local.is_floating_point() and local.layout == torch.strided
+
+    def end_draw(self) -> None:
+        """What is changed from now on is the user's own doing."""
         self._is_in_draw, self._sample = False, None
 
     def runs_otherwise(self) -> bool:
@@ -191,7 +203,7 @@ class ModelState:
             yield
             return
         before = dict(vars(self))
-        self._is_in_draw = False
+        self.end_draw()
         self.before_forward()
         try:
             yield
@@ -200,7 +212,7 @@ class ModelState:
             if before["_is_in_draw"]:
                 vars(self).update(before)
             else:
-                self._end_draw()
+                self.end_draw()
         self._conditions.require()
 
     @contextmanager
@@ -460,11 +472,6 @@ def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
         "optimizer.step() has ended a draw ('if engine.has_stepped:'), or after "
         f"engine.drop_draw(). This training releases nothing more. {way_out}"
     )
-
-
-def _refuse_written(model: nn.Module, written: Sequence[nn.Parameter]) -> None:
-    names = [name for name, p in model.named_parameters() if any(p is each for each in written)]
-    _refuse(names, names)
 
 
 def _refuse_compiled(model: nn.Module) -> None:

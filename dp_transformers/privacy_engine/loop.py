@@ -93,7 +93,7 @@ class PrivateLoop:
         """Drop an unfinished draw, and count it as a step."""
         if self.step.drop():
             self.run.spend_step(self.step.number)
-        self.clipper.expect_same_model()  # what is written to it from now on is the user's own doing
+        self.clipper.end_draw()
         self.clipper.conditions.begin()
 
     @contextlib.contextmanager
@@ -188,6 +188,7 @@ class PrivateLoop:
         self.run.take_over(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
         next_step = int(saved.get("next_step", saved["steps"]))
         self.loader.start_at(next_step)
+        self._settings = (-1, [])  # the number of its first draw may be that of the last one here
         self._plan(next_step)
         self.run.begin()
 

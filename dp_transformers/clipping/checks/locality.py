@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -149,8 +148,7 @@ def _changes_beside_others(
     reentrant: bool,
 ) -> list[torch.Tensor]:
     """How much (relative to the largest) an example's loss moves when all others are replaced, also by large numbers,
-    and how much the gradient of one of them does. A sign, or a threshold over the batch, may move these
-    and no norms.
+    and its gradient beside the last of these. A sign, or a threshold over the batch, may move them and no norms.
 
     Under ``reentrant`` activation checkpointing nobody may ask autograd for gradients.
     """
@@ -175,9 +173,9 @@ def _changes_beside_others(
             )
             moved_b = losses_of(*moved_args, **moved_kwargs)
             changes.append(_change(moved_b.detach(), losses_b, _largest(losses_b))[kept])
-            if factor == _FACTORS[-1] and not reentrant:
-                own = partial(lambda kept: losses_of(*args, **kwargs)[kept], kept)
-                changes.append(torch.tensor(change_of_gradient(engine, moved_b[kept], own, replay)))
+        if not reentrant:
+            change = change_of_gradient(engine, moved_b[kept], lambda: losses_of(*args, **kwargs)[kept], replay)
+            changes.append(torch.tensor(change))
     return changes
 
 
