@@ -73,7 +73,7 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
         clipper.backward(task.forward(model))
 
     def step() -> None:
-        clipper.expect_same_model()
+        clipper.end_draw()
         clipper.conditions.require()
         add_noise_and_divide(clipper.parameters, noise, std=std, divisor=task.size, scales=clipper.noise_scales)
         optimizer.step()

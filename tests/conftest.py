@@ -12,6 +12,7 @@ import torch
 from model_table import ModelTable
 
 from dp_transformers.accounting import accountants
+from dp_transformers.clipping import precision
 
 torch.set_num_threads(1)
 
@@ -44,6 +45,14 @@ def _key_of_data_digests(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
+
+
+@pytest.fixture(params=[False, True], ids=["products in fp32", "products in bf16"])
+def bf16_products(request, monkeypatch):
+    """Whether this CPU multiplies bf16 faster, as it is told: without AMX it rounds nothing then, and sums are still formed of
+    two products."""
+    monkeypatch.setattr(precision, "_cpu_multiplies_bf16", lambda: request.param)
+    return request.param
 
 
 def pytest_collection_modifyitems(items):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,13 +73,13 @@ def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Ten
     """The product of two matrices or batches of them, each a :func:`factor`, in float32.
 
     Hardware for bf16 is several times as fast and as exact: no product of two such numbers is rounded, and sums are in
-    float32.
+    float32. Elsewhere factors in bf16 are multiplied as other numbers are.
     """
     multiply = torch.mm if left.dim() == 2 else torch.bmm
-    if not bf16:
-        return multiply(left, right)
     if left.dtype == torch.bfloat16:
         return multiply(left, right, out_dtype=torch.float32)
+    if not (bf16 and _rounds_to_bf16(left)):
+        return multiply(left, right)
     setting = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]  (set when torch is imported)
     before, setting.fp32_precision = setting.fp32_precision, "bf16"
     try:
@@ -88,8 +89,11 @@ def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Ten
 
 
 def split(x: torch.Tensor, *, bf16: bool) -> tuple[torch.Tensor, ...]:
-    """The :func:`factor` whose sum is ``x``, float32: itself, or two of bf16, of which rounding leaves out 2⁻¹⁷."""
-    if not bf16:
+    """The :func:`factor` whose sum is ``x``, float32: itself, or two of bf16, of which rounding leaves out 2⁻¹⁷.
+
+    Two products of halves cost less than one only on hardware for bf16.
+    """
+    if not (bf16 and (_multiplies_bf16(x) or _rounds_to_bf16(x))):
         return (x,)
     high = factor(x, bf16=True)
     low = x - high
@@ -99,6 +103,17 @@ def split(x: torch.Tensor, *, bf16: bool) -> tuple[torch.Tensor, ...]:
 def _multiplies_bf16(x: torch.Tensor) -> bool:
     """Returns True where torch multiplies bf16 tensors into a float32 one."""
     return x.is_cuda and torch.version.hip is None
+
+
+def _rounds_to_bf16(x: torch.Tensor) -> bool:
+    """Returns True where torch can be told to multiply float32 tensors in bf16, and is faster so."""
+    return x.device.type == "cpu" and _cpu_multiplies_bf16()
+
+
+@cache
+def _cpu_multiplies_bf16() -> bool:
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it
+    return any(capabilities.get(name) for name in ("amx_bf16", "bf16"))  # of x86, which has no other, and of Arm
 
 
 def sum_dtype(p: torch.Tensor) -> torch.dtype:

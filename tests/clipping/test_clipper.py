@@ -471,7 +471,7 @@ class TestMisuse:
             PerExampleClipper(nn.Linear(3, 1).half(), 1.0)
 
 
-def test_bf16_autocast_respects_the_bound():
+def test_bf16_autocast_respects_the_bound(bf16_products):
     """What is really summed stays within C in every mode, although forward and backward round to bf16."""
     model = build("llama")
     losses_of, batch = losses_function(model), batch_for("llama", LONG)
@@ -494,7 +494,7 @@ def test_bf16_autocast_respects_the_bound():
 @pytest.mark.parametrize(
     "kind", ["embedding", "linear", "bias", "layer norm", "convolution", "attention", "recurrent"]
 )
-def test_parts_that_cancel(kind, dtype, size, mode):
+def test_parts_that_cancel(kind, dtype, size, mode, bf16_products):
     """Positions pull in opposite directions: what is left of them is rounding, and still bounded."""
     t, d = (512 if dtype == torch.float32 else 64), 4
     generator = torch.Generator().manual_seed(0)
@@ -527,7 +527,7 @@ def test_parts_that_cancel(kind, dtype, size, mode):
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["embedding", "linear", "bias"])
-def test_equal_parts_that_cancel(kind, dtype, mode):
+def test_equal_parts_that_cancel(kind, dtype, mode, bf16_products):
     """Some positions pull three times as much as the others, against them: all are rounded alike, so what is left is
     no random walk."""
     t, d, bound = 4096, 8, 1e-3
@@ -553,7 +553,7 @@ def test_equal_parts_that_cancel(kind, dtype, mode):
 
 @pytest.mark.parametrize("first", ["router", "up"])
 @pytest.mark.parametrize("mode", ALL_MODES)
-def test_one_input_of_layers_in_two_precisions(mode, first):
+def test_one_input_of_layers_in_two_precisions(mode, first, bf16_products):
     """A router that stays in fp32 inside an autocast region: what is known of the input rounded to bf16 says nothing
     of it unrounded."""
 
@@ -615,7 +615,7 @@ def test_second_derivatives_are_refused(mode):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", ALL_MODES)
-def test_bf16_parameters(mode, tied):
+def test_bf16_parameters(mode, tied, bf16_products):
     """Norms and sums are in fp32, over several batches too; the sum of one example is as long as it may be, and not
     longer."""
     model = build("llama-tied" if tied else "llama").bfloat16()

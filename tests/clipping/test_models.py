@@ -10,6 +10,7 @@ from oracle import clipped_sum, distance, errors, per_example_gradients, trainab
 from zoo import ALWAYS_UNTIED, LABELS, ZOO, batch_for, build, losses_function
 
 from dp_transformers import PerExampleClipper
+from dp_transformers.clipping import precision
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.losses import find_per_example_loss
 
@@ -69,7 +70,7 @@ def test_heads_are_exact_in_every_mode(head):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_bf16_autocast(name):
+def test_bf16_autocast(name, monkeypatch):
     """Norms within 2% of those of one example at a time under autocast, and taking an example out never moves the sum
     by more than C: 50 adversarial batches."""
     model = build(name)
@@ -94,6 +95,7 @@ def test_bf16_autocast(name):
     for mode, seeds in (("book_keeping", range(25)), ("ghost", range(25, 50))):
         with PerExampleClipper(model, 1.0, mode=mode) as clipper:
             for seed in seeds:
+                monkeypatch.setattr(precision, "_cpu_multiplies_bf16", lambda seed=seed: seed % 4 < 2)
                 batch, scale, weights = batch_for(name, seed=seed, size=4), torch.ones(4), torch.ones(4)
                 if seed % 2:  # all examples equal: the sum is as long as it can be
                     batch = {k: v[:1].expand_as(v) for k, v in batch.items()}

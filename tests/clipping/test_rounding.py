@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_transformers.clipping.norms import DirectNorm, NormAccumulator
 from dp_transformers.clipping.precision import FULL_PRECISION, exact_arithmetic
-from dp_transformers.clipping.rounding import FP32, SPLIT
+from dp_transformers.clipping.rounding import FP32, SPLIT, SPLIT_ROUNDING
+from dp_transformers.clipping.terms.outer import Outer
 
 CPU = torch.device("cpu")
 
@@ -32,3 +34,24 @@ def test_reduced_precision_of_convolutions_is_kept_out_of_norms_and_sums(precisi
         assert setting.fp32_precision == precision
     finally:
         setting.fp32_precision = before
+
+
+class Products(TorchDispatchMode):
+    """Counts those of matrices."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func.overloadpacket is torch.ops.aten.mm
+        return func(*args, **(kwargs or {}))
+
+
+def test_sums_of_bf16_factors_take_two_products_only_where_these_are_fast(bf16_products):
+    """And lose no more than what the allowance says."""
+    left, right, coefficients = torch.randn(3, 8, 5).bfloat16(), torch.randn(3, 8, 4).bfloat16(), torch.rand(3)
+    with exact_arithmetic(CPU), Products() as products:
+        total = Outer(left, right).weighted_sum(coefficients)
+    assert products.number == 1 + bf16_products
+    parts = coefficients[:, None, None, None].double() * left[..., None].double() * right[:, :, None].double()
+    rounding = SPLIT_ROUNDING if bf16_products else 0
+    assert ((total - parts.sum((0, 1))).abs() <= (rounding + 1e-6) * parts.abs().sum((0, 1))).all()
