@@ -128,11 +128,14 @@ class PrivateStep:
         self._last_draw = -1  # the number of the last draw that came
         self._summed_draw = -1  # the number of the draw that the sums belong to
         self._last_released: int | None = None  # number of the last draw that was released, or that before the first
+        self._dropped_draw = -1  # the number of the last draw that was dropped
+        self._is_closed = False
 
     def close(self) -> None:
-        """Stop looking at optimizers, and drop the draw that is worked on."""
+        """Stop looking at optimizers, drop the draw that is worked on, and give no other."""
         self.gradients.close()
         self.drop()
+        self._is_closed = True
 
     @property
     def is_unfinished(self) -> bool:
@@ -143,7 +146,7 @@ class PrivateStep:
         """Drop the sums of an unfinished draw, so that nobody steps with them, and return whether there was one."""
         self.gradients.drop()
         unfinished = self.is_unfinished
-        self.given, self.run.unfinished = None, 0
+        self.given, self.run.unfinished, self._dropped_draw = None, 0, self._last_draw
         return unfinished
 
     @property
@@ -164,7 +167,12 @@ class PrivateStep:
 
     def physical_batches(self, draw: LogicalBatch) -> Iterator[Given]:
         """Yield the physical batches of a draw one after the other. Where parameters are sharded, every rank is given
-        as many."""
+        as many. A draw that is dropped ends."""
+        if self._is_closed:
+            raise RuntimeError(
+                "the private training that this loader belongs to has ended (engine.detach()), so nobody would clip "
+                "its draws, add noise or count them. Iterate over your own DataLoader, or call make_private again."
+            )
         self._require_next(draw)
         self.number = draw.step
         self.clipper.clip_by(self._clipping)
@@ -178,6 +186,8 @@ class PrivateStep:
         )
         batches += [self._data.filler() for _ in range(rounds - len(batches))]
         for i, batch in enumerate(batches):
+            if self._dropped_draw == draw.number or self._is_closed:
+                return
             self.given = Given(batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number))
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
@@ -313,6 +323,8 @@ class PrivateStep:
         if self._share is not None:
             self._share.add(self.clipper.norms[: given.batch.examples], self.clipper.max_grad_norm)
         self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
+        if not given.last_of_draw:
+            self.clipper.hold_weights()
 
     # ---- the release ----
 

@@ -1133,9 +1133,24 @@ def decay_and_save(model, count, engine, optimizer):
     engine.save_checkpoint(io.BytesIO(), module=model, optimizer=optimizer)
 
 
+def decay_one_number(model, count, engine, optimizer):
+    model[0].norm.weight.data[-1] *= 0.9
+
+
+def decay_late_rows(model, count, engine, optimizer):
+    model[0].mix.weight.data[-1:] *= 0.9
+
+
+def put_another_tensor(model, count, engine, optimizer):
+    model[0].norm.weight.data = model[0].norm.weight.data * 0.9
+
+
 BETWEEN = [
     decay_by_hand,
     decay_without_a_trace,
+    decay_one_number,
+    decay_late_rows,
+    put_another_tensor,
     decay_and_save,
     turn_a_frozen_layer,
     switch,
@@ -1156,6 +1171,147 @@ def test_one_draw_sees_one_model(change):
 
     engine, _ = train_in_parts(after_a_draw)
     assert engine.steps == 4
+
+
+@torch.no_grad()
+def clamp(model, count, engine, optimizer):
+    for p in model[0].parameters():
+        p.clamp_(-100, 100)
+
+
+@torch.no_grad()
+def evaluate_an_average(model, count, engine, optimizer):
+    own = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict({k: v / 2 for k, v in own.items()})
+    model.eval()(make_data().tensors[0])
+    model.train().load_state_dict(own)
+
+
+@pytest.mark.parametrize("write", [clamp, evaluate_an_average])
+def test_weights_that_hold_what_they_held_may_be_written_within_a_draw(write):
+    results = []
+    for change in (write, lambda *args: None):
+        torch.manual_seed(0)
+        results.append(list(train_in_parts(change)[1].parameters()))
+    assert distance(*results) == 0
+
+
+class CountsItsCalls(torch.optim.SGD):
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        return super().step(closure)
+
+
+def halve_the_momentum(model, count, engine, optimizer):
+    for state in optimizer.state.values():
+        state["momentum_buffer"].mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("of", "change", "name"),
+    [
+        (CountsItsCalls, lambda *args: None, "calls"),
+        (torch.optim.SGD, halve_the_momentum, "momentum_buffer"),
+    ],
+)
+def test_nothing_that_the_optimizer_keeps_changes_within_a_draw(of, change, name):
+    model = nn.Sequential(Net(), nn.Linear(CLASSES, CLASSES).requires_grad_(False))
+    engine, model, optimizer, loader = make(
+        model, optimizer=of(model[0].parameters(), 0.1, momentum=0.9), noise_multiplier=1.0, max_physical_batch_size=2
+    )
+    with pytest.raises(ValueError, match=f"'{name}' of the optimizer was changed between two physical batches"):
+        for count, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            change(model, count, engine, optimizer)
+
+
+def test_an_evaluation_with_a_graph_within_a_draw_is_named():
+    def evaluate(model, count, engine, optimizer):
+        model.eval()(make_data().tensors[0])
+        model.train()
+
+    with pytest.raises(ValueError, match=r"'training'.*evaluate under torch.no_grad\(\)"):
+        train_in_parts(evaluate)
+    assert train_in_parts(torch.no_grad()(evaluate))[0].steps == 4
+
+
+def test_a_dropped_draw_ends():
+    """Which examples are in the rest of it depends on what was in the part before."""
+    engine, model, optimizer, loader = make(noise_multiplier=1.0, max_physical_batch_size=2)
+    ends = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if not ends:
+            engine.drop_draw()
+            ends.append(engine.steps)
+            continue
+        optimizer.step()
+        if engine.has_stepped:
+            ends.append(engine.steps)
+    assert ends == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_is_loaded_within_a_draw_ends_it(tmp_path):
+    """Its examples would meet two models. The draw is counted, and the loop goes on with the next."""
+    engine, model, optimizer, loader = make(noise_multiplier=1.0, max_physical_batch_size=2)
+    engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    stepped = []
+    for count, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if count == 1:
+            engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+            assert engine.steps == 1 and distance(list(model.parameters()), before) == 0
+            continue
+        optimizer.step()
+        stepped += [engine.steps] if engine.has_stepped else []
+    assert stepped == [2, 3, 4]
+
+
+def test_the_loader_of_a_training_that_has_ended():
+    """It went on, and the optimizer stepped without noise."""
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    batches = iter(loader)
+    x, y = next(batches)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    engine.detach()
+    for rest in (loader, batches):
+        with pytest.raises(RuntimeError, match="has ended.*call make_private again"):
+            next(iter(rest))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's own
+@pytest.mark.parametrize("part", ["whole", "second"])
+def test_reentrant_checkpointing_in_evaluation_too_is_named(part):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Embedding(9, 4), nn.Linear(4, CLASSES)
+            self.dummy = torch.ones(1, requires_grad=True)
+
+        def forward(self, ids):
+            if part == "second":
+                return checkpoint(lambda h: self.second(h.tanh()).mean(1), self.first(ids), use_reentrant=True)
+            whole = lambda ids, dummy: self.second(self.first(ids).tanh()).mean(1) * dummy.detach()  # noqa: E731
+            return checkpoint(whole, ids, self.dummy, use_reentrant=True)
+
+    _, model, _, loader = make(Checkpointed(), noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="(?s)reentrant activation checkpointing.*use_reentrant=False"):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+
+
+def test_whether_clipping_is_checked_is_said_once():
+    engine, *_ = make(noise_multiplier=1.0)
+    with pytest.raises(AttributeError, match="self_check is True for the whole of a training"):
+        engine.clipper.self_check = False
 
 
 class AtATemperature(nn.Module):

@@ -97,7 +97,7 @@ class PerExampleClipper:
                 "batch_first=False needs the self-check, which learns where every module has its examples."
             )
         self.clipping = checked_clipping(max_grad_norm)
-        self.self_check, self.asked_mode = self_check, mode
+        self._self_check, self.asked_mode = self_check, mode
         self.checked = False
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
         self._looks = RareLooks()
@@ -124,6 +124,18 @@ class PerExampleClipper:
             f"max_grad_norm is {self.max_grad_norm:g} for the whole of a private training, since noise and epsilon "
             "are made for it. For another bound start another training (make_private, DPTrainingArguments); for one "
             "that changes give the mechanism ScheduledClipping; without noise, make a new PerExampleClipper."
+        )
+
+    @property
+    def self_check(self) -> bool:
+        """Whether this clipper compares itself with one example at a time."""
+        return self._self_check
+
+    @self_check.setter
+    def self_check(self, value: bool) -> None:
+        raise AttributeError(
+            f"self_check is {self.self_check} for the whole of a training, whose reports say so. Give it where the "
+            "training is set up (make_private, DPTrainingArguments, PerExampleClipper)."
         )
 
     def clip_by(self, clipping: ClippingFunction) -> None:
@@ -286,6 +298,10 @@ class PerExampleClipper:
     def begin_draw(self) -> None:
         """Frozen weights may have been written since the last draw, and from now on not before the next one."""
         self._engine.begin_draw()
+
+    def hold_weights(self) -> None:
+        """More physical batches of the draw are to come: expect at its end that weights hold what they hold now."""
+        self._engine.state.hold_weights()
 
     def end_draw(self) -> None:
         """The draw is released or dropped: expect that no pass of it wrote to the model, which from now on is the

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 4  # of containers and objects in attributes
 _DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
-_SAMPLED, _SMALL_SAMPLE = 4, 16  # weights, trained and frozen, of which so many numbers are compared within a draw
 _WORDS_AT_ONCE = 8  # changes of words inside attributes that count at once; later ones as those of numbers do
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
@@ -65,8 +64,7 @@ class ModelState:
         self.model, self._conditions, self._watch_parameters = model, conditions, watch_parameters
         self._is_alone, self._local = is_alone, local
         self._noted = self._is_in_draw = False
-        self._sampled: list[nn.Parameter] = []  # the largest
-        self._sample: list[torch.Tensor] | None = None  # some of their numbers, in the first pass of the draw
+        self._held: Written = []  # the trained parameters and all shards, after the first sum of the draw
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
@@ -90,7 +88,6 @@ class ModelState:
         if self._is_in_draw:
             self.expect_unchanged()
         self._is_in_draw = True
-        self._expect_same_sample()
         if self._is_same_by_identity():
             self._note_contents()
         else:
@@ -108,38 +105,24 @@ class ModelState:
         self.end_draw()
         self._draws += 1
 
+    def hold_weights(self) -> None:
+        """Note what the trained parameters hold, and all shards, if this is not done: more physical batches of the
+        draw are to come. What is written through ``.data``, or to shards, leaves no other trace."""
+        if not self._held:
+            named = self.model.named_parameters()
+            held = [(name, p) for name, p in named if p.requires_grad or not self._watch_parameters]
+            self._held = [(n, p, content_of(local)) for n, p in held if _is_plain(local := self._local(p.detach()))]
+
     def expect_same_weights(self) -> None:
-        """Expect that large frozen parameters hold what they held at the first forward pass of the draw. It is asked
-        once a draw, since it reads them all."""
-        weights, self._weights = self._weights, None
-        self._expect_same(weights or [])
-
-    def _expect_same_sample(self) -> None:
-        """Expect that some numbers of the largest weights are what they were in the draw's first pass: what is written
-        through ``.data`` has no trace, nor what is written to shards."""
-        if self._sample is None:
-            largest = sorted(filter(self._has_numbers, self.model.parameters()), key=torch.Tensor.numel, reverse=True)
-            trained, frozen = ([p for p in largest if p.requires_grad is each] for each in (True, False))
-            self._sampled = trained[:_SAMPLED] + frozen[:_SAMPLED]
-        parts = [self._local(p.detach()).reshape(-1)[:_SMALL_SAMPLE].float() for p in self._sampled]
-        if self._sample is None:
-            self._sample = [part.clone() for part in parts]
-        elif parts:
-            same = torch.stack([_is_same(*pair).to(parts[0].device) for pair in zip(parts, self._sample, strict=True)])
-            self._conditions.expect(same.all(), lambda sampled=self._sampled: self._refuse_written(sampled, same))
-
-    def _refuse_written(self, sampled: Sequence[nn.Parameter], same: torch.Tensor) -> None:
-        written = {id(p) for p, is_same in zip(sampled, same.tolist(), strict=True) if not is_same}
-        names = [name for name, p in self.model.named_parameters() if id(p) in written]
-        _refuse(names, names)
-
-    def _has_numbers(self, parameter: nn.Parameter) -> bool:
-        local = self._local(parameter.detach())
-        return type(local) is torch.Tensor and local.is_floating_point() and local.layout == torch.strided
+        """Expect that large frozen parameters hold what they held at the first forward pass of the draw, and the
+        trained ones, if there was more than one physical batch, what they held after the first. It is asked once a
+        draw, since it reads them all."""
+        weights, self._weights = self._weights or [], None
+        self._expect_same(weights + self._now(self._held))
 
     def end_draw(self) -> None:
         """What is changed from now on is the user's own doing."""
-        self._is_in_draw, self._sample = False, None
+        self._is_in_draw, self._held = False, []
 
     def runs_otherwise(self) -> bool:
         """Returns True if the model may compute otherwise than when this was asked last, by the user's doing.
@@ -181,7 +164,9 @@ class ModelState:
             return
         self._noted = False
         rewritten = [
-            p for p, version in zip(self._trained, self._trained_versions, strict=True) if version_of(p) != version
+            p
+            for p, version in zip(self._trained, self._trained_versions, strict=True)
+            if version_of(p) != version and not self._is_held(p)
         ]
         if not rewritten and self._is_same_by_identity() and not self._rewritten_arrays():
             self._expect_same(self._contents)
@@ -193,6 +178,17 @@ class ModelState:
         self._record()
         if changed:
             self._conditions.refuse_for_good(lambda: _refuse(changed, lost))
+
+    def _is_held(self, parameter: nn.Parameter) -> bool:
+        """Whether a trained parameter, which was written to, is known to hold what it held after the draw's first sum:
+        an average that came and went, a constraint that it meets."""
+        held = [each for each in self._held if each[1] is parameter]
+        return bool(held) and bool(_all(_are_same(self._now(held))))
+
+    @torch.no_grad()
+    def _now(self, held: Written) -> Written:
+        """The same of the tensors that parameters are now, of which this process holds its part."""
+        return [(name, self._local(p), content) for name, p, content in held]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -420,9 +416,11 @@ def _has_attributes(value: Any) -> bool:
 
 def _has_plain_content(t: Any) -> bool:
     """Returns True for a tensor that nothing but a forward pass would write. The optimizer writes what is trained."""
-    if type(t) not in (torch.Tensor, nn.Parameter) or (isinstance(t, nn.Parameter) and t.requires_grad):
-        return False
-    return t.layout == torch.strided and not t.is_meta
+    return _is_plain(t) and not (isinstance(t, nn.Parameter) and t.requires_grad)
+
+
+def _is_plain(t: Any) -> bool:
+    return type(t) in (torch.Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_meta
 
 
 def version_of(t: torch.Tensor) -> int | None:
@@ -464,11 +462,16 @@ def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
         else "The model holds again what it held before, and may be trained anew; a copy that was made of it since "
         "may hold private data."
     )
+    causes = (
+        "Within a draw evaluate under torch.no_grad(). "
+        if all(name.rpartition(".")[2] == "training" for name in changed)
+        else "Set a rope_type other than 'dynamic' or attention_type='original_full', or switch off the running "
+        "statistics, counters or caches that forward writes. "
+    )
     raise ValueError(
         f"'{changed[0]}'{others} of the model changed in a forward or backward pass, or between two physical batches "
-        "of a draw, and not by the optimizer: it would carry private data to later batches without clipping and noise."
-        " Set a rope_type other than 'dynamic' or attention_type='original_full', or switch off the running "
-        "statistics, counters or caches that forward writes. If your own loop writes it, do that after "
+        "of a draw, and not by the optimizer: it would carry private data to later batches without clipping and "
+        f"noise. {causes}If your own loop writes it, do that after "
         "optimizer.step() has ended a draw ('if engine.has_stepped:'), or after "
         f"engine.drop_draw(). This training releases nothing more. {way_out}"
     )

@@ -48,7 +48,7 @@ class PrivateLoop:
         self._is_stepping = False  # the optimizer's step has begun and has not returned
         self._is_suspended = self._is_checkpointing = False
         self._shown: dict[str, float] = {}
-        self._settings: tuple[int, list[dict[str, Any]]] = (-1, [])  # the optimizer's in the last step, and its draw
+        self._settings: tuple[int, dict[tuple, Any]] = (-1, {})  # the optimizer's in the last step, and its draw
         self._plan()
         self.run.begin()
         self._handles = [
@@ -158,7 +158,7 @@ class PrivateLoop:
         return {**run.state.to_dict(), **progress, **run.facts()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the run of a checkpoint.
+        """Go on with the run of a checkpoint. An unfinished draw is dropped, and counted as a step.
 
         Raises:
             PrivacyStateError: it is of another mechanism, or the ledger lacks steps.
@@ -179,6 +179,8 @@ class PrivateLoop:
             )
         state = PrivacyState.from_dict(saved)
         state.require(self.run.state)
+        if self.step.is_unfinished:  # its examples would meet two models
+            self.drop_draw()
         executed = [
             Counter({StepParameters(*step): count for *step, count in segment})
             for segment in saved.get("executed", ())
@@ -188,7 +190,7 @@ class PrivateLoop:
         self.run.take_over(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
         next_step = int(saved.get("next_step", saved["steps"]))
         self.loader.start_at(next_step)
-        self._settings = (-1, [])  # the number of its first draw may be that of the last one here
+        self._settings = (-1, {})  # the number of its first draw may be that of the last one here
         self._plan(next_step)
         self.run.begin()
 
@@ -236,21 +238,18 @@ class PrivateLoop:
                 )
 
     def _require_same_settings(self) -> None:
-        """Raise ValueError if the optimizer's settings are others than for the physical batch of the same draw before
+        """Raise ValueError if what the optimizer keeps is other than for the physical batch of the same draw before
         this one: how many such batches there are is private, and a learning rate that follows their number tells."""
-        draw = self.step.number
-        settings = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        draw, settings = self.step.number, _kept_by(self.optimizer)
         (last_draw, last_settings), self._settings = self._settings, (draw, settings)
         if draw == last_draw and settings != last_settings:
-            pairs = zip(last_settings, settings, strict=False)
-            before, after = next((pair for pair in pairs if pair[0] != pair[1]), ({}, {"param_groups": None}))
-            changed = next(k for k in before | after if k not in before or before[k] != after.get(k))
+            changed = next(k for k in last_settings | settings if last_settings.get(k, _kept_by) != settings.get(k))
             self._settings = last_draw, last_settings
             raise ValueError(
-                f"'{changed}' of the optimizer was changed between two physical batches of one draw. How many there "
-                "are is private data, and a schedule that follows their number tells it without noise. Change it "
-                "when a draw has ended: 'if engine.has_stepped: scheduler.step()'. An optimizer that counts the calls "
-                "of step() in its settings needs max_physical_batch_size=None, or DPTrainer. Set it back, or call "
+                f"'{changed[0]}' of the optimizer was changed between two physical batches of one draw. How many "
+                "there are is private data, and a schedule that follows their number tells it without noise. Change "
+                "it when a draw has ended: 'if engine.has_stepped: scheduler.step()'. An optimizer that counts the "
+                "calls of step() needs max_physical_batch_size=None, or DPTrainer. Set it back, or call "
                 "engine.drop_draw(), which counts the draw as a step."
             )
 
@@ -281,6 +280,21 @@ class PrivateLoop:
         self._is_stepping = False
         if not self.step.is_unfinished:
             self._show_parameters(self.step.number + 1)
+
+
+def _kept_by(optimizer: torch.optim.Optimizer) -> dict[tuple, Any]:
+    """What tells whether the optimizer keeps something else later: its settings by name and group, numbers among its
+    attributes, and its state."""
+    groups = enumerate(optimizer.param_groups)
+    settings = {(k, i): _noted(v) for i, group in groups for k, v in group.items() if k != "params"}
+    numbers = {(k,): v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))}
+    moments = {
+        (k, i, "state"): (id(v), v._version) if isinstance(v, torch.Tensor) else _noted(v)
+        for i, state in enumerate(optimizer.state.values())
+        if isinstance(state, Mapping)
+        for k, v in state.items()
+    }
+    return settings | numbers | moments
 
 
 def _noted(setting: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..clipping_functions import ClippingFunction
 from ..engine import ClippingEngine
-from ..errors import SelfCheckError
+from ..errors import REENTRANT, SelfCheckError
 from ..groups import ParameterGroup
 from ..parallel.dtensor import as_dtensor_like, full_tensors, is_dtensor, to_local
 from ..precision import sum_dtype
@@ -223,7 +223,10 @@ def _gradient(engine: ClippingEngine, loss: torch.Tensor) -> list[tuple[nn.Param
         None if g is None else engine.trainable.parallel.native_gradient(p, g)
         for p, g in zip(parameters, grads, strict=True)
     ]
-    return [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
+    used = [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
+    if not used:
+        raise SelfCheckError(REENTRANT)
+    return used
 
 
 def _coefficients(
