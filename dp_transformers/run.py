@@ -19,6 +19,7 @@ from .checkpoint import PrivacyState
 from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .ledger import Ledger, PrivacyStateError
 from .mechanism import NO_BOUND, Mechanism, PrivacyUnit
+from .reports.certificate import require_intact
 from .values import StepParameters
 
 logger = logging.getLogger(__name__)
@@ -259,9 +260,19 @@ class PrivateRun:
         self._segments.setdefault(self.state.run_id, []).append(Counter())
         if self.ledger is None:
             return
-        distributed.call_on_rank_zero(
-            lambda: self.ledger.begin(self.state.to_dict(), {**self._about(), **self.facts()})
-        )
+        distributed.call_on_rank_zero(self._record_beginning)
+
+    def _record_beginning(self) -> None:
+        assert self.ledger is not None
+        require_intact(self.ledger)
+        about, before = self._about(), self.ledger.beginnings(self.state.run_id)
+        digests = {(each.get("data") or {}).get("digest") for each in (about, *before[-1:])}
+        if len(digests - {None}) > 1:
+            logger.warning(
+                "this run goes on with other data than it had before (their digests differ): its epsilon is that of "
+                "rows that are in both, and its report names both."
+            )
+        self.ledger.begin(self.state.to_dict(), {**about, **self.facts()})
 
     def facts(self) -> dict[str, Any]:
         """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is

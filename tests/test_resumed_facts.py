@@ -1,6 +1,7 @@
 """What was said of a run's steps is said of it after a resume too, in both loops: whether it was verified, and how
 many rows a person may have."""
 
+import hashlib
 import itertools
 import json
 import logging
@@ -16,27 +17,41 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.checkpoint import STATE_NAME
-from dp_transformers.ledger import LEDGER_NAME
+from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
+from dp_transformers.reports import certificate
+from dp_transformers.reports.certificate import CERTIFICATE_NAME
+from dp_transformers.reports.words import run_table
 
 LOOPS = ["trainer", "engine", "engine with a ledger"]
 DELTA = 1e-3
 N = 16
 
 
-def by_trainer(folder, steps, resume, *, max_examples_per_person=1, self_check=True, sigma=1.0, target_epsilon=None):
+def by_trainer(
+    folder,
+    steps,
+    resume,
+    *,
+    max_examples_per_person=1,
+    self_check=True,
+    sigma=1.0,
+    target_epsilon=None,
+    seed=0,
+    **others,
+):
     args = DPTrainingArguments(
         str(folder), target_delta=DELTA, noise_multiplier=sigma if target_epsilon is None else None, target_epsilon=target_epsilon,
         per_device_train_batch_size=8, expected_batch_size=4, max_steps=steps, save_strategy="steps", save_steps=2, use_cpu=True,
-        report_to="none", disable_tqdm=True, self_check=self_check, max_examples_per_person=max_examples_per_person,
+        report_to="none", disable_tqdm=True, self_check=self_check, max_examples_per_person=max_examples_per_person, **others,
     )  # fmt: skip
-    trainer = DPTrainer(seeded(bert), args, lambda rows: padded(rows, "right"), texts([8] * N))
+    trainer = DPTrainer(seeded(bert), args, lambda rows: padded(rows, "right"), texts([8 + seed] * N))
     trainer.train(resume_from_checkpoint=resume)
     return trainer.privacy_spent()
 
 
-def by_engine(folder, steps, resume, *, ledger_dir=None, target_epsilon=None, sigma=1.0, **options):
+def by_engine(folder, steps, resume, *, ledger_dir=None, target_epsilon=None, sigma=1.0, seed=0, **options):
     model, engine = Classifier(), PrivacyEngine(ledger_dir=ledger_dir)
-    data = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2)
+    data = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(seed)), torch.arange(N) % 2)
     common = {
         "module": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
@@ -56,6 +71,23 @@ def by_engine(folder, steps, resume, *, ledger_dir=None, target_epsilon=None, si
     spent = engine.privacy_spent(DELTA)
     engine.detach()
     return spent
+
+
+def lines_of(ledger):
+    return list(map(json.loads, ledger.read_text().splitlines()))
+
+
+def without(line, name):
+    return {k: v for k, v in line.items() if k != name}
+
+
+def rewrite(ledger, lines):
+    """Write a ledger whose digests are right."""
+    content = b""
+    for line in lines:
+        line = {**line, "before": hashlib.sha256(content).hexdigest()}
+        content += json.dumps(line).encode() + b"\n"
+    ledger.write_bytes(content)
 
 
 def train(loop, folder, steps, resume=False, **options):
@@ -128,5 +160,58 @@ def test_each_of_both_records_is_enough(tmp_path, where):
         del content["verified"]  # as an earlier release wrote it
         state.write_text(json.dumps(content))
     else:
-        ledger.write_text(ledger.read_text().replace(', "verified": false', ""))
+        rewrite(ledger, [without(line, "verified") for line in lines_of(ledger)])
+        (tmp_path / CERTIFICATE_NAME).unlink()
     assert not by_trainer(tmp_path, 4, True).verified
+
+
+def with_less_noise(lines):
+    return [{**line, "noise_multiplier": 50.0} if "step" in line else line for line in lines]
+
+
+@pytest.mark.parametrize("loop", ["trainer", "engine with a ledger"])
+@pytest.mark.parametrize("change", [with_less_noise, lambda lines: [lines[0], *lines[3:]]], ids=["noise", "lines"])
+def test_a_ledger_that_was_changed_is_not_gone_on_from(tmp_path, loop, change):
+    train(loop, tmp_path, 4)
+    ledger = tmp_path / LEDGER_NAME
+    changed = change(lines_of(ledger))
+    ledger.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    with pytest.raises(
+        PrivacyStateError, match="does not follow from what stands before it.*from one backup|lines are missing"
+    ):
+        train(loop, tmp_path, 6, resume=True)
+    assert lines_of(ledger) == changed
+
+
+@pytest.mark.parametrize("loop", ["trainer", "engine with a ledger"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_ledger_that_was_cut_off_is_not_gone_on_from(tmp_path, loop, resume):
+    """The certificate knows how long it was. An older one that was restored without it would count too few steps."""
+    train(loop, tmp_path, 2)
+    kept = {name: (tmp_path / name).read_bytes() for name in (LEDGER_NAME, "c.pt") if (tmp_path / name).exists()}
+    train(loop, tmp_path, 4, resume=True)
+    if loop != "trainer":
+        certificate.write(tmp_path, delta=DELTA)
+    for name, content in kept.items():
+        (tmp_path / name).write_bytes(content)
+    before = (tmp_path / CERTIFICATE_NAME).read_bytes()
+    with pytest.raises(PrivacyStateError, match="was cut off by [34] lines after privacy.json was written"):
+        train(loop, tmp_path, 6, resume=resume and str(tmp_path / ("checkpoint-2" if loop == "trainer" else "c.pt")))
+    assert (tmp_path / CERTIFICATE_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("loop", ["trainer", "engine with a ledger"])
+def test_what_was_shown_and_of_which_data_stays_in_reports(tmp_path, loop, caplog):
+    options = {"log_raw_metrics": True} if loop == "trainer" else {}
+    train(loop, tmp_path, 2, **options)
+    before = certificate.build(tmp_path, delta=DELTA)["runs"][0]
+    caplog.clear()
+    train(loop, tmp_path, 4, resume=True, seed=1)
+    assert "goes on with other data" in caplog.text
+    after = certificate.build(tmp_path, delta=DELTA)["runs"][0]
+    assert after["also_released"] == before["also_released"] and len(before["also_released"]) == (loop == "trainer")
+    assert after["data"]["earlier"] == [before["data"]] and after["data"]["digest"] != before["data"]["digest"]
+    assert before["data"]["digest"] in dict(run_table(after)).values()
+    caplog.clear()
+    train(loop, tmp_path, 6, resume=True, seed=1)
+    assert "goes on with other data" not in caplog.text

@@ -6,6 +6,7 @@ shown to a loop and not stepped. Whoever has both files builds it anew and compa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -20,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..ledger import LEDGER_NAME, Ledger, flush_to_disk
+from ..ledger import LEDGER_NAME, Ledger, PrivacyStateError, flush_to_disk
 from ..mechanism import NO_BOUND
 from .recompute import RecordedRun, Spent, recorded_runs, spent
 
@@ -209,10 +210,15 @@ def write(
 
     Args:
         delta, unfinished: As in :func:`build`. Unfinished draws of runs that are not named stay as they were.
+
+    Raises:
+        PrivacyStateError: the ledger was changed, also by what the certificate that is there says of it.
     """
     folder = Path(folder)
-    if not Ledger(folder).run_ids():
+    ledger = Ledger(folder)
+    if not ledger.run_ids():
         return None
+    require_intact(ledger)
     old = read(folder) if (folder / CERTIFICATE_NAME).exists() else None
     kept = unfinished_draws(old) if old else {}
     content = build(folder, delta=delta, unfinished={**kept, **(unfinished or {})})
@@ -304,25 +310,46 @@ def disagreements(folder: str | os.PathLike, said: Mapping[str, Any]) -> list[st
     return [*faults, f"{CERTIFICATE_NAME} says {'; '.join(differ)}."] if differ else faults
 
 
+def require_intact(ledger: Ledger) -> None:
+    """Raise PrivacyStateError if lines of the ledger were changed or taken out, by its own digests or by that in the
+    certificate beside it, so that no run goes on from a false count and no certificate is written over that one."""
+    said = None
+    with contextlib.suppress(CertificateError):  # there is none, or of another version
+        said = read(ledger.path.parent)["ledger"]
+    if changes := _changes_of_ledger(ledger, said):
+        raise PrivacyStateError(
+            f"what was spent in '{ledger.path.parent}' is not known: {changes[0]} Restore both files from one backup, "
+            "the latest, or choose another folder for a new run from the original model. What this one spent counts "
+            "all the same."
+        )
+
+
 def _faults_of_ledger(ledger: Ledger, said: Mapping[str, Any]) -> list[str]:
+    if changes := _changes_of_ledger(ledger, said):
+        return changes
+    if (more := ledger.chain().lines - said["lines"]) > 0:
+        return [
+            f"{LEDGER_NAME} goes on for {more} lines after {CERTIFICATE_NAME} was written: the training was "
+            "killed, or is not over yet. Let it go on to its end, which writes the certificate anew."
+        ]
+    return []
+
+
+def _changes_of_ledger(ledger: Ledger, said: Mapping[str, Any] | None) -> list[str]:
+    """What shows that lines of the ledger were changed or taken out, also by what a certificate ``said`` of it."""
     chain = ledger.chain()
     if chain.broken_at is not None:
         where = f"line {chain.broken_at} of {LEDGER_NAME}"
         return [f"{where} does not follow from what stands before it: {_cause(chain.broken_at)}"]
+    if said is None or ledger.digest(said["bytes"]) == (said["bytes"], said["sha256"]):
+        return []
     missing = said["lines"] - chain.lines
-    if ledger.digest(said["bytes"]) != (said["bytes"], said["sha256"]):
-        changed = "was changed in its last line, or in all of its digests,"
-        what = f"was cut off by {missing} lines" if missing > 0 else changed
-        return [
-            f"{LEDGER_NAME} {what} after {CERTIFICATE_NAME} was written: the SHA-256 of its first {said['bytes']} "
-            "bytes is another one."
-        ]
-    if missing < 0:
-        return [
-            f"{LEDGER_NAME} goes on for {-missing} lines after {CERTIFICATE_NAME} was written: the training was "
-            "killed, or is not over yet. Let it go on to its end, which writes the certificate anew."
-        ]
-    return []
+    changed = "was changed in its last line, or in all of its digests,"
+    what = f"was cut off by {missing} lines" if missing > 0 else changed
+    return [
+        f"{LEDGER_NAME} {what} after {CERTIFICATE_NAME} was written: the SHA-256 of its first {said['bytes']} "
+        "bytes is another one."
+    ]
 
 
 def _cause(number: int) -> str:

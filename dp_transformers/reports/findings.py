@@ -128,7 +128,8 @@ class Report:
             self._refuse_other_data()
 
     def _refuse_other_data(self) -> None:
-        data = {(run.facts.get("data") or {}).get("digest") for run in self.runs}
+        of_runs = [run.facts.get("data") or {} for run in self.runs]
+        data = {each.get("digest") for last in of_runs for each in (last, *last.get("earlier", ()))}
         if len(data) > 1 or None in data:
             why = "their digests differ" if None not in data else "not all have a digest"
             raise ValueError(

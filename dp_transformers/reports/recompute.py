@@ -23,7 +23,8 @@ class RecordedRun:
         state: As of when it began or went on for the last time, with the most rows of one person that were ever said.
         segments: The parameters of its executed steps, in one counter for each noise source.
         unfinished: How many of these were drawn and shown to a loop, and not taken.
-        facts: What its last beginning says besides the state: data, model, software.
+        facts: What its last beginning says besides the state: data, model, software. What else was shown, and other
+            data, are those of all beginnings.
     """
 
     state: PrivacyState
@@ -108,8 +109,19 @@ def _recorded(ledger: Ledger, run_id: str, unfinished: int) -> RecordedRun:
         not_private_because=_reasons(beginnings, mechanism),
         verified=all(line.get("verified", True) for line in beginnings),
         unfinished=unfinished,
-        facts=beginnings[-1],
+        facts={**beginnings[-1], **_of_all(beginnings)},
     )
+
+
+def _of_all(beginnings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a run says of itself that does not end when it goes on without it: what else was shown, and data."""
+    shown = [each for line in beginnings for each in line.get("also_released") or ()]
+    facts: dict[str, Any] = {"also_released": [each for i, each in enumerate(shown) if each not in shown[:i]]}
+    last = beginnings[-1].get("data")
+    earlier = [line["data"] for line in beginnings if line.get("data") not in (None, last)]
+    if last is not None and earlier:
+        facts["data"] = {**last, "earlier": [each for i, each in enumerate(earlier) if each not in earlier[:i]]}
+    return facts
 
 
 def _kept(mechanism: Mechanism) -> Mechanism:

@@ -121,13 +121,18 @@ def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Also in each step", "; ".join(map(_values, run["mechanism"]["releases"])) or "nothing"),
         ("Self-check", "passed before the first step" if run["verified"] else "NOT done"),
         ("Private", _private(run)),
-        ("Data digest", data.get("digest") or f"none: {data.get('no_digest_because', 'not recorded')}"),
+        ("Data digest", _data(data)),
+        *(("Data digest, earlier", _data(each)) for each in data.get("earlier", ())),
         ("Key of the digest", data.get("key") or "none"),
         ("Model", _model(model)),
         ("Code", _code(code)),
         ("Software", ", ".join(f"{name} {version}" for name, version in (run["software"] or {}).items() if version)),
         ("Also shown", _released(run["also_released"] or ())),
     ]
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    return data.get("digest") or f"none: {data.get('no_digest_because', 'not recorded')}"
 
 
 def also_released(certificate: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from recorded import DATA, DELTA, mechanism, record, writing
 
 from dp_transformers import compute_epsilon
-from dp_transformers.ledger import LEDGER_NAME, Ledger
+from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, CertificateError, disagreements, read
 from dp_transformers.reports.findings import Report, look
@@ -261,8 +261,12 @@ def test_a_chain_that_was_made_anew(tmp_path):
     record(tmp_path)
     said = (tmp_path / CERTIFICATE_NAME).read_text()
     (tmp_path / LEDGER_NAME).unlink()
+    (tmp_path / CERTIFICATE_NAME).unlink()
     record(tmp_path, how=mechanism(sigma=3.0))
     (tmp_path / CERTIFICATE_NAME).write_text(said)
+    with pytest.raises(PrivacyStateError, match="was changed in its last line, or in all of its digests, after"):
+        certificate.write(tmp_path)
+    assert (tmp_path / CERTIFICATE_NAME).read_text() == said
     assert Ledger(tmp_path).chain().broken_at is None
     assert "was changed in its last line, or in all of its digests, after" in faults(tmp_path)[0]
 
