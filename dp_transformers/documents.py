@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -79,6 +80,12 @@ def first_rows_of_each(owners: Iterable[Any], max_rows: int) -> list[int]:
     Which rows of a person are kept depends on that person's rows alone, so ``max_examples_per_person=max_rows`` is
     true of the rows that are left. Choose the number without looking at these data.
 
+    Args:
+        owners: The owner of each row, by a name or a number; a tensor or an array counts as what it holds.
+
+    Raises:
+        ValueError: an owner is missing (None, nan), or nothing that is equal wherever it comes again.
+
     Example::
 
         >>> from dp_transformers import first_rows_of_each
@@ -89,10 +96,30 @@ def first_rows_of_each(owners: Iterable[Any], max_rows: int) -> list[int]:
     seen: Counter = Counter()
     kept = []
     for i, owner in enumerate(owners):
+        owner = _plain(owner, i)
         seen[owner] += 1
         if seen[owner] <= max_rows:
             kept.append(i)
     return kept
+
+
+def _plain(owner: Any, row: int) -> Any:
+    """The owner as something that is equal, and has the same hash, wherever it comes again."""
+    if hasattr(owner, "tolist"):  # a tensor is equal to itself alone
+        owner = owner.tolist()
+    if isinstance(owner, (list, tuple)):
+        return tuple(_plain(part, row) for part in owner)
+    if owner is None or (isinstance(owner, float) and math.isnan(owner)):
+        raise ValueError(
+            f"row {row} has no owner ({owner}), so it is not known whose it is. Leave such rows out, or give each a "
+            "name of its own if they are nobody else's."
+        )
+    if not isinstance(owner, (str, bytes, int, float)):
+        raise ValueError(
+            f"the owner of row {row} is a {type(owner).__name__}, and two of these may be unequal although they are "
+            "one owner: give names or numbers (str(owner))."
+        )
+    return owner
 
 
 def _require_positive(name: str, value: int) -> None:

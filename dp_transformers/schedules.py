@@ -117,7 +117,12 @@ class StepSchedule(Schedule):
         _require_positive(self, "factor", "every")
 
     def at(self, step: int) -> float:
-        return float(self.factor ** (step // self.every))
+        try:
+            return float(self.factor ** (step // self.every))
+        except OverflowError:
+            raise ValueError(
+                f"{self} is larger than any number at step {step}: lower the factor, or raise 'every'."
+            ) from None
 
 
 def _require_positive(schedule: Schedule, *names: str) -> None:

@@ -1,9 +1,12 @@
 """Rows made of documents: none holds pieces of two, and of one there are no more than a bound."""
 
+import math
 import random
 from itertools import chain
 
+import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from local_scripts import tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator
@@ -98,6 +101,20 @@ def test_rows_of_a_person_are_bounded(seed):
     without = [i for i, n in enumerate(names) if n != "a"]
     others = first_rows_of_each([names[i] for i in without], 3)
     assert [without[i] for i in others] == [i for i in kept if names[i] != "a"]
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor, np.array, lambda ids: [[i, "a"] for i in ids]])
+def test_owners_are_compared_by_what_they_hold(form):
+    """Each tensor was an owner of its own, so that every row was kept."""
+    assert first_rows_of_each(form([1, 1, 2, 1, 2]), 1) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("owner", "why"), [(None, "has no owner"), (math.nan, "has no owner"), (object(), "is a object")]
+)
+def test_owners_that_may_be_unequal_to_themselves(owner, why):
+    with pytest.raises(ValueError, match=f"row 1 {why}"):
+        first_rows_of_each([3.0, owner, owner], 1)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, None])

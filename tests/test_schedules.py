@@ -272,3 +272,10 @@ def test_a_schedule_that_leaves_the_data_set_is_refused_before_training(tmp_path
 def test_the_mechanism_is_a_file_of_json(tmp_path):
     assert Mechanism.from_dict(json.loads(json.dumps(ALL.to_dict()))) == ALL
     assert len(rows()) == N and Classifier() is not None
+
+
+def test_a_schedule_that_outgrows_numbers():
+    with pytest.raises(
+        ValueError, match=r"StepSchedule\(factor=2.0, every=1\) is larger than any number at step 1100"
+    ):
+        StepSchedule(2.0, every=1).at(1100)

@@ -18,7 +18,7 @@ from datasets import Dataset
 from models import CHECKPOINTING, DeepSpeedEngine, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 from transformers import (
     BertConfig,
     BertForMultipleChoice,
@@ -26,6 +26,7 @@ from transformers import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    EarlyStoppingCallback,
     GPT2Config,
     GPT2ForSequenceClassification,
     T5Config,
@@ -355,6 +356,44 @@ def test_training_stops_before_the_step_that_would_exceed_the_budget(tmp_path, c
     assert resumed.privacy_spent().epsilon <= 5.0
     assert "training stops here" in caplog.text
     assert (tmp_path / "checkpoint-7" / STATE_NAME).exists()
+
+
+STOPS = EarlyStoppingCallback(early_stopping_patience=1)
+FOLLOWS = [  # arguments, callbacks, and what follows the metrics of evaluation
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, [], "the learning rate"),
+    ({"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}, [], "the best checkpoint"),
+    ({"save_strategy": "best", "save_steps": 1}, [], "which checkpoints are kept"),
+    ({}, [STOPS], "when training stops"),
+]
+
+
+@pytest.mark.parametrize(("changes", "callbacks", "what"), FOLLOWS)
+@pytest.mark.parametrize(
+    "inside", [lambda data: data, lambda data: {"a": dataset(4), "b": data}, lambda data: Subset(data, range(9))]
+)
+def test_training_rows_choose_nothing_without_noise(tmp_path, changes, callbacks, what, inside):
+    data = dataset()
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss", **changes}
+    trainer = trainer_for(tmp_path, data=data, callbacks=callbacks, eval_data=inside(data), **options)
+    with pytest.raises(ValueError, match=rf"the training rows would choose .*{what}.*Evaluate on other rows"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(("changes", "callbacks", "what"), FOLLOWS)
+def test_choices_by_other_rows_are_said(tmp_path, changes, callbacks, what, caplog):
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "eval_loss",
+        "max_steps": 2,
+        **changes,
+    }
+    trainer_for(tmp_path, callbacks=callbacks, eval_data=dataset(8, seed=5), noise_multiplier=1.0, **options).train()
+    assert callbacks or f"the evaluation data choose {what}" in caplog.text
+    certificate = json.loads((tmp_path / "privacy.json").read_text())
+    assert any(
+        each["what"].startswith(what) and not each["covered"] for each in certificate["runs"][0]["also_released"]
+    )
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
@@ -239,6 +239,7 @@ class DPTrainerMixin(Base):
                 "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer "
                 "is not saved. Load the saved model and start a new run; what both spend adds up."
             )
+        _refuse_choices_by_training_rows(self._chosen_by_evaluation, self.train_dataset, self.eval_dataset)
         with self._training.recorded(resume_from_checkpoint) as checkpoint:
             output = super().train(checkpoint, trial, ignore_keys_for_eval)
         spent = self._run.spent()
@@ -263,8 +264,14 @@ class DPTrainerMixin(Base):
             accountant=args.accountant,
             data=describe_data(dataset, args.output_dir, wanted=args.data_digest),
             model=self.model,
-            also_released=_also_released(args, self.eval_dataset),
+            also_released=_also_released(args, self.eval_dataset, self._chosen_by_evaluation),
         )
+
+    @property
+    def _chosen_by_evaluation(self) -> list[str]:
+        """What of the training follows the metrics of evaluation, in words."""
+        stops = any(isinstance(each, EarlyStoppingCallback) for each in self.callback_handler.callbacks)
+        return [*_choices(self.args), *(["when training stops (EarlyStoppingCallback)"] if stops else [])]
 
     def _say(self, text: str) -> None:
         """Show a sentence once, on rank 0, also in scripts that configure no logging."""
@@ -513,25 +520,50 @@ def _refuse_state_of_accelerate(*args: Any) -> None:
 
 
 def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_dataset: Any) -> None:
-    if eval_dataset is not None and eval_dataset is train_dataset:
+    if _evaluates_on(train_dataset, eval_dataset):
         logger.warning(
-            "eval_dataset is train_dataset: what evaluation prints is computed from private rows without noise; "
-            "epsilon does not cover it."
+            "eval_dataset has the rows of train_dataset: what evaluation prints is computed from private rows without "
+            "noise; epsilon does not cover it."
         )
-    if args.load_best_model_at_end:
-        logger.warning(
-            "load_best_model_at_end chooses by the evaluation data; epsilon says nothing about those examples."
+    elif choices := _choices(args):
+        logger.warning("the evaluation data choose %s; epsilon says nothing about their rows.", " and ".join(choices))
+
+
+def _evaluates_on(train_dataset: Any, eval_dataset: Any) -> bool:
+    """Whether one of the evaluation data is ``train_dataset``, or a ``torch.utils.data.Subset`` of it."""
+    each = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    return train_dataset is not None and any(
+        train_dataset is x or train_dataset is getattr(x, "dataset", None) for x in each
+    )
+
+
+def _choices(args: DPTrainingArguments) -> list[str]:
+    """What of a training with these arguments follows the metrics of evaluation, in words."""
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    choices = {
+        "the best checkpoint (load_best_model_at_end)": args.load_best_model_at_end,
+        'which checkpoints are kept (save_strategy="best")': str(getattr(args.save_strategy, "value", "")) == "best",
+        f"the learning rate (lr_scheduler_type={schedule!r})": schedule in ("reduce_lr_on_plateau", "greedy"),
+    }
+    return [what for what, follows in choices.items() if follows]
+
+
+def _refuse_choices_by_training_rows(choices: Sequence[str], train_dataset: Any, eval_dataset: Any) -> None:
+    if choices and _evaluates_on(train_dataset, eval_dataset):
+        raise ValueError(
+            f"the training rows would choose {' and '.join(choices)} without noise, since eval_dataset has them, and "
+            "epsilon would not hold. Evaluate on other rows, or leave that choice out."
         )
 
 
-def _also_released(args: DPTrainingArguments, eval_dataset: Any) -> Iterator[dict[str, Any]]:
+def _also_released(args: DPTrainingArguments, eval_dataset: Any, choices: Sequence[str]) -> Iterator[dict[str, Any]]:
     """What leaves the training besides the noised gradients, and whether epsilon covers it."""
     if args.log_raw_metrics:
         yield {"what": "the loss of training batches, without noise (log_raw_metrics)", "covered": False}
     if eval_dataset is not None:
         yield {"what": "metrics on evaluation data, which tell of the rows of that data", "covered": False}
-    if args.load_best_model_at_end:
-        yield {"what": "the choice of the best checkpoint by evaluation data", "covered": False}
+    for choice in choices:
+        yield {"what": f"{choice}, by evaluation data", "covered": False}
 
 
 def _total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -21,6 +21,10 @@ _OF_MIXIN = {
     "max_grad_norm",
     "_get_num_items_in_batch": "no example's loss may be divided by what the others contain. Pass "
     "per_example_loss_func for a loss of your own",
+    "floating_point_ops": "it would save how many examples were drawn, which is private. Use Trainer, on public data, "
+    "to count operations",
+    "_track_num_input_tokens": "it would save how many tokens were drawn, which is private. Use Trainer, on public "
+    "data, to count tokens",
     "_save_rng_state": "a checkpoint must not hold the random numbers of dropout",
     "_load_rng_state": "random numbers must be fresh on resume",
 }
