@@ -41,6 +41,7 @@ from transformers import (
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
 from dp_transformers.checkpoint import STATE_NAME
 from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
+from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.run import PrivateRun
 from dp_transformers.step import PrivateStep
 from dp_transformers.trainer.refused_settings import refuse_settings
@@ -347,6 +348,7 @@ def test_training_stops_before_the_step_that_would_exceed_the_budget(tmp_path, c
     trainer_for(tmp_path, **options).train()
     lines = (tmp_path / LEDGER_NAME).read_text().splitlines()
     (tmp_path / LEDGER_NAME).write_text("\n".join(lines[:-3]) + "\n")  # as if killed after step 5
+    (tmp_path / CERTIFICATE_NAME).unlink()
     shutil.rmtree(tmp_path / "checkpoint-8")
     shutil.rmtree(tmp_path / "checkpoint-6")
     resumed = trainer_for(tmp_path, **options)
