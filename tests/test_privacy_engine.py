@@ -1376,8 +1376,9 @@ def test_numbers_that_a_loop_sets_in_a_draw_are_set_back():
         (lambda group: group["betas"].__setitem__(0, 0.9 * group["betas"][0]), "betas"),
         (lambda group: group.update(weight_decay=group["weight_decay"] + 0.1), "weight_decay"),
         (lambda group: group.update(seen=group.get("seen", 0) + 1), "seen"),
+        (lambda group: group.pop("maximize", None), "maximize"),
     ],
-    ids=["tensor", "tensor's data", "list", "number", "count"],
+    ids=["tensor", "tensor's data", "list", "number", "count", "taken out"],
 )
 def test_no_setting_of_the_optimizer_changes_within_a_draw(change, name):
     def adam_of(model):

@@ -301,7 +301,7 @@ class PerExampleClipper:
 
     def hold_weights(self) -> None:
         """More physical batches of the draw are to come: expect at its end that weights hold what they hold now."""
-        self._engine.state.hold_weights()
+        self._engine.hold_weights()
 
     def end_draw(self) -> None:
         """The draw is released or dropped: expect that no pass of it wrote to the model, which from now on is the

@@ -266,6 +266,11 @@ class ClippingEngine:
         self.conditions.begin()
         self.state.begin_draw()
 
+    def hold_weights(self) -> None:
+        """More physical batches of the draw are to come: expect at its end that weights hold what they hold now."""
+        self.trainable.shards.reshard()
+        self.state.hold_weights()
+
     def end_draw(self) -> None:
         """The draw is released or dropped: expect that no pass of it wrote to the model. What is written from now on
         is the user's own doing."""

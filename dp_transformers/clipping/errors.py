@@ -24,11 +24,6 @@ HOW_BATCH_NORM_MIXES = (
     "(GroupNorm), or keep the statistics of pretraining and call its eval() after every model.train()."
 )
 
-REENTRANT = (
-    "a part of the model runs under reentrant activation checkpointing, through which autograd gives no gradients of "
-    "one example. Call torch.utils.checkpoint.checkpoint with use_reentrant=False."
-)
-
 _WARNED: set[Hashable] = set()
 
 

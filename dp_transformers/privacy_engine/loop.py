@@ -243,7 +243,10 @@ class PrivateLoop:
         draw, settings = self.step.number, _kept_by(self.optimizer)
         (last_draw, last_settings), self._settings = self._settings, (draw, settings)
         if draw == last_draw and settings != last_settings:
-            changed = next(k for k in last_settings | settings if last_settings.get(k, _kept_by) != settings.get(k))
+            missing = object()
+            changed = next(
+                k for k in last_settings | settings if last_settings.get(k, missing) != settings.get(k, missing)
+            )
             self._settings = last_draw, last_settings
             raise ValueError(
                 f"'{changed[0]}' of the optimizer was changed between two physical batches of one draw. How many "

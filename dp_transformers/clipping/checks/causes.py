@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..engine import ClippingEngine
-from ..errors import HOW_BATCH_NORM_MIXES, REENTRANT, SelfCheckError, named
+from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, named
 from .synthetic import LossFunction, floating_tensors, kept_buffers, only_rows
 
 
@@ -39,7 +39,10 @@ def true_causes(
                 "object). Let the module return it."
             ) from error
         if "checkpoint" in str(error).lower() and ".grad()" in str(error):  # of torch
-            raise SelfCheckError(REENTRANT) from error
+            raise SelfCheckError(
+                "a part of the model runs under reentrant activation checkpointing, through which autograd gives no "
+                "gradients of one example: call torch.utils.checkpoint.checkpoint with use_reentrant=False."
+            ) from error
         norm = next((m for m in engine.model.named_modules() if isinstance(m[1], _BatchNorm) and m[1].training), None)
         if norm is not None and not isinstance(error, SelfCheckError):
             raise SelfCheckError(f"{named(norm[0], norm[1])} {HOW_BATCH_NORM_MIXES}") from error

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..clipping_functions import ClippingFunction
 from ..engine import ClippingEngine
-from ..errors import REENTRANT, SelfCheckError
+from ..errors import SelfCheckError
 from ..groups import ParameterGroup
 from ..parallel.dtensor import as_dtensor_like, full_tensors, is_dtensor, to_local
 from ..precision import sum_dtype
@@ -210,14 +210,10 @@ def _take_away(
 
 def _gradient(engine: ClippingEngine, loss: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """The parameters that the loss depends on, with its gradient."""
-    if not loss.requires_grad:
-        raise SelfCheckError(
-            "the loss of an example depends on no trainable parameter: adapters are disabled or merged, or what is "
-            "trained takes no part in the model's forward pass. Enable them (or train something that is used)."
-        )
     parameters, shards = engine.trainable.parameters, engine.trainable.shards
     wholes = [shards.all_unsharded(p) for p in parameters]
-    found = iter(torch.autograd.grad(loss, [whole for its in wholes for whole in its], allow_unused=True))
+    asked = [whole for its in wholes for whole in its]
+    found = iter(torch.autograd.grad(loss, asked, allow_unused=True) if loss.requires_grad else [None] * len(asked))
     grads = [_sum([next(found) for _ in its]) for its in wholes]
     grads = [
         None if g is None else engine.trainable.parallel.native_gradient(p, g)
@@ -225,7 +221,11 @@ def _gradient(engine: ClippingEngine, loss: torch.Tensor) -> list[tuple[nn.Param
     ]
     used = [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
     if not used:
-        raise SelfCheckError(REENTRANT)
+        raise SelfCheckError(
+            "the loss of an example depends on no trainable parameter: adapters are disabled or merged, or what is "
+            "trained takes no part in the model's forward pass. Enable them (or train something that is used). Or it "
+            "runs under reentrant activation checkpointing, which hides it: use use_reentrant=False."
+        )
     return used
 
 
