@@ -1016,3 +1016,25 @@ def test_models_that_are_split_while_they_load_need_a_trainer_that_knows(tmp_pat
     trainer.model._device_mesh = object()
     with pytest.raises(ValueError, match=r"while it loads \(DistributedConfig\).*install transformers>=5.19"):
         refuse_settings(trainer)
+
+
+def test_weights_that_a_loss_writes_without_a_trace(tmp_path):
+    """``.data`` tells no version: all trained weights are compared at the end of a draw."""
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            due.append(state.global_step)
+
+    def losses_of(model, inputs):
+        if due and due[-1] == 1:
+            model.classifier.weight.data[-1:] *= 0.9
+        return torch.nn.functional.cross_entropy(
+            model(inputs["input_ids"], inputs["attention_mask"]).logits, inputs["labels"], reduction="none"
+        )
+
+    due = []
+    args = arguments(tmp_path, noise_multiplier=1.0, per_device_train_batch_size=2)
+    trainer = DPTrainer(build("bert"), args, collate, dataset(), callbacks=[Begins()], per_example_loss_func=losses_of)
+    with pytest.raises(ValueError, match=r"'classifier.weight' of the model changed .* between two physical batches"):
+        trainer.train()
+    assert trainer.state.global_step == 1
