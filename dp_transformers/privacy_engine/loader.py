@@ -64,8 +64,8 @@ class PoissonDraws:
             raise ValueError(
                 f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
                 f"{sampling.expected_batch_size:g}, but data_loader has {given.num_examples} and "
-                f"batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same data, "
-                f"and give the DataLoader batch_size={round(sampling.expected_batch_size)}."
+                f"batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same "
+                f"data, and give the DataLoader batch_size={round(sampling.expected_batch_size)}."
             )
         self.dataset, self.collate_fn, self.max_physical_batch_size = (
             loader.dataset,
