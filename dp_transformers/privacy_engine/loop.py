@@ -90,11 +90,18 @@ class PrivateLoop:
         return [(sigma, q, count) for (sigma, q), count in counts.items()]
 
     def drop_draw(self) -> None:
-        """Drop an unfinished draw, and count it as a step."""
+        """Drop an unfinished draw, and count it as a step.
+
+        Raises:
+            ValueError: a batch of it left something behind in the model.
+        """
+        self._drop_draw()
+        self.clipper.conditions.begin()
+
+    def _drop_draw(self) -> None:
         if self.step.drop():
             self.run.spend_step(self.step.number)
         self.clipper.end_draw()
-        self.clipper.conditions.begin()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -180,7 +187,7 @@ class PrivateLoop:
         state = PrivacyState.from_dict(saved)
         state.require(self.run.state)
         if self.step.is_unfinished:  # its examples would meet two models
-            self.drop_draw()
+            self._drop_draw()
         executed = [
             Counter({StepParameters(*step): count for *step, count in segment})
             for segment in saved.get("executed", ())
