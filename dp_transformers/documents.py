@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -105,19 +104,19 @@ def first_rows_of_each(owners: Iterable[Any], max_rows: int) -> list[int]:
 
 def _plain(owner: Any, row: int) -> Any:
     """The owner as something that is equal, and has the same hash, wherever it comes again."""
-    if hasattr(owner, "tolist"):  # a tensor is equal to itself alone
-        owner = owner.tolist()
+    for to_plain in ("tolist", "as_py"):  # a tensor is equal to itself alone
+        owner = getattr(owner, to_plain)() if hasattr(owner, to_plain) else owner
     if isinstance(owner, (list, tuple)):
         return tuple(_plain(part, row) for part in owner)
-    if owner is None or (isinstance(owner, float) and math.isnan(owner)):
+    if owner is None or type(owner).__name__ in ("NAType", "NaTType") or (isinstance(owner, float) and owner != owner):
         raise ValueError(
             f"row {row} has no owner ({owner}), so it is not known whose it is. Leave such rows out, or give each a "
             "name of its own if they are nobody else's."
         )
-    if not isinstance(owner, (str, bytes, int, float)):
+    if type(owner).__hash__ in (None, object.__hash__):
         raise ValueError(
-            f"the owner of row {row} is a {type(owner).__name__}, and two of these may be unequal although they are "
-            "one owner: give names or numbers (str(owner))."
+            f"the owner of row {row} is a {type(owner).__name__}, of which two are not equal although they hold the "
+            "same: give names or numbers."
         )
     return owner
 

@@ -20,6 +20,7 @@ from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .ledger import Ledger, PrivacyStateError
 from .mechanism import NO_BOUND, Mechanism, PrivacyUnit
 from .reports.certificate import require_intact
+from .reports.recompute import is_other_data
 from .values import StepParameters
 
 logger = logging.getLogger(__name__)
@@ -266,8 +267,9 @@ class PrivateRun:
         assert self.ledger is not None
         require_intact(self.ledger)
         about, before = self._about(), self.ledger.beginnings(self.state.run_id)
-        digests = {(each.get("data") or {}).get("digest") for each in (about, *before[-1:])}
-        if len(digests - {None}) > 1:
+        now, said = about.get("data") or {}, [line["data"] for line in before if line.get("data")]
+        comparable = [each for each in said if each.get("digest") and each.get("key") == now.get("key")]
+        if any(is_other_data(now, each) for each in comparable[-1:]):
             logger.warning(
                 "this run goes on with other data than it had before (their digests differ): its epsilon is that of "
                 "rows that are in both, and its report names both."

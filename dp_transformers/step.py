@@ -186,7 +186,7 @@ class PrivateStep:
         )
         batches += [self._data.filler() for _ in range(rounds - len(batches))]
         for i, batch in enumerate(batches):
-            if self._dropped_draw == draw.number or self._is_closed:
+            if draw.number <= self._dropped_draw or self._is_closed:
                 return
             self.given = Given(batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number))
             self.run.unfinished = int(self._own_optimizer is not None)
@@ -323,8 +323,7 @@ class PrivateStep:
         if self._share is not None:
             self._share.add(self.clipper.norms[: given.batch.examples], self.clipper.max_grad_norm)
         self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
-        if not given.last_of_draw:
-            self.clipper.hold_weights()
+        self.clipper.hold_weights(is_last=given.last_of_draw)
 
     # ---- the release ----
 

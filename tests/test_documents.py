@@ -3,8 +3,11 @@
 import math
 import random
 from itertools import chain
+from uuid import UUID
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
@@ -103,14 +106,25 @@ def test_rows_of_a_person_are_bounded(seed):
     assert [without[i] for i in others] == [i for i in kept if names[i] != "a"]
 
 
-@pytest.mark.parametrize("form", [list, torch.tensor, np.array, lambda ids: [[i, "a"] for i in ids]])
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        torch.tensor,
+        np.array,
+        pa.array,
+        lambda ids: [[i, "a"] for i in ids],
+        lambda ids: [UUID(int=i) for i in ids],
+    ],
+)
 def test_owners_are_compared_by_what_they_hold(form):
     """Each tensor was an owner of its own, so that every row was kept."""
     assert first_rows_of_each(form([1, 1, 2, 1, 2]), 1) == [0, 2]
 
 
 @pytest.mark.parametrize(
-    ("owner", "why"), [(None, "has no owner"), (math.nan, "has no owner"), (object(), "is a object")]
+    ("owner", "why"),
+    [(None, "has no owner"), (math.nan, "has no owner"), (pd.NA, "has no owner"), (object(), "is a object")],
 )
 def test_owners_that_may_be_unequal_to_themselves(owner, why):
     with pytest.raises(ValueError, match=f"row 1 {why}"):

@@ -1196,12 +1196,86 @@ def test_weights_that_hold_what_they_held_may_be_written_within_a_draw(write):
     assert distance(*results) == 0
 
 
+@pytest.mark.parametrize("back", ["before the step", "after a pass"])
+def test_weights_are_compared_where_gradients_are_taken(back):
+    """A loop may train other numbers than it keeps (rounded ones), as long as they are the same for the whole draw."""
+    model = nn.Sequential(Net(), nn.Linear(CLASSES, CLASSES).requires_grad_(False))
+    engine, model, optimizer, loader = make(model, noise_multiplier=1.0, max_physical_batch_size=2)
+
+    def train():
+        for count, (x, y) in enumerate(loader):
+            kept = [p.data.clone() for p in model[0].parameters()]
+            for p in model[0].parameters():
+                p.data = p.data.sign() if back == "before the step" else p.data * (1 + count % 2)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for p, data in zip(model[0].parameters(), kept, strict=True):
+                p.data = data
+            optimizer.step()
+
+    if back == "before the step":
+        train()
+        assert engine.steps == 4
+    else:
+        with pytest.raises(ValueError, match="or between two physical batches of a draw"):
+            train()
+
+
 class CountsItsCalls(torch.optim.SGD):
     calls = 0
 
     def step(self, closure=None):
         self.calls += 1
         return super().step(closure)
+
+
+class CountsInATensor(torch.optim.SGD):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.calls, self.defaults["seen"] = torch.zeros(()), 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        return super().step(closure)
+
+
+class CountsInItsDefaults(CountsInATensor):
+    def step(self, closure=None):
+        self.defaults["seen"] += 1
+        return torch.optim.SGD.step(self, closure)
+
+
+class CountsInItsState(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+class BeginsAtItsFirstStep(torch.optim.SGD):
+    """And moves its moments to another place and back."""
+
+    is_ready = False
+
+    def step(self, closure=None):
+        self.is_ready = True
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("mine", torch.zeros(3))
+                self.state[p] = {k: v.clone() for k, v in self.state[p].items()}
+        return super().step(closure)
+
+
+def test_an_optimizer_may_begin_within_a_draw():
+    model = Net()
+    optimizer = BeginsAtItsFirstStep(model.parameters(), 0.1)
+    engine, model, optimizer, loader = make(
+        model, optimizer=optimizer, noise_multiplier=1.0, max_physical_batch_size=2
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.steps == 4
 
 
 def halve_the_momentum(model, count, engine, optimizer):
@@ -1213,6 +1287,9 @@ def halve_the_momentum(model, count, engine, optimizer):
     ("of", "change", "name"),
     [
         (CountsItsCalls, lambda *args: None, "calls"),
+        (CountsInATensor, lambda *args: None, "calls"),
+        (CountsInItsDefaults, lambda *args: None, "defaults"),
+        (CountsInItsState, lambda *args: None, "calls"),
         (torch.optim.SGD, halve_the_momentum, "momentum_buffer"),
     ],
 )
@@ -1254,6 +1331,19 @@ def test_a_dropped_draw_ends():
         if engine.has_stepped:
             ends.append(engine.steps)
     assert ends == [1, 2, 3, 4]
+
+
+def test_a_dropped_draw_does_not_come_back():
+    engine, model, optimizer, loader = make(noise_multiplier=1.0, max_physical_batch_size=2)
+    kept = iter(loader)
+    next(kept)
+    engine.drop_draw()
+    next(iter(loader))
+    engine.drop_draw()
+    x, y = next(kept)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert engine._loop.step.number == 2
 
 
 def test_a_checkpoint_that_is_loaded_within_a_draw_ends_it(tmp_path):

@@ -371,7 +371,12 @@ FOLLOWS = [  # arguments, callbacks, and what follows the metrics of evaluation
 
 @pytest.mark.parametrize(("changes", "callbacks", "what"), FOLLOWS)
 @pytest.mark.parametrize(
-    "inside", [lambda data: data, lambda data: {"a": dataset(4), "b": data}, lambda data: Subset(data, range(9))]
+    "inside",
+    [
+        lambda data: data,
+        lambda data: {"a": dataset(4), "b": data},
+        lambda data: Subset(Subset(data, range(20)), range(9)),
+    ],
 )
 def test_training_rows_choose_nothing_without_noise(tmp_path, changes, callbacks, what, inside):
     data = dataset()
@@ -379,6 +384,16 @@ def test_training_rows_choose_nothing_without_noise(tmp_path, changes, callbacks
     trainer = trainer_for(tmp_path, data=data, callbacks=callbacks, eval_data=inside(data), **options)
     with pytest.raises(ValueError, match=rf"the training rows would choose .*{what}.*Evaluate on other rows"):
         trainer.train()
+
+
+def test_rows_beside_the_training_rows_may_choose(tmp_path):
+    whole = dataset()
+    train, rest = Subset(whole, range(40)), Subset(whole, range(40, 60))
+    options = {"eval_strategy": "steps", "eval_steps": 1, "noise_multiplier": 1.0, "max_steps": 2}
+    options |= {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_rest_loss"}
+    trainer_for(tmp_path, data=train, eval_data={"train": train, "rest": rest}, **options).train()
+    with pytest.raises(ValueError, match="the training rows would choose the learning rate"):
+        trainer_for(tmp_path, data=train, eval_data={"rest": Subset(whole, range(39, 60))}, **options).train()
 
 
 @pytest.mark.parametrize(("changes", "callbacks", "what"), FOLLOWS)

@@ -299,9 +299,9 @@ class PerExampleClipper:
         """Frozen weights may have been written since the last draw, and from now on not before the next one."""
         self._engine.begin_draw()
 
-    def hold_weights(self) -> None:
-        """More physical batches of the draw are to come: expect at its end that weights hold what they hold now."""
-        self._engine.hold_weights()
+    def hold_weights(self, *, is_last: bool) -> None:
+        """A physical batch of a draw was summed: expect that its weights are those of the others."""
+        self._engine.hold_weights(is_last=is_last)
 
     def end_draw(self) -> None:
         """The draw is released or dropped: expect that no pass of it wrote to the model, which from now on is the

@@ -266,10 +266,10 @@ class ClippingEngine:
         self.conditions.begin()
         self.state.begin_draw()
 
-    def hold_weights(self) -> None:
-        """More physical batches of the draw are to come: expect at its end that weights hold what they hold now."""
+    def hold_weights(self, *, is_last: bool) -> None:
+        """A physical batch of a draw was summed: expect that its weights are those of the others."""
         self.trainable.shards.reshard()
-        self.state.hold_weights()
+        self.state.hold_weights(is_last=is_last)
 
     def end_draw(self) -> None:
         """The draw is released or dropped: expect that no pass of it wrote to the model. What is written from now on

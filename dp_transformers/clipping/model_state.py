@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 4  # of containers and objects in attributes
 _DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
+_SAMPLED = 16  # numbers of each trained weight that are compared with every physical batch of a draw
 _WORDS_AT_ONCE = 8  # changes of words inside attributes that count at once; later ones as those of numbers do
 _SCALARS = (bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, dict, set, deque)
@@ -65,6 +66,7 @@ class ModelState:
         self._is_alone, self._local = is_alone, local
         self._noted = self._is_in_draw = False
         self._held: Written = []  # the trained parameters and all shards, after the first sum of the draw
+        self._sample = torch.zeros(0)  # some of their numbers
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
@@ -105,20 +107,35 @@ class ModelState:
         self.end_draw()
         self._draws += 1
 
-    def hold_weights(self) -> None:
-        """Note what the trained parameters hold, and all shards, if this is not done: more physical batches of the
-        draw are to come. What is written through ``.data``, or to shards, leaves no other trace."""
-        if not self._held:
+    def hold_weights(self, *, is_last: bool) -> None:
+        """After the sum of a physical batch note what the trained parameters hold, and all shards, or expect after
+        the others of its draw that they hold it. What is written through ``.data``, or to shards, leaves no other
+        trace.
+
+        All numbers are compared after the last one, since it takes as long as to read them, and a few after each.
+        """
+        if self._held and is_last:
+            self._expect_same(self._now(self._held))
+        elif self._held:
+            sample, before, held = self._sample_of(self._held), self._sample, self._held
+            self._conditions.expect(_is_same(sample, before), lambda: _refuse_written(held, sample != before))
+        elif not is_last:
             named = self.model.named_parameters()
             held = [(name, p) for name, p in named if p.requires_grad or not self._watch_parameters]
             self._held = [(n, p, content_of(local)) for n, p in held if _is_plain(local := self._local(p.detach()))]
+            self._sample = self._sample_of(self._held)
+
+    def _sample_of(self, held: Written) -> torch.Tensor:
+        """(n, _SAMPLED): the first numbers of each."""
+        parts = [local.detach().reshape(-1)[:_SAMPLED].float() for _, local, _ in self._now(held)]
+        padded = [nn.functional.pad(x, (0, _SAMPLED - len(x))).to(parts[0].device) for x in parts]
+        return torch.stack(padded) if padded else torch.zeros(0, _SAMPLED)
 
     def expect_same_weights(self) -> None:
-        """Expect that large frozen parameters hold what they held at the first forward pass of the draw, and the
-        trained ones, if there was more than one physical batch, what they held after the first. It is asked once a
-        draw, since it reads them all."""
-        weights, self._weights = self._weights or [], None
-        self._expect_same(weights + self._now(self._held))
+        """Expect that large frozen parameters hold what they held at the first forward pass of the draw. It is asked
+        once a draw, since it reads them all."""
+        weights, self._weights = self._weights, None
+        self._expect_same(weights or [])
 
     def end_draw(self) -> None:
         """What is changed from now on is the user's own doing."""
@@ -475,6 +492,11 @@ def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
         "optimizer.step() has ended a draw ('if engine.has_stepped:'), or after "
         f"engine.drop_draw(). This training releases nothing more. {way_out}"
     )
+
+
+def _refuse_written(held: Written, differs: torch.Tensor) -> None:
+    written = [name for (name, *_), numbers in zip(held, differs.tolist(), strict=True) if any(numbers)]
+    _refuse(written, written)
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -249,18 +250,15 @@ class PrivateLoop:
         this one: how many such batches there are is private, and a learning rate that follows their number tells."""
         draw, settings = self.step.number, _kept_by(self.optimizer)
         (last_draw, last_settings), self._settings = self._settings, (draw, settings)
-        if draw == last_draw and settings != last_settings:
-            missing = object()
-            changed = next(
-                k for k in last_settings | settings if last_settings.get(k, missing) != settings.get(k, missing)
-            )
+        changed = [k for k, v in last_settings.items() if k not in settings or settings[k] != v]
+        if draw == last_draw and changed:
             self._settings = last_draw, last_settings
             raise ValueError(
-                f"'{changed[0]}' of the optimizer was changed between two physical batches of one draw. How many "
-                "there are is private data, and a schedule that follows their number tells it without noise. Change "
-                "it when a draw has ended: 'if engine.has_stepped: scheduler.step()'. An optimizer that counts the "
-                "calls of step() needs max_physical_batch_size=None, or DPTrainer. Set it back, or call "
-                "engine.drop_draw(), which counts the draw as a step."
+                f"'{changed[0][0]}' of the optimizer was changed between two physical batches of one draw. How many "
+                "there are is private data, and what follows their number tells it without noise. Change settings "
+                "when a draw has ended: 'if engine.has_stepped: scheduler.step()', and keep numbers for logs "
+                "elsewhere. An optimizer that counts the calls of step() needs max_physical_batch_size=None, or "
+                "DPTrainer. Set it back, or call engine.drop_draw(), which counts the draw as a step."
             )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -293,24 +291,45 @@ class PrivateLoop:
 
 
 def _kept_by(optimizer: torch.optim.Optimizer) -> dict[tuple, Any]:
-    """What tells whether the optimizer keeps something else later: its settings by name and group, numbers among its
-    attributes, and its state."""
+    """What tells whether the optimizer keeps something else later: its settings by name and group, its attributes, and
+    its state."""
     groups = enumerate(optimizer.param_groups)
     settings = {(k, i): _noted(v) for i, group in groups for k, v in group.items() if k != "params"}
-    numbers = {(k,): v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))}
-    moments = {
-        (k, i, "state"): (id(v), v._version) if isinstance(v, torch.Tensor) else _noted(v)
-        for i, state in enumerate(optimizer.state.values())
-        if isinstance(state, Mapping)
-        for k, v in state.items()
+    others = {(k,): _noted(v) for k, v in vars(optimizer).items() if k not in _OTHERS and "hook" not in k}
+    state = {
+        (k, i, "state"): _noted(v)
+        for i, (name, entry) in enumerate(optimizer.state.items())
+        for k, v in (entry.items() if isinstance(entry, Mapping) else [(name, entry)])
     }
-    return settings | numbers | moments
+    return settings | others | state
+
+
+class _Version:
+    """A tensor that was not looked into. It is another one where it was written to since; one that took its place (it
+    was moved to another device) may hold the same."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor, self._version = weakref.ref(tensor), tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        is_same = isinstance(other, _Version) and self._tensor() is other._tensor() is not None
+        return not is_same or self._version == cast(_Version, other)._version
 
 
 def _noted(setting: Any) -> Any:
-    """What tells whether ``setting`` is another one later. Tensors on an accelerator are not waited for."""
+    """What tells whether ``setting`` is another one later; None where nothing is known of it. Tensors on an
+    accelerator are not waited for, and large ones not read."""
     if isinstance(setting, (list, tuple)):
         return [_noted(x) for x in setting]
-    if isinstance(setting, torch.Tensor) and setting.device.type != "cpu":
-        return id(setting), setting._version
-    return setting.tolist() if isinstance(setting, (torch.Tensor, np.ndarray)) else setting
+    if isinstance(setting, Mapping):
+        return {k: _noted(v) for k, v in setting.items()}
+    if isinstance(setting, torch.Tensor):
+        is_read = setting.device.type == "cpu" and setting.numel() <= _FEW and type(setting) is torch.Tensor
+        return setting.tolist() if is_read else _Version(setting)
+    if isinstance(setting, np.ndarray):
+        return setting.tolist() if setting.size <= _FEW else None
+    return setting if isinstance(setting, (int, float, complex, str)) and not isinstance(setting, bool) else None
+
+
+_FEW = 64  # numbers of a tensor that are compared
+_OTHERS = ("param_groups", "state")  # attributes of an optimizer that are looked into by themselves

@@ -343,6 +343,8 @@ def _changes_of_ledger(ledger: Ledger, said: Mapping[str, Any] | None) -> list[s
         return [f"{where} does not follow from what stands before it: {_cause(chain.broken_at)}"]
     if said is None or ledger.digest(said["bytes"]) == (said["bytes"], said["sha256"]):
         return []
+    if not chain.lines:
+        return [f"{LEDGER_NAME} is missing, or empty, and {CERTIFICATE_NAME} says that it had {said['lines']} lines."]
     missing = said["lines"] - chain.lines
     changed = "was changed in its last line, or in all of its digests,"
     what = f"was cut off by {missing} lines" if missing > 0 else changed

@@ -15,7 +15,7 @@ from typing import Any
 from ..ledger import Chain, Ledger
 from .attack import PrivacyCurve, ceilings, no_privacy, privacy_curve
 from .certificate import CERTIFICATE_NAME, CertificateError, build, disagreements, read, summary, unfinished_draws
-from .recompute import RecordedRun, composed, over_steps, recorded_runs
+from .recompute import RecordedRun, composed, is_other_data, over_steps, recorded_runs
 from .signatures import SignatureError, signer
 from .words import paragraph
 
@@ -129,7 +129,8 @@ class Report:
 
     def _refuse_other_data(self) -> None:
         of_runs = [run.facts.get("data") or {} for run in self.runs]
-        data = {each.get("digest") for last in of_runs for each in (last, *last.get("earlier", ()))}
+        earlier = [each for last in of_runs for each in last.get("earlier", ()) if is_other_data(last, each)]
+        data = {each.get("digest") for each in (*of_runs, *earlier)}
         if len(data) > 1 or None in data:
             why = "their digests differ" if None not in data else "not all have a digest"
             raise ValueError(

@@ -124,6 +124,12 @@ def _of_all(beginnings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return facts
 
 
+def is_other_data(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the digests of two data show that they are not the same. Those of different keys show nothing."""
+    both = one.get("digest") and other.get("digest") and one.get("key") == other.get("key")
+    return bool(both) and one["digest"] != other["digest"]
+
+
 def _kept(mechanism: Mechanism) -> Mechanism:
     """What of a mechanism stays when a run is resumed."""
     return replace(mechanism, steps=None, unit=PrivacyUnit())

@@ -122,7 +122,7 @@ def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Self-check", "passed before the first step" if run["verified"] else "NOT done"),
         ("Private", _private(run)),
         ("Data digest", _data(data)),
-        *(("Data digest, earlier", _data(each)) for each in data.get("earlier", ())),
+        *(("Data digest, earlier", f"{_data(each)}, key {each.get('key')}") for each in data.get("earlier", ())),
         ("Key of the digest", data.get("key") or "none"),
         ("Model", _model(model)),
         ("Code", _code(code)),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
@@ -150,6 +150,8 @@ class DPTrainerMixin(Base):
         self._name_labels(per_example_loss_func)
         validate_model(self.model)
         _warn_about_evaluation(args, train_dataset, eval_dataset)
+        # here the data sets are those that were given; TRL makes others of them
+        self._was_given_training_rows = _evaluates_on(train_dataset, eval_dataset, args.metric_for_best_model)
         loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)
         self._example_losses = ExampleLosses(loss, self.label_names)
         self._evaluates_by_mean = per_example_loss_func is not None and not replaced_owner(
@@ -239,7 +241,13 @@ class DPTrainerMixin(Base):
                 "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer "
                 "is not saved. Load the saved model and start a new run; what both spend adds up."
             )
-        _refuse_choices_by_training_rows(self._chosen_by_evaluation, self.train_dataset, self.eval_dataset)
+        choices, metric = self._chosen_by_evaluation, self.args.metric_for_best_model
+        is_on_training_rows = _evaluates_on(self.train_dataset, self.eval_dataset, metric)
+        if choices and (is_on_training_rows or self._was_given_training_rows):
+            raise ValueError(
+                f"the training rows would choose {' and '.join(choices)} without noise, since eval_dataset has them, "
+                "and epsilon would not hold. Evaluate on other rows, or leave that choice out."
+            )
         with self._training.recorded(resume_from_checkpoint) as checkpoint:
             output = super().train(checkpoint, trial, ignore_keys_for_eval)
         spent = self._run.spent()
@@ -529,12 +537,25 @@ def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_d
         logger.warning("the evaluation data choose %s; epsilon says nothing about their rows.", " and ".join(choices))
 
 
-def _evaluates_on(train_dataset: Any, eval_dataset: Any) -> bool:
-    """Whether one of the evaluation data is ``train_dataset``, or a ``torch.utils.data.Subset`` of it."""
-    each = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    return train_dataset is not None and any(
-        train_dataset is x or train_dataset is getattr(x, "dataset", None) for x in each
-    )
+def _evaluates_on(train_dataset: Any, eval_dataset: Any, metric: str | None = None) -> bool:
+    """Whether some of the evaluation data are rows of ``train_dataset``, as far as data sets and their ``Subset``
+    tell; of several, those that ``metric`` is of, if it is given and of one of them."""
+    several = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    of_metric = [name for name in several if metric and metric.removeprefix("eval_").startswith(f"{name}_")]
+    base, rows = _rows_of(train_dataset)
+    for other, others in (_rows_of(several[name]) for name in of_metric or several):
+        if base is other is not None and (rows is None or others is None or rows & others):
+            return True
+    return False
+
+
+def _rows_of(dataset: Any) -> tuple[Any, set[int] | None]:
+    """The data set that this is a ``torch.utils.data.Subset`` of, and which rows of it; None where it is all."""
+    rows = None
+    while isinstance(dataset, Subset):
+        rows = list(dataset.indices) if rows is None else [dataset.indices[i] for i in rows]
+        dataset = dataset.dataset
+    return dataset, None if rows is None else set(rows)
 
 
 def _choices(args: DPTrainingArguments) -> list[str]:
@@ -546,14 +567,6 @@ def _choices(args: DPTrainingArguments) -> list[str]:
         f"the learning rate (lr_scheduler_type={schedule!r})": schedule in ("reduce_lr_on_plateau", "greedy"),
     }
     return [what for what, follows in choices.items() if follows]
-
-
-def _refuse_choices_by_training_rows(choices: Sequence[str], train_dataset: Any, eval_dataset: Any) -> None:
-    if choices and _evaluates_on(train_dataset, eval_dataset):
-        raise ValueError(
-            f"the training rows would choose {' and '.join(choices)} without noise, since eval_dataset has them, and "
-            "epsilon would not hold. Evaluate on other rows, or leave that choice out."
-        )
 
 
 def _also_released(args: DPTrainingArguments, eval_dataset: Any, choices: Sequence[str]) -> Iterator[dict[str, Any]]:
