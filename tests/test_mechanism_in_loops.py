@@ -1,5 +1,6 @@
 """Mechanisms in both loops: given whole, with parts that a user wrote, with schedules, and resumed."""
 
+import hashlib
 import itertools
 import json
 from collections import Counter
@@ -358,7 +359,12 @@ def test_steps_of_which_the_ledger_does_not_say_what_they_used_are_the_costliest
     by_trainer(tmp_path, SCHEDULED, Stop(7)).train()
     path = tmp_path / LEDGER_NAME
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:3]) + lines[3][:20] + "\n" + "".join(lines[4:]))  # the third step's line is torn
+    content = "".join(lines[:3]) + lines[3][:20] + "\n"  # the third step's line is torn
+    for line in lines[4:]:
+        before = hashlib.sha256(content.encode()).hexdigest()
+        content += json.dumps({**json.loads(line), "before": before}) + "\n"
+    path.write_text(content)
+    (tmp_path / "privacy.json").unlink()
     trainer = by_trainer(tmp_path, SCHEDULED, Stop(6))
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert trainer.privacy_spent().epsilon == epsilon_of([0, 1, 6, 3, 4, 5, 6, 3, 4, 5]), (

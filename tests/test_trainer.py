@@ -1041,7 +1041,7 @@ def test_weights_that_a_loss_writes_without_a_trace(tmp_path):
             due.append(state.global_step)
 
     def losses_of(model, inputs):
-        if due and due[-1] == 1:
+        if due and due[-1] == 3:  # a draw whose losses are not looked at again
             model.classifier.weight.data[-1:] *= 0.9
         return torch.nn.functional.cross_entropy(
             model(inputs["input_ids"], inputs["attention_mask"]).logits, inputs["labels"], reduction="none"
@@ -1052,4 +1052,4 @@ def test_weights_that_a_loss_writes_without_a_trace(tmp_path):
     trainer = DPTrainer(build("bert"), args, collate, dataset(), callbacks=[Begins()], per_example_loss_func=losses_of)
     with pytest.raises(ValueError, match=r"'classifier.weight' of the model changed .* between two physical batches"):
         trainer.train()
-    assert trainer.state.global_step == 1
+    assert trainer.state.global_step == 3
