@@ -1543,6 +1543,15 @@ def test_accelerate_loop():
     assert distance(*trained) == 0
 
 
+def test_accelerate_prepares_after_make_private():
+    from accelerate import Accelerator
+
+    model = Net()
+    optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="AcceleratedOptimizer around another.*before accelerator.prepare"):
+        make(model, optimizer=optimizer, noise_multiplier=1.0)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # lightning's own
 def test_lightning_module():
     import lightning

@@ -109,6 +109,11 @@ class PlainLoop:
             raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
         validate_model(self.module)
         check_loader(self.data_loader, delta=delta)
+        if isinstance(getattr(self.optimizer, "optimizer", None), torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer is a {type(self.optimizer).__name__} around another one, whose steps would not be seen. "
+                "Hand over the one inside: with accelerate call make_private before accelerator.prepare."
+            )
         validate_optimizer(self.optimizer, self.module)
 
     def attach(self, run: PrivateRun, *, secure: bool) -> tuple[PrivateLoop, PrivateCriterion | None]:
