@@ -109,9 +109,9 @@ class PlainLoop:
             raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
         validate_model(self.module)
         check_loader(self.data_loader, delta=delta)
-        if isinstance(getattr(self.optimizer, "optimizer", None), torch.optim.Optimizer):
+        if not hasattr(self.optimizer, "_optimizer_step_pre_hooks"):  # one that wraps another may have its own
             raise ValueError(
-                f"optimizer is a {type(self.optimizer).__name__} around another one, whose steps would not be seen. "
+                f"optimizer is a {type(self.optimizer).__name__} around another one, and its steps cannot be seen. "
                 "Hand over the one inside: with accelerate call make_private before accelerator.prepare."
             )
         validate_optimizer(self.optimizer, self.module)
