@@ -26,6 +26,7 @@ from dp_transformers.clipping.terms import (
     Rows,
     Stacked,
     arithmetic,
+    gram,
 )
 from dp_transformers.clipping.terms.gram import gram_of
 from dp_transformers.clipping.terms.tied_weights import merge, norm_of_sum
@@ -132,13 +133,21 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("positions", [255, 256, 257, 302])
+@pytest.mark.parametrize("positions", [127, 128, 129, 302])
 def test_inner_products_of_many_positions_are_formed_on_one_side_of_the_diagonal(positions, bf16):
     x = torch.randn(2, positions, 40, generator=torch.Generator().manual_seed(positions))
     found = gram_of(x, bf16=bf16).products_bts
     rounded = x.bfloat16().double() if bf16 else x.double()
     torch.testing.assert_close(found.double(), rounded @ rounded.mT, rtol=1e-5, atol=1e-4)
-    assert positions < 256 or torch.equal(found, found.mT)
+    assert positions < 128 or torch.equal(found, found.mT)
+
+
+@pytest.mark.parametrize(("device", "positions", "products"), [("cpu", 128, 4), ("meta", 128, 1), ("meta", 256, 4)])
+def test_an_accelerator_is_given_larger_products(device, positions, products, monkeypatch):
+    seen, product = [], gram.product
+    monkeypatch.setattr(gram, "product", lambda *factors, bf16: seen.append(1) or product(*factors, bf16=bf16))
+    gram_of(torch.ones(2, positions, 8, device=device))
+    assert len(seen) == products
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
