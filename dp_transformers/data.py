@@ -6,7 +6,6 @@ batches counts private steps. It consists of *physical batches*, which are colla
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -199,12 +198,12 @@ class LogicalBatches(Dataset):
         fillers = self.physical_batch_size - len(examples) if self._fill else 0
         if not fillers:
             return self._collated(examples)
-        kept = copy.deepcopy(examples)
+        kept = rows.copied(examples)
         self._reseed(purpose)
         batch = self._collated([*examples, *_copies(kept[0], fillers)])
         for other in reversed(kept):
             self._reseed(purpose)
-            made = self.collate([*copy.deepcopy(kept), *_copies(other, fillers)])
+            made = self.collate([*rows.copied(kept), *_copies(other, fillers)])
             if refuse_reordered(batch.rows, made, len(kept), batch.size):
                 break
         return replace(batch, fillers=fillers)
@@ -214,8 +213,7 @@ class LogicalBatches(Dataset):
         row = sizes.index(min(sizes))
         kind = (min(sizes).bit_length(), max(sizes).bit_length())
         is_ragged = min(sizes) < max(sizes)
-        # the example is copied, since collators may change what they are called with
-        alone = copy.deepcopy(examples[row]) if is_ragged and kind not in self._collated_alone else None
+        alone = rows.copied(examples[row]) if is_ragged and kind not in self._collated_alone else None
         name, loaded = rows.main_input(examples[0]), LoadedRows.of_examples(examples)
         batch = self.collate(examples)
         require_unseeded("the collator")
@@ -246,8 +244,7 @@ class LogicalBatches(Dataset):
 
 
 def _copies(example: Any, count: int) -> list[Any]:
-    """So many copies, since collators may change what they are called with."""
-    return [copy.deepcopy(example) for _ in range(count)]
+    return [rows.copied(example) for _ in range(count)]
 
 
 def _length(example: Any) -> int:

@@ -3,7 +3,6 @@ of them."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .ragged import bag_columns, is_ragged, unpacked_sequence, with_rows_for_bags
-from .rows import Collate, leaves, size_of
+from .rows import Collate, copied, leaves, size_of
 
 
 def refuse_mixed(
@@ -45,7 +44,7 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     def made(part: list[Any], purpose: str = "mixing") -> dict[str, torch.Tensor]:
         reseed(purpose)
         try:
-            return with_rows_for_bags(_tensors(collate([copy.deepcopy(row) for row in part])), len(part), bags)
+            return with_rows_for_bags(_tensors(collate([copied(row) for row in part])), len(part), bags)
         except ValueError:  # says itself what is wrong
             raise
         except Exception as error:

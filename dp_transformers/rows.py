@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_is_leaf, tree_leaves_with_path
 
 # as models of transformers call texts and sounds
@@ -243,6 +244,22 @@ def mask_of(batch: Any) -> torch.Tensor | None:
     return mask.flatten(1, -2).any(1) if mask.dim() > 2 else mask
 
 
+class _Clones(TorchFunctionMode):
+    """Inside, ``copy.deepcopy`` copies the numbers of a tensor alone. Torch copies all that its memory holds, which is
+    the whole data set where rows are views of one tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return args[0].detach().clone().requires_grad_(args[0].requires_grad)
+        return func(*args, **(kwargs or {}))
+
+
+def copied(examples: Any) -> Any:
+    """Copies of examples, for collators, which may change what they are called with."""
+    with _Clones():
+        return copy.deepcopy(examples)
+
+
 def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Collate) -> Padding | None:
     """How ``row`` of ``size``, made of ``example``, was padded to the length of others: it is collated again, without
     others.
@@ -250,7 +267,7 @@ def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Co
     Raises:
         ValueError: other examples decide over its shape in another way.
     """
-    alone = dict(leaves(collate([copy.deepcopy(example), example])))  # two, since some collators cannot do with one
+    alone = dict(leaves(collate([copied(example), example])))  # two, since some collators cannot do with one
     mask_bt = mask_of(batch)
     for name, x in leaves(batch):
         y = alone.get(name)

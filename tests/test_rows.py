@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import TensorDataset
 
+from dp_transformers import rows
 from dp_transformers.data import Draw, LogicalBatches
 from dp_transformers.randomness import SecretSeeds
 
@@ -208,3 +210,33 @@ def test_masks_and_counts_of_a_batch():
     data = [{"input_ids": [1] * 4, "n": n} for n in (4, 4, 3)]
     assert batches(data, collate)[Draw(3, [2, 1])].batches[0].traits >= {("n", "varies")}
     assert batches(data, collate)[Draw(3, [0, 1])].batches[0].traits == {("attention_mask", "right")}
+
+
+class Holder:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    ("made_of", "of"),
+    [
+        (lambda x: x, lambda row: row),
+        (Holder, lambda row: row.x),
+        (lambda x: UserDict(x=[x]), lambda row: row["x"][0]),
+    ],
+)
+def test_a_copy_of_a_row_has_its_numbers_alone(made_of, of):
+    """Rows may be views of the tensor of a whole data set, which torch would copy with each of them."""
+    row = torch.randn(1000, 8)[3].requires_grad_()
+    copy = of(rows.copied(made_of(row)))
+    assert torch.equal(copy, row) and copy.requires_grad and copy.data_ptr() != row.data_ptr()
+    assert copy.untyped_storage().nbytes() == 8 * 4
+
+
+@pytest.mark.parametrize("fill", [False, True])
+def test_no_draw_copies_the_data_set(fill, monkeypatch):
+    data = TensorDataset(torch.randn(1000, 8), torch.arange(1000))
+    monkeypatch.setattr(torch.UntypedStorage, "__deepcopy__", lambda *args: pytest.fail("a whole storage was copied"))
+    draws = LogicalBatches(data, torch.utils.data.default_collate, 8, SecretSeeds(1), fill=fill)
+    for number in range(4):
+        assert draws[Draw(number, [3, 500, 7])].batches[0].examples == 3
