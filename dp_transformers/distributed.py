@@ -21,6 +21,11 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
+def place() -> tuple[int, int]:
+    """Return this process's rank, and how many processes there are."""
+    return rank(), world_size()
+
+
 def sum_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
     """Replace every tensor by its sum over all ranks, in place, in few flat messages."""
     if world_size() == 1:

@@ -122,7 +122,7 @@ class PrivateStep:
         self._share = share
         self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
-        self._reduce_every_batch = reduce_every_batch
+        self._reduce_every_batch, self._place = reduce_every_batch, distributed.place()
         self.given: Given | None = None
         self.number = -1
         self._last_draw = -1  # the number of the last draw that came
@@ -173,6 +173,7 @@ class PrivateStep:
                 "the private training that this loader belongs to has ended (engine.detach()), so nobody would clip "
                 "its draws, add noise or count them. Iterate over your own DataLoader, or call make_private again."
             )
+        self._require_same_processes()
         self._require_next(draw)
         self.number = draw.step
         self.clipper.clip_by(self._clipping)
@@ -192,6 +193,16 @@ class PrivateStep:
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             yield self.given
+
+    def _require_same_processes(self) -> None:
+        if (now := distributed.place()) != self._place:
+            (rank, count), (rank_now, count_now) = self._place, now
+            raise ValueError(
+                f"the private training was set up as process {rank} of {count}, which draws its part of the examples, "
+                f"and this is process {rank_now} of {count_now} now: an example could be drawn by several of them, "
+                "and epsilon would be too small. Make the process group (init_process_group, Accelerator(), the "
+                "launch of Fabric or Lightning) before make_private or DPTrainer, and keep it to the end."
+            )
 
     def _begin_draw(self) -> None:
         self.gradients.begin_draw()
@@ -338,6 +349,7 @@ class PrivateStep:
             RuntimeError: the budget is spent. Nothing is released.
         """
         clipper, given = self.clipper, self.given
+        self._require_same_processes()
         clipper.require_same_parameters()
         validate_optimizer(optimizer, clipper.model)
         clipper.end_draw()

@@ -33,7 +33,9 @@ from transformers import (
     Wav2Vec2ForSequenceClassification,
 )
 
+from dp_transformers import distributed
 from dp_transformers.sampling import Draw, DrawSampler
+from dp_transformers.step import PrivateStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 SIZES = {
@@ -201,6 +203,25 @@ def test_position_ids_that_restart(loop):
         ValueError, match=r"(?s)position_ids of a row start again at 0.*Packing joins several examples"
     ):
         moves(loop, Task(llama, rows), 0)
+
+
+# ---- processes ----
+
+
+@both_loops
+@pytest.mark.parametrize("moment", ["hand-out", "release"])
+def test_a_process_group_that_is_made_after_the_training_was_set_up(loop, moment, monkeypatch):
+    """Each process would draw from all examples, with a secret of its own, and sums of all of them be released."""
+    name = {"hand-out": "physical_batches", "release": "after_sum"}[moment]
+    original = getattr(PrivateStep, name)
+
+    def join(step, *args):
+        monkeypatch.setattr(distributed, "place", lambda: (0, 2))
+        return original(step, *args)
+
+    monkeypatch.setattr(PrivateStep, name, join)
+    with pytest.raises(ValueError, match="set up as process 0 of 1.*process 0 of 2 now.*before make_private"):
+        train(loop, Task(Scores, points(16), None, mean_cross_entropy, expected=8, physical=16, steps=2))
 
 
 # ---- random numbers that somebody knows ----

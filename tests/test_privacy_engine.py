@@ -1198,11 +1198,10 @@ def test_weights_that_hold_what_they_held_may_be_written_within_a_draw(write):
 
 @pytest.mark.parametrize("back", ["before the step", "after a pass"])
 def test_weights_are_compared_where_gradients_are_taken(back):
-    """A loop may train other numbers than it keeps (rounded ones), as long as they are the same for the whole draw."""
+    """Other numbers than those that are kept may have been made of the examples, as the worst ones near by."""
     model = nn.Sequential(Net(), nn.Linear(CLASSES, CLASSES).requires_grad_(False))
     engine, model, optimizer, loader = make(model, noise_multiplier=1.0, max_physical_batch_size=2)
-
-    def train():
+    with pytest.raises(ValueError, match="between a batch and its forward pass, or between two physical batches"):
         for count, (x, y) in enumerate(loader):
             kept = [p.data.clone() for p in model[0].parameters()]
             for p in model[0].parameters():
@@ -1212,13 +1211,101 @@ def test_weights_are_compared_where_gradients_are_taken(back):
             for p, data in zip(model[0].parameters(), kept, strict=True):
                 p.data = data
             optimizer.step()
+    assert engine.steps == 0
 
-    if back == "before the step":
-        train()
-        assert engine.steps == 4
-    else:
-        with pytest.raises(ValueError, match="or between two physical batches of a draw"):
-            train()
+
+class Standardised(nn.Module):
+    """A network whose inputs are divided by what the loop sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.temperature = nn.Linear(20, CLASSES), 1.0
+        self.register_buffer("scale", torch.ones(20))
+        self.shift = nn.Parameter(torch.zeros(20), requires_grad=False)
+
+    def forward(self, x):
+        return self.layer((x - self.shift) / self.scale) / self.temperature
+
+
+@torch.no_grad()
+def ascend(model, x, y):
+    with torch.enable_grad():
+        twin = copy.deepcopy(model)
+        gradients = torch.autograd.grad(F.cross_entropy(twin(x), y), list(twin.layer.parameters()))
+    for p, g in zip(model.layer.parameters(), gradients, strict=True):
+        p.add_(g, alpha=0.05 / g.norm())
+
+
+def replace_a_buffer(model, x, y):
+    model.scale = x.std(0)
+
+
+def write_to_a_buffer(model, x, y):
+    model.scale.data.copy_(x.std(0))
+
+
+@torch.no_grad()
+def average_in_a_frozen_weight(model, x, y):
+    model.shift.lerp_(x.mean(0), 0.1)
+
+
+def start_at_the_mean(model, x, y):
+    model.layer.bias.data.fill_(float(x.mean()))
+
+
+@torch.no_grad()
+def evaluate_another(model, x, y):
+    kept = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.mul_(0.9)
+    model(x)
+    for p, before in zip(model.parameters(), kept, strict=True):
+        p.copy_(before)
+
+
+def set_a_temperature(model, x, y):
+    model.temperature *= 0.9
+
+
+STATISTICS = [ascend, replace_a_buffer, write_to_a_buffer, average_in_a_frozen_weight, start_at_the_mean]
+
+
+def train_standardised(write, at, physical):
+    engine = PrivacyEngine()
+    data = TensorDataset(torch.randn(32, 20, generator=torch.Generator().manual_seed(0)), torch.arange(32) % CLASSES)
+    model = Standardised()
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    public = torch.randn(8, 20), torch.arange(8) % CLASSES
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=16), noise_multiplier=1.0,
+        max_grad_norm=1.0, max_physical_batch_size=physical,
+    )  # fmt: skip
+    for x, y in loader:
+        if at == "before the forward pass":
+            write(model, x, y)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if at == "after a draw" and engine.has_stepped:
+            write(model, *public)
+    return engine
+
+
+@pytest.mark.parametrize("physical", [None, 4])
+@pytest.mark.parametrize("write", STATISTICS)
+def test_a_batch_is_not_written_to_the_model_that_it_is_for(write, physical):
+    """One example would move the gradients of all others of its draw."""
+    with pytest.raises(ValueError, match="between a batch and its forward pass"):
+        train_standardised(write, "before the forward pass", physical)
+
+
+@pytest.mark.parametrize(
+    ("write", "at", "physical"),
+    [(evaluate_another, "before the forward pass", None), (set_a_temperature, "before the forward pass", None)]
+    + [(write, "after a draw", physical) for write in STATISTICS for physical in (None, 4)],
+)
+def test_a_loop_may_write_to_its_model_between_draws_and_put_back_what_it_held(write, at, physical):
+    assert train_standardised(write, at, physical).steps == 2
 
 
 class CountsItsCalls(torch.optim.SGD):

@@ -296,8 +296,9 @@ class PerExampleClipper:
             self._check_anew()
 
     def begin_draw(self) -> None:
-        """Frozen weights may have been written since the last draw, and from now on not before the next one."""
+        """The model may have been written to since the last draw, and from now on not before the next one."""
         self._engine.begin_draw()
+        self._engine.state.give_draw()
 
     def hold_weights(self, *, is_last: bool) -> None:
         """A physical batch of a draw was summed: expect that its weights are those of the others."""

@@ -311,6 +311,7 @@ class ClippingEngine:
         self.trainable.shards.reshard()
         loop = self._loop_in_charge
         if not self._on_trial:
+            self.state.expect_as_given()
             self._before_forward(args, kwargs)
         batch = None if loop is None else loop.current_batch()
         if self._releases:

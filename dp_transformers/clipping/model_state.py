@@ -67,6 +67,8 @@ class ModelState:
         self._noted = self._is_in_draw = False
         self._held: Written = []  # the trained parameters and all shards, after the first sum of the draw
         self._sample = torch.zeros(0)  # some of their numbers
+        # parameters, some of their numbers and small buffers, as a draw was given
+        self._given: tuple[Written, torch.Tensor, Written] | None = None
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
@@ -107,6 +109,27 @@ class ModelState:
         self.end_draw()
         self._draws += 1
 
+    def give_draw(self) -> None:
+        """The loop is given the examples of a draw: what it writes to the model until the first forward pass may tell
+        of them. Note small buffers, and some numbers of each parameter."""
+        parameters = self.model.named_parameters() if self._watch_parameters else ()
+        named = [(name, p, None) for name, p in parameters if _is_plain(self._local(p.detach()))]
+        buffers = _contents((name, t) for name, t in self.model.named_buffers() if _is_small(t))
+        self._given = named, self._sample_of(named), buffers
+
+    def expect_as_given(self) -> None:
+        """Expect that nobody wrote to the model since its draw was given."""
+        if self._given is None:
+            return
+        (named, before, buffers), self._given = self._given, None
+        sample = self._sample_of(named)
+        self._conditions.expect(_is_same(sample, before), lambda: _refuse_written(named, sample != before))
+        self._expect_same(buffers)
+        now = dict(self.model.named_buffers())
+        if replaced := [(name, now.get(name), None) for name, t, _ in buffers if now.get(name) is not t]:
+            lost = put_back(self.model, replaced)
+            self._conditions.refuse_for_good(lambda: _refuse(lost, lost))
+
     def hold_weights(self, *, is_last: bool) -> None:
         """After the sum of a physical batch note what the trained parameters hold, and all shards, or expect after
         the others of its draw that they hold it. What is written through ``.data``, or to shards, leaves no other
@@ -139,7 +162,7 @@ class ModelState:
 
     def end_draw(self) -> None:
         """What is changed from now on is the user's own doing."""
-        self._is_in_draw, self._held = False, []
+        self._is_in_draw, self._held, self._given = False, [], None
 
     def runs_otherwise(self) -> bool:
         """Returns True if the model may compute otherwise than when this was asked last, by the user's doing.
@@ -226,6 +249,7 @@ class ModelState:
                 vars(self).update(before)
             else:
                 self.end_draw()
+                self._given = before["_given"]
         self._conditions.require()
 
     @contextmanager
@@ -436,6 +460,10 @@ def _has_plain_content(t: Any) -> bool:
     return _is_plain(t) and not (isinstance(t, nn.Parameter) and t.requires_grad)
 
 
+def _is_small(t: torch.Tensor) -> bool:
+    return _is_plain(t) and t.numel() <= SMALL
+
+
 def _is_plain(t: Any) -> bool:
     return type(t) in (torch.Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_meta
 
@@ -486,8 +514,9 @@ def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
         "statistics, counters or caches that forward writes. "
     )
     raise ValueError(
-        f"'{changed[0]}'{others} of the model changed in a forward or backward pass, or between two physical batches "
-        "of a draw, and not by the optimizer: it would carry private data to later batches without clipping and "
+        f"'{changed[0]}'{others} of the model changed in a forward or backward pass, between a batch and its forward "
+        "pass, or between two physical batches of a draw, and not by the optimizer: it would carry private data to "
+        "later batches, or to the others of its own, without clipping and "
         f"noise. {causes}If your own loop writes it, do that after "
         "optimizer.step() has ended a draw ('if engine.has_stepped:'), or after "
         f"engine.drop_draw(). This training releases nothing more. {way_out}"
