@@ -1,0 +1,183 @@
+"""Which stored row stands behind an index of a data set, told by where it lies and without reading it.
+
+Data sets are often views: one index after another may stand for a row of another data set, or for the same row again.
+Here a row has a name, a pair of numbers (base, row), which two indices share if and only if one stored row stands
+behind both. Looked through are ``Subset`` and ``ConcatDataset`` of torch, lists and tuples of objects, and
+``datasets.Dataset``, whose rows are named by where the memory, or the file, of their table holds them. In any other
+data set each index is a row of its own, and so is what ``map`` or a copy wrote anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from enum import Enum
+from itertools import count
+from numbers import Number
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Subset
+
+Bases = defaultdict[Hashable, int]  # the number of each base, given when it is first asked for
+_MAY_BE_SHARED = (str, bytes, Number, np.generic, Enum, type(None))  # Python may keep equal ones as one object
+
+
+def most_frequent_row(dataset: Any) -> tuple[int, int]:
+    """Return the first index of the stored row that is there most often, and how often that is; (0, 0) where the data
+    set has no rows, or no length."""
+    names = _names(dataset, _bases())
+    order, is_same = _sorted(names)
+    if not len(order):
+        return 0, 0
+    starts = np.flatnonzero(~np.append(False, is_same))
+    copies = np.diff(starts, append=len(order))
+    return int(order[starts[copies == copies.max()]].min()), int(copies.max())
+
+
+def have_rows_in_common(first: Any, second: Any) -> bool:
+    """Whether some stored row is in both data sets. One without a length has none."""
+    bases = _bases()
+    names, others = _names(first, bases), _names(second, bases)
+    order, is_same = _sorted(np.concatenate([names, others], axis=1))
+    is_other = order >= names.shape[1]
+    return bool((is_same & (is_other[1:] != is_other[:-1])).any())
+
+
+def _bases() -> Bases:
+    return defaultdict(count().__next__)
+
+
+def _sorted(names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order that puts equal names side by side, the first index first, and whether each one but the first
+    has the name of the one before."""
+    order = np.lexsort(names[::-1])
+    names = names[:, order]
+    return order, (names[:, 1:] == names[:, :-1]).all(0)
+
+
+def _names(dataset: Any, bases: Bases) -> np.ndarray:
+    """Return the names of all rows, of shape (2, N)."""
+    index = np.arange(_length(dataset) or 0)
+    try:
+        return _names_of(dataset, index, bases)
+    except IndexError:  # a Subset with indices beyond its data set, which reading its rows will tell
+        return _own(dataset, index, bases)
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _names_of(dataset: Any, index: np.ndarray, bases: Bases) -> np.ndarray:
+    """Return the names, (2, B), of the rows behind the indices of shape (B,).
+
+    Raises:
+        IndexError: there is no such index.
+    """
+    length = _length(dataset)
+    if length is not None:
+        index = np.where(index < 0, index + length, index)
+    # a subclass with another length has rows of its own
+    if isinstance(dataset, Subset) and (indices := _integers(dataset.indices, length)) is not None:
+        return _names_of(dataset.dataset, indices[index], bases)
+    if isinstance(dataset, ConcatDataset) and length == dataset.cumulative_sizes[-1]:
+        return np.concatenate([_names(part, bases) for part in dataset.datasets], axis=1)[:, index]
+    if isinstance(dataset, _table_class()):
+        return _names_in_table(dataset, index, bases)
+    if isinstance(dataset, (list, tuple)) and type(dataset).__getitem__ in (list.__getitem__, tuple.__getitem__):
+        return _names_of_objects(dataset, index, bases)
+    return _own(dataset, index, bases)
+
+
+def _integers(indices: Any, length: int | None) -> np.ndarray | None:
+    """Return the indices of a Subset as an array of shape (length,); None where they are something else."""
+    try:
+        array = np.asarray(indices)
+    except (TypeError, ValueError):  # on a device, or ragged
+        return None
+    return array.astype(np.int64) if array.shape == (length,) and array.dtype.kind in "iub" else None
+
+
+def _own(dataset: Any, index: np.ndarray, bases: Bases) -> np.ndarray:
+    return np.stack([np.full_like(index, bases["data set", id(dataset)]), index])
+
+
+def _names_of_objects(objects: Sequence[Any], index: np.ndarray, bases: Bases) -> np.ndarray:
+    """Name objects by their identity, but those which may be shared by accident by their place."""
+    chosen = [objects[i] for i in index.tolist()]
+    names = np.stack([np.full_like(index, bases["objects"]), np.fromiter(map(id, chosen), np.int64, len(chosen))])
+    kinds = {kind for kind in set(map(type, chosen)) if issubclass(kind, _MAY_BE_SHARED)}
+    if kinds:
+        is_shared = np.fromiter((type(each) in kinds for each in chosen), bool, len(chosen))
+        names[:, is_shared] = _own(objects, index, bases)[:, is_shared]
+    return names
+
+
+# ---- tables of datasets.Dataset ----
+
+
+def _table_class() -> Any:
+    """Return ``datasets.Dataset``. There is no object of it before its module was imported."""
+    return getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", ())
+
+
+def _names_in_table(dataset: Any, index: np.ndarray, bases: Bases) -> np.ndarray:
+    """Name rows by the memory of the first column that holds something there, and their place in it.
+
+    Selecting, shuffling, joining and slicing leave that memory as it is.
+    """
+    if dataset._indices is not None:  # what select and shuffle leave of the table, and in which order
+        index = dataset._indices.column(0).to_numpy()[index].astype(np.int64)
+    files, batches = _files(dataset.data), dataset.data.table.to_batches()
+    base, offset = np.zeros(len(batches), np.int64), np.zeros(len(batches), np.int64)
+    for i, batch in enumerate(batches):
+        column = next((each for each in batch.columns if each.null_count < len(each)), None)
+        if column is None:
+            base[i] = bases["empty batch", id(dataset), i]
+        else:
+            base[i] = bases[tuple(_place(buffer, files) for buffer in column.buffers())]
+            offset[i] = column.offset
+    starts = np.cumsum([0, *map(len, batches)])
+    at = np.searchsorted(starts, index, side="right") - 1
+    return np.stack([base[at], index - starts[at] + offset[at]])
+
+
+def _files(table: Any) -> dict[int, str]:
+    """Return which files of a table of ``datasets`` lie in memory, and at which address."""
+    files = {}
+    for block in (block for row in getattr(table, "blocks", [[table]]) for block in row):
+        buffer = next(_buffers(block), None)
+        if buffer is None or not hasattr(block, "path"):
+            continue
+        whole = _whole(buffer)
+        with contextlib.suppress(OSError):
+            if whole.size == os.path.getsize(block.path):  # a cast column, say, no longer lies in the file
+                files[whole.address] = os.path.realpath(block.path)
+    return files
+
+
+def _buffers(table: Any) -> Iterator[Any]:
+    arrays = (array for column in table.table.columns for array in column.chunks)
+    return (buffer for array in arrays for buffer in array.buffers() if buffer is not None)
+
+
+def _whole(buffer: Any) -> Any:
+    """Return the buffer of which this one is a part."""
+    while buffer.parent is not None:
+        buffer = buffer.parent
+    return buffer
+
+
+def _place(buffer: Any, files: dict[int, str]) -> tuple[int | str, int] | None:
+    """Return the file or the memory that a buffer of arrow lies in, and where in it, in bytes."""
+    if buffer is None:
+        return None
+    start = _whole(buffer).address
+    return files.get(start, start), buffer.address - start
