@@ -23,6 +23,7 @@ from .clipping.errors import HOW_TO_UNCOMPILE, is_compiled
 from .clipping.owners import unsupported_wrapper_reason
 from .clipping.parallel.fsdp2 import reshard
 from .clipping.precision import TRAINABLE
+from .stored_rows import most_frequent_row
 
 logger = logging.getLogger(__name__)
 
@@ -461,8 +462,11 @@ def _switch_off(embedding: nn.Embedding | nn.EmbeddingBag, option: str) -> nn.Mo
     return embedding
 
 
-def validate_training_data(dataset: Any, *, target_delta: float | None, expected_batch_size: int) -> None:
-    """Raise ValueError for data that cannot be drawn from by Poisson sampling, or that δ and batch size do not fit."""
+def validate_training_data(
+    dataset: Any, *, target_delta: float | None, expected_batch_size: int, max_examples_per_person: int
+) -> None:
+    """Raise ValueError for data that cannot be drawn from by Poisson sampling, that δ and batch size do not fit, or
+    that have a stored row more than ``max_examples_per_person`` times."""
     if dataset is None:
         return
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -481,6 +485,20 @@ def validate_training_data(dataset: Any, *, target_delta: float | None, expected
             f"expected_batch_size={expected_batch_size} exceeds the {n} training examples: no draw takes more than "
             "all of them. Lower expected_batch_size (or per_device_train_batch_size x gradient_accumulation_steps x "
             "processes, from which it derives; with PrivacyEngine the DataLoader's batch_size)."
+        )
+    refuse_repeated_rows(dataset, max_examples_per_person)
+
+
+def refuse_repeated_rows(dataset: Any, max_examples_per_person: int) -> None:
+    """Raise ValueError if a stored row is in the data more than ``max_examples_per_person`` times."""
+    index, copies = most_frequent_row(dataset)
+    if copies > max_examples_per_person:
+        raise ValueError(
+            f"row {index} of the training data is stored once and comes {copies} times, but "
+            f"max_examples_per_person={max_examples_per_person}, so epsilon would not hide all that is learned from "
+            "it. Train on each row once; where some shall count more, weight their losses; or say "
+            f"max_examples_per_person={copies} (in a mechanism: unit=PrivacyUnit({copies})), and epsilon is for all "
+            "copies together."
         )
 
 

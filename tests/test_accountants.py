@@ -181,7 +181,7 @@ def test_an_engine_reports_by_it():
     engine = PrivacyEngine(accountant=Twice())
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), self_check=False,
-        data_loader=DataLoader([(torch.zeros(3), 0)] * 40, 8), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader([(torch.zeros(3), 0) for _ in range(40)], 8), noise_multiplier=1.0, max_grad_norm=1.0,
     )  # fmt: skip
     for x, y in loader:
         torch.nn.functional.cross_entropy(model(x), y).backward()

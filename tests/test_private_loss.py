@@ -404,7 +404,7 @@ def test_it_is_calibrated_in_an_engine_too():
     model = torch.nn.Linear(3, 2)
     engine = PrivacyEngine()
     engine.make_private_with_epsilon(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader([(torch.zeros(3), 0)] * 40, 8),
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader([(torch.zeros(3), 0) for _ in range(40)], 8),
         target_epsilon=3.0, target_delta=1e-3, epochs=2, max_grad_norm=1.0, loss_reduction="none", loss_bound=2.0, self_check=False,
     )  # fmt: skip
     how = engine.privacy_spent().mechanism

@@ -18,7 +18,7 @@ from ..accounting.accountants import Accountant, check_accountant
 from ..checkpoint import PrivacyState
 from ..clipping import PerExampleClipper
 from ..ledger import Ledger
-from ..mechanism import Mechanism
+from ..mechanism import Mechanism, PrivacyUnit
 from ..noise.generators import check_noise_source
 from ..reports import certificate
 from ..reports.certificate import circumstances
@@ -249,7 +249,7 @@ class PrivacyEngine:
             loss_bound=loss_bound,
             loss_noise_factor=loss_noise_factor,
         )
-        loop.require_trainable()
+        loop.require_trainable(PrivacyUnit(max_examples_per_person) if mechanism is None else mechanism.unit)
         if mechanism is None:
             if noise_multiplier is None or max_grad_norm is None:
                 raise ValueError(
@@ -303,7 +303,7 @@ class PrivacyEngine:
         known = tuple(LoopOptions.__annotations__)
         refuse_unknown((name for name in options if name not in known), "make_private_with_epsilon", known)
         loop = PlainLoop(module, optimizer, data_loader, **options)
-        loop.require_trainable(delta=target_delta)
+        loop.require_trainable(PrivacyUnit(max_examples_per_person), delta=target_delta)
         steps = math.ceil(epochs * steps_per_epoch(loop.sampling))
         mechanism = loop.mechanism(1.0, max_grad_norm, max_examples_per_person, steps).calibrated(
             target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant

@@ -164,8 +164,9 @@ def steps_per_epoch(sampling: Sampling) -> int:
     return max(1, round(1 / sampling.sample_rate))
 
 
-def check_loader(loader: Any, *, delta: float | None = None) -> None:
-    """Raise ValueError for a loader whose data cannot be drawn from by Poisson sampling, or do not fit ``delta``."""
+def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:
+    """Raise ValueError for a loader whose data cannot be drawn from by Poisson sampling, do not fit ``delta``, or have
+    a stored row more than ``max_examples_per_person`` times."""
     if isinstance(loader, PoissonLoader):
         raise ValueError(
             "data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at "
@@ -186,4 +187,9 @@ def check_loader(loader: Any, *, delta: float | None = None) -> None:
             f"data_loader has a {type(sampler).__name__}: private training draws every example with the same "
             "probability. Build the DataLoader without sampler=."
         )
-    validate_training_data(loader.dataset, target_delta=delta, expected_batch_size=loader.batch_size)
+    validate_training_data(
+        loader.dataset,
+        target_delta=delta,
+        expected_batch_size=loader.batch_size,
+        max_examples_per_person=max_examples_per_person,
+    )

@@ -93,8 +93,9 @@ class PlainLoop:
             unit=PrivacyUnit(max_examples_per_person),
         )
 
-    def require_trainable(self, *, delta: float | None = None) -> None:
-        """Raise ValueError for what no mechanism could train privately, or not at ``delta``. Nothing is changed."""
+    def require_trainable(self, unit: PrivacyUnit, *, delta: float | None = None) -> None:
+        """Raise ValueError for what no mechanism could train privately, or not at ``delta``, or not with ``unit``.
+        Nothing is changed."""
         if not self.poisson_sampling:
             raise ValueError(
                 "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too "
@@ -108,7 +109,7 @@ class PlainLoop:
         if not self.module.training:
             raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
         validate_model(self.module)
-        check_loader(self.data_loader, delta=delta)
+        check_loader(self.data_loader, max_examples_per_person=unit.max_examples_per_person, delta=delta)
         if not hasattr(self.optimizer, "_optimizer_step_pre_hooks"):  # one that wraps another may have its own
             raise ValueError(
                 f"optimizer is a {type(self.optimizer).__name__} around another one, and its steps cannot be seen. "

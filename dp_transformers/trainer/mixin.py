@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
@@ -32,7 +32,8 @@ from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
 from ..reports.model_card import add_to
 from ..run import PrivacySpent, PrivateRun
-from ..validation import validate_lengths, validate_model, validate_training_data
+from ..stored_rows import have_rows_in_common
+from ..validation import refuse_repeated_rows, validate_lengths, validate_model, validate_training_data
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
 from .overrides import (
@@ -122,10 +123,7 @@ class DPTrainerMixin(Base):
     ):
         refuse_overrides(self, DPTrainerMixin)
         args = _private_arguments(args, kwargs)
-        assert args.expected_batch_size is not None, "it is derived when the arguments are made"
-        validate_training_data(
-            train_dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
-        )
+        _validate_rows(args, train_dataset)
         if per_example_loss_func is None:
             refuse_unknown_loss(type(self), DPTrainerMixin)
         warn_about_replaced(type(self), DPTrainerMixin)
@@ -160,9 +158,7 @@ class DPTrainerMixin(Base):
         if train_dataset is not None:
             # a base class may have made other rows of it
             dataset: Any = self.train_dataset
-            validate_training_data(
-                dataset, target_delta=args.target_delta, expected_batch_size=args.expected_batch_size
-            )
+            _validate_rows(args, dataset)
             validate_lengths(self.model, dataset)
             self._training = TrainerRun(
                 args, len(dataset), self._say, self._about, loss_bound=default_loss_bound(self.model)
@@ -235,6 +231,7 @@ class DPTrainerMixin(Base):
             raise ValueError(
                 "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
             )
+        refuse_repeated_rows(self.train_dataset, self.args.max_examples_per_person)  # it may have been set since
         # before transformers 5.19 Trainer does not say, and refuse_settings refuses such a model
         if resume_from_checkpoint and getattr(self, "is_distributed_loading_by_transformers", False):
             raise ValueError(
@@ -519,6 +516,16 @@ def _private_arguments(args: Any, others: Mapping[str, Any]) -> DPTrainingArgume
     return args
 
 
+def _validate_rows(args: DPTrainingArguments, dataset: Any) -> None:
+    assert args.expected_batch_size is not None, "it is derived when the arguments are made"
+    validate_training_data(
+        dataset,
+        target_delta=args.target_delta,
+        expected_batch_size=args.expected_batch_size,
+        max_examples_per_person=args.max_examples_per_person,
+    )
+
+
 def _refuse_state_of_accelerate(*args: Any) -> None:
     raise ValueError(
         "accelerate's save_state and load_state know nothing of the steps that were taken, which epsilon is made of. "
@@ -538,24 +545,11 @@ def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_d
 
 
 def _evaluates_on(train_dataset: Any, eval_dataset: Any, metric: str | None = None) -> bool:
-    """Whether some of the evaluation data are rows of ``train_dataset``, as far as data sets and their ``Subset``
-    tell; of several, those that ``metric`` is of, if it is given and of one of them."""
+    """Whether some of the evaluation data are rows of ``train_dataset``, as far as data sets tell where theirs are
+    stored; of several, those that ``metric`` is of, if it is given and of one of them."""
     several = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     of_metric = [name for name in several if metric and metric.removeprefix("eval_").startswith(f"{name}_")]
-    base, rows = _rows_of(train_dataset)
-    for other, others in (_rows_of(several[name]) for name in of_metric or several):
-        if base is other is not None and (rows is None or others is None or rows & others):
-            return True
-    return False
-
-
-def _rows_of(dataset: Any) -> tuple[Any, set[int] | None]:
-    """The data set that this is a ``torch.utils.data.Subset`` of, and which rows of it; None where it is all."""
-    rows = None
-    while isinstance(dataset, Subset):
-        rows = list(dataset.indices) if rows is None else [dataset.indices[i] for i in rows]
-        dataset = dataset.dataset
-    return dataset, None if rows is None else set(rows)
+    return any(have_rows_in_common(train_dataset, several[name]) for name in of_metric or several)
 
 
 def _choices(args: DPTrainingArguments) -> list[str]:

@@ -112,7 +112,7 @@ def test_an_engine_stops_where_a_draw_is_left_out(sampling, noise):
 def test_leaving_the_loader_early_gives_nobody_more_turns_than_epsilon_counts():
     """Workers load ahead, so a loop that takes the first batch of every pass would meet draws 0, 5, 10, ...: in each
     of them the same examples."""
-    loader = DataLoader([(torch.zeros(3), 0)] * N, batch_size=EXPECTED, num_workers=2, prefetch_factor=2)
+    loader = DataLoader([(torch.zeros(3), 0) for _ in range(N)], batch_size=EXPECTED, num_workers=2, prefetch_factor=2)
     model = torch.nn.Linear(3, 2)
     engine, taken = PrivacyEngine(), []
     _, optimizer, loader = engine.make_private(
