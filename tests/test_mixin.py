@@ -334,3 +334,26 @@ def test_resuming(tmp_path):
     second = DPTrainer(model=seeded(bert), args=args(3), data_collator=collate, train_dataset=ROWS)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert second.privacy_spent().steps == 4 and second.state.global_step == 3
+
+
+class Windows(Trainer):
+    """It makes two rows of each text."""
+
+    def __init__(self, *args, train_dataset=None, **kwargs):
+        made = [{**row, "input_ids": row["input_ids"][i::2], "attention_mask": row["attention_mask"][i::2]}
+                for row in train_dataset for i in range(2)]  # fmt: skip
+        super().__init__(*args, train_dataset=made, **kwargs)
+
+
+class DPWindows(DPTrainerMixin, Windows):
+    pass
+
+
+def test_rows_that_a_base_class_makes_of_one_are_said(tmp_path):
+    options = {"model": seeded(bert), "data_collator": collate, "train_dataset": ROWS}
+    with pytest.raises(ValueError, match=r"made 24 rows of the 12.*max_examples_per_person=1.*\(2 or more\)"):
+        DPWindows(args=arguments(tmp_path), **options)
+    trainer = DPWindows(args=arguments(tmp_path, max_examples_per_person=2), **options)
+    trainer.train()
+    spent = trainer.privacy_spent()
+    assert spent.num_examples == 24 and spent.epsilon_per_person > spent.epsilon

@@ -159,6 +159,7 @@ class DPTrainerMixin(Base):
             # a base class may have made other rows of it
             dataset: Any = self.train_dataset
             _validate_rows(args, dataset)
+            _refuse_more_rows(len(dataset), len(train_dataset), args.max_examples_per_person)
             validate_lengths(self.model, dataset)
             self._training = TrainerRun(
                 args, len(dataset), self._say, self._about, loss_bound=default_loss_bound(self.model)
@@ -524,6 +525,18 @@ def _validate_rows(args: DPTrainingArguments, dataset: Any) -> None:
         expected_batch_size=args.expected_batch_size,
         max_examples_per_person=args.max_examples_per_person,
     )
+
+
+def _refuse_more_rows(made: int, given: int, max_examples_per_person: int) -> None:
+    """Raise ValueError if a base class made more rows of the given ones than the guarantee is for."""
+    if made > given * max_examples_per_person:
+        least = -(-made // given)
+        raise ValueError(
+            f"the trainer made {made} rows of the {given} of train_dataset, so some given row became several, but "
+            f"max_examples_per_person={max_examples_per_person}: epsilon would be for one row that was made. Let the "
+            "trainer keep one row of each, or say with max_examples_per_person how many it makes of a given row at "
+            f"most ({least} or more)."
+        )
 
 
 def _refuse_state_of_accelerate(*args: Any) -> None:
