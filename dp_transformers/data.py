@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from . import rows
-from .mixing import LoadedRows, refuse_mixed, refuse_reordered
+from .mixing import LoadedRows, refuse_mixed, refuse_reordered, refuse_state
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .sampling import Draw, DrawSampler
@@ -127,12 +127,16 @@ class LogicalBatches(Dataset):
     def __getitem__(self, draw: Draw) -> LogicalBatch:
         self._parts = list(rows.parts_of((self.collate, self.dataset)))
         rows.require_known_to_nobody(self._parts)
+        is_looked_at = draw.number & (draw.number - 1) == 0 and len(draw.indices) > 1  # draws 0, 1, 2, 4, 8, ...
+        some = list(draw.indices)[:16] if is_looked_at else []
+        before = self._load_alone(some, draw)
         self._reseed(f"rows of draw {draw.number}")
         loaded = self._load(draw.indices)
+        refuse_state(self.dataset, before[::2], self._load_alone(some[::2][::-1], draw)[::-1])
         examples = sorted(loaded, key=_length)
         size = self.physical_batch_size
         parts = [examples[i : i + size] for i in range(0, len(examples), size)]
-        if draw.number & (draw.number - 1) == 0 and len(examples) > 1:  # draws 0, 1, 2, 4, 8, ...
+        if is_looked_at:
             refuse_mixed(self.collate, examples[-16:], self._reseed)
             self._refuse_mixed_loading(draw)
             self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
@@ -170,6 +174,14 @@ class LogicalBatches(Dataset):
         examples = list(self.dataset.__getitems__(list(indices))) if len(indices) else []
         rows.require_one_each(indices, examples, self.dataset)
         return examples
+
+    def _load_alone(self, indices: Sequence[int], draw: Draw) -> list[Any]:
+        """Load rows one after the other, each with random numbers that do not depend on those before it."""
+        loaded = []
+        for i in indices:
+            self._reseed(f"row {i} by itself, beside draw {draw.number}")
+            loaded += copy.deepcopy(self._load([i]))  # the data set may keep what it returns, and change it
+        return loaded
 
     def _is_padded_by_others(self, indices: Sequence[int], examples: Sequence[Any]) -> bool:
         """Return whether the row with most padding has less when it is loaded alone. A data set may have a

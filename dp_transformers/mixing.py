@@ -4,6 +4,7 @@ of them."""
 from __future__ import annotations
 
 import functools
+import numbers
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -142,6 +143,35 @@ def _rows_found(
 def _as_long(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``x`` of shape (B, T), whose rows go on as they end until they are as long as those of ``y``."""
     return torch.cat([x, x[:, -1:].expand(-1, max(0, y.shape[1] - x.shape[1]))], 1)
+
+
+def refuse_state(dataset: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
+    """Raise ValueError unless rows that ``dataset`` gave are the same rows that it gave later, with the same seeds."""
+    for row, again in zip(before, after, strict=True):
+        found, found_again = dict(leaves(row)), dict(leaves(again))
+        changed = sorted(found.keys() ^ found_again.keys()) or [
+            name for name, x in found.items() if not _is_same(x, found_again[name])
+        ]
+        if changed:
+            raise ValueError(
+                f"the data set ({type(dataset).__name__}) gives another row when it is asked for it again, with the "
+                f"same seeds and after other rows ('{changed[0]}'): it keeps state (a running mean, the largest "
+                "number so far, the row before), so that a row holds several people's data, or it has random "
+                "generators that private training does not find, whose numbers somebody may know. Let what it returns "
+                "for an index depend on that index alone, and let it draw from the global generators of torch, NumPy "
+                "or Python, or keep its generator as an attribute."
+            )
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Whether two things in a row are the same, as far as they are numbers, tensors, words or images."""
+    if isinstance(x, torch.Tensor):
+        return isinstance(y, torch.Tensor) and (x.layout != torch.strided or x.is_nested or _equal(x, y))
+    if isinstance(x, (str, bytes, numbers.Number)):
+        return bool(x == y or (x != x and y != y))
+    if hasattr(x, "tobytes") and not isinstance(x, np.ndarray):  # an image of PIL
+        return hasattr(y, "tobytes") and x.tobytes() == y.tobytes()
+    return True
 
 
 def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> bool:

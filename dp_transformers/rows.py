@@ -88,7 +88,7 @@ def require_one_each(indices: Sequence[int], examples: Sequence[Any], dataset: A
     """Raise ValueError unless the data set returned one row for each index."""
     if len(examples) != len(indices):
         raise ValueError(
-            f"the data set ({type(dataset).__name__}) returned {len(examples)} rows for {len(indices)} indices, but "
+            f"the data set ({type(dataset).__name__}) returned {len(examples)} rows instead of {len(indices)}, but "
             "each example must be one row, which is clipped by itself. If a transform cuts examples into windows "
             "(return_overflowing_tokens, stride) or leaves some out, do that before training (datasets.map, "
             "datasets.filter), and say with max_examples_per_person how many rows one person may then have."

@@ -150,8 +150,29 @@ def test_more_rows_from_the_data_set_than_were_asked_for(loop, made_by):
         rows = Multiplying(rows)
     task = Task(bert, rows, bound=0.01)
     with pytest.raises(
-        ValueError, match=r"(?s)returned \d+ rows for 7 indices.*windows.*before training.*max_examples_per_person"
+        ValueError, match=r"(?s)returned \d+ rows instead of 1,.*windows.*before training.*max_examples_per_person"
     ):
+        moves(loop, task, 0)
+
+
+class RunningMean(list):
+    """A data set that takes the mean of the rows that it gave so far off each row."""
+
+    mean = 0.0
+
+    def __getitem__(self, i):
+        row = super().__getitem__(i)
+        self.mean = 0.9 * self.mean + 0.1 * row["x"]
+        return {**row, "x": row["x"] - self.mean}
+
+
+@both_loops
+@pytest.mark.parametrize("held_by", [list, RunningMean])
+def test_rows_that_follow_those_loaded_before(loop, held_by):
+    task = Task(Scores, held_by(points(8)), None, mean_cross_entropy, bound=0.01)
+    if held_by is list:
+        return assert_bounded(moves(loop, task, 0))
+    with pytest.raises(ValueError, match=r"(?s)\(RunningMean\) gives another row.*'x'.*depend on that index alone"):
         moves(loop, task, 0)
 
 

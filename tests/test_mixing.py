@@ -2,10 +2,12 @@
 
 import itertools
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -339,6 +341,164 @@ def test_collators_whose_rows_are_their_own(case):
         assert number or any(batch.padding is not None and batch.padding.by_others for batch in draw.batches) == (
             examples is texts
         )
+
+
+# ---- what a data set makes of an index ----
+
+
+class Kept:
+    """A map-style data set of vectors, whose rows ``change`` makes of each and of what is kept in the data set."""
+
+    def __init__(self, change, rows=None):
+        torch.manual_seed(1)
+        self.x, self.change = torch.randn(24, 6) + 1 if rows is None else rows, change
+        self.mean, self.largest, self.before, self.calls, self.cache = torch.zeros(6), 1.0, torch.zeros(6), 0, {}
+        self.rng, self.py = np.random.default_rng(0), random.Random(0)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"x": self.change(self, i), "labels": i % 3}
+
+
+def running_mean(rows, i):
+    rows.mean = 0.999 * rows.mean + 0.001 * rows.x[i]
+    return rows.x[i] - rows.mean
+
+
+def largest_so_far(rows, i):
+    rows.largest = max(rows.largest, rows.x[i].max().item())
+    return rows.x[i] / rows.largest
+
+
+def with_the_row_before(rows, i):
+    before, rows.before = rows.before, rows.x[i]
+    return rows.x[i] + 0.5 * before
+
+
+def every_second(rows, i):
+    rows.calls += 1
+    return rows.x[i] * (rows.calls % 2)
+
+
+def in_place(rows, i):
+    return rows.x[i].mul_(0.5)
+
+
+def of_the_system(rows, i):
+    return rows.x[i] + random.SystemRandom().random()
+
+
+STATE = [running_mean, largest_so_far, with_the_row_before, every_second, in_place, of_the_system]
+
+
+def cached(rows, i):
+    return rows.cache.setdefault(i, rows.x[i] * 2)
+
+
+def opened_late(rows, i):
+    rows.mean = rows.mean if rows.calls else rows.mean + 7
+    rows.calls = 1
+    return rows.x[i] + rows.mean
+
+
+NO_STATE = {
+    "rows": lambda rows, i: rows.x[i],
+    "cached": cached,
+    "opened late": opened_late,
+    "torch": lambda rows, i: rows.x[i] + torch.randn(6) * torch.rand(()),
+    "numpy": lambda rows, i: torch.from_numpy(np.random.permutation(rows.x[i].numpy())),
+    "python": lambda rows, i: rows.x[i] * random.choice([-1, 1]) + random.gauss(0, 1),
+    "a generator of numpy": lambda rows, i: rows.x[i] + rows.rng.random(),
+    "a generator of python": lambda rows, i: rows.x[i] + rows.py.random(),
+    "not numbers": lambda rows, i: rows.x[i] * float("nan"),
+    "arrays": lambda rows, i: rows.x[i].numpy(),
+    "lists": lambda rows, i: rows.x[i].tolist(),
+}
+HELD_BY = {
+    "itself": lambda rows: rows,
+    "a subset": lambda rows: torch.utils.data.Subset(rows, range(24)),
+    "two": lambda rows: torch.utils.data.ConcatDataset([rows, rows]),
+}
+
+
+def collated(examples):
+    return {"x": torch.stack([torch.as_tensor(e["x"]) for e in examples]), "labels": torch.tensor([e["labels"] for e in examples])}  # fmt: skip
+
+
+@pytest.mark.parametrize("held_by", HELD_BY)
+@pytest.mark.parametrize("number", [0, 4])
+@pytest.mark.parametrize("change", STATE)
+def test_data_sets_that_keep_state(change, number, held_by):
+    message = r"the data set \(\w+\) gives another row.*'x'.*keeps state.*depend on that index alone"
+    message = message if held_by == "itself" else message + "|data set mixes examples|data set gives another batch"
+    with pytest.raises(ValueError, match=message):
+        LogicalBatches(HELD_BY[held_by](Kept(change)), collated, 8)[Draw(number, range(24), True)]
+    LogicalBatches(HELD_BY[held_by](Kept(change)), collated, 8)[Draw(3, range(24), True)]  # in 0, 1, 2, 4, ... alone
+
+
+@pytest.mark.parametrize("held_by", HELD_BY)
+@pytest.mark.parametrize("change", NO_STATE)
+def test_data_sets_that_keep_none(change, held_by):
+    batches = LogicalBatches(HELD_BY[held_by](Kept(NO_STATE[change])), collated, 8)
+    for number in range(5):
+        for indices in (range(24), range(5), [3, 1], [7], []):
+            assert sum(batches[Draw(number, indices, True)].sizes) == len(indices)
+
+
+@pytest.mark.parametrize("column", ["word", 7, 0.5, float("nan"), b"bytes", None, True, object(), [1, "two"], np.array(["a"]), np.float64(3), torch.eye(3).to_sparse()])  # fmt: skip
+def test_rows_of_things_that_are_not_tensors(column):
+    def with_column(rows, i):
+        return {"x": rows.x[i], "more": column}
+
+    def collate(examples):
+        return collated([{"x": e["x"]["x"], "labels": e["labels"]} for e in examples])
+
+    assert LogicalBatches(Kept(with_column), collate, 8)[Draw(0, range(24), True)].sizes == [8, 8, 8]
+
+
+def counted_words(rows, i):
+    rows.calls += 1
+    return {"x": rows.x[i], "more": rows.kind(rows.calls)}
+
+
+@pytest.mark.parametrize("kind", [str, int, float, lambda n: str(n).encode(), lambda n: [1, n], lambda n: np.full(2, n), lambda n: {n: 1},
+                                  lambda n: Image.fromarray(np.full((2, 2), n, np.uint8))])  # fmt: skip
+def test_state_in_things_that_are_not_tensors(kind):
+    rows = Kept(counted_words)
+    rows.kind = kind
+    with pytest.raises(ValueError, match="gives another row when it is asked for it again.*'x/more"):
+        LogicalBatches(rows, list, 8)[Draw(0, range(24), True)]
+
+
+def test_how_often_rows_are_loaded_again():
+    loaded = Counter()
+
+    def noted(rows, i):
+        loaded[i] += 1
+        return rows.x[i]
+
+    batches = LogicalBatches(Kept(noted, torch.randn(200, 6)), collated, 50)
+    for number in (3, 5, 6, 7):
+        batches[Draw(number, range(200), True)]
+    assert set(loaded.values()) == {4}
+    batches[Draw(8, range(200), True)]
+    assert loaded.total() == 5 * 200 + 16 + 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("change", [running_mean, largest_so_far])
+def test_state_of_a_data_set_in_a_loop(change, workers):
+    model = nn.Linear(6, 3)
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(Kept(change), 8, num_workers=workers),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="keeps state"):
+        for batch in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), 8):
+            F.cross_entropy(model(batch["x"]), batch["labels"]).backward()
+            optimizer.step()
 
 
 def test_mixing_that_begins_late_is_seen_in_numbers():
