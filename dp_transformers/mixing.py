@@ -7,7 +7,8 @@ import functools
 import numbers
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -300,18 +301,31 @@ _IDS = (torch.int32, torch.int64)
 _FEWEST = 8  # numbers that must agree before two rows are said to have something in common
 
 
+class _Column(NamedTuple):
+    """A tensor of a batch as it was loaded, with some numbers of each of its rows."""
+
+    x: torch.Tensor
+    version: int
+    width: int
+    numbers_bk: torch.Tensor
+
+
 class LoadedRows:
     """Some numbers of every row of a batch: rows that were made of several of them since are refused.
 
-    Seen are a sum of two rows with any weights, parts of one row in another, a row that is there twice, and features
-    whose mean over the batch was taken off, in floating-point tensors with as many numbers a row as the batch has.
+    Seen are a sum of two rows with any weights, parts of one row in another, a row that is there twice, features
+    whose mean over the batch was taken off, and factors that follow the batch (:class:`Scalings`), in floating-point
+    tensors with as many numbers a row as the batch has.
     Labels and losses are not seen, and of whole numbers (tokens) only that the rows come in several orders.
     """
 
-    def __init__(self, batch: Any, size: int):
-        """``batch`` has ``size`` examples in the first or second dimension of its tensors."""
-        self._size = size
-        self._kept = [(x, x._version, rows_bn.shape[1], _sample(rows_bn)) for x, rows_bn in _by_row(batch, size)]
+    def __init__(self, batch: Any, size: int, scalings: Scalings | None = None):
+        """``batch`` has ``size`` examples in the first or second dimension of its tensors. ``scalings`` says how other
+        batches were changed; None where they are not compared."""
+        self._size, self._scalings = size, scalings
+        self._kept = [
+            _Column(x, x._version, rows_bn.shape[1], _sample(rows_bn)) for x, rows_bn in _by_row(batch, size)
+        ]
         self._order: list[int] | None = None  # which loaded rows those of the model's input were
         self._first_ids: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # of the first call
         self._loaded_ids = [(found, found[0]._version) for found in _by_row(batch, size, of_ids=True)]
@@ -324,30 +338,46 @@ class LoadedRows:
     def refuse_mixed(self, made: Any, who: str) -> bool:
         """Raise ValueError if rows of what ``who`` made hold parts of other rows than their own. Whether rows are seen
         to be other ones than they were."""
-        untouched = {id(x) for x, version, *_ in self._kept if x._version == version}
+        untouched = {id(column.x): i for i, column in enumerate(self._kept) if column.x._version == column.version}
         changed = False
-        for x, rows_bn in _by_row(made, self._size) if self._kept else ():
+        for place, (x, rows_bn) in enumerate(_by_row(made, self._size) if self._kept else ()):
             if id(x) in untouched:
                 self._require_order(list(range(self._size)), who)
+                self._compare_scaling(place, untouched[id(x)], None, x, who)
                 continue
             if not x.is_floating_point():
                 continue
             made_bk = _sample(rows_bn)
-            alike = [loaded_bk for *_, width, loaded_bk in self._kept if width == rows_bn.shape[1]]
-            if any(torch.equal(made_bk, loaded_bk) for loaded_bk in alike):
+            alike = {i: column.numbers_bk for i, column in enumerate(self._kept) if column.width == rows_bn.shape[1]}
+            same = next((i for i, loaded_bk in alike.items() if torch.equal(made_bk, loaded_bk)), None)
+            if same is not None:
                 self._require_order(list(range(self._size)), who)
+                self._compare_scaling(place, same, None, x, who)
                 continue
             changed = True
-            for loaded_bk in alike:
+            for loaded_bk in alike.values():
                 self._require_order(_order_by_likeness(made_bk, loaded_bk), who)
-            if any(_is_mixed(made_bk, loaded_bk) for loaded_bk in alike):
+            if any(_is_mixed(made_bk, loaded_bk) for loaded_bk in alike.values()):
                 raise ValueError(
                     f"the {who} mixes examples: a row holds parts of other rows, as MixUp, CutMix and normalisation "
                     "over the batch make them, or is there twice. Clipping would then not bound what one example can "
                     f"change. Remove the mixing from the {who}, and augment each example by itself."
                 )
+            for i in alike:
+                self._compare_scaling(place, i, made_bk, x, who)
         self._compare_ids(made, who)
         return changed
+
+    def _compare_scaling(self, place: int, i: int, made_bk: torch.Tensor | None, x: torch.Tensor, who: str) -> None:
+        """Compare how the ``i``-th loaded column became ``x`` with other batches, in the first call of the model."""
+        if self._scalings is None or self._first_ids is not None or self._size < _VALUES:
+            return
+        column = self._kept[i]
+        # at the same positions whatever the length of the first dimension of a row
+        kind = (place, i, column.x.shape[2:], column.width.bit_length())
+        self._scalings.require_same(
+            kind, column.numbers_bk, made_bk, torch.finfo(x.dtype).eps if made_bk is not None else 0, who
+        )
 
     def _require_order(self, order: list[int] | None, who: str) -> None:
         """Raise ValueError if the rows are known to be in another order than those of another input of this batch."""
@@ -380,6 +410,111 @@ class LoadedRows:
                 continue
             for _, y_bn in alike:
                 self._require_order(_order_by_equality(x_bn, y_bn.cpu()), who)
+
+
+_POSITIONS = 16  # of each row at which batches are compared
+_VALUES = 4  # so many different numbers at a position do not lie on a line by accident
+_SINGLE = torch.finfo(torch.float32).eps
+
+
+@dataclass
+class _Scaling:
+    """Of one column. ``line`` is (5, K), see :func:`_line`; ``alike`` counts the batches whose rows were all changed
+    alike, less those where they were not."""
+
+    line: np.ndarray
+    alike: int = 0
+
+
+class Scalings:
+    """By which factors, and with what added, the rows of loaded columns become what the model is called with.
+
+    Where these numbers are the same for all rows of a batch, at one position, they must be so for all batches: if they
+    are not, they follow the batch (its largest number, its mean), and one example changes all rows. Functions of each
+    row by itself may be the same for the few rows of a batch by chance, so that they must be the rule.
+
+    Args:
+        has_drawn: Whether a global random generator was drawn from since the batch was handed out. Such a batch may
+            have been augmented as a whole, and is not compared.
+    """
+
+    def __init__(self, has_drawn: Callable[[], bool]):
+        self._has_drawn, self._seen = has_drawn, dict[Any, _Scaling]()
+
+    def require_same(
+        self, kind: Any, loaded_bk: torch.Tensor, made_bk: torch.Tensor | None, eps: float, who: str
+    ) -> None:
+        """Raise ValueError if the rows of a column were changed otherwise than those of another batch.
+
+        Args:
+            kind: Names the column and its place in the call.
+            loaded_bk, made_bk: (B, at least K) float64, the numbers before and after; None: they are the same.
+            eps: The precision of the numbers after.
+        """
+        seen = self._seen.setdefault(kind, _Scaling(_UNKNOWN if made_bk is not None else _UNCHANGED))
+        if made_bk is None and seen.line is _UNCHANGED:
+            seen.alike += 1
+            return
+        x_bk = loaded_bk[:, :_POSITIONS].numpy()
+        y_bk = x_bk if made_bk is None else made_bk[:, :_POSITIONS].numpy()
+        with np.errstate(all="ignore"):  # what is not known, and numbers that are not finite, compare as false
+            line = _UNCHANGED if made_bk is None else _line(x_bk, y_bk, eps)
+            is_other_k = _is_other(seen.line, line, x_bk, y_bk)
+        is_line_k, is_known_k = ~np.isnan(line[2]), ~np.isnan(seen.line[2])
+        varies, lines, other = np.sum(~np.isnan(line[0])), np.sum(is_line_k), np.sum(is_other_k)
+        both = np.sum(is_line_k & is_known_k)
+        is_alike = lines >= max(_VALUES, 0.75 * varies)
+        if varies < _VALUES or (not (is_alike and both and not other) and self._has_drawn()):
+            return
+        seen.alike += 1 if is_alike else -1
+        if is_alike and other and 2 * other >= both and seen.alike > 0:
+            raise ValueError(
+                f"the {who} normalises over the batch: what the rows are multiplied with, or what is added to them, "
+                "is the same for all rows of a batch and another one than in an earlier batch, so that it follows "
+                "the other rows (x / x.max(), (x - x.mean()) / x.std(), x / 255 if x.max() > 1). Clipping would then "
+                "not bound what one example can change. Use constants that do not depend on private rows (known "
+                "ones, or computed on public data), or normalise each row by itself. Let an augmentation draw from "
+                "the global generators of torch, NumPy or Python. If this is a schedule, set its number on the "
+                "model, by the number of the step, and multiply there."
+            )
+        if is_alike:
+            seen.line = line if line is _UNCHANGED else np.where(is_known_k, seen.line, line)
+
+
+_UNKNOWN = np.full((5, _POSITIONS), np.nan)
+_UNCHANGED = np.repeat([[0.0], [0.0], [1.0], [np.inf], [0.0]], _POSITIONS, 1)
+
+
+def _line(x_bk: np.ndarray, y_bk: np.ndarray, eps: float) -> np.ndarray:
+    """(5, K): the centre of the numbers ``x`` at each position, the value there of the line through all (x, y), its
+    slope, the spread of ``x``, and by how much rounding may change y. NaN from the slope on where the numbers lie on
+    no line, and everywhere where few of them are different."""
+    x_max_k, y_max_k = np.abs(x_bk).max(0), np.abs(y_bk).max(0)
+    centre_k, value_k = x_bk.mean(0), y_bk.mean(0)
+    x0_bk = x_bk - centre_k
+    spread_k = np.sqrt((x0_bk**2).mean(0))
+    slope_k = (x0_bk * (y_bk - value_k)).mean(0) / spread_k**2
+    error_k = (8 * _SINGLE + eps) * (np.abs(slope_k) * x_max_k + y_max_k)
+    is_line_k = (np.abs(value_k + slope_k * x0_bk - y_bk) <= error_k).all(0)
+    varies_k = np.isfinite(x_max_k + y_max_k) & (_values(x_bk) >= _VALUES) & (_values(y_bk) >= _VALUES)
+    line = np.stack([centre_k, value_k, slope_k, spread_k, error_k])
+    line[2:, ~is_line_k] = np.nan
+    line[:, ~varies_k] = np.nan
+    return line
+
+
+def _values(x_bk: np.ndarray) -> np.ndarray:
+    """(K,): how many numbers are different, of some at each position."""
+    ordered = np.sort(x_bk[:_ROWS], 0)
+    return 1 + (ordered[1:] != ordered[:-1]).sum(0)
+
+
+def _is_other(known: np.ndarray, line: np.ndarray, x_bk: np.ndarray, y_bk: np.ndarray) -> np.ndarray:
+    """(K,) bool, where the numbers are further from the line that is known than rounding explains."""
+    centre_k, value_k, slope_k, spread_k, error_k = known
+    from_centre_bk = x_bk - centre_k
+    allowed_bk = error_k * (1 + np.abs(from_centre_bk) / spread_k) + line[4]
+    return (np.abs(value_k + slope_k * from_centre_bk - y_bk) > allowed_bk).any(0)
 
 
 def _columns_of(examples: Sequence[Any]) -> list[torch.Tensor]:
@@ -427,7 +562,13 @@ def _sample(x_bn: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _columns(width: int) -> torch.Tensor:
-    return torch.randperm(width, generator=torch.Generator().manual_seed(0))[:_COLUMNS]
+    """The first ones are the same for all widths that are as long in binary."""
+    first, others = (
+        torch.randperm(n, generator=torch.Generator().manual_seed(0))[:_COLUMNS]
+        for n in (2 ** (width.bit_length() - 1), width)
+    )
+    first = first[:_POSITIONS]
+    return torch.cat([first, others[~torch.isin(others, first)]])[:_COLUMNS]
 
 
 def _order_by_equality(x_bn: torch.Tensor, y_bn: torch.Tensor) -> list[int] | None:

@@ -34,7 +34,7 @@ class SecretSeeds:
 
     def __init__(self, secret: int, rank: int = 0):
         self._key = hashlib.sha256(f"{secret}/{rank}".encode()).digest()
-        self._count = 0
+        self._count, self._numbers = 0, b""
 
     def reseed(self, purpose: str | None = None) -> None:
         """Seed every generator anew: for a purpose, the same numbers each time, or as in no earlier call.
@@ -45,7 +45,26 @@ class SecretSeeds:
         if purpose is None:
             self._count += 1
             purpose = f"forward {self._count}"
-        _seed_globally(hashlib.shake_256(self._key + purpose.encode()).digest(_BYTES))
+        self._numbers = hashlib.shake_256(self._key + purpose.encode()).digest(_BYTES)
+        _seed_globally(self._numbers)
+
+    def were_drawn_from(self, device: torch.device) -> bool:
+        """Return whether a global generator gave numbers, or was seeded, since :meth:`reseed`. On MPS, whose generator
+        is not looked at, one may have."""
+        numbers = self._numbers
+        if device.type == "mps" or not torch.equal(torch.get_rng_state(), _twister(numbers)):
+            return True
+        if _has_generators(device):
+            now = random_state(device)
+            with forked_generators(device):
+                torch.manual_seed(_device_seed(numbers))
+                if not same_state(now[1:], random_state(device)[1:]):
+                    return True
+        seeded = random.Random(numbers[:32]), np.random.RandomState(_numpy_seed(numbers))
+        return not (
+            random.getstate() == seeded[0].getstate()
+            and _words(np.random.get_state(legacy=False)) == _words(seeded[1].get_state(legacy=False))
+        )
 
     def reseed_generator(self, generator: Any, purpose: str) -> None:
         """Seed a generator object of Python, NumPy or torch as :meth:`reseed` seeds the global ones."""
@@ -85,14 +104,26 @@ def _expanded(entropy: Sequence[int]) -> bytes:
 
 def _seed_globally(numbers: bytes) -> None:
     random.seed(numbers[:32])
-    np.random.seed(np.frombuffer(numbers, np.uint32, 8, offset=32))
+    np.random.seed(_numpy_seed(numbers))
     if torch.accelerator.is_available():
-        torch.manual_seed(int.from_bytes(numbers[64:72], "little") >> 1)
-    # torch's own seeding of the CPU generator keeps 32 bits of a seed, few enough to try them all, so its words are
-    # written
+        torch.manual_seed(_device_seed(numbers))
+    torch.set_rng_state(_twister(numbers))
+
+
+def _numpy_seed(numbers: bytes) -> np.ndarray:
+    return np.frombuffer(numbers, np.uint32, 8, offset=32)
+
+
+def _device_seed(numbers: bytes) -> int:
+    return int.from_bytes(numbers[64:72], "little") >> 1
+
+
+def _twister(numbers: bytes) -> torch.Tensor:
+    """The state of torch's generator for the CPU. Its own seeding keeps 32 bits of a seed, few enough to try them all,
+    so its words are written."""
     state = torch.Generator().get_state()
     state.view(torch.int64)[_TWISTER] = torch.from_numpy(np.frombuffer(numbers, np.uint32, offset=72).astype(np.int64))
-    torch.set_rng_state(state)
+    return state
 
 
 @contextmanager

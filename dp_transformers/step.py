@@ -32,7 +32,7 @@ from .clipping.checks.synthetic import LossFunction
 from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
 from .mechanism import Mechanism
-from .mixing import LoadedRows
+from .mixing import LoadedRows, Scalings
 from .noise import NoiseSource
 from .noise.add_noise import add_noise_and_divide
 from .optimizers import set_noise_variance
@@ -56,6 +56,7 @@ class Given:
         draw: The number of the draw that the batch is a part of.
         last_of_draw: Whether it is the last physical batch of that draw.
         refusal: Why no sum may be formed of it; None if one may.
+        scalings: How the rows of other batches were changed before the model was called.
         loaded: The rows as they were loaded, for comparison with what the model is called with.
     """
 
@@ -63,11 +64,12 @@ class Given:
     draw: int
     last_of_draw: bool
     refusal: str | None = None
+    scalings: Scalings | None = None
     stage: _Stage = _Stage.GIVEN
     loaded: LoadedRows = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loaded = LoadedRows(self.batch.rows, self.batch.size)
+        self.loaded = LoadedRows(self.batch.rows, self.batch.size, self.scalings)
 
 
 class PrivateStep:
@@ -120,6 +122,7 @@ class PrivateStep:
         self.loss: torch.Tensor | None = None
         self._released = 0  # how many steps the noise source has served
         self._share = share
+        self._scalings = Scalings(partial(seeds.were_drawn_from, clipper.device))
         self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
         self._reduce_every_batch, self._place = reduce_every_batch, distributed.place()
@@ -189,7 +192,9 @@ class PrivateStep:
         for i, batch in enumerate(batches):
             if draw.number <= self._dropped_draw or self._is_closed:
                 return
-            self.given = Given(batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number))
+            self.given = Given(
+                batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number), self._scalings
+            )
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             yield self.given
