@@ -180,7 +180,7 @@ class LogicalBatches(Dataset):
         loaded = []
         for i in indices:
             self._reseed(f"row {i} by itself, beside draw {draw.number}")
-            loaded += copy.deepcopy(self._load([i]))  # the data set may keep what it returns, and change it
+            loaded += rows.copied(self._load([i]))  # the data set may keep what it returns, and change it
         return loaded
 
     def _is_padded_by_others(self, indices: Sequence[int], examples: Sequence[Any]) -> bool:
