@@ -693,10 +693,19 @@ def test_a_full_disk_says_what_is_counted_and_how_to_go_on(tmp_path, monkeypatch
         trainer.train()
     assert trainer.args.save_total_limit == 2
     assert "counts all 6 steps" in caplog.text and "resume_from_checkpoint=True" in caplog.text
+    assert "When there is room again, go on" in caplog.text
     monkeypatch.undo()
     trainer = build(DPTrainer, tmp_path, **options)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.privacy_spent().steps == 6 + 3 == lines(tmp_path)
+
+
+def test_a_checkpoint_that_fails_for_another_reason_is_not_said_to_lack_room(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Trainer, "_save_checkpoint", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        build(DPTrainer, tmp_path, max_steps=2).train()
+    assert "division by zero. The ledger counts" in caplog.text and "When that is mended, go on" in caplog.text
+    assert "room" not in caplog.text
 
 
 def test_rotation_keeps_the_limit_and_the_argument(tmp_path):

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
@@ -17,6 +18,7 @@ from accelerate.utils import TorchDynamoPlugin
 from datasets import Dataset
 from models import CHECKPOINTING, DeepSpeedEngine, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
 from transformers import (
@@ -583,6 +585,19 @@ def test_peft_models_train_save_and_resume(tmp_path, name):
     resumed = trainer_for(tmp_path, model=build(name, lora=True), data=data, **{**options, "max_steps": 3})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.privacy_spent().steps == 3
+
+
+@pytest.mark.parametrize("method", ["PrefixTuningConfig", "PromptEncoderConfig", "PromptTuningConfig"])
+def test_prompts_are_saved_in_the_middle_and_at_the_end(tmp_path, method):
+    """peft calls their encoder for that, with a graph."""
+    config = getattr(peft, method)(task_type="SEQ_CLS", num_virtual_tokens=3)
+    model = peft.get_peft_model(build("bert"), config)
+    trainer = trainer_for(tmp_path, model=model, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    prompts = [load_file(tmp_path / name / "adapter_model.safetensors")["prompt_embeddings"]
+               for name in ("checkpoint-1", "checkpoint-2", "model")]  # fmt: skip
+    assert not torch.equal(prompts[0], prompts[1]) and torch.equal(prompts[1], prompts[2])
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")

@@ -575,6 +575,7 @@ class ClippingEngine:
                 "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients "
                 "that are not clipped. Call clipper.backward(losses) with losses of shape (B,) (reduction='none'), or "
                 "use the criterion that make_private returned; for a loss that is not the private one (a generator's, "
-                "an adversarial input's) go forward and backward inside 'with clipper.suspended():'."
+                "an adversarial input's) go forward and backward inside 'with engine.suspended():' (of a "
+                "PerExampleClipper: clipper.suspended())."
             )
         self._refuse_escape(parameter)

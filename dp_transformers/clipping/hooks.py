@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from .caches import configurations, without_caches
 from .errors import UnsupportedModuleError, refuse_tracing
 from .layer_rule import ForwardContext, Tap, forward_context_for
 from .owners import Owner
+from .recorded_call import differentiable_leaves
 
 
 class HookedModel:
@@ -238,12 +239,9 @@ class HookedModel:
             return None
         if self._in_forward or self.in_backward:
             return self._on_call(owner, args, kwargs, output, first_node)
-        if torch.is_grad_enabled():
-            raise ValueError(
-                f"{owner} was called outside the forward of the model that is being clipped, so a gradient through it "
-                "would not be clipped. Call the model itself, or use torch.no_grad(), or, for a loss that is not the "
-                "private one, go forward and backward inside 'with clipper.suspended():'."
-            )
+        for x in differentiable_leaves(output):
+            if x.grad_fn is not None:
+                x.register_hook(partial(_refuse_gradient, owner))
         return None
 
     def _open(self, context: ForwardContext, tap: Tap | None, module: nn.Module, args: tuple) -> None:
@@ -273,6 +271,14 @@ class HookedModel:
     def _after_gradient(self, parameter: nn.Parameter) -> None:
         if not self._suspended:
             self._on_gradient(parameter)
+
+
+def _refuse_gradient(owner: Owner, gradient: torch.Tensor) -> NoReturn:
+    raise ValueError(
+        f"{owner} was called outside the forward of the model that is being clipped, and a gradient through that call "
+        "would not be clipped. Call the model itself, or use torch.no_grad(); for a loss that is not the private one, "
+        "go forward and backward inside 'with engine.suspended():' (of a PerExampleClipper: clipper.suspended())."
+    )
 
 
 def _held(module: nn.Module, name: str, default: nn.Parameter | None) -> Any:

@@ -431,10 +431,11 @@ class DPTrainerMixin(Base):
         try:
             super()._save_checkpoint(model, trial)
         except Exception as error:  # those of safetensors and torch have no class in common
+            when = "When there is room again" if isinstance(error, OSError) else "When that is mended"
             logger.error(
                 "'%s' could not be written: %s. The ledger counts all %d steps, also those after the last complete "
-                "checkpoint. When there is room again, go on from that with resume_from_checkpoint=True.",
-                folder, error, self._run.steps,
+                "checkpoint. %s, go on from there with resume_from_checkpoint=True.",
+                folder, str(error).rstrip("."), self._run.steps, when,
             )  # fmt: skip
             raise
         finally:

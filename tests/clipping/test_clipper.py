@@ -427,11 +427,26 @@ class TestMisuse:
     def test_a_part_of_the_model_called_on_its_own(self):
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         PerExampleClipper(model, 1.0, self_check=False)
-        model(torch.randn(4, 3))
-        with pytest.raises(ValueError, match=r"'0' .Linear. was called outside"):
-            model[0](torch.randn(4, 3))
         with torch.no_grad():
             model[0](torch.randn(4, 3))
+        inner = model[0](torch.randn(4, 3))  # nothing is asked of it, as where peft saves
+        with pytest.raises(ValueError, match=r"'0' .Linear. was called outside.*engine.suspended.*clipper.suspended"):
+            F.relu(inner).sum().backward()
+        with pytest.raises(ValueError, match=r"'0' .Linear. was called outside"):
+            torch.autograd.grad(inner.sum(), model[0].weight)
+        assert model[0].weight.grad is None
+
+    @pytest.mark.parametrize("mode", ALL_MODES)
+    def test_a_part_of_the_model_called_on_its_own_for_the_losses(self, mode):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        clipper, x = PerExampleClipper(model, 1.0, mode=mode, self_check=False), torch.randn(4, 3)
+        for losses in (
+            lambda: model(x)[:, 0] + model[0](x)[:, 0],
+            lambda: model[1](model[0](x))[:, 0] + model(x)[:, 0],
+        ):
+            with pytest.raises(ValueError, match=r"forward ran outside the model|was called outside"):
+                clipper.backward(losses())
+            assert all(p.grad is None for p in model.parameters())
 
     def test_gradient_hooks_on_parameters(self):
         model = nn.Linear(3, 1)

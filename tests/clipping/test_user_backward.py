@@ -111,6 +111,24 @@ def test_a_gradient_that_leaves_a_module_past_its_output_is_refused(first, mode)
         optimizer.step()
 
 
+def test_a_part_of_the_model_that_the_loop_calls_is_refused_where_a_gradient_goes_through_it():
+    engine, model, optimizer, loader = loop(nn.Linear(12, 6))
+    batches = iter(loader)
+    x, y = next(batches)
+    loss = F.cross_entropy(model(x), y)
+    assert model[0](x).requires_grad  # looked at, and not gone back through
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    x, y = next(batches)
+    with pytest.raises(ValueError, match=r"'1' .Linear. was called outside.*engine.suspended"):
+        F.cross_entropy(model[1](model[0](x)), y).backward()
+    with pytest.raises(ValueError, match="was called outside|past its module's call|forward ran outside"):
+        (F.cross_entropy(model(x), y) + model[0](x).square().mean()).backward()
+    assert all(p.grad is None for p in model.parameters())
+    engine.drop_draw()
+
+
 @pytest.mark.parametrize("container", [list, tuple])
 def test_a_gradient_that_leaves_a_module_in_a_container_is_refused(container):
     _, model, optimizer, loader = loop(Contained(container))
