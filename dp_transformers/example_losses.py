@@ -87,6 +87,26 @@ class ExampleLosses:
             )
         return losses, outputs
 
+    def evaluated(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """Return the (B,) losses, and what the first call of the model returned, in a form in which Trainer finds the
+        predictions: a dictionary, or a tuple with something in the place of the loss. It is empty where the loss calls
+        nothing but parts of the model."""
+        kept: list[Any] = []
+
+        def keep(module: nn.Module, args: tuple, output: Any) -> None:
+            if not kept:
+                kept.append(output)
+
+        handle = model.register_forward_hook(keep)
+        try:
+            losses = self(model, inputs)[0]
+        finally:
+            handle.remove()
+        outputs = kept[0] if kept else {}
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        return losses, outputs if isinstance(outputs, dict) else (None, *outputs)
+
     def _from_outputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         missing = [name for name in self._label_names if name not in inputs]
         if missing:

@@ -124,6 +124,81 @@ def test_it_evaluates_without_labels(tmp_path):
     assert math.isfinite(trainer.predict(ROWS[:3]).metrics["test_loss"])
 
 
+def evaluating(folder, model, loss, rows=None, collator=collate, **options):
+    args = DPTrainingArguments(str(folder), target_epsilon=8.0, target_delta=DELTA, expected_batch_size=4, max_steps=1, use_cpu=True, disable_tqdm=True,
+                               report_to="none", save_strategy="no", eval_strategy="steps", per_device_eval_batch_size=2, remove_unused_columns=False)  # fmt: skip
+    rows = texts(LENGTHS) if rows is None else rows
+    return DPTrainer(model, args, collator, rows, rows, per_example_loss_func=loss, **options)
+
+
+def cross_entropy(model, inputs):
+    labels = inputs.pop("labels")
+    return nn.functional.cross_entropy(model(**inputs).logits, labels, reduction="none")
+
+
+def test_metrics_are_computed_of_what_the_model_returned_and_of_the_labels(tmp_path):
+    seen = []
+    model = build("bert")
+    trainer = evaluating(tmp_path, model, cross_entropy, compute_metrics=lambda p: seen.append(p) or {"n": 1.0})
+    trainer.train()
+    predicted = trainer.predict(trainer.eval_dataset)
+    batch = collate(texts(LENGTHS))
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        logits = model.eval()(**batch).logits
+    for got in (seen[0], predicted):
+        torch.testing.assert_close(torch.tensor(got.predictions), logits, rtol=1e-4, atol=1e-5)
+        assert got.label_ids.tolist() == labels.tolist()
+    expected = nn.functional.cross_entropy(logits, labels)
+    assert predicted.metrics["test_loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_predictions_of_a_loss_of_several_calls_are_those_of_the_first(tmp_path):
+    trainer = evaluating(tmp_path, build("llama"), preferred, ROWS, pairs)
+    predicted = trainer.predict(ROWS[:2])
+    with torch.no_grad():
+        batch = pairs(ROWS[:2])
+        logits = trainer.model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    torch.testing.assert_close(torch.tensor(predicted.predictions), logits, rtol=1e-4, atol=1e-5)
+    assert not predicted.label_ids
+
+
+class Scores(nn.Module):
+    """It returns a tensor and no dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1000, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids, attention_mask):
+        shown = self.embed(input_ids) * attention_mask[..., None]
+        return self.head(shown.sum(1))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, labels: nn.functional.cross_entropy(outputs, labels, reduction="none"),
+        lambda model, inputs: nn.functional.cross_entropy(
+            model(inputs["input_ids"], inputs["attention_mask"]), inputs["labels"], reduction="none"
+        ),
+    ],
+    ids=["of outputs", "of the model"],
+)
+def test_predictions_of_a_model_that_returns_a_tensor_have_a_row_for_each_example(tmp_path, loss):
+    trainer = evaluating(tmp_path, Scores(), loss)
+    assert trainer.predict(texts(LENGTHS)).predictions.shape == (len(LENGTHS), 3)
+
+
+def test_metrics_without_predictions_are_refused_with_the_way_out(tmp_path):
+    def of_parts(model, inputs):
+        return model.head(model.embed(inputs["input_ids"]).mean(1)).square().sum(1)
+
+    trainer = evaluating(tmp_path, Scores(), of_parts, compute_metrics=lambda predictions: {})
+    with pytest.raises(ValueError, match=r"no predictions.*Call model\(...\) in it.*leave compute_metrics out"):
+        trainer.evaluate()
+
+
 def test_without_labels_and_with_a_loss_that_needs_them_the_way_out_is_named(tmp_path):
     trainer = trainer_for(task(loss=lambda outputs, labels: outputs.logits.sum((1, 2))), str(tmp_path), dp_seed=None)
     with pytest.raises(ValueError, match=r"no \['labels'\].*f\(model, inputs\) -> \(B,\), which calls the model"):

@@ -84,7 +84,8 @@ class DPTrainerMixin(Base):
             alone, for heads whose per-example loss is not built in, or class weights: see
             :mod:`dp_transformers.losses` for those that are. A function whose first two parameters are called `model`
             and `inputs` is given the model and the batch instead, for losses without labels or of several forward
-            passes: `f(model, inputs) -> (B,)`.
+            passes: `f(model, inputs) -> (B,)`. What its first call of the model returns are the predictions of
+            evaluation.
         kwargs: The other arguments of the class; `compute_loss_func` is refused, because it averages over the batch.
 
     Raises:
@@ -129,6 +130,7 @@ class DPTrainerMixin(Base):
         warn_about_replaced(type(self), DPTrainerMixin)
         self._training: TrainerRun | None = None
         self._loop: TrainerLoop | None = None
+        self._labels_of_loss: list[str] = []  # columns that a loss of (model, inputs) may take from the batch
         self._raw_losses: list[torch.Tensor] = []  # since the last line of the log, for log_raw_metrics
         super().__init__(
             model=model,
@@ -172,7 +174,8 @@ class DPTrainerMixin(Base):
         if not runs_the_model(per_example_loss_func):
             self.label_names = self.label_names or ["labels"]
         elif self.args.label_names is None:
-            self.label_names, self.can_return_loss = [], True  # evaluation then asks for the loss without labels
+            # evaluation then asks for the loss without labels
+            self._labels_of_loss, self.label_names, self.can_return_loss = self.label_names, [], True
 
     def create_accelerator_and_postprocess(self) -> None:
         with meshes_on_cpu(self.args, self.model):
@@ -361,8 +364,25 @@ class DPTrainerMixin(Base):
         `per_example_loss_func`."""
         if not self._evaluates_by_mean:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        losses, outputs = self._example_losses(self.model, inputs)
+        losses, outputs = self._example_losses.evaluated(self.model, inputs)
         return (losses.mean(), outputs) if return_outputs else losses.mean()
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """Return the loss, predictions and labels of a batch of evaluation data: those labels, too, that a loss of
+        (model, inputs) takes from the batch itself."""
+        inputs = self._prepare_inputs(inputs)
+        loss, predictions, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if not self._evaluates_by_mean:
+            return loss, predictions, labels
+        if self.compute_metrics is not None and isinstance(predictions, tuple) and not predictions:
+            raise ValueError(
+                "compute_metrics has no predictions: per_example_loss_func does not call the model, but parts of it. "
+                "Call model(...) in it, whose first outputs are the predictions, or leave compute_metrics out."
+            )
+        if labels == () and all(name in inputs for name in self._labels_of_loss):
+            own = tuple(inputs[name] for name in self._labels_of_loss)
+            labels = own[0] if len(own) == 1 else own
+        return loss, predictions, labels
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Return the norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
