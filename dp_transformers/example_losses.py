@@ -11,7 +11,13 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from .batch_checks import refuse_losses_of_other_rows
-from .losses import PerExampleLoss, decoder_inputs, find_per_example_loss, label_columns
+from .losses import (
+    PerExampleLoss,
+    decoder_inputs,
+    find_per_example_loss,
+    label_columns,
+    refuse_missing_decoder_inputs,
+)
 from .randomness import seeded_global_generators
 
 
@@ -118,7 +124,9 @@ class ExampleLosses:
         labels = self._labels_of(inputs)
         for name in self._label_names:
             del inputs[name]
-        outputs = model(**{**decoder_inputs(model, labels), **inputs})  # decoder inputs that the batch has win
+        inputs = {**decoder_inputs(model, labels), **inputs}  # decoder inputs that the batch has win
+        refuse_missing_decoder_inputs(model, inputs)
+        outputs = model(**inputs)
         return self._loss(outputs, labels), outputs
 
     def _labels_of(self, inputs: Mapping[str, Any]) -> Any:

@@ -10,8 +10,10 @@ have a target.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -26,14 +28,18 @@ PerExampleLoss = Callable[[Any, Any], torch.Tensor]
 
 _MAPPINGS = {
     "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",  # first: BART is under masked_lm too
+    "speech_seq2seq_lm": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "question_answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
     "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "audio_classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "multiple_choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
 }
+_ENCODER_DECODERS = ("seq2seq_lm", "speech_seq2seq_lm")  # what they decode is their labels, shifted
+_OF_CLASSES = ("sequence_classification", "image_classification", "audio_classification")
 
 # Heads in those mappings whose own loss is another one (every forward of transformers 5.23 was read for this list).
 _OTHER_CONVENTIONS = {
@@ -73,7 +79,7 @@ _OTHER_CONVENTIONS = {
     ),
     "YosoForTokenClassification",
     # the labels change more than the decoder's input_ids
-    *("EncoderDecoderModel", "FSMTForConditionalGeneration"),
+    *("EncoderDecoderModel", "SpeechEncoderDecoderModel", "FSMTForConditionalGeneration"),
 }
 
 
@@ -200,7 +206,7 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
     virtual_tokens = _virtual_tokens(model) if kind == "causal_lm" else 0
     if kind == "multiple_choice":
         loss = partial(sequence_classification_loss, problem_type="single_label_classification")
-    elif kind in ("sequence_classification", "image_classification"):
+    elif kind in _OF_CLASSES:
         problem_type = _problem_type(base)
         if problem_type not in (None, "single_label_classification"):
             _refuse_smoothing(label_smoothing, problem_type)
@@ -231,9 +237,9 @@ def default_loss_bound(model: nn.Module) -> float:
     base = _base_model(model)
     kind, config = _kind(base), cast(Any, getattr(base, "config", None))
     classes = None
-    if kind in ("causal_lm", "masked_lm", "seq2seq_lm"):
+    if kind in ("causal_lm", "masked_lm", *_ENCODER_DECODERS):
         classes = config.get_text_config().vocab_size
-    elif kind in ("sequence_classification", "image_classification", "token_classification"):
+    elif kind in (*_OF_CLASSES, "token_classification"):
         problem_type = _problem_type(base)
         several = problem_type == "multi_label_classification"  # a mean of losses with two classes each
         classes = None if problem_type == "regression" else 2 if several else config.num_labels
@@ -248,10 +254,39 @@ def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:
     the input. A head whose loss is not known (it needs per_example_loss_func) gets them wherever it can make them.
     """
     base = _base_model(model)
-    prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
-    if prepare is None or not isinstance(labels, torch.Tensor) or _kind(base) not in ("seq2seq_lm", None):
+    make = _maker_of_decoder_inputs(base)
+    if make is None or not isinstance(labels, torch.Tensor) or _kind(base) not in (*_ENCODER_DECODERS, None):
         return {}
-    return {"decoder_input_ids": prepare(labels=labels)}
+    return {"decoder_input_ids": make(labels)}
+
+
+def _maker_of_decoder_inputs(base: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes decoder inputs of labels, as the model does by itself; None where that is not known."""
+    prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
+        return lambda labels: prepare(labels=labels)
+    config = cast(Any, getattr(base, "config", None))
+    for cls in type(base).__mro__:
+        shift = getattr(sys.modules.get(cls.__module__), "shift_tokens_right", None)  # which its forward calls
+        if shift is not None and _mapped_kind(cls) == "speech_seq2seq_lm":
+            return lambda labels, shift=shift: shift(labels, config.pad_token_id, config.decoder_start_token_id)
+    return None
+
+
+def refuse_missing_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError where a decoder would be given nothing: its inputs are those of the batch, or are made from the
+    labels, which are kept out of the model."""
+    base = _base_model(model)
+    is_given = any(name.startswith("decoder_input") for name in inputs)
+    if is_given or not getattr(cast(Any, getattr(base, "config", None)), "is_encoder_decoder", False):
+        return
+    decodes = any(_mapped_kind(cls) in _ENCODER_DECODERS for cls in type(base).__mro__)
+    if decodes and "decoder_input_ids" in inspect.signature(base.forward).parameters:
+        raise ValueError(
+            f"the decoder of {type(base).__name__} has no inputs: labels are kept out of the model, and it is not "
+            "known how it makes decoder inputs of them. Let the collator give decoder_input_ids, or pass "
+            "per_example_loss_func=f with f(model, inputs) -> (B,), which calls the model itself."
+        )
 
 
 def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names: list[str]) -> None:
@@ -294,7 +329,7 @@ def _kind(base: nn.Module) -> str | None:
             expected = ["start_positions", "end_positions"] if kind == "question_answering" else ["labels"]
             if cls.__name__ in _OTHER_CONVENTIONS or find_labels(cls) != expected:
                 return None
-            return None if kind == "seq2seq_lm" and not hasattr(cls, "prepare_decoder_input_ids_from_labels") else kind
+            return None if kind in _ENCODER_DECODERS and _maker_of_decoder_inputs(base) is None else kind
         if "forward" in vars(cls):
             return None  # a forward of its own may have a loss of its own
     return None
@@ -313,11 +348,14 @@ def _mapped_kind(cls: type) -> str | None:
 
 
 def _problem_type(base: nn.Module) -> str | None:
+    names = [c.__name__ for c in type(base).__mro__]
+    if _kind(base) == "audio_classification" and "ASTForAudioClassification" not in names:
+        return "single_label_classification"  # the others do not ask config.problem_type
     config: Any = base.config
     problem_type = config.problem_type
     if problem_type is None and config.num_labels == 1:
         return "regression"
-    if problem_type is None and any(c.__name__.startswith("Deberta") for c in type(base).__mro__):
+    if problem_type is None and any(name.startswith("Deberta") for name in names):
         return "single_label_classification"  # DeBERTa would take float labels for soft ones
     return problem_type
 

@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
 from dp_transformers import losses as losses_module
+from dp_transformers.example_losses import ExampleLosses
 from dp_transformers.losses import (
     causal_lm_loss,
     decoder_inputs,
@@ -55,6 +56,12 @@ BART = {"vocab_size": 100, "d_model": 16, "encoder_layers": 1, "decoder_layers":
         "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_start_token_id": 2, **IDS}  # fmt: skip
 IMAGE = {**SIZES, "image_size": 16, "patch_size": 8}
 MODERN = {**SIZES, **IDS, "cls_token_id": 0, "sep_token_id": 2}
+SOUND = {**SIZES, "conv_dim": (8,), "conv_kernel": (10,), "conv_stride": (5,), "num_feat_extract_layers": 1, "classifier_proj_size": 8,
+         "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}  # fmt: skip
+SPEECH = {**BART, "num_mel_bins": 8, "max_source_positions": 20}
+MOONSHINE = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 1,
+             "encoder_num_attention_heads": 2, "decoder_num_attention_heads": 2, "pad_token_id": 0, "decoder_start_token_id": 1}  # fmt: skip
+SPECTROGRAM = {**SIZES, "num_mel_bins": 16, "max_length": 16, "patch_size": 8, "frequency_stride": 8, "time_stride": 8}
 DISTIL = {"vocab_size": 100, "dim": 16, "hidden_dim": 16, "n_layers": 1, "n_heads": 2}
 
 HEADS = [
@@ -104,6 +111,14 @@ HEADS = [
     ("ImageClassification", "vit", IMAGE),
     ("ImageClassification", "dinov2", IMAGE),
     ("ImageClassification", "siglip", {"vision_config": IMAGE}),
+    ("SpeechSeq2Seq", "whisper", SPEECH),
+    ("SpeechSeq2Seq", "speech_to_text", {**SPEECH, "input_feat_per_channel": 8, "conv_channels": 8}),
+    ("SpeechSeq2Seq", "moonshine", MOONSHINE),
+    ("AudioClassification", "wav2vec2", SOUND),
+    ("AudioClassification", "hubert", SOUND),
+    ("AudioClassification", "wavlm", {**SOUND, "problem_type": "regression"}),  # which it does not read
+    ("AudioClassification", "whisper", {**SPEECH, "classifier_proj_size": 8}),
+    ("AudioClassification", "audio-spectrogram-transformer", SPECTROGRAM),
 ]
 
 
@@ -120,6 +135,8 @@ def rows_for(task: str, size: int = 3, length: int = 7) -> dict[str, torch.Tenso
     """A batch with random targets, a ragged number of -100, and positions on both sides of the end."""
     if task == "ImageClassification":
         return {"pixel_values": torch.randn(size, 3, 16, 16), "labels": torch.randint(0, 3, (size,))}
+    if task == "AudioClassification":
+        return {"labels": torch.randint(0, 3, (size,))}
     shape = (size, 4, length) if task == "MultipleChoice" else (size, length)
     ids = torch.randint(3, 100, shape)
     ids[..., -1] = 2  # BART looks for the end
@@ -163,7 +180,33 @@ def test_equals_the_models_own_loss_on_every_row_alone(name, lora):
 
 @pytest.mark.parametrize(("task", "name", "config"), HEADS, ids=[f"{task}-{name}" for task, name, _ in HEADS])
 def test_every_kind_of_head_equals_its_own_loss_on_every_row_alone(task, name, config):
-    check_rows_alone(head(task, name, config), rows_for(task))
+    model, batch = head(task, name, config), rows_for(task)
+    if task in SHAPES:
+        batch = {model.main_input_name: torch.randn(3, *SHAPES[task][name]), "labels": batch["labels"]}
+    check_rows_alone(model, batch)
+
+
+SHAPES = {
+    "SpeechSeq2Seq": {"whisper": (8, 40), "speech_to_text": (40, 8), "moonshine": (2000,)},
+    "AudioClassification": {"wav2vec2": (200,), "hubert": (200,), "wavlm": (200,), "whisper": (8, 40),
+                            "audio-spectrogram-transformer": (16, 16)},
+}  # fmt: skip
+
+
+def test_a_decoder_that_would_have_no_inputs_is_named_with_the_ways_out():
+    ids = {"vocab_size": 100, "d_model": 16, **IDS, "decoder_start_token_id": 2}
+    sizes = {
+        f"{part}_{name}": n
+        for part in ("encoder", "decoder")
+        for name, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))
+    }
+    model = head("Seq2SeqLM", "m2m_100", {**ids, **sizes})
+    losses = ExampleLosses(lambda outputs, labels: token_loss(outputs.logits, labels), ["labels"])
+    batch = rows_for("Seq2SeqLM")
+    with pytest.raises(ValueError, match=r"decoder of M2M100.*give decoder_input_ids, or pass.*f\(model, inputs\)"):
+        losses(model, batch)
+    given = {**batch, "decoder_input_ids": batch["labels"].clamp(min=1)}
+    assert losses(model, given)[0].shape == (3,)
 
 
 @pytest.mark.parametrize(("task", "name", "config"), [("Seq2SeqLM", "t5", T5), ("QuestionAnswering", "bert", SIZES)])
@@ -234,6 +277,9 @@ def test_decoder_inputs_are_for_sequence_to_sequence_only():
         assert decoder_inputs(head(task, name, config), labels) == {}
     assert decoder_inputs(bare("T5Gemma2ForSequenceClassification"), labels) == {}
     assert decoder_inputs(nn.Linear(2, 2), labels) == {}
+    whisper = head("SpeechSeq2Seq", "whisper", {**SPEECH, "decoder_start_token_id": 3})
+    assert decoder_inputs(whisper, labels)["decoder_input_ids"].tolist() == [[3, 5, 6, 2]]
+    assert decoder_inputs(head("AudioClassification", "whisper", {**SPEECH, "classifier_proj_size": 8}), labels) == {}
 
 
 # Cross-entropy
@@ -455,7 +501,8 @@ def bare(name: str) -> nn.Module:
         "M2M100ForConditionalGeneration", "Qwen2AudioForConditionalGeneration", "BertForPreTraining", "BertForNextSentencePrediction",
         "LukeForMaskedLM", "YosoForTokenClassification", "BrosForTokenClassification", "LxmertForQuestionAnswering",
         "XLNetForQuestionAnswering", "DPRReader", "Wav2Vec2ForCTC", "DetrForObjectDetection", "SegformerForSemanticSegmentation",
-        "DeiTForImageClassificationWithTeacher", "GPT2DoubleHeadsModel", "BertModel",
+        "DeiTForImageClassificationWithTeacher", "GPT2DoubleHeadsModel", "BertModel", "SpeechEncoderDecoderModel", "DiaForConditionalGeneration",
+        "GraniteSpeechForConditionalGeneration", "VoxtralForConditionalGeneration",
     ],
 )  # fmt: skip
 def test_heads_with_another_loss_are_refused(name):
