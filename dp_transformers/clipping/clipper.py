@@ -101,6 +101,7 @@ class PerExampleClipper:
         self.checked = False
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
         self._looks = RareLooks()
+        self._user_backward: UserBackward | None = None
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
             model,
@@ -253,7 +254,8 @@ class PerExampleClipper:
         from can do that.
         """
         engine = self._engine
-        engine.on_user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction).begin
+        self._user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction)
+        engine.on_user_backward = None if self._user_backward is None else self._user_backward.begin
         engine.loop = loop
         engine.install_hooks()
 
@@ -425,5 +427,8 @@ class PerExampleClipper:
 
     def _after_forward(self, output: Any) -> None:
         """The end of a forward pass of a loop that goes back itself, over losses that are not known here."""
+        forward = self._engine.forward
         if self._is_looked_at():
             require_own_rows_of_outputs(self._engine, output, self._looks.number)
+            if self._user_backward is not None and self.batch_first and forward is not None:
+                self._user_backward.refuse_means_over_the_batch(output, forward)

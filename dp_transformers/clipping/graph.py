@@ -13,7 +13,7 @@ Reentrant activation checkpointing builds its graph only in backward, and so hid
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -70,6 +70,29 @@ def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
             found |= {metadata.dtype for metadata in node._input_metadata}
             todo += [before for before, _ in node.next_functions]
     return found
+
+
+def weights_in_means(loss: torch.Tensor, taps: Collection[type], batch_size: int) -> Iterator[torch.Tensor]:
+    """Yields, for each mean of a negative log-likelihood between the taps and ``loss``, (B,) the weights in it of each
+    example's targets together: ones, or those of their classes, and 0 where they are ignored."""
+    todo, seen = [loss.grad_fn], set[Node]()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen or type(node) in taps:
+            continue
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+        if type(node).__name__ not in _NLL or node._saved_reduction != _MEAN:
+            continue
+        target, weight = node._saved_target, node._saved_weight
+        if target.numel() % max(batch_size, 1):  # which targets are whose is not known
+            continue
+        counts = target != (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # saved without its sign
+        own = counts.float() if weight is None else weight[target.where(counts, 0)].float() * counts
+        yield own.reshape(batch_size, -1).sum(1)
+
+
+_NLL, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
 
 
 def _leaf(node: Any) -> torch.Tensor | None:

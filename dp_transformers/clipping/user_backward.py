@@ -8,14 +8,17 @@ That call's backward pass fills the probe. The parameters ask for no gradient wh
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any, NoReturn
 
 import torch
 
 from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
+from .graph import weights_in_means
 from .precision import without_autocast
-from .recorded_call import BackwardPass, ForwardPass
+from .recorded_call import BackwardPass, ForwardPass, differentiable_leaves
+from .tap import TAPS
 
 
 class UserBackward:
@@ -43,6 +46,18 @@ class UserBackward:
                 'loss_reduction="none" and call backward(losses) of the clipper yourself.'
             )
         self._engine, self._loss_reduction = engine, loss_reduction
+
+    def refuse_means_over_the_batch(self, output: Any, forward: ForwardPass) -> None:
+        """Let ``loss.backward()`` raise ValueError where ``loss`` is one of the model's output, and a mean in which
+        the examples' weights depend on each other. Of a loss that the loop computes the graph is not known."""
+        if self._loss_reduction != "mean":
+            return
+        for loss in differentiable_leaves(output):
+            if loss.dim() or loss.grad_fn is None:
+                continue
+            for weights_b in weights_in_means(loss, TAPS, forward.batch_size):
+                if not torch.allclose(weights_b, weights_b[:1], rtol=1e-4):
+                    loss.register_hook(_refuse_mean)
 
     def begin(self, forward: ForwardPass) -> None:
         """The first tap was reached."""
@@ -79,3 +94,13 @@ class UserBackward:
         finally:
             engine.forget()
         engine.end_sum()
+
+
+def _refuse_mean(gradient: torch.Tensor) -> NoReturn:
+    raise ValueError(
+        "the loss that the model returned is a mean over all targets of the batch, without those that are ignored, or "
+        "weighted by their classes, so how much an example weighs depends on the others. Take one loss for each "
+        "example: find_example_losses(model)(batch).mean() for a model of transformers; or keep the labels out of the "
+        "model and hand make_private a criterion=; or call engine.clipper.backward(losses) with losses of shape (B,), "
+        "and loss_reduction='none'."
+    )

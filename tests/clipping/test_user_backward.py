@@ -189,3 +189,67 @@ def test_sums_are_those_of_the_loss(first, physical, mode):
                 for p, w in zip(trained, wanted, strict=True):
                     torch.testing.assert_close(p.grad * 8, w, rtol=1e-4, atol=1e-5)
                 wanted = [torch.zeros_like(p) for p in trained]
+
+
+class WithLoss(nn.Module):
+    """It returns a loss beside its scores, as models of transformers do where they are given labels."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.body, self.head, self.loss = nn.Linear(4, 5), nn.Linear(5, 3), loss
+
+    def forward(self, x, labels):
+        scores = self.head(self.body(x).tanh())
+        return {"loss": self.loss(scores, labels), "scores": scores}
+
+
+def tokens(scores, labels):
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+def planes(scores, labels):
+    return F.cross_entropy(scores.transpose(1, 2), labels)
+
+
+def weighted(scores, labels):
+    return F.cross_entropy(scores[:, 0], labels[:, 0], weight=torch.tensor([1.0, 9.0, 1.0]))
+
+
+def train_with_loss(loss, ignored, *, reads="loss", reduction="mean"):
+    """Three steps on rows of which each has so many positions that are ignored."""
+    torch.manual_seed(0)
+    model = WithLoss(loss)
+    labels = torch.randint(3, (24, 3)).masked_fill(torch.arange(3) >= 3 - torch.tensor(ignored * 8)[:, None], -100)
+    engine = PrivacyEngine(dp_seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(TensorDataset(torch.randn(24, 3, 4), labels), 8),
+        noise_multiplier=1.0, max_grad_norm=1.0, loss_reduction=reduction,
+    )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        output = model(x, y)
+        (output["loss"] if reads == "loss" else output["scores"].square().mean()).backward()
+        optimizer.step()
+    return engine
+
+
+@pytest.mark.parametrize(("loss", "ignored"), [(tokens, [0, 1, 2]), (planes, [0, 1, 2]), (weighted, [0, 0, 0])])
+def test_a_models_mean_in_which_examples_have_different_weights_is_refused(loss, ignored):
+    with pytest.raises(ValueError, match=r"a mean over all targets.*find_example_losses.*criterion=.*\(B,\)"):
+        train_with_loss(loss, ignored)
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored", "options"),
+    [
+        (tokens, [0, 0, 0], {}),
+        (planes, [1, 1, 1], {}),  # as the last position of a language model
+        (lambda s, y: F.mse_loss(s, y[..., None].float().expand_as(s)) + F.cross_entropy(s[:, 0], y[:, 0]), [0, 0, 0], {}),
+        (lambda s, y: F.binary_cross_entropy_with_logits(s[..., 0], (y > 0).float()), [0, 0, 0], {}),
+        (lambda s, y: F.cross_entropy(s.flatten(0, 1), y.flatten(), reduction="sum"), [0, 1, 2], {"reduction": "sum"}),
+        (tokens, [0, 1, 2], {"reads": "scores"}),
+    ],
+    ids=["tokens", "equal counts", "a sum of two", "bce", "sum", "not differentiated"],
+)  # fmt: skip
+def test_a_models_mean_of_equal_weights_is_not_refused(loss, ignored, options):
+    assert train_with_loss(loss, ignored, **options).steps == 3
