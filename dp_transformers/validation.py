@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.data import IterableDataset
 
 from .accounting.arguments import require_small_delta
@@ -238,7 +240,8 @@ def validate_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> No
         raise ValueError(
             f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes {foreign[:3]}): they "
             "would be trained without noise. Build the optimizer from model.parameters(), after the last change of "
-            "the model."
+            "the model. Where it trains two models (an encoder and a head), hold both in one nn.Module whose forward "
+            "calls them, and hand that over."
         )
     if missed := [name for p, name in names.items() if p.requires_grad and p not in held]:
         raise ValueError(
@@ -264,13 +267,19 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
             seen.add(id(config))
         held = " and ".join(f"'{path}'" for path in its_paths)
         kind = type(module).__name__
-        where = f"{held if its_paths != [''] else 'the model'} is {'an' if kind[0] in 'AEIOU' else 'a'} {kind}"
-        for find in (partial(_batch_statistics, model), _embedding_options, _alien, _registered):
+        where = f"{held if its_paths != [''] else 'the model'} is {_a(module)}"
+        for find in (partial(_batch_statistics, model), _embedding_options, _spectral_norm, _alien, _registered):
             for what, fix, repair in find(module):
                 if own := _FIXERS.get(type(module)):
                     fix, repair = f"{kind} -> what {getattr(own, '__name__', 'a fixer')} makes of it", own
                 yield Problem(its_paths[0], f"{where}{what}", fix, module, repair)
     yield from _parameter_problems(model)
+
+
+def _a(thing: Any) -> str:
+    """The name of its class, with its article."""
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 # A finding about a module is the rest of the sentence "'path' is a Class...", what fix() does about it, and the
@@ -327,6 +336,17 @@ def _embedding_options(module: nn.Module) -> Iterator[Finding]:
     for option, why in reasons.items():
         fix = f"{type(module).__name__}: {option}={getattr(module, option)} -> {_OFF[option]}"
         yield f" with {option}: {why}. Build it without {option}.", fix, partial(_switch_off, option=option)
+
+
+def _spectral_norm(module: nn.Module) -> Iterator[Finding]:
+    is_hooked = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    if module.training and (is_hooked or isinstance(module, _SpectralNorm)):
+        what = (" with spectral norm" if is_hooked else "") + (
+            ": it writes its vectors in every forward pass, one after the other, so that no pass can be run again. "
+            "Call its eval() after every model.train(), which keeps them as they are, or leave it out; weight_norm "
+            "can be trained."
+        )
+        yield what, None, None
 
 
 def _alien(module: nn.Module) -> Iterator[Finding]:
@@ -471,7 +491,7 @@ def validate_training_data(
         return
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"the training data are a {type(dataset).__name__} without random access: Poisson sampling takes every "
+            f"the training data are {_a(dataset)} without random access: Poisson sampling takes every "
             "example with equal probability, which needs its length and its rows. Use a map-style dataset (for a "
             "datasets.IterableDataset: load it without streaming)."
         )

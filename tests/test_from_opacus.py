@@ -156,6 +156,13 @@ def test_names_of_opacus_say_what_does_it_here(name, ours):
         dp_transformers.NothingOfTheKind  # noqa: B018
 
 
+@pytest.mark.parametrize(("name", "ours"), [("get_compatible_module", "fix"), ("is_compatible", "is_valid")])
+def test_methods_of_opacus_say_what_does_it_here(name, ours):
+    for holder in (PrivacyEngine, PrivacyEngine()):
+        with pytest.raises(AttributeError, match=rf"PrivacyEngine.{name} is of Opacus.*ModuleValidator.{ours}\(model"):
+            getattr(holder, name)
+
+
 def test_names_that_are_answered_are_not_there():
     assert not set(dp_transformers._OF_OPACUS) & set(dp_transformers.__all__)
 

@@ -39,6 +39,7 @@ def test_expected_batch_size_is_folded_once(tmp_path):
     ("changes", "message"),
     [
         ({"target_delta": None}, "target_delta must be given"),
+        ({"target_delta": None}, "For evaluation alone use Trainer with TrainingArguments"),
         ({"target_delta": 1.5}, "target_delta"),
         ({"target_epsilon": None}, "got neither"),
         ({"noise_multiplier": 1.0}, "got both"),

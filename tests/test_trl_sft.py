@@ -27,6 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 from dp_transformers import DPSFTConfig, DPSFTTrainer, DPTrainerMixin, DPTrainingArguments
 from dp_transformers.reports import certificate
+from dp_transformers.trainer.refused_settings import refuse_other_trainers
 from dp_transformers.trl.sft import one_image_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
@@ -327,3 +328,10 @@ def test_a_resumed_training_goes_on_and_its_card_and_certificate_say_so(tmp_path
     assert "## Privacy" in card and "trl" in card
     (run,) = certificate.read(tmp_path)["runs"]
     assert run["steps"] == 4
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])
+def test_private_arguments_in_a_trainer_of_trl_name_the_private_one(name):
+    trainer = getattr(trl, f"{name}Trainer")
+    with pytest.raises(ValueError, match=rf"Make a DP{name}Trainer instead"):
+        refuse_other_trainers(trainer.__new__(trainer))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from difflib import get_close_matches
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from .budget import budget
 from .check import check
 from .report import report
@@ -14,13 +16,29 @@ from .train import train
 
 app = typer.Typer(
     name="dp-transformers",
-    help="Fine-tune models with differential privacy.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 either_spelling = {"token_normalize_func": lambda flag: flag.replace("_", "-")}  # as recipes take both
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"dp-transformers {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Fine-tune models with differential privacy."""
+
+
 app.command(context_settings=either_spelling)(budget)
 app.command(context_settings=either_spelling)(check)
 # the flags of a recipe, --help among them, are the recipe's to read

@@ -29,7 +29,7 @@ from .checkpoints import go_on_from, load, save, state_of
 from .criterion import check_reduction
 from .loader import steps_per_epoch
 from .loop import PrivateLoop
-from .opacus_names import refuse_unknown
+from .opacus_names import OfOpacus, refuse_unknown
 from .plain_loop import LoopOptions, PlainLoop
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ class PrivacyEngine:
         >>> round(engine.get_epsilon(delta=1e-3), 2)
         2.27
     """
+
+    get_compatible_module = OfOpacus("take ModuleValidator.fix(model)")
+    is_compatible = OfOpacus("take ModuleValidator.is_valid(model)")
 
     def __init__(
         self,

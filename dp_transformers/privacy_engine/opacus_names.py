@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 _ARGUMENTS = {
     "alphas": "leave it out: the accountant 'rdp' has orders of its own",
@@ -19,6 +20,19 @@ _ARGUMENTS = {
     "secure_mode": "take PrivacyEngine(secure_rng=True)",
     "wrap_model": "leave it out: the model is never wrapped, but hooked. engine.detach() takes the hooks off",
 }
+
+
+class OfOpacus:
+    """Stands on a class for a method of Opacus that it does not have, and says what does it here."""
+
+    def __init__(self, way_out: str):
+        self._way_out = way_out
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"{owner.__name__}.{name}"
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{self._name} is of Opacus, and not here: {self._way_out}. (docs/from-opacus.md)")
 
 
 def refuse_unknown(given: Iterable[str], where: str, known: Iterable[str]) -> None:

@@ -372,7 +372,7 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 "target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; got "
                 f"{self.target_delta}. It is never chosen for you: it is the probability with which the guarantee may "
-                "fail (1e-6 is common)."
+                "fail (1e-6 is common). For evaluation alone use Trainer with TrainingArguments."
             )
         if self.mechanism is None and (self.target_epsilon is None) == (self.noise_multiplier is None):
             given = "neither" if self.target_epsilon is None else "both"

@@ -517,7 +517,8 @@ def _private_arguments(args: Any, others: Mapping[str, Any]) -> DPTrainingArgume
         folder = getattr(args, "output_dir", None) or "outputs"
         raise ValueError(
             f"DPTrainer needs DPTrainingArguments, got {type(args).__name__}. Write for example: "
-            f"args = DPTrainingArguments(output_dir={folder!r}, target_epsilon=8.0, target_delta=1e-6, ...)"
+            f"args = DPTrainingArguments(output_dir={folder!r}, target_epsilon=8.0, target_delta=1e-6, ...). For "
+            "evaluation alone use Trainer."
         )
     if others.get("compute_loss_func") is not None:
         raise ValueError(

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import Trainer
 
+from .refused_settings import is_ready_made
+
 logger = logging.getLogger(__name__)
 
 # DPTrainerMixin replaces these. A class that comes before it in the order of bases would undo that.
@@ -42,7 +44,6 @@ _OF_THE_LOOP = {
     "_prepare_inputs": "a batch must keep one row for each example. Change batches in data_collator",
 }
 _TRUSTED = ("dp_transformers.", "transformers.")
-_READY_MADE = ("SFTTrainer", "DPOTrainer", "RewardTrainer")  # of TRL, which this package makes private
 # Trainers of TRL whose losses, or whose batches, are not made of one row each.
 _OVER_THE_BATCH = {
     "KTOTrainer": "it measures a divergence over the whole batch, on completions under the prompts of other rows. "
@@ -120,7 +121,7 @@ def refuse_unknown_loss(cls: type, mixin: type) -> None:
     """Raise ValueError if a class behind ``mixin`` has a ``compute_loss`` of its own: it does not tell the loss of
     each example."""
     if owner := replaced_owner(cls, mixin, "compute_loss"):
-        if owner.__module__.startswith("trl.") and owner.__name__ in _READY_MADE:
+        if is_ready_made(owner):
             raise ValueError(
                 f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch. Use "
                 f"dp_transformers.DP{owner.__name__} with DP{owner.__name__.replace('Trainer', 'Config')}: that is "

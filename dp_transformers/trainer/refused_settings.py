@@ -92,12 +92,21 @@ def refuse_arguments(args: TrainingArguments) -> None:
             raise ValueError(f"{name}={getattr(args, name)!r} cannot be used with differential privacy: {why}.")
 
 
+_READY_MADE = ("SFTTrainer", "DPOTrainer", "RewardTrainer")  # of TRL, which this package makes private
+
+
+def is_ready_made(cls: type) -> bool:
+    """Whether it is a trainer of TRL of which this package has a private one."""
+    return cls.__module__.startswith("trl.") and cls.__name__ in _READY_MADE
+
+
 def refuse_other_trainers(trainer: Any) -> None:
     """Raise ValueError if ``trainer`` is a Trainer that would train without privacy."""
     if isinstance(trainer, Trainer) and not getattr(trainer, "trains_privately", False):
         name = type(trainer).__name__
-        derived = f"Make it private: class Private{name}(DPTrainerMixin, {name})."
-        way_out = "Make a DPTrainer instead." if type(trainer) is Trainer else derived
+        way_out = f"Make it private: class Private{name}(DPTrainerMixin, {name})."
+        if type(trainer) is Trainer or is_ready_made(type(trainer)):
+            way_out = f"Make a DP{name} instead."
         raise ValueError(
             f"these are DPTrainingArguments (epsilon, noise, clipping), but {name} is no DPTrainer and would train "
             f"without privacy. {way_out} For evaluation alone use TrainingArguments."
