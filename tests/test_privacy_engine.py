@@ -471,6 +471,46 @@ def test_a_criterion_that_compares_nothing_is_not(change):
     assert engine.steps == 4
 
 
+class RelativeToEarlier(nn.CrossEntropyLoss):
+    """Losses over their running mean, which follows so slowly that a second call gives nearly the same."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.mean = 1.0
+        if kept == "buffer":
+            del self.mean
+            self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, outputs, targets):
+        losses = super().forward(outputs, targets)
+        scaled = losses / (self.mean.clone() if isinstance(self.mean, torch.Tensor) else self.mean)
+        if isinstance(self.mean, torch.Tensor):
+            self.mean.lerp_(losses.detach().mean(), 2e-4)
+        else:
+            self.mean += 2e-4 * (float(losses.mean()) - self.mean)
+        return scaled
+
+
+@pytest.mark.parametrize("kept", ["buffer", "number"])
+def test_a_criterion_keeps_nothing_of_a_batch(kept):
+    """Losses of later draws would tell of those before."""
+    engine, model, optimizer, criterion, loader = make(criterion=RelativeToEarlier(kept))
+
+    def train():
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+
+    if kept == "buffer":
+        with pytest.raises(ValueError, match=r"'criterion\.mean' of the model changed"):
+            train()
+        assert engine.steps == 0
+    else:
+        train()
+        assert engine.steps == 4 and criterion.criterion.mean == 1.0  # it is put back each time
+
+
 def test_a_loss_of_the_private_criterion_goes_backward_as_it_is():
     engine, model, optimizer, criterion, loader = make(criterion=nn.CrossEntropyLoss())
     x, y = next(iter(loader))

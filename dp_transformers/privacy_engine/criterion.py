@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,18 +13,11 @@ from torch import nn
 from ..batch_checks import refuse_losses_of_other_rows
 from ..clipping import PerExampleClipper
 from ..clipping.errors import warn_once
+from ..clipping.model_state import ModelState
 
 logger = logging.getLogger(__name__)
 
 REDUCTIONS = ("mean", "sum")
-
-
-class _LossModule(Protocol):
-    """What torch's loss modules have in common, which the type ``nn.Module`` does not say."""
-
-    reduction: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
 
 
 class PrivateCriterion:
@@ -45,12 +38,13 @@ class PrivateCriterion:
                 f"{loss_reduction!r}: both must be 'mean', or both 'sum'. Compute other losses per example and call "
                 "engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
             )
-        self.criterion, self.reduction, self._clipper = cast(_LossModule, copy.copy(criterion)), reduction, clipper
-        self.criterion.reduction = "none"
-        self._calls = 0
+        own: Any = copy.copy(criterion)
+        own.reduction = "none"
+        self.criterion, self.reduction, self._clipper = own, reduction, clipper
+        self._calls, self._state = 0, ModelState(nn.ModuleDict({"criterion": self.criterion}), clipper.conditions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        each = self.criterion(*args, **kwargs)
+        each = self._each(*args, **kwargs)
         counted = self._counted(each, args, kwargs)
         if each.dim() > 1 and not self._clipper.batch_first:
             each, counted = each.movedim(1, 0), counted.movedim(1, 0)
@@ -76,6 +70,17 @@ class PrivateCriterion:
         return _ClippedBackward.apply(
             torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
         )
+
+    def _each(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The losses, whose computation may leave nothing in the criterion that other batches would see."""
+        if not torch.is_grad_enabled():
+            return self.criterion(*args, **kwargs)
+        self._state.before_forward()
+        try:
+            return self.criterion(*args, **kwargs)
+        finally:
+            self._state.expect_unchanged()
+            self._state.end_draw()  # what is changed between two losses is the user's own doing
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """Which of the losses count in a mean: all but those of the criterion's ``ignore_index``."""
