@@ -487,7 +487,7 @@ class RelativeToEarlier(nn.CrossEntropyLoss):
         if isinstance(self.mean, torch.Tensor):
             self.mean.lerp_(losses.detach().mean(), 2e-4)
         else:
-            self.mean += 2e-4 * (float(losses.mean()) - self.mean)
+            self.mean += 2e-4 * (float(losses.detach().mean()) - self.mean)
         return scaled
 
 
