@@ -44,7 +44,17 @@ class PrivateCriterion:
         self._calls, self._state = 0, ModelState(nn.ModuleDict({"criterion": self.criterion}), clipper.conditions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        each = self._each(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._loss(args, kwargs)
+        self._state.before_forward()
+        try:
+            return self._loss(args, kwargs)
+        finally:  # a loss may leave nothing in the criterion that other batches would see
+            self._state.expect_unchanged()
+            self._state.end_draw()  # what is changed between two losses is the user's own doing
+
+    def _loss(self, args: tuple, kwargs: dict) -> torch.Tensor:
+        each = self.criterion(*args, **kwargs)
         counted = self._counted(each, args, kwargs)
         if each.dim() > 1 and not self._clipper.batch_first:
             each, counted = each.movedim(1, 0), counted.movedim(1, 0)
@@ -70,17 +80,6 @@ class PrivateCriterion:
         return _ClippedBackward.apply(
             torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
         )
-
-    def _each(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The losses, whose computation may leave nothing in the criterion that other batches would see."""
-        if not torch.is_grad_enabled():
-            return self.criterion(*args, **kwargs)
-        self._state.before_forward()
-        try:
-            return self.criterion(*args, **kwargs)
-        finally:
-            self._state.expect_unchanged()
-            self._state.end_draw()  # what is changed between two losses is the user's own doing
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """Which of the losses count in a mean: all but those of the criterion's ``ignore_index``."""
