@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import DeepSpeedEngine
+from models import DeepSpeedEngine, PaddedEncoder
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -1123,6 +1123,23 @@ def test_evaluation_between_steps_and_schedulers():
     assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5**4
     assert type(model) is Net
     copy.deepcopy(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_transformer_encoders_with_padding_evaluate_between_steps():
+    """There they take a path through nested tensors."""
+    engine, model, optimizer, loader = make(PaddedEncoder(CLASSES, vocabulary=9), noise_multiplier=1.0)
+    assert (make_data().tensors[0] == 0).any()
+    for x, y in loader:
+        model.eval()
+        with torch.no_grad():
+            outside = model(make_data().tensors[0])
+            with engine.suspended():
+                torch.testing.assert_close(model(make_data().tensors[0]), outside, rtol=0, atol=0)
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
 
 def train_in_parts(change, *, physical=2, **options):

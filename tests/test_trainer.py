@@ -16,7 +16,7 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import TorchDynamoPlugin
 from datasets import Dataset
-from models import CHECKPOINTING, DeepSpeedEngine, build, losses_function
+from models import CHECKPOINTING, DeepSpeedEngine, PaddedEncoder, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from safetensors.torch import load_file
 from torch import nn
@@ -1017,6 +1017,19 @@ def test_heads_without_a_loss_of_their_own_evaluate_too(tmp_path):
     trainer = DPTrainer(Logits(), args, collate, dataset(), dataset(9, seed=1), per_example_loss_func=loss)
     trainer.train()
     assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_transformer_encoders_with_padding_evaluate(tmp_path):
+    """There they take a path through nested tensors."""
+    loss = lambda out, y: nn.functional.cross_entropy(out, y, reduction="none")  # noqa: E731
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, remove_unused_columns=False)
+    model, rows, held_out = PaddedEncoder(3), dataset(), dataset(9, seed=1)
+    trainer = DPTrainer(model, args, collate, rows, held_out, per_example_loss_func=loss)
+    trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
 
 
 def test_llama_classifier_with_five_labels(tmp_path):

@@ -90,7 +90,8 @@ class HookedModel:
         self._gathers = gathers
         handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=gathers)]
         for owner in owners:
-            handles.append(owner.module.register_forward_pre_hook(partial(self._before_call, owner), prepend=True))
+            before_call = self._before_call_inside if owner.rule.tapped_inside else self._before_call
+            handles.append(owner.module.register_forward_pre_hook(partial(before_call, owner), prepend=True))
             if owner.rule.tapped_inside:
                 continue
             # before the user's hooks, so that what they do to the output happens after the tap and is differentiated
@@ -200,6 +201,11 @@ class HookedModel:
         if (self._in_forward or self.in_backward) and not self._suspended and torch.is_grad_enabled():
             self._require_own_parameters(owner)
 
+    def _before_call_inside(self, owner: Owner, module: nn.Module, args: tuple) -> None:
+        """:meth:`_before_call` of a module whose tap is inside, which is not reached elsewhere."""
+        if self._looks_inside:
+            self._before_call(owner, module, args)
+
     def _require_own_parameters(self, owner: Owner) -> None:
         """Raise UnsupportedModuleError if the call would compute with other parameters than those whose gradient is
         clipped. The self-check then lets a parent own them, where there is one."""
@@ -244,7 +250,16 @@ class HookedModel:
                 x.register_hook(partial(_refuse_gradient, owner))
         return None
 
+    @property
+    def _looks_inside(self) -> bool:
+        """Whether modules run in the context of their rule. Elsewhere there is no graph, and torch's fast paths may
+        run, which know no such context; of a forward pass that is clipped reentrant activation checkpointing runs
+        parts without a graph, too."""
+        return torch.is_grad_enabled() or self._in_forward or not torch.backends.mha.get_fastpath_enabled()
+
     def _open(self, context: ForwardContext, tap: Tap | None, module: nn.Module, args: tuple) -> None:
+        if not self._looks_inside:
+            return
         opened = context(module, tap)
         opened.__enter__()
         self._opened.append((module, opened))

@@ -1,5 +1,6 @@
 """nn.MultiheadAttention, option by option, in every mode, against one example at a time."""
 
+import contextlib
 import copy
 import pickle
 
@@ -306,6 +307,36 @@ class Encoder(nn.Module):
 def test_transformer_layers(options, train):
     """Also in evaluation mode, where they have a fast path that no rule sees."""
     check(Encoder(dropout=0.0, **options).train(train), batch_of())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("without_graph", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("is_suspended", [False, True], ids=["", "suspended"])
+@pytest.mark.parametrize("build", [lambda: Encoder(batch_first=True), Attention], ids=["encoder", "attention"])
+def test_the_fast_path_runs_in_evaluation(build, is_suspended, without_graph):
+    """Without a graph there is nothing to tap, and torch packs rows into nested tensors, which other paths refuse."""
+    model, batch = build().eval(), batch_of()
+    with without_graph():
+        expected = losses_of(model)(batch)
+    with PerExampleClipper(model, 1.0) as clipper:
+        before, twin = clipper.backward(losses_of(model)(batch)), copy.deepcopy(model)
+        with clipper.suspended() if is_suspended else contextlib.nullcontext(), without_graph():
+            torch.testing.assert_close(losses_of(model)(batch), expected, rtol=0, atol=0)
+            torch.testing.assert_close(losses_of(twin)(batch), expected, rtol=0, atol=0)
+        model.zero_grad()
+        assert torch.equal(clipper.backward(losses_of(model)(batch)), before)
+
+
+def test_calls_outside_the_model_are_still_refused():
+    model = Attention()
+    x = torch.randn(2, 3, WIDTH)
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        with pytest.raises(ValueError, match="called outside the forward of the model"):
+            model.attention(x, x, x)
+        with torch.no_grad():
+            expected = model.attention(x, x, x)[0]
+        with clipper.suspended():
+            torch.testing.assert_close(model.attention(x, x, x)[0], expected)
 
 
 class Windows(nn.Module):
