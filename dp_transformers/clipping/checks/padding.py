@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map_with_path
 
 from ...randomness import forked_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from .float32 import in_float32_if_possible, with_float32
+from .lookups import tables_of_ids
 from .reference import TOLERANCE, clip, distance, length_of, perturbed
 from .spread_numbers import spread_numbers
 from .synthetic import (
@@ -78,7 +78,7 @@ def check_padding(
     with forked_generators(engine.trainable.device), engine.trial():
         if engine.trainable.shards or engine.trainable.parallel:
             torch.manual_seed(0)
-        padded, alone = _with_and_without_padding(engine.model, args, kwargs, own_bt, row, shape)
+        padded, alone = _with_and_without_padding(engine, losses_of, args, kwargs, own_bt, row, shape)
         given = None if loss_function is None else losses_of
         with _comparable(engine, losses_of, padded, {len(own_t), int(own_t.sum())}):
             found, _ = in_float32_if_possible(
@@ -157,9 +157,16 @@ def _change_by_padding(
 
 
 def _with_and_without_padding(
-    model: nn.Module, args: tuple, kwargs: dict, own_bt: torch.Tensor, row: int, shape: torch.Size
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    own_bt: torch.Tensor,
+    row: int,
+    shape: torch.Size,
 ) -> tuple[tuple, tuple]:
     """Synthetic arguments for this row, with the padding it has, and without; a label wherever there may be one."""
+    model = engine.model
     (size, length), own_t, count_b = own_bt.shape, own_bt[row], own_bt.sum(1)
     # with a length of their own
     own_targets = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and predicts_words(model)
@@ -209,7 +216,8 @@ def _with_and_without_padding(
         return x
 
     given = args, kwargs
-    drawn = synthetic_inputs(model, *only_rows([row], args, kwargs, size), 1)
+    args, kwargs = only_rows([row], args, kwargs, size)
+    drawn = synthetic_inputs(model, args, kwargs, 1, table_of=tables_of_ids(engine, losses_of, args, kwargs))
     padded = tree_map_with_path(in_place, given, drawn)
     return padded, tree_map_with_path(own_positions, given, padded)
 

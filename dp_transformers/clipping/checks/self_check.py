@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from ..owners import reassign_to_parents, warn_about_fallback
 from .causes import true_causes
 from .float32 import in_float32_if_possible, with_float32
 from .locality import locality_as_trained
+from .lookups import tables_of_ids
 from .reference import (
     TOLERANCE,
     ClippedSum,
@@ -199,10 +201,10 @@ def self_check(
             if not engine.batch_first:
                 given = second_dimension_first(*given)
                 loss_function = batch_second(loss_function or random_output_loss(engine.model, batch_first=False))
-            args, kwargs = synthetic_inputs(engine.model, *given)
-            report = run_checks(
-                engine, args, kwargs, loss_function, lambda rows: synthetic_inputs(engine.model, *given, rows)
+            draw = partial(
+                synthetic_inputs, engine.model, *given, table_of=tables_of_ids(engine, loss_function, *given)
             )
+            report = run_checks(engine, *draw(), loss_function, draw)
     except BaseException as error:
         engine.trainable.shards.recover()
         if isinstance(

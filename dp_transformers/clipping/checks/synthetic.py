@@ -22,28 +22,43 @@ _STRUCTURE = ("mask", "position", "token_type", "length", "shape", "grid", "size
 LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> (B,) losses
 
 
-def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | None = None) -> tuple[tuple, dict]:
+def synthetic_inputs(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict,
+    rows: int | None = None,
+    *,
+    table_of: Callable[[tuple], int] | None = None,
+) -> tuple[tuple, dict]:
     """Random input with the shapes, dtypes and structure of the given one, ``rows`` examples (default: three, five or
     seven).
 
-    The structure is what masks, lengths and shapes say, and where the ids stand that the model's config names
-    (ends, separators, images): a model may look for them. Words are drawn among the others.
+    The structure is what masks, lengths and shapes say, and where the ids stand that configs of the model and of its
+    parts name (ends, separators, images): a model may look for them. Words are drawn among the others.
+
+    Args:
+        table_of: ``f(path)``, how many different ids there may be at this path into (args, kwargs), where neither the
+            argument's name nor the model's config says it (:mod:`.lookups`); default: the size of the smallest table.
     """
     args, kwargs = varied((args, kwargs))
     batch = batch_size_of(model, args, kwargs)
     sizes = {n for x in tree_flatten((args, kwargs))[0] if has_batch(x, batch) for n in x.shape[1:]}
     sizes |= {m.num_layers * (2 if m.bidirectional else 1) for m in model.modules() if isinstance(m, nn.RNNBase)}
     rows = rows or next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    table_of = table_of or (lambda path: smallest_table(model))
     config = getattr(model, "config", None)
-    vocabulary = getattr(config, "vocab_size", None) or min(tables, default=2)
+    vocabulary = getattr(config, "vocab_size", None)
     num_labels = max(2, getattr(config, "num_labels", None) or 2)
-    token_labels = vocabulary if predicts_words(model) else num_labels
+    token_labels = (vocabulary or smallest_table(model)) if predicts_words(model) else num_labels
     name_of = argument_names(model)
-    named_ids = torch.tensor(sorted(_ids_named_in(config.to_dict())) if hasattr(config, "to_dict") else [])
-    words = torch.arange(vocabulary)
-    words = words[~torch.isin(words, named_ids)] if vocabulary > len(named_ids) else words
+    named_ids = torch.tensor(sorted(_named_ids(model)))
     longest = max((n for n in sizes if n < 2**20), default=0)
+
+    def ids_below(size: int, recycled: torch.Tensor) -> torch.Tensor:
+        words = torch.arange(size)
+        words = words[~torch.isin(words, named_ids)] if size > len(named_ids) else words
+        drawn = words[torch.randint(0, len(words), recycled.shape)].to(recycled)
+        return torch.where(torch.isin(recycled, named_ids.to(recycled)), recycled, drawn)
 
     def make(path: tuple, x: Any) -> Any:
         if not has_batch(x, batch):
@@ -60,12 +75,11 @@ def synthetic_inputs(model: nn.Module, args: tuple, kwargs: dict, rows: int | No
             classes = num_labels if x.dim() == 1 else token_labels
             drawn = torch.randint(0, classes, recycled.shape, device=x.device, dtype=x.dtype)
             return drawn.masked_fill(recycled < 0, -100)
-        if name.endswith("input_ids"):
-            drawn = words[torch.randint(0, len(words), recycled.shape)].to(recycled)
-            return torch.where(torch.isin(recycled, named_ids.to(recycled)), recycled, drawn)
+        if vocabulary and name.endswith("input_ids"):
+            return ids_below(vocabulary, recycled)
         if "box" in name and recycled.shape[-1] == 4:
             return _boxes(recycled, getattr(config, "max_2d_position_embeddings", 1000))
-        return torch.randint(0, min(tables, default=2), recycled.shape, device=x.device, dtype=x.dtype)
+        return ids_below(table_of(path), recycled)
 
     return varied(tree_map_with_path(make, (args, kwargs)))
 
@@ -74,6 +88,19 @@ def predicts_words(model: nn.Module) -> bool:
     """Returns False for heads that predict something else for each position, or for all."""
     get_output_embeddings = getattr(model, "get_output_embeddings", None)
     return get_output_embeddings is None or get_output_embeddings() is not None
+
+
+def smallest_table(model: nn.Module) -> int:
+    """Returns how many ids the smallest embedding of the model knows; 2 where there is none."""
+    tables = (m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    return min((m.num_embeddings for m in tables), default=2)
+
+
+def _named_ids(model: nn.Module) -> set[int]:
+    """What configs of the model and of its parts name (:func:`_ids_named_in`)."""
+    configs = {id(config): config for m in model.modules() if (config := vars(m).get("config")) is not None}
+    settings = [config.to_dict() for config in configs.values() if hasattr(config, "to_dict")]
+    return set().union(*map(_ids_named_in, settings))
 
 
 def _ids_named_in(settings: Mapping[str, Any]) -> set[int]:
