@@ -4,10 +4,12 @@ loops."""
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from models import SHORT, batch_for, build, losses_function
 from neighbours import LOOPS, Task, engine_for, texts, train
 from torch import nn
 from transformers import TrainerCallback
@@ -299,3 +301,68 @@ def test_an_evaluation_between_draws_is_no_change(monkeypatch):
             with evaluating(model), torch.no_grad():
                 model(batch["x"])
     assert len(calls) == 1
+
+
+def test_what_transformers_infers_in_evaluation_and_saving_is_no_change(monkeypatch, tmp_path):
+    """BERT's forward with labels writes config.problem_type, and save_pretrained its class and dtype."""
+    check, calls = PerExampleClipper.check, []
+    monkeypatch.setattr(PerExampleClipper, "check", lambda *args, **kw: calls.append(1) or check(*args, **kw))
+    model, batch = build("bert"), batch_for("bert", SHORT)
+    with PerExampleClipper(model, 0.1) as clipper:
+        for _ in range(2):
+            clipper.backward(losses_function(model)(batch))
+            with evaluating(model), torch.no_grad():
+                model(**batch)
+            model.save_pretrained(tmp_path)
+        assert model.config.problem_type and model.config.architectures and model.config.dtype
+        assert len(calls) == 1
+        model.config.dtype = "bfloat16"  # by the user, in the place of another
+        clipper.backward(losses_function(model)(batch))
+        assert len(calls) == 2
+        model.config.attn_implementation_of_mine = "flash"  # and what nobody infers, where there was nothing
+        clipper.backward(losses_function(model)(batch))
+        assert len(calls) == 3
+
+
+def test_an_option_that_is_filled_counts_where_it_is_none_of_transformers():
+    model, x = Mixes(), torch.randn(4, 32)
+    model.options.dtype = None
+    model.is_mixing = lambda: model.options.dtype == "float16"
+    with PerExampleClipper(model, 0.1) as clipper:
+        clipper.backward(model(x).sum(1))
+        model.options.dtype = "float16"
+        with pytest.raises(SelfCheckError, match="mixes examples"):
+            model(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("a number", "'epoch' of"), ("a word", "'mode' of"), ("a switch in a dictionary", "'settings.mixes' of"),
+     ("a number in a list", "'settings.weights.0' of"), ("a buffer in place", "a buffer or a frozen weight of"),
+     ("a mode", r"'training' \(and 2 more: 'first.training', 'second.training'\) of"),
+     ("a class", "'second.__class__' of")],
+)  # fmt: skip
+@pytest.mark.parametrize("is_mixing", [False, True])
+def test_what_changed_is_named(kind, name, is_mixing, caplog):
+    """As a warning where the model is not exact any more, and else only for those who want to know."""
+
+    class Changes(Mixes):
+        def is_mixing(self):
+            return is_mixing and now_mixes
+
+    others = {
+        "a mode": lambda m: m.eval(),
+        "a class": lambda m: setattr(m.second, "__class__", type("Other", (nn.Linear,), {})),
+    }
+    model, x, now_mixes = Changes(), torch.randn(4, 32), False
+    with PerExampleClipper(model, 0.1) as clipper, caplog.at_level("INFO"):
+        clipper.backward(model(x).sum(1))
+        assert "changed" not in caplog.text
+        with torch.no_grad():
+            (CHANGES | others)[kind](model)
+        now_mixes = True
+        with pytest.raises(SelfCheckError) if is_mixing else contextlib.nullcontext():
+            model(x)
+    (record,) = [record for record in caplog.records if "was checked again" in record.getMessage()]
+    assert record.levelname == ("WARNING" if is_mixing else "INFO")
+    assert re.match(name + " the model changed since it was checked", record.getMessage())

@@ -29,6 +29,7 @@ from .clipping_functions import ClippingFunction
 from .coefficients import checked_clipping
 from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
+from .errors import SelfCheckError
 from .leftovers import refuse_marked
 from .measured_budget import MeasuredBudget, memory_budget_of
 from .modes import Mode, choose_mode
@@ -99,6 +100,7 @@ class PerExampleClipper:
         self.clipping = checked_clipping(max_grad_norm)
         self._self_check, self.asked_mode = self_check, mode
         self.checked = False
+        self._changed: list[str] = []  # since the model was checked
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
         self._looks = RareLooks()
         self._user_backward: UserBackward | None = None
@@ -269,7 +271,12 @@ class PerExampleClipper:
         """Check on synthetic input shaped like ``args`` and ``kwargs`` that clipping is exact; see
         :func:`.checks.self_check.self_check`."""
         self.checked = False
-        report = self_check(self._engine, args, kwargs, loss_function)
+        try:
+            report = self_check(self._engine, args, kwargs, loss_function)
+        except SelfCheckError:
+            self._tell_what_changed(logging.WARNING)
+            raise
+        self._tell_what_changed(logging.INFO)
         self.checked = True
         return report
 
@@ -288,14 +295,21 @@ class PerExampleClipper:
 
     def recheck_if_changed(self) -> None:
         """Let all checks run again if the model may compute otherwise than the one that was checked."""
-        if self._engine.state.runs_otherwise() and self.self_check:
-            if self.checked:
-                logger.log(
-                    logging.WARNING if self.checks_begun < 4 else logging.INFO,  # it may change all the time
-                    "a class, method, hook, switch, number, buffer or frozen weight of the model was changed since it "
-                    "was checked; it is checked again.",
-                )
+        changed = self._engine.state.changed_settings()
+        if changed and self.self_check:
+            self._changed = changed if self.checked else []
             self._check_anew()
+
+    def _tell_what_changed(self, level: int) -> None:
+        """Log what let the check that has ended run again, once."""
+        if self._changed:
+            logger.log(
+                level,
+                "%s%s of the model changed since it was checked, so it was checked again.",
+                self._changed[0],
+                f" (and {len(self._changed) - 1} more: {', '.join(self._changed[1:4])})" if self._changed[1:] else "",
+            )
+        self._changed = []
 
     def begin_draw(self) -> None:
         """The model may have been written to since the last draw, and from now on not before the next one."""

@@ -72,7 +72,8 @@ class ModelState:
         self.paused = False  # while a check runs the model, which compares for itself
         self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
-        self._has_other_numbers, self._draws, self._looked_at = False, 0, -_DRAWS_BETWEEN  # in draw
+        self._other_numbers: list[str] = []  # that changed and were not looked at
+        self._draws, self._looked_at = 0, -_DRAWS_BETWEEN  # in draw
         self._changes_of_words = 0
         self._weights: Written | None = None  # the large frozen parameters, as the draw found them
         refuse_marked(model)
@@ -164,8 +165,8 @@ class ModelState:
         """What is changed from now on is the user's own doing."""
         self._is_in_draw, self._held, self._given = False, [], None
 
-    def runs_otherwise(self) -> bool:
-        """Returns True if the model may compute otherwise than when this was asked last, by the user's doing.
+    def changed_settings(self) -> list[str]:
+        """Returns what lets the model compute otherwise than when this was asked last, by the user's doing.
 
         A class, mode, method, hook, word or switch of a module that is another one counts at once. So do the first
         eight changes of words inside its attributes, and the first change of a number, a buffer or a frozen weight.
@@ -173,25 +174,27 @@ class ModelState:
         that later ones count once in 16 draws.
         """
         if self.paused or self._noted:
-            return False
+            return []
         if self._settings is None or not self._is_same_by_identity():
-            before, self._settings = self._settings, _Settings.of(self.model, in_depth=self._is_alone)
-            has_other_words = before is not None and before.words_inside != self._settings.words_inside
-            self._changes_of_words += has_other_words
-            counts_at_once = has_other_words and self._changes_of_words <= _WORDS_AT_ONCE
-            if before is not None and (counts_at_once or before.words != self._settings.words):
-                self._has_other_numbers = False
-                return True
-            self._has_other_numbers |= has_other_words
+            now = _Settings.of(self.model, in_depth=self._is_alone)
+            before, self._settings = self._settings or now, now
+            inside = _differing(before.words_inside, now.words_inside) + _rewritten(before.inferred, now.inferred)
+            self._changes_of_words += bool(inside)
+            at_once = _differing(before.words, now.words)
+            if inside and self._changes_of_words <= _WORDS_AT_ONCE:
+                at_once += inside
+            if at_once:
+                self._other_numbers = []
+                return at_once
             # a batch or a check that has written since noted the versions again
             asked, self._asked = self._asked, [version_of(t) for t in self._tensors]
-            is_written = self._asked not in (asked, self._versions)
-            is_other = is_written or (before is not None and before.numbers != self._settings.numbers)
-            self._has_other_numbers |= before is not None and is_other and self._is_alone
-        if not self._has_other_numbers or self._draws - self._looked_at < _DRAWS_BETWEEN:
-            return False
-        self._has_other_numbers, self._looked_at = False, self._draws
-        return True
+            is_written = self._asked not in (asked, self._versions) and before is not now
+            others = _differing(before.numbers, now.numbers) + ["a buffer or a frozen weight"] * is_written
+            self._other_numbers += inside + others * self._is_alone
+        if not self._other_numbers or self._draws - self._looked_at < _DRAWS_BETWEEN:
+            return []
+        others, self._other_numbers, self._looked_at = self._other_numbers, [], self._draws
+        return list(dict.fromkeys(others))
 
     def require_unchanged(self) -> None:
         """Put back what may be; raise ValueError that names what else the batch changed."""
@@ -395,11 +398,12 @@ class ModelState:
 
 
 class _Place(NamedTuple):
-    """A dict of attributes, or a container among them."""
+    """A dict of attributes, or a container among them; and the object, other than a module, whose they are."""
 
     path: str
     holder: Any
     holds_buffers: bool = False
+    of: Any = None
 
     def name_of(self, key: Any) -> str:
         return f"{self.path}.{key}".lstrip(".")
@@ -428,19 +432,20 @@ def kept_values(model: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
                     yield place.name_of(key), place.holder, key, value
 
 
-def _attributes(path: str, holder: Any, seen: set[int], depth: int) -> Iterator[_Place]:
+def _attributes(path: str, holder: Any, seen: set[int], depth: int, of: Any = None) -> Iterator[_Place]:
     """``holder`` and what it holds: a dict of attributes, or a container."""
     if id(holder) in seen:
         return
     seen.add(id(holder))
-    yield _Place(path, holder)
+    yield _Place(path, holder, of=of)
     for key, value in list(_entries(holder))[:_WIDTH] if depth else ():
         inside = value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value) if _has_attributes(value) else None
         if inside is not None and key not in _INTERNAL:
             # objects that hold objects lead anywhere, to a trainer's own counters at last
             costs = 1 if inside is value else 2
             if depth >= costs:
-                yield from _attributes(f"{path}.{key}".lstrip("."), inside, seen, depth - costs)
+                whose = of if inside is value else value
+                yield from _attributes(f"{path}.{key}".lstrip("."), inside, seen, depth - costs, whose)
 
 
 def _has_attributes(value: Any) -> bool:
@@ -535,6 +540,12 @@ def _refuse_compiled(model: nn.Module) -> None:
             raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
 
 
+# Entries of a configuration that transformers and peft fill in where they are empty, from labels, weights or a class,
+# in a forward pass with labels and when a model is saved
+_INFERRED = frozenset({"problem_type", "architectures", "dtype", "torch_dtype", "base_model_name_or_path"})
+_Entries = dict[tuple[str, Any], Any]  # by path and name
+
+
 class _Settings(NamedTuple):
     """What decides how a model computes, besides what is trained.
 
@@ -542,36 +553,59 @@ class _Settings(NamedTuple):
         words: For every module its class, mode, hooks that are not a clipper's, and the methods, words and switches
             among its attributes.
         words_inside: Those in the objects and containers that attributes hold, and empty places.
+        inferred: The words of configurations that count where they are replaced, and not where an empty place is
+            filled.
         numbers: The numbers in all of these, and which buffers, frozen parameters and other tensors there are.
     """
 
-    words: list[Any]
-    words_inside: list[Any]
-    numbers: list[Any]
+    words: _Entries
+    words_inside: _Entries
+    inferred: _Entries
+    numbers: _Entries
 
     @classmethod
     def of(cls, model: nn.Module, *, in_depth: bool) -> _Settings:
         """Without ``in_depth`` the words of modules alone."""
-        words: list[Any] = []
-        inside: list[Any] = []
-        numbers: list[Any] = []
+        found = cls({}, {}, {}, {})
         of_modules: set[int] = set()
-        for module in model.modules():
+        for path, module in model.named_modules():
             hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
-            own = [(k, v) for k, v in _own(vars(module)) if isinstance(v, _WORDS)]
-            words += [type(module), module.training, hooks, own]
+            found.words.update({(path, "__class__"): type(module), (path, "training"): module.training})
+            found.words[path, "_forward_hooks"] = hooks
+            found.words.update({(path, k): v for k, v in _own(vars(module)) if isinstance(v, _WORDS)})
             of_modules.add(id(vars(module)))
         for place in _places(model, True) if in_depth else ():
             for key, value in _own(place.holder):
                 if isinstance(value, _WORDS) and id(place.holder) in of_modules:
                     continue
                 if value is None or isinstance(value, (bytes, type, *_WORDS)):
-                    inside.append((place.path, key, value))
+                    words = found.inferred if _is_inferred(place, key) else found.words_inside
+                    words[place.path, key] = value
                 elif isinstance(value, _SCALARS):
-                    numbers.append((place.path, key, value))
+                    found.numbers[place.path, key] = value
                 elif isinstance(value, torch.Tensor) and not value.requires_grad:
-                    numbers.append((place.path, key, id(value)))
-        return cls(words, inside, numbers)
+                    found.numbers[place.path, key] = id(value)
+        return found
+
+
+def _is_inferred(place: _Place, key: Any) -> bool:
+    is_configuration = hasattr(place.of, "to_dict") and hasattr(place.of, "save_pretrained")
+    return is_configuration and not _INFERRED.isdisjoint((key, place.path.rpartition(".")[2]))
+
+
+def _differing(before: _Entries, now: _Entries) -> list[str]:
+    """The names of entries that came, went or changed."""
+    pairs = [(key, before.get(key, _NOTHING), now.get(key, _NOTHING)) for key in dict.fromkeys([*before, *now])]
+    return [f"'{path}.{name}'".replace("'.", "'") for (path, name), a, b in pairs if a is not b and a != b]
+
+
+def _rewritten(before: _Entries, now: _Entries) -> list[str]:
+    """Of these the ones that were not empty before."""
+    known = {key: value for key, value in before.items() if value is not None}
+    return _differing(known, {key: value for key, value in now.items() if key in known})
+
+
+_NOTHING = object()
 
 
 def _own(holder: Any) -> Iterator[tuple[Any, Any]]:
