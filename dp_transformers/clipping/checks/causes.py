@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...randomness import global_state, same_global_state
 from ..engine import ClippingEngine
 from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, named
-from .synthetic import LossFunction, floating_tensors, kept_buffers, only_rows
+from .synthetic import LossFunction, evaluating, floating_tensors, kept_buffers, only_rows
 
 
 @contextlib.contextmanager
@@ -64,6 +65,17 @@ def true_causes(
                 "squeeze() takes the dimension of the batch too where it is 1. Name the dimension, as in squeeze(-1)."
             ) from error
         raise
+
+
+def draws_in_evaluation(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> bool:
+    """Returns True if the model, or its loss, draws random numbers where it evaluates; False, too, where a pass of
+    this process's own would leave others waiting."""
+    if engine.trainable.shards or engine.trainable.parallel:
+        return False
+    before = global_state(engine.trainable.device)
+    with contextlib.suppress(Exception), engine.suspended(), evaluating(engine.model), kept_buffers(engine.model):
+        losses_of(*args, **kwargs)
+    return not same_global_state(global_state(engine.trainable.device), before)
 
 
 def _seen_in_forward(

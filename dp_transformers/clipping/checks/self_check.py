@@ -39,7 +39,7 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
 from ..modes import MODES, choose_mode
 from ..owners import reassign_to_parents, warn_about_fallback
-from .causes import true_causes
+from .causes import draws_in_evaluation, true_causes
 from .float32 import in_float32_if_possible, with_float32
 from .locality import locality_as_trained
 from .lookups import tables_of_ids
@@ -52,6 +52,7 @@ from .reference import (
     length_of,
     perturbed,
 )
+from .spread_numbers import spread_numbers
 from .synthetic import (
     LossFunction,
     arguments_of,
@@ -275,8 +276,9 @@ def _compare(
     """Worst errors of norms, sums, locality and per-example gradients, in the precision that this runs in; raises if
     one is too large.
 
-    The model is evaluating, so that it draws no random numbers. One that cannot be checked so may do something else
-    there than in training (read a weight otherwise, refuse to go backward), and is checked as it trains.
+    The model is evaluating, so that it draws no random numbers. One that draws some there, too, is given the same for
+    an example alone as in its batch. One that cannot be checked so may do something else there than in training (read
+    a weight otherwise, refuse to go backward), and is checked as it trains.
 
     Low precision adds nothing to what is known of locality, so it need not be looked at twice.
     """
@@ -286,8 +288,13 @@ def _compare(
 
     try:
         return compare(evaluating)
-    except (SelfCheckError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
+    except SelfCheckError:
+        if not draws_in_evaluation(engine, losses_of, args, kwargs):
+            raise
+        engine.begin_anew()
+        return compare(partial(_evaluating_with_same_numbers, batch=batch))
     except Exception as error:
         if not _can_be_checked_in_training(engine):
             raise
@@ -300,6 +307,20 @@ def _compare(
             raise in_training from error
         except Exception:
             raise error from None
+
+
+@contextlib.contextmanager
+def _evaluating_with_same_numbers(model: nn.Module, batch: int) -> Iterator[None]:
+    """Inside, the model is evaluating, and an example alone is given the random numbers that it has in its batch."""
+    with evaluating(model), spread_numbers({1, batch}, reordered=True) as draws_no_others:
+        yield
+        if not draws_no_others():
+            raise SelfCheckError(
+                f"{type(model).__name__} draws random numbers in evaluation too, and in a way (a permutation, "
+                "integers, a generator of Python or NumPy) in which an example alone cannot be given those that it "
+                "has in a batch, so that the two cannot be compared. Draw them in training alone "
+                "('if self.training:' around the draw)."
+            )
 
 
 def _can_be_checked_in_training(engine: ClippingEngine) -> bool:
@@ -355,9 +376,9 @@ def _compare_in(
             f"per-example norms {norm_error:.1e}, of the clipped sum {sum_error:.1e}, of per-example gradients "
             f"{gradient_error:.1e} (allowed {tolerance:.0e}) against one example at a time. "
             "Either the model or its loss mixes examples: ModuleValidator.find_mixing(model, batch), on public "
-            "examples, names the module, and a loss must be averaged within each example alone. Or it draws random "
-            "numbers in evaluation too, or cannot be checked there and draws them in training. Or a rule is wrong "
-            "for a module, or a module runs a backward pass inside its own (a checkpoint that is not torch's): freeze "
+            "examples, names the module, and a loss must be averaged within each example alone. Or it cannot be "
+            "checked in evaluation, and draws random numbers in training. Or a rule is wrong for a module, or a "
+            "module runs a backward pass inside its own (a checkpoint that is not torch's): freeze "
             "the modules that are not of torch or transformers one after the other until this passes, and report the "
             "one that it was."
         )

@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -482,6 +483,57 @@ def test_a_model_that_cannot_be_checked_in_either_mode_is_refused_for_the_first_
 def test_a_model_that_must_draw_random_numbers_is_refused_for_them():
     with pytest.raises(SelfCheckError, match="random numbers"):
         check_model(TrainsOtherwise(False, dropout=0.5), {"x": torch.randn(4, 5)})
+
+
+class Draws(nn.Module):
+    """Draws random numbers in its own way, also in evaluation, and mixes examples if it is told to."""
+
+    def __init__(self, way, mixes=False):
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(5, 4), nn.Linear(4, 3), nn.Parameter(torch.randn(4))
+        self.way, self.mixes = way, mixes
+
+    def forward(self, x):
+        x = self.first(x)
+        z = getattr(self, self.way)(x) * self.scale
+        return self.second(z * z.sum(0).sign() if self.mixes else z)
+
+    def of_a_vae(self, x):
+        return x + torch.randn_like(x) * (x / 2).exp()
+
+    def of_dropout(self, x):
+        return F.dropout(x, 0.4)
+
+    def one_for_each(self, x):
+        return x * torch.rand(len(x), 1)
+
+    def of_a_permutation(self, x):
+        return x[:, torch.randperm(4)]
+
+    def of_numpy(self, x):
+        return x * np.random.rand()
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost", "per_sample"])
+@pytest.mark.parametrize("way", ["of_a_vae", "of_dropout", "one_for_each"])
+def test_random_numbers_in_evaluation_are_the_same_for_an_example_alone(way, mode):
+    """As a variational autoencoder draws them that asks nobody whether it trains."""
+    report = check_model(Draws(way), {"x": torch.randn(4, 5)}, mode=mode)
+    assert max(report.norm_error, report.sum_error) < 1e-5
+
+
+@pytest.mark.parametrize("way", ["of_a_permutation", "of_numpy"])
+def test_random_numbers_in_evaluation_of_which_that_is_not_known(way):
+    model = Draws(way)
+    model.scale.requires_grad_(False)  # what is re-run is refused for it by a message of its own
+    with pytest.raises(SelfCheckError, match="draws random numbers in evaluation too.*'if self.training:'"):
+        check_model(model, {"x": torch.randn(4, 5)})
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_model_that_draws_in_evaluation_and_mixes_examples_is_refused(train):
+    with pytest.raises(SelfCheckError, match="mixes examples"):
+        check_model(Draws("of_a_vae", mixes=True).train(train), {"x": torch.randn(4, 5)})
 
 
 def test_weights_that_are_zero_are_shifted_for_the_check_and_zero_again_after_it():
