@@ -155,12 +155,42 @@ def warn_about_fallback(owners: Iterable[Owner]) -> None:
         names = sorted({name for owner in its_owners for name in owner.names.values()})
         logger.warning(
             "%d %s (first: '%s') re-run one example at a time for the gradients of %s, which no rule covers: exact, "
-            "slower.",
+            "slower.%s",
             len(its_owners),
             cls.__name__,
             its_owners[0].path,
             ", ".join(names[:4]) + (", ..." if len(names) > 4 else ""),
+            _ways_out(its_owners[0]),
         )
+
+
+def _ways_out(owner: Owner) -> str:
+    """How the parameters that this module owns can be used faster, by an example of each kind."""
+    if not any(owner.module.children()):  # which does nothing but use them
+        return ""
+    found: dict[type, str] = {}
+    for full_name in owner.names.values():
+        path, _, name = full_name.rpartition(".")
+        holder = owner.module.get_submodule(path)
+        found.setdefault(type(holder), _way_out(holder, path, name))
+    return " In code of your own that can be avoided. " + " ".join(found.values())
+
+
+def _way_out(holder: nn.Module, path: str, name: str) -> str:
+    """How parameter ``name`` of ``holder``, at ``path``, can be used in a call that returns the batch."""
+    if isinstance(holder, nn.Embedding):
+        attribute = path.rpartition(".")[2]
+        return (
+            f"Call '{path}' with ids that have a batch dimension, positions too: {attribute}(ids.unsqueeze(0)), or "
+            f"{attribute}(ids.expand(B, T))."
+        )
+    if _is_container(holder) or any(holder.children()):
+        where = f"'{path}.{name}'" if path else f"'{name}'"
+        return (
+            f"Use {where} in a small module of its own, which is given the batch and returns it: "
+            "def forward(self, x): return x + self.pos."
+        )
+    return f"Call '{path}' for what is computed with its {name}."
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -181,17 +211,19 @@ def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parame
     parents = [_parent(model, path) for path in paths]
     above = {parent for parent in parents if parent is not None}
     if None in parents:
-        name, holder = next(
-            (f"{path}.{name}".lstrip("."), module)
+        path, name, holder = next(
+            (path, name, module)
             for path, module in model.named_modules()
             for name, p in module.named_parameters(recurse=False)
             if p is parameter
         )
+        full_name = f"{path}.{name}".lstrip(".")
         raise UnownedParameterError(
-            f"parameter '{name}' of {type(holder).__name__} is used outside of every module that returns a tensor "
-            "with the batch in it (in a ParameterList, say), so its gradient per example cannot be bounded. Move its "
-            "use into the forward of a module that does, or freeze it (requires_grad_(False)) and train adapters such "
-            "as LoRA."
+            f"parameter '{full_name}' of {type(holder).__name__} is used outside of every module that returns a "
+            "tensor with the batch in it, so its gradient per example cannot be bounded. "
+            f"{_way_out(holder, path, name)} Where the model returns a loss, let it return what the loss is computed "
+            "from, and compute the losses outside. "
+            "Or freeze the parameter (requires_grad_(False)) and train adapters such as LoRA."
         )
     outermost = {path for path in above if not any(_is_inside(path, other) for other in above if other != path)}
     for owner in owners:

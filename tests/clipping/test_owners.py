@@ -1,6 +1,8 @@
 """Claims discover_owners: whatever a module's calls look like, each parameter ends with somebody who sees all of its
 uses, or is refused."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -369,3 +371,77 @@ def test_layers_that_are_always_called_with_computed_weights_are_those_of_their_
     model = WithOtherWeights("computed", longer_than=0)
     with PerExampleClipper(model, 0.3, mode=mode) as clipper:
         assert_exact(model, clipper, lambda batch: weigh(model, batch), {"x": torch.randn(4, 6, 3)})
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start, self.table = nn.Parameter(torch.randn(4)), nn.ParameterList([nn.Parameter(torch.randn(4))])
+
+    def forward(self, x):
+        return x + self.start + self.table[0]
+
+
+class Transformer(nn.Module):
+    """Positions as people write them: looked up without a batch dimension, or with one, or held as a parameter."""
+
+    def __init__(self, way, returns_loss=False):
+        super().__init__()
+        self.embed, self.pos, self.head = nn.Embedding(9, 4), nn.Embedding(6, 4), nn.Linear(4, 3)
+        self.noisy = nn.Dropout(0.5)  # which vmap cannot re-run
+        self.way, self.returns_loss = way, returns_loss
+        if way == "parameter":
+            self.start, self.table = nn.Parameter(torch.randn(4)), nn.ParameterList([nn.Parameter(torch.randn(4))])
+        if way == "module":
+            self.positions = Positions()
+        self.pos.requires_grad_(way not in ("parameter", "module"))
+
+    def forward(self, ids):
+        x, t = self.embed(ids), torch.arange(ids.shape[1])
+        if self.way in ("parameter", "module"):
+            x = x + self.start + self.table[0] if self.way == "parameter" else self.positions(x)
+        else:
+            x = x + self.pos({"bare": t, "unsqueezed": t.unsqueeze(0), "expanded": t.expand(len(ids), -1)}[self.way])
+        y = self.head(self.noisy(torch.tanh(x)))
+        return (y.logsumexp(-1).mean(), y) if self.returns_loss else y
+
+
+CALL_POS = r"Call 'pos' with ids that have a batch dimension, positions too: pos\(ids.unsqueeze\(0\)\)"
+USE_START = r"Use 'start' in a small module of its own.*return x \+ self.pos. Use 'table.0' in a small module"
+
+
+@pytest.mark.parametrize(("way", "told"), [("bare", CALL_POS), ("parameter", USE_START)])
+def test_what_is_slow_is_told_with_the_way_out(way, told, caplog):
+    with PerExampleClipper(Transformer(way), 1.0, mode="book_keeping") as clipper:
+        clipper.backward(clipper.model(torch.randint(0, 9, (4, 6))).tanh().sum((1, 2)))
+    assert re.search("slower. In code of your own that can be avoided. " + told, caplog.text)
+
+
+@pytest.mark.parametrize("way", ["unsqueezed", "expanded", "module"])
+@pytest.mark.parametrize("returns_loss", [False, True])
+def test_the_ways_out_are_fast(way, returns_loss, caplog):
+    with PerExampleClipper(Transformer(way, returns_loss), 1.0, mode="book_keeping") as clipper:
+        output = clipper.model(torch.randint(0, 9, (4, 6)))
+        clipper.backward((output[1] if returns_loss else output).tanh().sum((1, 2)))
+        assert not any(owner.is_rerun for owner in clipper.owners)
+    assert "slower" not in caplog.text
+
+
+def test_positions_of_a_model_that_returns_its_loss_are_refused_with_the_way_out():
+    clipper = PerExampleClipper(Transformer("bare", returns_loss=True), 1.0)
+    with pytest.raises(ValueError, match=CALL_POS + ".*compute the losses outside"):
+        clipper.model(torch.randint(0, 9, (4, 6)))
+
+
+def test_layers_that_do_nothing_but_use_their_weight_are_told_without(caplog):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return x * self.weight if x.sum() > 1e9 else x * self.weight * 2
+
+    with PerExampleClipper(nn.Sequential(nn.Linear(4, 4), Scale()), 1.0, mode="book_keeping") as clipper:
+        clipper.backward(clipper.model(torch.randn(3, 4)).sum(1))
+    assert "slower." in caplog.text and "avoided" not in caplog.text
