@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..ragged import is_ragged
 from .batch_dims import BatchDim, kind_of_call
-from .fallback import put_back, refuse_new_data, substituted, without_fused_attention
+from .fallback import put_back, refuse_new_data, substituted, without_fused_attention, without_vmap_warnings
 from .owners import Owner
 from .precision import HALF
 from .recorded_call import ForwardPass, is_differentiable
@@ -109,6 +109,7 @@ class ExamplesApart:
             with (
                 without_compiled_functions(),
                 without_fused_attention(),
+                without_vmap_warnings(),
                 put_back(owner.module, but_switches=True) as changed,
             ):
                 torch.func.vmap(one_example, (0, dims), randomness="different")(index, apart)

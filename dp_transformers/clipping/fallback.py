@@ -182,7 +182,7 @@ def _vmapped(
         return vjp(_as_outputs(gradients, out))[0], out
 
     in_dims = ((0,) * len(backprops), [0 if batched else None for batched in call.input_has_examples()])
-    with torch.enable_grad():
+    with torch.enable_grad(), without_vmap_warnings():
         over_examples = torch.func.vmap(one_example, in_dims, randomness="error", chunk_size=_EXAMPLES_AT_ONCE)
         gradients, recomputed = over_examples(tuple(backprops), inputs)
     for before, after in zip(call.outputs_by_example(), recomputed, strict=True):
@@ -322,3 +322,15 @@ def without_fused_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def without_vmap_warnings() -> Iterator[None]:
+    """Inside, vmap does not tell of operations that torch cannot vectorise yet, which nobody can change. (A filter of
+    ``warnings`` would let Python forget what else it has told once.)"""
+    functorch: Any = torch._C._functorch  # whose types list other names
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)

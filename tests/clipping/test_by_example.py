@@ -764,3 +764,25 @@ def test_an_interrupt_inside_leaves_no_vmap_open(monkeypatch):
         assert not torch._C._functorch.maybe_current_level()
         assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": x})
         assert any(owner.runs_by_example for owner in clipper.owners)
+
+
+class NotVectorised(nn.Module):
+    """Uses an operation that torch's vmap runs one example at a time, with a warning."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        x = x * self.weight
+        return torch._weight_norm(x, x.flatten(1).norm(dim=1).view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def test_operations_that_torch_cannot_vectorise_are_no_cause_for_a_warning(recwarn):
+    model, x = nn.Sequential(nn.Linear(D, D), NotVectorised()), torch.randn(4, 3, D)
+    with PerExampleClipper(model, 1.0) as clipper:
+        assert_exact(model, clipper, lambda batch: weigh(model(batch["x"])), {"x": x})
+        assert any(owner.runs_by_example for owner in clipper.owners)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="performance drop"):  # of the user's own
+        torch.func.vmap(lambda x: torch._weight_norm(x, x[:, :1], 0))(x)

@@ -266,3 +266,24 @@ def test_flattened_batch_is_refused_unless_it_has_settled():
     for mode in ALL_MODES:
         report = check_model(model, {"x": x}, mode=mode)
         assert max(report.norm_error, report.sum_error) <= 1e-5
+
+
+class NotVectorised(nn.Module):
+    """Positions without a batch dimension, and an operation that torch's vmap runs one example at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.positions = nn.Linear(5, 5), nn.Embedding(9, 5)
+
+    def forward(self, x):
+        x = self.first(x) + self.positions(torch.arange(x.shape[1]))
+        return torch._weight_norm(x, x.flatten(1).norm(dim=1).view(-1, 1, 1) + 1, 0)
+
+
+def test_operations_that_torch_cannot_vectorise_are_no_cause_for_a_warning(recwarn, caplog):
+    model = NotVectorised()
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(weigh(model(torch.randn(4, 3, 5))))
+        assert any(owner.is_rerun for owner in clipper.owners)
+    assert "cannot be re-run by vmap" not in caplog.text
+    assert not recwarn
