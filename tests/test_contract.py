@@ -737,8 +737,8 @@ class OnX(nn.Sequential):
 @pytest.mark.parametrize("mode", ["ghost", "fast_gradient", "book_keeping"])
 def test_a_norm_that_clamps_large_input(loop, mode):
     """It must not be taken for a plain one in a mode that measures one thing and sums another."""
-    rows = [{"x": torch.tensor([1e4, 100.0, 0, 0, 0, 0]), "labels": torch.tensor(2)}]
-    assert_bounded(moves(loop, Task(clamped, rows * 2, None, mean_cross_entropy, bound=0.01, mode=mode), 0))
+    rows = [{"x": torch.tensor([1e4, 100.0, 0, 0, 0, 0]), "labels": torch.tensor(2)} for _ in range(2)]
+    assert_bounded(moves(loop, Task(clamped, rows, None, mean_cross_entropy, bound=0.01, mode=mode), 0))
 
 
 class Sorting(nn.Module):

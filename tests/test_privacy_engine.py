@@ -1294,11 +1294,11 @@ def ascend(model, x, y):
 
 
 def replace_a_buffer(model, x, y):
-    model.scale = x.std(0)
+    model.scale = x.abs().mean(0) + 0.1
 
 
 def write_to_a_buffer(model, x, y):
-    model.scale.data.copy_(x.std(0))
+    model.scale.data.copy_(x.abs().mean(0) + 0.1)
 
 
 @torch.no_grad()

@@ -225,7 +225,7 @@ def test_a_clipper_by_itself():
         with clipper.suspended():
             losses_of(model, 10 * x).sum().backward()
         assert all(torch.equal(p.grad, s) for p, s in zip(model.parameters(), sums, strict=True))
-        with pytest.raises(ValueError, match=r"with clipper.suspended\(\)"):
+        with pytest.raises(ValueError, match=r"of a PerExampleClipper: clipper.suspended\(\)"):
             losses_of(model, x).sum().backward()
 
 

@@ -245,9 +245,14 @@ class HookedModel:
             return None
         if self._in_forward or self.in_backward:
             return self._on_call(owner, args, kwargs, output, first_node)
-        for x in differentiable_leaves(output):
-            if x.grad_fn is not None:
-                x.register_hook(partial(_refuse_gradient, owner))
+        differentiated = [x for x in differentiable_leaves(output) if x.grad_fn is not None]
+        if differentiated and torch.jit.is_tracing():
+            raise ValueError(
+                f"torch.jit traces {owner}, and what it makes of it has no hooks, so that no gradient of it would be "
+                "clipped. Train the model as it is, and trace it afterwards, or under torch.no_grad() a copy of it."
+            )
+        for x in differentiated:
+            x.register_hook(partial(_refuse_gradient, owner))
         return None
 
     @property

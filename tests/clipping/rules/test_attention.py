@@ -332,7 +332,7 @@ def test_calls_outside_the_model_are_still_refused():
     x = torch.randn(2, 3, WIDTH)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         with pytest.raises(ValueError, match="called outside the forward of the model"):
-            model.attention(x, x, x)
+            model.attention(x, x, x)[0].sum().backward()
         with torch.no_grad():
             expected = model.attention(x, x, x)[0]
         with clipper.suspended():
