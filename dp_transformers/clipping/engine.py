@@ -444,8 +444,9 @@ class ClippingEngine:
         if not losses.requires_grad:
             raise ValueError(
                 "the losses have no graph: they depend on no trainable parameter (adapters are disabled or merged, "
-                "say), or were detached, or the forward pass ran under no_grad(), or reentrant activation checkpointing was given inputs that need no "
-                "gradient. Compute them with gradients from what is trained, and checkpoint with use_reentrant=False."
+                "say), or were detached, or the forward pass ran under no_grad(), or reentrant activation "
+                "checkpointing was given inputs that need no gradient. Compute them with gradients from what is "
+                "trained, and checkpoint with use_reentrant=False."
             )
         if len(losses) != self.forward.batch_size:
             raise ValueError(
