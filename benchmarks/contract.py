@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.clipping import PerExampleClipper
 from dp_transformers.clipping.model_state import ModelState
-from dp_transformers.mixing import LoadedRows
+from dp_transformers.loaded_rows import LoadedRows
 from dp_transformers.private_gradients import PrivateGradients
 from dp_transformers.private_loss import PrivateLoss
 from dp_transformers.randomness import SecretSeeds

@@ -15,7 +15,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from . import rows
-from .mixing import LoadedRows, refuse_mixed, refuse_reordered, refuse_state
+from .loaded_rows import LoadedRows
+from .mixing import refuse_mixed, refuse_reordered, refuse_state
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .sampling import Draw, DrawSampler

@@ -31,8 +31,8 @@ from .clipping import PerExampleClipper
 from .clipping.checks.synthetic import LossFunction
 from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
+from .loaded_rows import LoadedRows
 from .mechanism import Mechanism
-from .mixing import LoadedRows, Scalings
 from .noise import NoiseSource
 from .noise.add_noise import add_noise_and_divide
 from .optimizers import set_noise_variance
@@ -41,6 +41,7 @@ from .private_loss import LOSS, PrivateLoss
 from .quantile import NoisedShare
 from .randomness import SecretSeeds, require_unseeded
 from .run import PrivateRun
+from .scalings import Scalings
 from .validation import validate_optimizer
 
 

@@ -10,31 +10,25 @@ another (:mod:`.leftovers`).
 
 from __future__ import annotations
 
-import functools
-import logging
-import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, takewhile
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from .conditions import Conditions
-from .errors import HOW_TO_UNCOMPILE, is_compiled, named, warn_once
-from .leftovers import MARK, SMALL, Written, content_of, put_back, refuse_marked
+from .errors import HOW_TO_UNCOMPILE, is_compiled, named
+from .leftovers import SMALL, Written, content_of, put_back, refuse_marked
+from .places import HOOK_FLAGS, HOOKS, entries_of, ids_and_lengths_of, ids_of, places_in, values_of
+from .settings import Settings, differing, rewritten
+from .settle import settle_dict, settle_hooks, settle_list
 
-logger = logging.getLogger(__name__)
-
-_DEPTH = 4  # of containers and objects in attributes
 _DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
 _SAMPLED = 16  # numbers of each trained weight that are compared with every physical batch of a draw
 _WORDS_AT_ONCE = 8  # changes of words inside attributes that count at once; later ones as those of numbers do
-_SCALARS = (bool, int, float, complex, str, bytes)
-_CONTAINERS = (list, dict, set, deque)
 
 
 class ModelState:
@@ -70,7 +64,7 @@ class ModelState:
         # parameters, some of their numbers and small buffers, as a draw was given
         self._given: tuple[Written, torch.Tensor, Written] | None = None
         self.paused = False  # while a check runs the model, which compares for itself
-        self._settings: _Settings | None = None  # when it was asked last whether the model runs otherwise
+        self._settings: Settings | None = None  # when it was asked last whether the model runs otherwise
         self._asked: list[int | None] = []  # the versions of tensors then
         self._other_numbers: list[str] = []  # that changed and were not looked at
         self._draws, self._looked_at = 0, -_DRAWS_BETWEEN  # in draw
@@ -176,11 +170,11 @@ class ModelState:
         if self.paused or self._noted:
             return []
         if self._settings is None or not self._is_same_by_identity():
-            now = _Settings.of(self.model, in_depth=self._is_alone)
+            now = Settings.of(self.model, in_depth=self._is_alone)
             before, self._settings = self._settings or now, now
-            inside = _differing(before.words_inside, now.words_inside) + _rewritten(before.inferred, now.inferred)
+            inside = differing(before.words_inside, now.words_inside) + rewritten(before.inferred, now.inferred)
             self._changes_of_words += bool(inside)
-            at_once = _differing(before.words, now.words)
+            at_once = differing(before.words, now.words)
             if inside and self._changes_of_words <= _WORDS_AT_ONCE:
                 at_once += inside
             if at_once:
@@ -189,7 +183,7 @@ class ModelState:
             # a batch or a check that has written since noted the versions again
             asked, self._asked = self._asked, [version_of(t) for t in self._tensors]
             is_written = self._asked not in (asked, self._versions) and before is not now
-            others = _differing(before.numbers, now.numbers) + ["a buffer or a frozen weight"] * is_written
+            others = differing(before.numbers, now.numbers) + ["a buffer or a frozen weight"] * is_written
             self._other_numbers += inside + others * self._is_alone
         if not self._other_numbers or self._draws - self._looked_at < _DRAWS_BETWEEN:
             return []
@@ -296,21 +290,21 @@ class ModelState:
 
     def _record(self) -> None:
         _refuse_compiled(self.model)
-        self._places = list(_places(self.model, self._watch_parameters))
+        self._places = list(places_in(self.model, self._watch_parameters))
         self._holders = [place.holder for place in self._places]
         self._before = [
             dict(h) if isinstance(h, dict) else list(h) for h in self._holders
         ]  # kept alive, so that no other object takes over an id
-        self._ids = _ids(self._before)
+        self._ids = ids_of(self._before)
         self._modules = list(self.model.modules())
         self._classes = list(map(type, self._modules))
         self._hooks = [
-            (hooks, dict(hooks)) for m in self._modules for hooks in map(vars(m).get, _HOOKS) if hooks is not None
+            (hooks, dict(hooks)) for m in self._modules for hooks in map(vars(m).get, HOOKS) if hooks is not None
         ]
         self._hook_holders = [hooks for hooks, _ in self._hooks]
-        self._hook_ids = _ids_and_lengths(self._hook_holders)
+        self._hook_ids = ids_and_lengths_of(self._hook_holders)
         self._hook_flags = [
-            (flags, dict(flags)) for m in self._modules for flags in map(vars(m).get, _HOOK_FLAGS) if flags
+            (flags, dict(flags)) for m in self._modules for flags in map(vars(m).get, HOOK_FLAGS) if flags
         ]
         self._tensors = list({id(t): t for t in self._frozen()}.values())
         self._versions = [version_of(t) for t in self._tensors]
@@ -318,7 +312,7 @@ class ModelState:
             (place.name_of(key), value)
             for place, before in zip(self._places, self._before, strict=True)
             if not place.holds_buffers
-            for key, value in _entries(before)
+            for key, value in entries_of(before)
         ]
         watched = {id(t): (name, t) for name, t in [*named, *self.model.named_buffers()] if _has_plain_content(t)}
         large = {i for i, (_, t) in watched.items() if isinstance(t, nn.Parameter) and t.numel() > SMALL}
@@ -335,7 +329,7 @@ class ModelState:
 
     def _frozen(self) -> Iterator[torch.Tensor]:
         yield from self.model.buffers()
-        held = (v for v in chain.from_iterable(map(_values, self._before)) if isinstance(v, torch.Tensor))
+        held = (v for v in chain.from_iterable(map(values_of, self._before)) if isinstance(v, torch.Tensor))
         yield from (v for v in held if not (isinstance(v, nn.Parameter) and v.requires_grad))
         if self._watch_parameters:
             yield from (p for p in self.model.parameters() if not p.requires_grad)
@@ -344,8 +338,8 @@ class ModelState:
         """Without a look at the content of tensors, which would wait for the device."""
         return (
             list(map(type, self._modules)) == self._classes
-            and _ids_and_lengths(self._hook_holders) == self._hook_ids
-            and _ids(self._holders) == self._ids
+            and ids_and_lengths_of(self._hook_holders) == self._hook_ids
+            and ids_of(self._holders) == self._ids
             and [version_of(t) for t in self._tensors] == self._versions
         )
 
@@ -377,12 +371,12 @@ class ModelState:
         """Put back what attributes and containers were, and return the names of those whose change is refused."""
         changed: list[str] = []
         for hooks, before in self._hooks:  # the attribute by which a model knows of hooks that it registered goes, too
-            _settle_hooks(hooks, before)
+            settle_hooks(hooks, before)
         for flags, before in self._hook_flags:
             flags.update(before)
         for place, before in zip(self._places, self._before, strict=True):
-            if _ids([place.holder]) != _ids([before]):
-                changed += _settle_dict(place, before) if isinstance(before, dict) else _settle_list(place, before)
+            if ids_of([place.holder]) != ids_of([before]):
+                changed += settle_dict(place, before) if isinstance(before, dict) else settle_list(place, before)
         return changed
 
     def _written_in_place(self) -> Written:
@@ -393,71 +387,8 @@ class ModelState:
             (name, t) for named in (self.model.named_buffers(), self.model.named_parameters()) for name, t in named
         ]
         for place, before in zip(self._places, self._before, strict=True):
-            names += [(place.name_of(key), value) for key, value in _entries(before)]
+            names += [(place.name_of(key), value) for key, value in entries_of(before)]
         return [(name, t, contents.get(id(t))) for name, t in names if id(t) in written] + self._rewritten_buffers()
-
-
-class _Place(NamedTuple):
-    """A dict of attributes, or a container among them; and the object, other than a module, whose they are."""
-
-    path: str
-    holder: Any
-    holds_buffers: bool = False
-    of: Any = None
-
-    def name_of(self, key: Any) -> str:
-        return f"{self.path}.{key}".lstrip(".")
-
-
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-
-
-def _places(model: nn.Module, parameters: bool) -> Iterator[_Place]:
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        yield _Place(path, vars(module)["_buffers"], holds_buffers=True)
-        yield _Place(path, vars(module)["_modules"])
-        if parameters:
-            yield _Place(path, vars(module)["_parameters"])
-        yield from _attributes(path, vars(module), seen, _DEPTH)
-
-
-def kept_values(model: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
-    """The tensors and tuples that modules keep in attributes and in containers there: path, what holds it, under which
-    key, and the value."""
-    for place in _places(model, False):
-        if isinstance(place.holder, (dict, list, deque)):
-            for key, value in list(_entries(place.holder))[:_WIDTH]:
-                if isinstance(value, (torch.Tensor, tuple)):
-                    yield place.name_of(key), place.holder, key, value
-
-
-def _attributes(path: str, holder: Any, seen: set[int], depth: int, of: Any = None) -> Iterator[_Place]:
-    """``holder`` and what it holds: a dict of attributes, or a container."""
-    if id(holder) in seen:
-        return
-    seen.add(id(holder))
-    yield _Place(path, holder, of=of)
-    for key, value in list(_entries(holder))[:_WIDTH] if depth else ():
-        inside = value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value) if _has_attributes(value) else None
-        if inside is not None and key not in _INTERNAL:
-            # objects that hold objects lead anywhere, to a trainer's own counters at last
-            costs = 1 if inside is value else 2
-            if depth >= costs:
-                whose = of if inside is value else value
-                yield from _attributes(f"{path}.{key}".lstrip("."), inside, seen, depth - costs, whose)
-
-
-def _has_attributes(value: Any) -> bool:
-    """Returns True for an object like a configuration, whose attributes a forward pass might set."""
-    if isinstance(
-        value,
-        (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial),
-    ):
-        return False
-    return type(value).__module__.partition(".")[0] not in ("builtins", "torch", "dp_transformers") and isinstance(
-        getattr(value, "__dict__", None), dict
-    )
 
 
 def _has_plain_content(t: Any) -> bool:
@@ -538,182 +469,3 @@ def _refuse_compiled(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
-
-
-# Entries of a configuration that transformers and peft fill in where they are empty, from labels, weights or a class,
-# in a forward pass with labels and when a model is saved
-_INFERRED = frozenset({"problem_type", "architectures", "dtype", "torch_dtype", "base_model_name_or_path"})
-_Entries = dict[tuple[str, Any], Any]  # by path and name
-
-
-class _Settings(NamedTuple):
-    """What decides how a model computes, besides what is trained.
-
-    Attributes:
-        words: For every module its class, mode, hooks that are not a clipper's, and the methods, words and switches
-            among its attributes.
-        words_inside: Those in the objects and containers that attributes hold, and empty places.
-        inferred: The words of configurations that count where they are replaced, and not where an empty place is
-            filled.
-        numbers: The numbers in all of these, and which buffers, frozen parameters and other tensors there are.
-    """
-
-    words: _Entries
-    words_inside: _Entries
-    inferred: _Entries
-    numbers: _Entries
-
-    @classmethod
-    def of(cls, model: nn.Module, *, in_depth: bool) -> _Settings:
-        """Without ``in_depth`` the words of modules alone."""
-        found = cls({}, {}, {}, {})
-        of_modules: set[int] = set()
-        for path, module in model.named_modules():
-            hooks = [h for name in _HOOKS for h in vars(module).get(name, {}).values() if not _is_ours(h)]
-            found.words.update({(path, "__class__"): type(module), (path, "training"): module.training})
-            found.words[path, "_forward_hooks"] = hooks
-            found.words.update({(path, k): v for k, v in _own(vars(module)) if isinstance(v, _WORDS)})
-            of_modules.add(id(vars(module)))
-        for place in _places(model, True) if in_depth else ():
-            for key, value in _own(place.holder):
-                if isinstance(value, _WORDS) and id(place.holder) in of_modules:
-                    continue
-                if value is None or isinstance(value, (bytes, type, *_WORDS)):
-                    words = found.inferred if _is_inferred(place, key) else found.words_inside
-                    words[place.path, key] = value
-                elif isinstance(value, _SCALARS):
-                    found.numbers[place.path, key] = value
-                elif isinstance(value, torch.Tensor) and not value.requires_grad:
-                    found.numbers[place.path, key] = id(value)
-        return found
-
-
-def _is_inferred(place: _Place, key: Any) -> bool:
-    is_configuration = hasattr(place.of, "to_dict") and hasattr(place.of, "save_pretrained")
-    return is_configuration and not _INFERRED.isdisjoint((key, place.path.rpartition(".")[2]))
-
-
-def _differing(before: _Entries, now: _Entries) -> list[str]:
-    """The names of entries that came, went or changed."""
-    pairs = [(key, before.get(key, _NOTHING), now.get(key, _NOTHING)) for key in dict.fromkeys([*before, *now])]
-    return [f"'{path}.{name}'".replace("'.", "'") for (path, name), a, b in pairs if a is not b and a != b]
-
-
-def _rewritten(before: _Entries, now: _Entries) -> list[str]:
-    """Of these the ones that were not empty before."""
-    known = {key: value for key, value in before.items() if value is not None}
-    return _differing(known, {key: value for key, value in now.items() if key in known})
-
-
-_NOTHING = object()
-
-
-def _own(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """The entries that are neither torch's own nor a mark of ours."""
-    return ((key, value) for key, value in _entries(holder) if key not in _INTERNAL and key != MARK)
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_WORDS = (bool, str, *_FUNCTIONS)
-_WIDTH = 4096  # entries of a container that are looked into
-
-
-def _is_ours(hook: Any) -> bool:
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return getattr(function, "__module__", "").startswith("dp_transformers.")
-
-
-def _values(holder: Any) -> Iterable[Any]:
-    return holder.values() if isinstance(holder, dict) else holder
-
-
-def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
-    return holder.items() if isinstance(holder, dict) else enumerate(holder)
-
-
-def _ids(holders: Iterable[Any]) -> list[int]:
-    return list(map(id, chain.from_iterable(map(_values, holders))))
-
-
-def _ids_and_lengths(holders: Sequence[Any]) -> list[int]:
-    return [*_ids(holders), *map(len, holders)]
-
-
-def _settle_hooks(hooks: dict, before: dict) -> None:
-    """Put back the hooks that are not a clipper's: those that came go, and those that went or were replaced return. A
-    clipper's stand in front of them or behind them, as they do now."""
-    others = {key: hook for key, hook in before.items() if not _is_ours(hook)}
-    now = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
-    if list(others) == list(now) and _ids([others]) == _ids([now]):
-        return
-    in_front = dict(takewhile(lambda item: _is_ours(item[1]), hooks.items()))
-    behind = {key: hook for key, hook in hooks.items() if _is_ours(hook) and key not in in_front}
-    hooks.clear()
-    hooks.update(in_front | others | behind)
-
-
-def _settle_dict(place: _Place, before: dict) -> list[str]:
-    holder = place.holder
-    changed: list[str] = []
-    for key in [*before, *(key for key in holder if key not in before)]:
-        old, new = before.get(key), holder.get(key)
-        is_of_a_clipper = key == MARK or _is_ours(type(old)) or _is_ours(type(new))
-        if is_of_a_clipper or old is new or _is_equal(old, new):
-            continue
-        if key not in before:
-            del holder[key]
-            continue
-        holder[key] = old
-        is_buffer = place.holds_buffers and old is not None and not _has_grown(old, new)
-        if is_buffer or isinstance(old, (bool, str, bytes, nn.Module, nn.Parameter)):
-            changed.append(place.name_of(key))
-        elif isinstance(old, _SCALARS):
-            warn_once(
-                logger,
-                place.name_of(key),
-                "'%s' of the model changes with every batch; it is put back to %r each time, so that no batch tells "
-                "of others.",
-                place.name_of(key),
-                old,
-            )
-    return changed
-
-
-def _settle_list(place: _Place, before: list) -> list[str]:
-    holder, now = place.holder, list(place.holder)
-    if isinstance(holder, tuple):
-        return []
-    if len(now) == len(before) and all(a is b or _is_equal(a, b) for a, b in zip(before, now, strict=True)):
-        return []
-    is_refused = (
-        not isinstance(holder, set)
-        and _ids([now[: len(before)]]) != _ids([before])
-        and any(isinstance(x, _SCALARS) for x in before)
-    )
-    holder.clear()
-    holder.update(before) if isinstance(holder, set) else holder.extend(before)
-    return [place.path] if is_refused else []
-
-
-def _is_equal(old: Any, new: Any) -> bool:
-    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-        if torch._C._functorch.is_functorch_wrapped_tensor(new):  # left by a module that was re-run by vmap
-            return False
-        return old.shape == new.shape and old.dtype == new.dtype and old.device == new.device and torch.equal(old, new)
-    return isinstance(old, _SCALARS) and type(old) is type(new) and old == new
-
-
-def _has_grown(old: Any, new: Any) -> bool:
-    """Returns True if a table became longer in one dimension, and its leading part is what it was."""
-    if not (
-        isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
-    ) or torch._C._functorch.is_functorch_wrapped_tensor(new):
-        return False
-    if old.dim() != new.dim() or old.dtype != new.dtype:
-        return False
-    longer = [d for d in range(old.dim()) if new.shape[d] != old.shape[d]]
-    if len(longer) != 1 or new.shape[longer[0]] < old.shape[longer[0]] or old.device != new.device:
-        return False
-    return torch.equal(new.narrow(longer[0], 0, old.shape[longer[0]]), old)

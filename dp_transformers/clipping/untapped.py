@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .graph import parameter_outside_calls
-from .model_state import kept_values
+from .places import kept_values
 from .tap import TAPS
 
 Untapped = Mapping[str, nn.Parameter]  # by the path of what is kept: a parameter that it was computed with
