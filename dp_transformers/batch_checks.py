@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from . import distributed
 from .clipping import PerExampleClipper
@@ -19,7 +19,7 @@ from .data import LogicalBatches, PhysicalBatch
 from .losses import refuse_targets_padded_on_the_left
 from .ragged import tensors_with_rows
 from .randomness import seeded_global_generators
-from .rows import Padding
+from .rows import Padding, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -73,27 +73,43 @@ class BatchChecks:
                 f"gradient by more than {report.locality_error:.0e}"
             )
         self._traits = batch.traits | (self._traits or frozenset())
-        self._check_padding(batch.padding, args, kwargs, loss_function)
+        self._check_paddings(batch, args, kwargs, loss_function)
 
-    def _check_padding(
-        self, padding: Padding | None, args: tuple, kwargs: dict, loss_function: LossFunction | None
+    def _check_paddings(
+        self, batch: PhysicalBatch, args: tuple, kwargs: dict, loss_function: LossFunction | None
     ) -> None:
         clipper = self._clipper
-        given = None if padding is None or not self._is_to_be_checked(padding) else (args, kwargs, padding)
-        if clipper.shards:
-            if not distributed.max_over_ranks(int(given is not None), clipper.device):
-                return
-            given = distributed.broadcast_first(given)
-        if given is None:
+        given = [
+            (args, kwargs, padding, _are_padded(padding, batch, args, kwargs))
+            for padding in batch.paddings
+            if self._is_to_be_checked(padding)
+        ]
+        if not clipper.shards:
+            for each in given:
+                self._check_padding(*each, loss_function)
             return
-        args, kwargs, padding = given
+        for _ in range(distributed.max_over_ranks(len(given), clipper.device)):
+            args, kwargs, padding, are_padded = distributed.broadcast_first(given.pop() if given else None)
+            self._check_padding(args, kwargs, padding, are_padded, loss_function)
+
+    def _check_padding(
+        self,
+        args: tuple,
+        kwargs: dict,
+        padding: Padding,
+        are_padded: dict[str, bool] | None,
+        loss_function: LossFunction | None,
+    ) -> None:
+        if are_padded is None:
+            return
+        clipper = self._clipper
         rows = batch_size_of(clipper.model, args, kwargs, clipper.batch_first)
         # rows that were packed since they were collated have no dimension of the padded length
         if any(padding.length in x.shape for x in tensors_with_rows((args, kwargs))):
             own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
             own_bt[padding.row] = padding.own_t
             try:
-                clipper.check_padding(args, kwargs, own_bt, loss_function, padding.row)
+                clipper.check_padding(args, kwargs, own_bt, loss_function, padding.row, are_padded)
             except SelfCheckError as error:
                 if padding.by_others or len(self._lengths) > 1:
                     raise
@@ -119,6 +135,29 @@ class BatchChecks:
         if not padding.by_others:
             self._lengths.add(padding.length)
         return padding.by_others or len(self._lengths) > 1
+
+
+def _are_padded(padding: Padding, batch: PhysicalBatch, args: tuple, kwargs: dict) -> dict[str, bool] | None:
+    """By path, whether an argument of the model is a column that is padded so. Arguments that are no columns are left
+    out. None where one of those might be, and might be one that is padded otherwise to the same length."""
+    if padding.columns is None:
+        return {}
+    columns = [(name, x) for name, x in leaves(batch.rows) if isinstance(x, torch.Tensor)]
+    found, others = {}, False
+    for path, x in tree_leaves_with_path((args, kwargs)):
+        if not isinstance(x, torch.Tensor):
+            continue
+        own_name = str(getattr(path[-1], "key", ""))
+        same = [(name, y) for name, y in columns if y.shape == x.shape]
+        name = next((name for name, _ in same if name == own_name), None) or next(
+            (name for name, y in same if y.dtype == x.dtype and torch.equal(x, y.to(x.device))), None
+        )
+        if name is not None:
+            found[keystr(path)] = name in padding.columns
+        else:
+            others |= padding.length in x.shape[1:]
+    is_one_of_two = sum(each.length == padding.length for each in batch.paddings) > 1
+    return None if others and is_one_of_two else found
 
 
 def refuse_losses_of_other_rows(

@@ -29,7 +29,7 @@ class PhysicalBatch:
     Attributes:
         rows: What the collator returned.
         size: The number of rows in it.
-        padding: How one of its rows was padded; None where none was.
+        paddings: How some of its rows were padded, by columns; empty where none was.
         traits: The kinds of masks and counts in it (:func:`dp_transformers.rows.traits_of`).
         fillers: How many of its rows, the last ones, have weight 0. They fill a batch up to a fixed size, keep ranks
             in step, or stand for an empty draw.
@@ -37,7 +37,7 @@ class PhysicalBatch:
 
     rows: Any
     size: int
-    padding: Padding | None = None
+    paddings: tuple[Padding, ...] = ()
     traits: frozenset = frozenset()
     fillers: int = 0
 
@@ -114,8 +114,8 @@ class LogicalBatches(Dataset):
         self._fill = fill
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
         self._seeds = seeds or SecretSeeds(secrets.randbits(128))
-        # the shortest and longest lengths, to within a factor of two, of which one row was also collated alone
-        self._collated_alone: set[tuple[int, int]] = set()
+        # columns with their shortest and longest lengths, to within a factor of two, of which a row was collated alone
+        self._collated_alone: set[tuple[Any, int, int]] = set()
         # whether the collator, or the data set, pads rows to the longest of those it is asked for together
         self._pads_draws = False
         self._filler: PhysicalBatch | None = None
@@ -222,26 +222,22 @@ class LogicalBatches(Dataset):
         return replace(batch, fillers=fillers)
 
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
-        sizes = [rows.size_of(example) for example in examples]
-        row = sizes.index(min(sizes))
-        kind = (min(sizes).bit_length(), max(sizes).bit_length())
-        is_ragged = min(sizes) < max(sizes)
-        alone = rows.copied(examples[row]) if is_ragged and kind not in self._collated_alone else None
+        alone = {row: rows.copied(examples[row]) for row in self._rows_to_collate_alone(examples)}
         name, loaded = rows.main_input(examples[0]), LoadedRows.of_examples(examples)
         batch = self.collate(examples)
         require_unseeded("the collator")
         loaded.refuse_mixed(batch, "collator")
         rows.refuse_packed(batch, examples)
-        padding = None
-        if alone is not None:
-            padding = rows.padding_by_others(batch, len(examples), row, alone, self.collate)
-            self._collated_alone.add(kind)
+        paddings = [
+            padding
+            for row, example in alone.items()
+            for padding in rows.paddings_by_others(batch, len(examples), row, example, self.collate)
+        ]
         if (
             name is not None
             and isinstance(batch, Mapping)
-            and name in batch
-            and padding is not None
             and "attention_mask" not in batch
+            and any(name in (padding.columns or ()) for padding in paddings)
         ):
             raise ValueError(
                 f"examples of different lengths ('{name}') were padded without an attention_mask, so how much padding "
@@ -249,11 +245,23 @@ class LogicalBatches(Dataset):
                 "(DataCollatorWithPadding does if the tokenizer's output has it), or pad all to one length "
                 "(padding='max_length')."
             )
-        self._pads_draws |= padding is not None
-        padding = padding or rows.padding_before(batch)
-        if padding is not None and self._pads_draws:
-            padding = replace(padding, by_others=True)
-        return PhysicalBatch(batch, len(examples), padding, rows.traits_of(batch, len(examples)))
+        self._pads_draws |= bool(paddings)
+        if not paddings and (before := rows.padding_before(batch)) is not None:
+            paddings = [replace(before, by_others=self._pads_draws)]
+        return PhysicalBatch(batch, len(examples), tuple(paddings), rows.traits_of(batch, len(examples)))
+
+    def _rows_to_collate_alone(self, examples: Sequence[Any]) -> list[int]:
+        """Return the shortest rows of the columns in which examples have other lengths than any before."""
+        sizes = [rows.sizes_of(example) for example in examples]
+        found: dict[int, None] = {}
+        for column in sizes[0]:
+            of_column = [each.get(column, 0) for each in sizes]
+            shortest, longest = min(of_column), max(of_column)
+            kind = (column, shortest.bit_length(), longest.bit_length())
+            if shortest < longest and kind not in self._collated_alone:
+                self._collated_alone.add(kind)
+                found[min(range(len(sizes)), key=lambda row: (of_column[row], sum(sizes[row].values())))] = None
+        return list(found)
 
 
 def _copies(example: Any, count: int) -> list[Any]:

@@ -17,7 +17,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Padding:
-    """Padding that one row of a physical batch was given.
+    """Padding that one row of a physical batch was given, in some of its columns.
 
     Attributes:
         row: Which row of the batch.
@@ -46,12 +46,14 @@ class Padding:
         by_others: The row is shorter when it is collated alone, so others of its batch decide how much padding it
             gets. False: it was padded before the collator saw it, to one length or to that of a longer example.
         fills: Whether some row of the batch has no padding.
+        columns: The names of the columns that are padded so; None where that is not known.
     """
 
     row: int
     own_t: torch.Tensor
     by_others: bool
     fills: bool
+    columns: frozenset[str] | None = None
 
     @property
     def length(self) -> int:
@@ -59,10 +61,10 @@ class Padding:
 
     @property
     def kind(self) -> tuple:
-        """Paddings of one kind are checked once: side, and lengths to within a factor of two."""
+        """Paddings of one kind are checked once: columns, side, and lengths to within a factor of two."""
         own = self.own_t.nonzero().flatten().tolist() or [0]
         sides = own[0] > 0, own[-1] < self.length - 1, len(own) < own[-1] - own[0] + 1
-        return (self.by_others, *sides, self.length.bit_length(), len(own).bit_length())
+        return (self.columns, self.by_others, *sides, self.length.bit_length(), len(own).bit_length())
 
 
 def leaves(batch: Any) -> list[tuple[str, Any]]:
@@ -214,14 +216,17 @@ def _restarts(positions_bt: torch.Tensor, mask: Any) -> bool:
 
 def size_of(example: Any) -> int:
     """How long an example is, whatever it is made of: the numbers and characters in its columns."""
+    return sum(sizes_of(example).values())
+
+
+def sizes_of(example: Any) -> dict[Any, int]:
+    """The numbers and characters in each column of an example."""
     columns = (
-        example.values()
+        example.items()
         if isinstance(example, Mapping)
-        else example
-        if isinstance(example, (tuple, list))
-        else [example]
+        else enumerate(example if isinstance(example, (tuple, list)) else [example])
     )
-    return sum(map(_size_of_column, columns))
+    return {name: _size_of_column(x) for name, x in columns}
 
 
 def _size_of_column(x: Any) -> int:
@@ -260,44 +265,85 @@ def copied(examples: Any) -> Any:
         return copy.deepcopy(examples)
 
 
-def padding_by_others(batch: Any, size: int, row: int, example: Any, collate: Collate) -> Padding | None:
-    """How ``row`` of ``size``, made of ``example``, was padded to the length of others: it is collated again, without
-    others.
+def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: Collate) -> list[Padding]:
+    """How ``row`` of ``size``, made of ``example``, was padded to the lengths of others: it is collated again, without
+    others. Columns with the same own positions are padded together.
 
     Raises:
         ValueError: other examples decide over its shape in another way.
     """
-    alone = dict(leaves(collate([copied(example), example])))  # two, since some collators cannot do with one
-    mask_bt = mask_of(batch)
+    two = collate([copied(example), example])  # since some collators cannot do with one
+    alone, follows_mask = dict(leaves(two)), _Followed.of(mask_of(batch), mask_of(two), row)
+    columns: dict[tuple, list[str]] = {}
+    others = []
     for name, x in leaves(batch):
-        y = alone.get(name)
-        if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dim() == y.dim() > 1):
+        both = _beside(x, alone.get(name), size)
+        if both is None:
             continue
-        batch_dim = next((d for d in (0, 1) if x.shape[d] == size and y.shape[d] == 2), None)
-        if batch_dim is None:
+        lengths = [(n, own) for n, own in zip(both[0].shape[1:], both[1].shape[1:], strict=True) if n != own]
+        if not lengths:
             continue
-        x, (y, again) = x.movedim(batch_dim, 0), y.movedim(batch_dim, 0)
-        other = [d for d in range(y.dim()) if x.shape[d + 1] != y.shape[d]]
-        if not other:
-            continue
-        if mask_bt is not None and mask_bt.shape[1] == x.shape[other[0] + 1] > y.shape[other[0]]:
-            row = int(mask_bt.sum(1).argmin())  # a collator may put rows in another order
-            return Padding(row, mask_bt[row], True, bool(mask_bt.all(1).any()))
-        if len(other) == 1 and x.shape[other[0] + 1] > y.shape[other[0]]:
-            order = sorted(range(size), key=lambda at: at != row)  # a collator may put rows in another order
-            found = ((at, _own_positions(x[at], y, other[0])) for at in order)
-            at, own = next(((at, own) for at, own in found if own is not None), (row, None))
-            if own is None and not torch.equal(y, again):
-                own = _beside_constant(x[row], y, other[0])
-            if own is not None:
-                return Padding(at, own, True, True)
-        raise ValueError(
-            f"'{name}' of an example has shape {tuple(y.shape)} when it is collated alone, and {tuple(x.shape[1:])} "
-            "in its batch, where its own numbers are not found again: other examples decide how it is cut, resized or "
-            "padded. Give all examples one size before they are collated, or let the collator return an "
-            "attention_mask that says what is padding."
-        )
-    return None
+        if follows_mask is not None and follows_mask.lengths in lengths:
+            place = follows_mask.row, follows_mask.own_t
+        else:
+            place = _found_again(*both, row) if len(lengths) == 1 else None
+        if place is None:
+            others.append((name, *both, lengths))
+        else:
+            columns.setdefault((place[0], *place[1].tolist()), []).append(name)
+    known = {(len(own), sum(own)) for _, *own in columns}
+    for name, x, y, lengths in others:  # masks of pairs of positions
+        if len(lengths) == 1 or not known.issuperset(lengths):
+            raise ValueError(
+                f"'{name}' of an example has shape {tuple(y.shape[1:])} when it is collated alone, and "
+                f"{tuple(x.shape[1:])} in its batch, where its own numbers are not found again: other examples decide "
+                "how it is cut, resized or padded. Give all examples one size before they are collated, or let the "
+                "collator return an attention_mask that says what is padding."
+            )
+        for (_, *own), names in columns.items():
+            names += [name] * ((len(own), sum(own)) in lengths)
+    return [Padding(at, torch.tensor(own), True, True, frozenset(names)) for (at, *own), names in columns.items()]
+
+
+class _Followed(NamedTuple):
+    """The positions of a row that its attention mask says are its own; and the lengths of the mask in the batch, and
+    where the row is collated alone, which other columns share."""
+
+    row: int
+    own_t: torch.Tensor
+    lengths: tuple[int, int]
+
+    @classmethod
+    def of(cls, mask_bt: torch.Tensor | None, alone_mask_bt: torch.Tensor | None, row: int) -> _Followed | None:
+        if mask_bt is None or alone_mask_bt is None or mask_bt.shape[1] <= alone_mask_bt.shape[1]:
+            return None
+        count_b, own = mask_bt.sum(1), int(alone_mask_bt[0].sum())
+        if int(count_b[row]) != own:  # a collator may put rows in another order
+            row = int((count_b - own).abs().argmin())
+        return cls(row, mask_bt[row], (mask_bt.shape[1], alone_mask_bt.shape[1]))
+
+
+def _beside(x: Any, alone: Any, size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A column of a batch, and that of a row with its copy, with the rows in their first dimension; None where these
+    are not known."""
+    if not (isinstance(x, torch.Tensor) and isinstance(alone, torch.Tensor) and x.dim() == alone.dim() > 1):
+        return None
+    dim = next((d for d in (0, 1) if x.shape[d] == size and alone.shape[d] == 2), None)
+    return None if dim is None else (x.movedim(dim, 0), alone.movedim(dim, 0))
+
+
+def _found_again(x: torch.Tensor, alone: torch.Tensor, row: int) -> tuple[int, torch.Tensor] | None:
+    """In which row of a column, and where there, the row lies that is collated ``alone``, which is shorter in one
+    dimension; None if it is not found."""
+    dim = next(d for d in range(alone.dim() - 1) if x.shape[d + 1] != alone.shape[d + 1])
+    if x.shape[dim + 1] < alone.shape[dim + 1]:
+        return None
+    for at in sorted(range(len(x)), key=lambda at: at != row):  # a collator may put rows in another order
+        if (own_t := _own_positions(x[at], alone[0], dim)) is not None:
+            return at, own_t
+    is_random = not torch.equal(alone[0], alone[1])
+    own_t = _beside_constant(x[row], alone[0], dim) if is_random else None
+    return None if own_t is None else (row, own_t)
 
 
 def _own_positions(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor | None:

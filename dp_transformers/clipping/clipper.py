@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -287,11 +287,12 @@ class PerExampleClipper:
         own_bt: torch.Tensor,
         loss_function: LossFunction | None = None,
         row: int | None = None,
+        are_padded: Mapping[str, bool] | None = None,
     ) -> float:
         """Check that padding leaves gradients alone; see :func:`.checks.padding.check_padding`."""
         if not self.checked:
             self.check(args, kwargs, loss_function)
-        return check_padding(self._engine, args, kwargs, own_bt, loss_function, row)
+        return check_padding(self._engine, args, kwargs, own_bt, loss_function, row, are_padded)
 
     def recheck_if_changed(self) -> None:
         """Let all checks run again if the model may compute otherwise than the one that was checked."""

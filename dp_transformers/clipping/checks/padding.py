@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from ...randomness import forked_generators
 from ..engine import ClippingEngine
@@ -40,6 +40,7 @@ def check_padding(
     own_bt: torch.Tensor,
     loss_function: LossFunction | None = None,
     row: int | None = None,
+    are_padded: Mapping[str, bool] | None = None,
 ) -> float:
     """Check that an example's gradient is the same with and without its padding, on synthetic input shaped and padded
     like the given one.
@@ -58,6 +59,8 @@ def check_padding(
         loss_function: As of :func:`check_model`; default: a random linear function of every output at the example's
             own positions.
         row: Of which example; default: the longest that has padding.
+        are_padded: By path (``torch.utils._pytree.keystr``) in ``(args, kwargs)``, whether a tensor is padded so;
+            those that it does not name are, where they have T in a later dimension.
 
     Returns:
         The relative change of its gradient; 0 where nothing is padded.
@@ -78,7 +81,9 @@ def check_padding(
     with forked_generators(engine.trainable.device), engine.trial():
         if engine.trainable.shards or engine.trainable.parallel:
             torch.manual_seed(0)
-        padded, alone = _with_and_without_padding(engine, losses_of, args, kwargs, own_bt, row, shape)
+        padded, alone = _with_and_without_padding(
+            engine, losses_of, args, kwargs, own_bt, row, shape, are_padded or {}
+        )
         given = None if loss_function is None else losses_of
         with _comparable(engine, losses_of, padded, {len(own_t), int(own_t.sum())}):
             found, _ = in_float32_if_possible(
@@ -101,7 +106,8 @@ def check_padding(
             f"an example's gradient changes by {change:.1e} (relative) when it is padded {side[first, last]} to the "
             "length of a longer one of its batch, so every example has a say in the gradients of others, beyond the "
             "clipping bound. Pad on the other side (padding_side of the tokenizer), or pad all examples to one length "
-            "(padding='max_length'), or leave padding out in a per-example loss of your own; a recurrent model: pack "
+            "(padding='max_length'), pad targets with what the loss ignores (-100; label_pad_token_id of the collator), "
+            "or leave padding out in a per-example loss of your own; a recurrent model: pack "
             "its input (pack_padded_sequence), or read its states at each example's last own position."
         )
     return change
@@ -164,6 +170,7 @@ def _with_and_without_padding(
     own_bt: torch.Tensor,
     row: int,
     shape: torch.Size,
+    are_padded: Mapping[str, bool],
 ) -> tuple[tuple, tuple]:
     """Synthetic arguments for this row, with the padding it has, and without; a label wherever there may be one."""
     model = engine.model
@@ -174,8 +181,10 @@ def _with_and_without_padding(
 
     def position_dims(path: tuple, x: torch.Tensor) -> list[int]:
         name, dims = name_of(path), [d for d in range(1, x.dim()) if x.shape[d] == length]
+        is_padded = are_padded.get(keystr(path))
         # several classes may happen to be as many as positions
-        if _is_of_targets(name) and (own_targets or x.is_floating_point()):
+        may_be_others = _is_of_targets(name) and (own_targets or x.is_floating_point())
+        if is_padded is False or (may_be_others and not is_padded):
             return []
         if x.shape == shape:
             return dims[-1:]
