@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+from torch.nn import functional as F
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_map_with_path
 
 from . import distributed
 from .clipping import PerExampleClipper
@@ -19,7 +21,7 @@ from .data import LogicalBatches, PhysicalBatch
 from .losses import refuse_targets_padded_on_the_left
 from .ragged import tensors_with_rows
 from .randomness import seeded_global_generators
-from .rows import Padding, leaves
+from .rows import Padding, leaves, same_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +152,7 @@ def _are_padded(padding: Padding, batch: PhysicalBatch, args: tuple, kwargs: dic
         own_name = str(getattr(path[-1], "key", ""))
         same = [(name, y) for name, y in columns if y.shape == x.shape]
         name = next((name for name, _ in same if name == own_name), None) or next(
-            (name for name, y in same if y.dtype == x.dtype and torch.equal(x, y.to(x.device))), None
+            (name for name, y in same if y.dtype == x.dtype and same_numbers(x, y.to(x.device))), None
         )
         if name is not None:
             found[keystr(path)] = name in padding.columns
@@ -221,6 +223,80 @@ def refuse_losses_of_other_rows(
             moved_b = (alone.float() - own[part].float()).flatten(1).norm(dim=1)
             longest = own.float().flatten(1).norm(dim=1).max()
             _refuse_unless(bool((moved_b <= 1e-2 * longest + 1e-6).all()) or not bool(torch.isfinite(longest)))
+
+
+def refuse_losses_of_padding(
+    loss: Callable[..., torch.Tensor], args: tuple, kwargs: dict, batch: PhysicalBatch, padding: Padding, seed: int
+) -> bool:
+    """Raise ValueError if a row's loss, or its gradient, is another one with its padding than without. Whether that is
+    known: some of what the loss is given is a column that is padded so, and all else with as many positions is cut
+    like it.
+
+    Args:
+        loss: Returns the (B,) losses of what is given.
+        seed: Seeds the random numbers that it may draw.
+    """
+    are_padded = _are_padded(padding, batch, args, kwargs)
+    if not are_padded or not any(are_padded.values()):
+        return False
+    given = tree_leaves_with_path((args, kwargs))
+    dims = {
+        keystr(path): [d for d in range(1, x.dim()) if x.shape[d] == padding.length]
+        for path, x in given
+        if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == batch.size and are_padded.get(keystr(path), True)
+    }
+    if any(len(each) > 1 for each in dims.values()):
+        return False  # several classes happen to be as many as positions
+    own_k = padding.own_t.nonzero().flatten()
+
+    def row_of(path: tuple, x: Any, *, is_cut: bool) -> Any:
+        """The row twice, since some losses cannot do with one."""
+        if not (isinstance(x, torch.Tensor) and x.dim() and len(x) == batch.size):
+            return x
+        row = x.detach()[[padding.row] * 2]
+        if not is_cut:
+            return row
+        if x.dim() == 1 and not x.is_floating_point():  # a length of all positions
+            return row.where(row != padding.length, len(own_k))
+        for dim in dims.get(keystr(path), ()):
+            row = row.index_select(dim, own_k.to(row.device))
+        return row
+
+    def computed(seed: int, *, is_cut: bool) -> list[torch.Tensor]:
+        rows = tree_map_with_path(partial(row_of, is_cut=is_cut), (args, kwargs))
+        with seeded_global_generators([seed], tree_leaves(rows)[0].device):
+            return _with_gradients(lambda rows: loss(*rows[0], **rows[1]), rows, [True] * len(_numbers(rows)))
+
+    try:
+        padded, alone, again = (
+            computed(seed, is_cut=False),
+            computed(seed, is_cut=True),
+            computed(seed + 1, is_cut=False),
+        )
+    except Exception as error:
+        logger.info("a row's loss was not computed without padding: %s: %s", type(error).__name__, error)
+        return True
+    if torch.equal(padded[0], again[0]):  # it draws no random numbers
+        _refuse_unless_as_long(padded, alone)
+    return True
+
+
+def _refuse_unless_as_long(padded: list[torch.Tensor], alone: list[torch.Tensor]) -> None:
+    """Raise ValueError unless losses and gradients are the same, but for zeros."""
+    for x, y in zip(padded, alone, strict=True):
+        precise = torch.float32 if x.dtype in (torch.float32, torch.float64) else x.dtype
+        (own, _), (others, _) = (each.double().abs().flatten().sort(descending=True) for each in (x, y))
+        missing = max(0, len(own) - len(others))
+        moved = (own - F.pad(others, (0, missing)))[: len(own)].norm()
+        if not moved <= 16 * torch.finfo(precise).eps * own.norm() and bool(own.isfinite().all()):
+            raise ValueError(
+                "an example's loss, or its gradient, is another one when it is padded to the length of a longer one "
+                "of its batch, so every example has a say in the gradients of others, beyond the clipping bound: the "
+                "criterion is a mean over padded positions, or adds them up. Pad targets with a number that it "
+                "ignores (ignore_index), or leave padding out in a criterion of your own; or compute losses of shape "
+                "(B,), each of its own positions, and call engine.clipper.backward(losses), with make_private(..., "
+                "loss_reduction='none')."
+            )
 
 
 _FEW = 2  # rows that are compared with as many more beside them

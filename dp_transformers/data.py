@@ -116,6 +116,7 @@ class LogicalBatches(Dataset):
         self._seeds = seeds or SecretSeeds(secrets.randbits(128))
         # columns with their shortest and longest lengths, to within a factor of two, of which a row was collated alone
         self._collated_alone: set[tuple[Any, int, int]] = set()
+        self._columns_of_mask: frozenset[str] | None = None  # those that are padded like it, once that is known
         # whether the collator, or the data set, pads rows to the longest of those it is asked for together
         self._pads_draws = False
         self._filler: PhysicalBatch | None = None
@@ -246,8 +247,10 @@ class LogicalBatches(Dataset):
                 "(padding='max_length')."
             )
         self._pads_draws |= bool(paddings)
+        masked = (padding.columns for padding in paddings if "attention_mask" in (padding.columns or ()))
+        self._columns_of_mask = next(masked, self._columns_of_mask)
         if not paddings and (before := rows.padding_before(batch)) is not None:
-            paddings = [replace(before, by_others=self._pads_draws)]
+            paddings = [replace(before, by_others=self._pads_draws, columns=self._columns_of_mask)]
         return PhysicalBatch(batch, len(examples), tuple(paddings), rows.traits_of(batch, len(examples)))
 
     def _rows_to_collate_alone(self, examples: Sequence[Any]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .ragged import bag_columns, is_ragged, unpacked_sequence, with_rows_for_bags
-from .rows import Collate, copied, leaves, size_of
+from .rows import Collate, copied, leaves, same_numbers, size_of
 
 
 def refuse_mixed(
@@ -165,7 +165,7 @@ def refuse_state(dataset: Any, before: Sequence[Any], after: Sequence[Any]) -> N
 def _is_same(x: Any, y: Any) -> bool:
     """Whether two things in a row are the same, as far as they are numbers, tensors, words or images."""
     if isinstance(x, torch.Tensor):
-        return isinstance(y, torch.Tensor) and (x.layout != torch.strided or x.is_nested or _equal(x, y))
+        return isinstance(y, torch.Tensor) and (x.layout != torch.strided or x.is_nested or same_numbers(x, y))
     if isinstance(x, (str, bytes, numbers.Number)):
         return bool(x == y or (x != x and y != y))
     if hasattr(x, "tobytes") and not isinstance(x, np.ndarray):  # an image of PIL
@@ -285,8 +285,4 @@ def _with_other_rows(
 
 
 def _agree(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(x, b[name]) or _equal(x, b[name]) for name, x in a.items())
-
-
-def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) or same_numbers(x, b[name]) for name, x in a.items())

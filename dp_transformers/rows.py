@@ -283,17 +283,19 @@ def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: C
         lengths = [(n, own) for n, own in zip(both[0].shape[1:], both[1].shape[1:], strict=True) if n != own]
         if not lengths:
             continue
-        if follows_mask is not None and follows_mask.lengths in lengths:
-            place = follows_mask.row, follows_mask.own_t
-        else:
-            place = _found_again(*both, row) if len(lengths) == 1 else None
+        place = None
+        if len(lengths) == 1:
+            if follows_mask is not None and follows_mask.lengths == lengths[0]:
+                place = follows_mask.place
+            else:
+                place = _found_again(*both, row)
         if place is None:
             others.append((name, *both, lengths))
         else:
             columns.setdefault((place[0], *place[1].tolist()), []).append(name)
     known = {(len(own), sum(own)) for _, *own in columns}
-    for name, x, y, lengths in others:  # masks of pairs of positions
-        if len(lengths) == 1 or not known.issuperset(lengths):
+    for name, x, y, lengths in others:
+        if len(lengths) == 1 or not known.issuperset(lengths):  # no mask of pairs of positions
             raise ValueError(
                 f"'{name}' of an example has shape {tuple(y.shape[1:])} when it is collated alone, and "
                 f"{tuple(x.shape[1:])} in its batch, where its own numbers are not found again: other examples decide "
@@ -306,11 +308,10 @@ def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: C
 
 
 class _Followed(NamedTuple):
-    """The positions of a row that its attention mask says are its own; and the lengths of the mask in the batch, and
-    where the row is collated alone, which other columns share."""
+    """A row, and the positions of it that its attention mask says are its own; and the lengths of the mask in the
+    batch, and where the row is collated alone, which other columns share."""
 
-    row: int
-    own_t: torch.Tensor
+    place: tuple[int, torch.Tensor]
     lengths: tuple[int, int]
 
     @classmethod
@@ -320,7 +321,7 @@ class _Followed(NamedTuple):
         count_b, own = mask_bt.sum(1), int(alone_mask_bt[0].sum())
         if int(count_b[row]) != own:  # a collator may put rows in another order
             row = int((count_b - own).abs().argmin())
-        return cls(row, mask_bt[row], (mask_bt.shape[1], alone_mask_bt.shape[1]))
+        return cls((row, mask_bt[row]), (mask_bt.shape[1], alone_mask_bt.shape[1]))
 
 
 def _beside(x: Any, alone: Any, size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -341,16 +342,21 @@ def _found_again(x: torch.Tensor, alone: torch.Tensor, row: int) -> tuple[int, t
     for at in sorted(range(len(x)), key=lambda at: at != row):  # a collator may put rows in another order
         if (own_t := _own_positions(x[at], alone[0], dim)) is not None:
             return at, own_t
-    is_random = not torch.equal(alone[0], alone[1])
+    is_random = not same_numbers(alone[0], alone[1])
     own_t = _beside_constant(x[row], alone[0], dim) if is_random else None
     return None if own_t is None else (row, own_t)
+
+
+def same_numbers(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape and numbers; nan is one."""
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def _own_positions(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor | None:
     """Where in a padded row the row without padding lies; None if it is another row."""
     length, own = row.shape[dim], alone.shape[dim]
     firsts = sorted(range(length - own + 1), key=lambda at: at not in (0, length - own))
-    first = next((at for at in firsts if torch.equal(row.narrow(dim, at, own), alone)), None)
+    first = next((at for at in firsts if same_numbers(row.narrow(dim, at, own), alone)), None)
     return None if first is None else (torch.arange(length) >= first) & (torch.arange(length) < first + own)
 
 

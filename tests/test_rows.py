@@ -190,10 +190,10 @@ def test_padding_that_no_mask_shows_is_told_by_a_row_alone(side):
         return ids, torch.stack([y for _, y in rows])
 
     data = [(torch.arange(1, 3 + i % 4), torch.zeros(1)) for i in range(12)]
-    padding = batches(data, collate)[Draw(3, [0, 1, 3])].batches[0].padding
+    (padding,) = batches(data, collate)[Draw(3, [0, 1, 3])].batches[0].paddings
     assert padding.by_others and padding.length == 5 and int(padding.own_t.sum()) == 2
     assert bool(padding.own_t[0]) == (side == "right")
-    assert batches(data, collate)[Draw(3, [0, 4, 8])].batches[0].padding is None
+    assert batches(data, collate)[Draw(3, [0, 4, 8])].batches[0].paddings == ()
 
 
 def test_masks_and_counts_of_a_batch():

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch_checks import refuse_losses_of_other_rows
+from ..batch_checks import refuse_losses_of_other_rows, refuse_losses_of_padding
 from ..clipping import PerExampleClipper
 from ..clipping.errors import warn_once
 from ..clipping.model_state import ModelState
+from ..step import Given
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,21 @@ class PrivateCriterion:
     positions, without those of ``ignore_index``: for a batch of one example what torch's criterion gives. torch
     divides by the positions of the whole batch instead, so that each example would change the weight of the others.
     Class weights multiply the losses, and divide nothing.
+
+    Args:
+        criterion: With the attribute ``reduction``.
+        clipper: It forms the clipped sum.
+        loss_reduction: "mean" or "sum", as the criterion's.
+        current_batch: Returns the physical batch that the loop works on, if there is one.
     """
 
-    def __init__(self, criterion: nn.Module, clipper: PerExampleClipper, loss_reduction: str):
+    def __init__(
+        self,
+        criterion: nn.Module,
+        clipper: PerExampleClipper,
+        loss_reduction: str,
+        current_batch: Callable[[], Given | None],
+    ):
         reduction = getattr(criterion, "reduction", None)
         if reduction not in REDUCTIONS or reduction != loss_reduction:
             raise ValueError(
@@ -41,6 +54,7 @@ class PrivateCriterion:
         own: Any = copy.copy(criterion)
         own.reduction = "none"
         self.criterion, self.reduction, self._clipper = own, reduction, clipper
+        self._current_batch, self._paddings = current_batch, set[tuple]()  # whose kinds were looked at
         self._calls, self._state = 0, ModelState(nn.ModuleDict({"criterion": self.criterion}), clipper.conditions)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -55,6 +69,23 @@ class PrivateCriterion:
 
     def _loss(self, args: tuple, kwargs: dict) -> torch.Tensor:
         each = self.criterion(*args, **kwargs)
+        losses_b = self._by_example(each, args, kwargs)
+        loss = getattr(losses_b, self.reduction)(0)
+        if not loss.requires_grad:
+            return loss
+        if self._clipper.batch_first:  # where positions come first, they are no rows
+            if self._calls & (self._calls - 1) == 0:  # at first, and ever more rarely
+                refuse_losses_of_other_rows(
+                    lambda args, kwargs: self.criterion(*args, **kwargs), (args, kwargs), each, self._calls
+                )
+            self._look_at_padding(args, kwargs)
+        self._calls += 1
+        return _ClippedBackward.apply(
+            torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
+        )
+
+    def _by_example(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+        """(B,) losses from those that the criterion gave."""
         counted = self._counted(each, args, kwargs)
         if each.dim() > 1 and not self._clipper.batch_first:
             each, counted = each.movedim(1, 0), counted.movedim(1, 0)
@@ -68,18 +99,20 @@ class PrivateCriterion:
                 type(self.criterion).__name__,
             )
             losses_b = losses_b / counted.flatten(1).sum(1).clamp(min=1)
-        loss = getattr(losses_b, self.reduction)(0)
-        if not loss.requires_grad:
-            return loss
-        # at first, and ever more rarely; where positions come first, they are no rows
-        if self._clipper.batch_first and self._calls & (self._calls - 1) == 0:
-            refuse_losses_of_other_rows(
-                lambda args, kwargs: self.criterion(*args, **kwargs), (args, kwargs), each, self._calls
-            )
-        self._calls += 1
-        return _ClippedBackward.apply(
-            torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
-        )
+        return losses_b
+
+    def _look_at_padding(self, args: tuple, kwargs: dict) -> None:
+        """Raise ValueError if padding that others decide over changes an example's loss; once for every kind of it."""
+        if (given := self._current_batch()) is None:
+            return
+
+        def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._by_example(self.criterion(*args, **kwargs), args, kwargs)
+
+        for padding in given.batch.paddings:
+            is_new = padding.by_others and padding.kind not in self._paddings
+            if is_new and refuse_losses_of_padding(losses_of, args, kwargs, given.batch, padding, self._calls):
+                self._paddings.add(padding.kind)
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """Which of the losses count in a mean: all but those of the criterion's ``ignore_index``."""

@@ -156,9 +156,6 @@ class PlainLoop:
                     "PerExampleClipper with ShardedNoise in a loop that gives each group its examples "
                     "(docs/scaling.md)."
                 )
-            criterion = (
-                None if self.criterion is None else PrivateCriterion(self.criterion, clipper, self.loss_reduction)
-            )
             noise = mechanism.noise.source(clipper, dp_seed=run.dp_seed, secure=secure)
             step = PrivateStep(
                 clipper,
@@ -172,6 +169,11 @@ class PlainLoop:
                 own_optimizer=self.optimizer,
             )
             undo.callback(step.close)
+            criterion = (
+                None
+                if self.criterion is None
+                else PrivateCriterion(self.criterion, clipper, self.loss_reduction, step.current_batch)
+            )
             if mechanism.releases and self.criterion is None and self.loss_reduction != "none":
                 raise ValueError(
                     "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "

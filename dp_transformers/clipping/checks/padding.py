@@ -106,9 +106,9 @@ def check_padding(
             f"an example's gradient changes by {change:.1e} (relative) when it is padded {side[first, last]} to the "
             "length of a longer one of its batch, so every example has a say in the gradients of others, beyond the "
             "clipping bound. Pad on the other side (padding_side of the tokenizer), or pad all examples to one length "
-            "(padding='max_length'), pad targets with what the loss ignores (-100; label_pad_token_id of the collator), "
-            "or leave padding out in a per-example loss of your own; a recurrent model: pack "
-            "its input (pack_padded_sequence), or read its states at each example's last own position."
+            "(padding='max_length'), pad targets with what the loss ignores (-100, the label_pad_token_id of "
+            "collators), or leave padding out in a per-example loss of your own; a recurrent model: pack its input "
+            "(pack_padded_sequence), or read its states at each example's last own position."
         )
     return change
 

@@ -1,0 +1,324 @@
+"""Columns that are padded by themselves, targets among them: an example's loss is the same alone and in its batch."""
+
+import itertools
+
+import pytest
+import torch
+from neighbours import LOOPS, Task, assert_bounded, moves, train
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+
+from dp_transformers import PrivacyEngine
+from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.data import Draw, LogicalBatches
+from dp_transformers.rows import paddings_by_others
+
+pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+REFUSED = "padded on the right to the length of a longer one.*-100"
+
+
+def t5():
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
+    )  # fmt: skip
+
+
+def bart():
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=50, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8,
+            decoder_ffn_dim=8, max_position_embeddings=64, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def translations(targets, sources=(6,)):
+    """Rows with as many target tokens, and source tokens."""
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(length):
+        return torch.randint(3, 50, (length,), generator=generator)
+
+    return [
+        {"input_ids": (ids := tokens(source)), "attention_mask": torch.ones_like(ids), "labels": tokens(target)}
+        for target, source in zip(targets, itertools.cycle(sources), strict=False)
+    ]
+
+
+def padded_with(fill):
+    def collate(rows):
+        return {
+            name: torch.stack([row[name] for row in rows])
+            if rows[0][name].dim() == 0
+            else pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill.get(name, 0))
+            for name in rows[0]
+        }
+
+    return collate
+
+
+@pytest.mark.parametrize("sources", [(6,), (4, 6, 5), (12,)])  # the last is as long as the longest target
+@pytest.mark.parametrize("model", [t5, bart])
+def test_targets_that_the_loss_ignores_where_they_are_padded(model, sources):
+    rows = translations([4] * 15 + [12], sources)
+    task = Task(model, rows, padded_with({"labels": -100}), bound=0.7, physical=16, steps=2)
+    assert_bounded(moves("trainer", task, 15))
+    with pytest.raises(SelfCheckError, match=REFUSED):
+        train("trainer", Task(model, rows, padded_with({"labels": 0}), bound=0.7, physical=16))
+
+
+def mean_over_padding(outputs, labels):
+    return F.cross_entropy(outputs.logits.transpose(1, 2), labels, reduction="none").mean(1)
+
+
+def mean_that_calls_the_model(model, inputs):
+    return mean_over_padding(model(**inputs), inputs["labels"])
+
+
+@pytest.mark.parametrize("loss", [mean_over_padding, mean_that_calls_the_model])
+@pytest.mark.parametrize("sources", [(6,), (4, 6, 5)])
+def test_a_loss_that_is_a_mean_over_padded_targets(loss, sources):
+    task = Task(t5, translations([4] * 15 + [12], sources), padded_with({"labels": -100}), loss, physical=16)
+    with pytest.raises(SelfCheckError, match=REFUSED):
+        train("trainer", task)
+
+
+class Pairs(nn.Module):
+    """Classifies a query with a document, each the mean of its tokens; that of the document is one over padding, too,
+    unless it ``masks`` it."""
+
+    def __init__(self, masks):
+        super().__init__()
+        self.masks, self.embed, self.head = masks, nn.Embedding(50, 8), nn.Linear(16, 3)
+
+    def mean(self, ids, masks):
+        own = (ids != 0)[..., None].float() if masks else torch.ones(*ids.shape, 1)
+        return (self.embed(ids) * own).sum(1) / own.sum(1)
+
+    def forward(self, query, document, attention_mask=None):
+        return self.head(torch.cat([self.mean(query, True), self.mean(document, self.masks)], 1))
+
+
+def pairs(queries, documents):
+    generator = torch.Generator().manual_seed(0)
+    lengths = zip(itertools.cycle(queries), documents, strict=False)
+    return [
+        {
+            name: torch.randint(1, 50, (length,), generator=generator)
+            for name, length in (("query", q), ("document", d))
+        }
+        | {"labels": torch.tensor(i % 3)}
+        for i, (q, d) in enumerate(lengths)
+    ]
+
+
+def with_mask(of):
+    """A collator whose attention_mask is that of one column."""
+
+    def collate(rows):
+        batch = padded_with({})(rows)
+        return {**batch, "attention_mask": (batch[of] != 0).long()}
+
+    return collate
+
+
+def class_loss(outputs, labels):
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+@pytest.mark.parametrize("collate", [padded_with({}), with_mask("query"), with_mask("document")], ids=["no mask", "query", "document"])  # fmt: skip
+@pytest.mark.parametrize("queries", [(6,), (5, 7, 6), (20,), (5, 20, 3)])  # the longest document has 20
+@pytest.mark.parametrize("loop", LOOPS)
+def test_two_columns_of_their_own_lengths(loop, queries, collate):
+    def task(masks):
+        rows = pairs(queries, [4] * 11 + [20])
+        return Task(lambda: Pairs(masks), rows, collate, class_loss, bound=0.3, physical=12)
+
+    assert_bounded(moves(loop, task(True), 11))
+    with pytest.raises(SelfCheckError, match="padded on the right"):
+        train(loop, task(False))
+
+
+class Series(nn.Module):
+    """A number for each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x, attention_mask=None):
+        return self.second(torch.tanh(self.first(x))).squeeze(-1)
+
+
+def series(lengths):
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(n, 3, generator=generator), "labels": torch.full((n,), 2.0)} for n in lengths]
+
+
+def masked_error(outputs, labels):
+    is_own = ~labels.isnan()
+    return (F.mse_loss(outputs, labels.nan_to_num(), reduction="none") * is_own).sum(1) / is_own.sum(1)
+
+
+def masked(rows):
+    batch = padded_with({"labels": float("nan")})(rows)
+    return {**batch, "attention_mask": (~batch["labels"].isnan()).long()}
+
+
+@pytest.mark.parametrize("collate", [padded_with({"labels": float("nan")}), masked], ids=["no mask", "mask"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_numbers_as_targets_of_positions(loop, collate):
+    rows = series([4 + i % 5 for i in range(16)])
+    assert_bounded(moves(loop, Task(Series, rows, collate, masked_error, bound=0.3, physical=16, steps=2), 15))
+
+
+@pytest.mark.parametrize("classes", [4, 8])  # as many as a row has positions, and as a batch has
+def test_several_classes_are_no_positions(classes):
+    class Tags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, classes)
+
+        def forward(self, input_ids, attention_mask):
+            own = attention_mask[..., None].float()
+            return self.head((self.embed(input_ids) * own).sum(1) / own.sum(1))
+
+    def loss(outputs, labels):
+        return F.binary_cross_entropy_with_logits(outputs, labels, reduction="none").mean(1)
+
+    rows = [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.rand(classes)}
+        for ids in (torch.randint(1, 50, (4 + 4 * (i == 11),)) for i in range(12))
+    ]
+    for loop in LOOPS:
+        assert_bounded(moves(loop, Task(Tags, rows, padded_with({}), loss, bound=0.3, physical=12), 11))
+
+
+# ---- criteria ----
+
+
+class MeanOfOwn(nn.Module):
+    """The mean over positions whose target is a number."""
+
+    reduction = "mean"
+
+    def forward(self, outputs, targets):
+        losses = masked_error(outputs, targets)
+        return losses if self.reduction == "none" else losses.mean()
+
+
+class MeanOfMasked(nn.Module):
+    """Padding adds nothing, and counts."""
+
+    reduction = "mean"
+
+    def forward(self, outputs, targets):
+        is_own = ~targets.isnan()
+        losses = (F.mse_loss(outputs, targets.nan_to_num(), reduction="none") * is_own).mean(1)
+        return losses if self.reduction == "none" else losses.mean()
+
+
+def step_with(criterion, rows, fill, physical=16):
+    """The clipped sum of one step, in units of C."""
+    torch.manual_seed(0)
+    model, engine = Series(), PrivacyEngine(dp_seed=5)
+    collate = padded_with({"labels": fill})
+    model, optimizer, criterion, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), criterion=criterion, loss_reduction=criterion.reduction,
+        data_loader=DataLoader(rows, len(rows), collate_fn=collate), noise_multiplier=0.0, max_grad_norm=0.3, max_physical_batch_size=physical,
+    )  # fmt: skip
+    for batch in loader:
+        criterion(model(batch["x"]), batch["labels"]).backward()
+        optimizer.step()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]) * len(rows) / 0.3
+
+
+CRITERIA = [nn.MSELoss, nn.BCEWithLogitsLoss, nn.HuberLoss]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_criteria_that_count_padding(criterion, reduction):
+    rows = series([4] * 15 + [9])
+    with pytest.raises(ValueError, match=r"padded to the length of a longer one.*ignore_index.*backward\(losses\)"):
+        step_with(criterion(reduction=reduction), rows, fill=0.0)
+    assert step_with(criterion(reduction=reduction), series([6] * 16), fill=0.0).norm() > 0  # of one length
+
+
+def test_criteria_that_leave_padding_out():
+    rows = series([4 + i % 5 for i in range(16)])
+    whole, without = (step_with(MeanOfOwn(), part, float("nan")) for part in (rows, rows[:-1]))
+    assert 1e-3 < float((whole - without).norm()) <= 1 + 1e-5
+    with pytest.raises(ValueError, match="padded to the length of a longer one"):
+        step_with(MeanOfMasked(), rows, float("nan"))
+
+
+# ---- how a row was padded ----
+
+
+def of_rows(collate, rows, row):
+    """{columns: own positions} of a row."""
+    found = paddings_by_others(collate(rows), len(rows), row, rows[row], collate)
+    assert all(padding.by_others and padding.row == row for padding in found)
+    return {tuple(sorted(padding.columns)): padding.own_t.tolist() for padding in found}
+
+
+def own(count, length):
+    return [True] * count + [False] * (length - count)
+
+
+def test_columns_with_one_length_are_padded_together():
+    rows = translations([3, 7, 5], [6, 4, 9])
+    collate = padded_with({"labels": -100})
+    assert of_rows(collate, rows, 0) == {("attention_mask", "input_ids"): own(6, 9), ("labels",): own(3, 7)}
+    assert of_rows(collate, rows, 1) == {("attention_mask", "input_ids"): own(4, 9)}
+    assert of_rows(collate, rows, 2) == {("labels",): own(5, 7)}
+    alike = translations([6, 4, 9], [6, 4, 9])
+    assert of_rows(collate, alike, 1) == {("attention_mask", "input_ids", "labels"): own(4, 9)}
+    crossed = translations([6, 9, 4], [9, 6, 4])  # of two columns with one padded length
+    assert of_rows(collate, crossed, 0) == {("labels",): own(6, 9)}
+
+
+def test_masks_of_pairs_of_positions():
+    def collate(rows):
+        batch = padded_with({"labels": -100})(rows)
+        own_bt = batch["input_ids"] != 0
+        causal = (own_bt[:, None, None] & torch.ones(own_bt.shape[1], own_bt.shape[1]).tril().bool()).float()
+        cross = (batch["labels"] != -100)[:, :, None] & own_bt[:, None]
+        return {"mask_of_pairs": causal, **batch, "cross": cross}
+
+    found = of_rows(collate, translations([3, 7, 5], [6, 4, 9]), 0)
+    assert found == {
+        ("attention_mask", "cross", "input_ids", "mask_of_pairs"): own(6, 9),
+        ("cross", "labels"): own(3, 7),
+    }
+
+
+def test_random_targets_beside_a_mask():
+    def collate(rows):
+        batch = padded_with({})(rows)
+        return {**batch, "labels": torch.where(torch.rand(batch["input_ids"].shape) < 0.5, batch["input_ids"], -100)}
+
+    rows = [{k: v for k, v in row.items() if k != "labels"} for row in translations([1] * 3, [6, 4, 9])]
+    assert of_rows(collate, rows, 1) == {("attention_mask", "input_ids", "labels"): own(4, 9)}
+
+
+def test_a_second_column_that_is_cut_to_the_shortest():
+    def collate(rows):
+        shortest = min(len(row["labels"]) for row in rows)
+        return padded_with({})([{**row, "labels": row["labels"][:shortest]} for row in rows])
+
+    with pytest.raises(ValueError, match="'labels' of an example has shape.*other examples decide"):
+        of_rows(collate, translations([3, 7, 5], [6, 4, 9]), 1)
+
+
+def test_every_column_is_looked_at_when_its_lengths_are_new():
+    rows = translations([4] * 8 + [30], [6])  # of one length but for one target
+    batches = LogicalBatches(rows, padded_with({"labels": -100}), 16)
+    assert batches[Draw(0, range(8))].batches[0].paddings == ()
+    (padding,) = batches[Draw(1, range(9))].batches[0].paddings
+    assert padding.columns == {"labels"} and padding.own_t.tolist() == own(4, 30)
+    assert batches[Draw(2, range(9))].batches[0].paddings == ()  # of a kind that is known
