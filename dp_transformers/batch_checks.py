@@ -15,6 +15,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 from . import distributed
 from .clipping import PerExampleClipper
 from .clipping.batch_dims import batch_size_of
+from .clipping.checks.padding import is_of_targets
 from .clipping.checks.synthetic import LossFunction
 from .clipping.errors import SelfCheckError
 from .data import LogicalBatches, PhysicalBatch
@@ -46,6 +47,7 @@ class BatchChecks:
         self._clipper, self._data, self._announce, self._label_names = clipper, data, announce, list(label_names)
         self._traits: frozenset | None = None  # the kinds of masks and counts that were checked; None before the first
         self._paddings: set[tuple] = set()  # the kinds of padding that were checked
+        self._position_dims: dict[frozenset[str] | None, list[int | None]] = {}  # of outputs, by what is padded
         self._lengths: set[int] = set()  # the lengths of rows that came padded
         self._begun = clipper.checks_begun  # what was checked belongs to the model as it was then
 
@@ -126,7 +128,15 @@ class BatchChecks:
                     "example, and not one that was chosen without looking at the data, this is not private: %s",
                     padding.length, error,
                 )  # fmt: skip
+            self._position_dims[padding.columns] = clipper.position_dims
         self._paddings.add(padding.kind)
+
+    def expect_no_gradient_at_padding(self, batch: PhysicalBatch, output: Any) -> None:
+        """Expect that the loss has no gradient at positions of the model's output that are a row's padding."""
+        for padding in batch.paddings:
+            dims = self._position_dims.get(padding.columns)
+            if padding.by_others and dims:
+                self._clipper.expect_no_gradient_at_padding(output, padding.row, padding.own_t, dims)
 
     def _is_to_be_checked(self, padding: Padding) -> bool:
         return padding.kind not in self._paddings and (self._depends_on_others(padding) or padding.fills)
@@ -156,6 +166,8 @@ def _are_padded(padding: Padding, batch: PhysicalBatch, args: tuple, kwargs: dic
         )
         if name is not None:
             found[keystr(path)] = name in padding.columns
+        elif is_of_targets(own_name):  # made of them
+            found[keystr(path)] = any(map(is_of_targets, padding.columns))
         else:
             others |= padding.length in x.shape[1:]
     is_one_of_two = sum(each.length == padding.length for each in batch.paddings) > 1

@@ -271,6 +271,12 @@ class PrivateStep:
         if self._own_optimizer is not None:
             self.check(args, kwargs)
 
+    def after_forward(self, output: Any) -> None:
+        """Let a loop's backward pass refuse gradients at a row's padding. DPTrainer's losses are looked at
+        themselves."""
+        if self.given is not None and self._own_optimizer is not None:
+            self._checks.expect_no_gradient_at_padding(self.given.batch, output)
+
     def current_batch(self) -> Given | None:
         """Return the physical batch that is worked on; None between the batches."""
         return None if self.given is None or self.given.stage is _Stage.DONE else self.given

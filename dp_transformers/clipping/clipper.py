@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from .batch_dims import batch_size_of
 from .checks.locality import require_own_rows, require_own_rows_of_outputs
-from .checks.padding import check_padding
+from .checks.padding import check_padding, expect_no_gradient_at_padding
 from .checks.rare_looks import RareLooks
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
@@ -293,6 +293,18 @@ class PerExampleClipper:
         if not self.checked:
             self.check(args, kwargs, loss_function)
         return check_padding(self._engine, args, kwargs, own_bt, loss_function, row, are_padded)
+
+    @property
+    def position_dims(self) -> list[int | None]:
+        """Which dimension of each output is that of the positions that :meth:`check_padding` was about last."""
+        return self._engine.position_dims
+
+    def expect_no_gradient_at_padding(
+        self, output: Any, row: int, own_t: torch.Tensor, dims: Sequence[int | None]
+    ) -> None:
+        """Expect that the loss has no gradient at positions of ``output`` that are no own ones of a row; see
+        :func:`.checks.padding.expect_no_gradient_at_padding`."""
+        expect_no_gradient_at_padding(self._engine, output, row, own_t, dims)
 
     def recheck_if_changed(self) -> None:
         """Let all checks run again if the model may compute otherwise than the one that was checked."""

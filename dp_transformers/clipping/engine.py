@@ -50,6 +50,9 @@ class TrainingLoop(Protocol):
     def before_forward(self, args: tuple, kwargs: dict) -> None:
         """The model is called with these, by somebody who will go backward. May raise, or check the clipper."""
 
+    def after_forward(self, output: Any) -> None:
+        """The model has returned this, to somebody who will go backward."""
+
     def current_batch(self) -> object | None:
         """Returns what stands for the batch that is worked on, None between batches. Forward passes on several batches
         are not clipped as one."""
@@ -78,6 +81,8 @@ class ClippingEngine:
     Attributes:
         trainable, owners, state, sums: What :meth:`attach` found out.
         conditions: What must hold before anything is released, and only the device can tell.
+        position_dims: Which dimension of each of the model's outputs is that of the positions that the last check of
+            padding was about (None: none is); empty where it was given losses.
         groups: The parameters that are clipped together, as :meth:`clip_by` divides them.
         forward: The forward pass that a backward pass would use.
         loop: Weighs the examples of every sum, and is told of it.
@@ -123,6 +128,7 @@ class ClippingEngine:
         self._apart = ExamplesApart(self._record_whole)
         self._on_trial, self._trial_limit = False, 0.0
         self._fills_gradients = False  # autograd may, for the second of two passes
+        self.position_dims: list[int | None] = []
         self._untapped: dict[str, nn.Parameter] = {}  # what no loss may read whose backward pass is the user's
 
     @property
@@ -396,6 +402,8 @@ class ClippingEngine:
         return tapped(call)
 
     def _end_forward(self, output: Any) -> None:
+        if (loop := self._loop_in_charge) is not None:
+            loop.after_forward(output)
         if self.on_user_backward is not None and not self._on_trial:
             forward = cast(ForwardPass, self.forward)
             refuse_gradients(self.model, self._untapped, forward.probe, self.trainable.name_of)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.utils._pytree import keystr, tree_map_with_path
@@ -12,6 +13,7 @@ from torch.utils._pytree import keystr, tree_map_with_path
 from ...randomness import forked_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
+from ..recorded_call import ForwardPass
 from .float32 import in_float32_if_possible, with_float32
 from .lookups import tables_of_ids
 from .reference import TOLERANCE, clip, distance, length_of, perturbed
@@ -21,6 +23,7 @@ from .synthetic import (
     argument_names,
     batch_second,
     evaluating,
+    floating_tensors,
     only_rows,
     outputs_by_example,
     predicts_words,
@@ -28,6 +31,7 @@ from .synthetic import (
     random_output_loss,
     second_dimension_first,
     synthetic_inputs,
+    with_rows,
 )
 
 PADDING_TOLERANCE = 1e-4  # in full fp32, where padding changes a gradient by 1e-7 if it leaves it alone
@@ -68,6 +72,7 @@ def check_padding(
     Raises:
         SelfCheckError: padding changes it, or the model cannot compute the example without.
     """
+    engine.position_dims = []
     losses_of = loss_function or random_output_loss(engine.model, batch_first=engine.batch_first)
     if not engine.batch_first:
         (args, kwargs), losses_of = second_dimension_first(args, kwargs), batch_second(losses_of)
@@ -113,6 +118,39 @@ def check_padding(
     return change
 
 
+def expect_no_gradient_at_padding(
+    engine: ClippingEngine, output: Any, row: int, own_t: torch.Tensor, dims: Sequence[int | None]
+) -> None:
+    """Expect that a loss of what the model returned has no gradient at the positions of a row that are padding.
+
+    Args:
+        output: What the model returned for a batch.
+        row: A row of the batch, which is padded to the length of others.
+        own_t: (T,), which positions are its own.
+        dims: Which dimension of each output is that of these positions, as :func:`check_padding` has found.
+    """
+
+    def expect(gradient: torch.Tensor, dim: int) -> None:
+        of_padding = gradient[row].index_select(dim - 1, (~own_t).nonzero().flatten().to(gradient.device))
+        engine.conditions.expect(~(of_padding.abs().max() > 0), _refuse_gradient)
+
+    size = cast(ForwardPass, engine.forward).batch_size
+    outputs = [x for x in floating_tensors(with_rows(output)) if x.dim()]
+    for x, dim in zip(outputs, dims, strict=False):
+        has_positions = dim is not None and x.dim() > dim and (len(x), x.shape[dim]) == (size, len(own_t))
+        if has_positions and engine.batch_first and x.requires_grad:
+            x.register_hook(partial(expect, dim=dim))
+
+
+def _refuse_gradient() -> NoReturn:
+    raise SelfCheckError(
+        "the loss has a gradient at outputs for positions that are padding: examples are padded to the length of "
+        "others, so every example has a say in the gradients of others, beyond the clipping bound. Leave these "
+        "positions out of the loss (ignore_index, or a mask, in the mean too), or pad all examples to one length "
+        "(padding='max_length')."
+    )
+
+
 @contextlib.contextmanager
 def _comparable(
     engine: ClippingEngine, losses_of: LossFunction, given: tuple[tuple, dict], lengths: Collection[int]
@@ -149,7 +187,7 @@ def _change_by_padding(
     seen."""
     with perturbed(engine):
         try:
-            losses_of = loss_function or _own_output_loss(engine, alone, own_t)
+            losses_of = loss_function or _own_output_loss(engine, padded, alone, own_t)
             without = clip(engine, losses_of, *alone).total
         except (RuntimeError, ValueError, IndexError) as error:
             raise SelfCheckError(
@@ -183,7 +221,7 @@ def _with_and_without_padding(
         name, dims = name_of(path), [d for d in range(1, x.dim()) if x.shape[d] == length]
         is_padded = are_padded.get(keystr(path))
         # several classes may happen to be as many as positions
-        may_be_others = _is_of_targets(name) and (own_targets or x.is_floating_point())
+        may_be_others = is_of_targets(name) and (own_targets or x.is_floating_point())
         if is_padded is False or (may_be_others and not is_padded):
             return []
         if x.shape == shape:
@@ -196,7 +234,7 @@ def _with_and_without_padding(
             or len(x) != size
             or x.is_floating_point()
             or x.dtype == torch.bool
-            or _is_of_targets(name_of(path))
+            or is_of_targets(name_of(path))
         ):
             return False
         return "length" in name_of(path) or bool((x == count_b.to(x.device)).all()) or bool((x == length).all())
@@ -207,7 +245,7 @@ def _with_and_without_padding(
         given_row = given[row : row + 1] if len(given) == size else given
         if is_of_lengths(path, given):
             return given_row
-        if _is_of_targets(name_of(path)) and position_dims(path, given):
+        if is_of_targets(name_of(path)) and position_dims(path, given):
             drawn = drawn.masked_fill(drawn == -100, 1)
         for dim in position_dims(path, given):
             drawn = drawn.where(
@@ -231,7 +269,7 @@ def _with_and_without_padding(
     return padded, tree_map_with_path(own_positions, given, padded)
 
 
-def _own_output_loss(engine: ClippingEngine, alone: tuple, own_t: torch.Tensor) -> LossFunction:
+def _own_output_loss(engine: ClippingEngine, padded: tuple, alone: tuple, own_t: torch.Tensor) -> LossFunction:
     """A loss for models whose own is not known, of what they put out for ``alone``, and of as much of it where there
     is padding too."""
 
@@ -241,6 +279,11 @@ def _own_output_loss(engine: ClippingEngine, alone: tuple, own_t: torch.Tensor) 
 
     with engine.suspended():
         shapes = [x.shape for x in outputs(*alone)]
+        given = [x.shape for x in outputs(*padded)]
+    engine.position_dims = [
+        next((d for d in range(1, len(a)) if (a[d], b[d]) == (len(own_t), int(own_t.sum()))), None)
+        for a, b in zip(given, shapes, strict=True)
+    ]
 
     def own(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         for dim, (size, wanted) in enumerate(zip(x.shape, shape, strict=True)):
@@ -257,5 +300,6 @@ def _own_output_loss(engine: ClippingEngine, alone: tuple, own_t: torch.Tensor) 
     return losses_of
 
 
-def _is_of_targets(name: str) -> bool:
+def is_of_targets(name: str) -> bool:
+    """Whether an argument or a column is named like targets, or like what a decoder is given of them."""
     return "label" in name or name.startswith("decoder")
