@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from dp_transformers import PrivacyEngine
+from dp_transformers import PrivacyEngine, find_example_losses
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.data import Draw, LogicalBatches
 from dp_transformers.rows import paddings_by_others
@@ -322,3 +322,115 @@ def test_every_column_is_looked_at_when_its_lengths_are_new():
     (padding,) = batches[Draw(1, range(9))].batches[0].paddings
     assert padding.columns == {"labels"} and padding.own_t.tolist() == own(4, 30)
     assert batches[Draw(2, range(9))].batches[0].paddings == ()  # of a kind that is known
+
+
+# ---- the gradient of a loop's own loss ----
+
+
+def last_sum(model, rows, collate, losses_of, **options):
+    """The clipped sum of one step in units of C; ``losses_of(model, batch)`` gives (B,) losses."""
+    torch.manual_seed(0)
+    model, engine = model().train(), PrivacyEngine(dp_seed=5)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), data_loader=DataLoader(rows, len(rows), collate_fn=collate),
+        noise_multiplier=0.0, max_grad_norm=0.3, **options,
+    )  # fmt: skip
+    for batch in loader:
+        losses = losses_of(model, batch)
+        engine.clipper.backward(losses) if options else losses.mean().backward()
+        optimizer.step()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]) * len(rows) / 0.3
+
+
+HANDED_OVER = {"loss_reduction": "none"}
+AT_PADDING = r"(?s)gradient at outputs for positions that are padding.*ignore_index.*max_length"
+
+
+@pytest.mark.parametrize("sources", [(6,), (4, 6, 5), (12,)])
+@pytest.mark.parametrize("model", [t5, bart])
+def test_targets_in_a_loop(model, sources):
+    rows = translations([4] * 15 + [12], sources)
+
+    def losses_of(model, batch):
+        return find_example_losses(model)(batch)
+
+    def collate(rows):
+        return padded_with({"labels": -100})(rows)
+
+    whole, without = (last_sum(model, part, collate, losses_of, **HANDED_OVER) for part in (rows, rows[:-1]))
+    assert 1e-3 < float((whole - without).norm()) <= 1 + 1e-5
+    with pytest.raises(SelfCheckError, match=AT_PADDING):
+        last_sum(model, rows, padded_with({"labels": 0}), losses_of, **HANDED_OVER)
+
+
+def mean_over_all(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["labels"], reduction="none").mean(1)
+
+
+def mean_over_own(model, batch):
+    return masked_error(model(batch["x"]), batch["labels"])
+
+
+def last_position(model, batch):
+    return model(batch["x"])[:, -1]
+
+
+@pytest.mark.parametrize("options", [{}, HANDED_OVER], ids=["loss.backward", "clipper.backward"])
+def test_losses_of_positions_in_a_loop(options):
+    rows = series([4 + i % 5 for i in range(16)])
+    for loss in (mean_over_all, last_position):
+        with pytest.raises(SelfCheckError, match=AT_PADDING):
+            last_sum(Series, rows, padded_with({}), loss, **options)
+    collate = padded_with({"labels": float("nan")})
+    whole, without = (last_sum(Series, part, collate, mean_over_own, **options) for part in (rows, rows[:-1]))
+    assert 1e-3 < float((whole - without).norm()) <= 1 + 1e-5
+
+
+class Aligned(nn.Module):
+    """CTC that takes all positions for own ones, or those that are given."""
+
+    reduction = "mean"
+
+    def __init__(self, lengths_are_given):
+        super().__init__()
+        self.lengths_are_given = lengths_are_given
+
+    def forward(self, outputs, targets, lengths):
+        own = lengths if self.lengths_are_given else torch.full((len(outputs),), outputs.shape[1])
+        log_p = outputs.log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(log_p, targets, own, torch.full((len(outputs),), 2), reduction=self.reduction)
+
+
+class Sounds(nn.Module):
+    """As many classes as the longest sound has positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 9)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("lengths_are_given", [True, False])
+def test_an_alignment_of_sounds(lengths_are_given):
+    torch.manual_seed(0)
+    rows = [(torch.randn(6 + 3 * (i == 15), 3), torch.randint(1, 5, (2,))) for i in range(16)]
+
+    def collate(rows):
+        sounds, targets = zip(*rows, strict=True)
+        return pad_sequence(sounds, batch_first=True), torch.stack(targets), torch.tensor(list(map(len, sounds)))
+
+    model, engine, criterion = Sounds(), PrivacyEngine(dp_seed=5), Aligned(lengths_are_given)
+    model, optimizer, criterion, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), criterion=criterion,
+        data_loader=DataLoader(rows, 16, collate_fn=collate), noise_multiplier=0.0, max_grad_norm=0.3,
+    )  # fmt: skip
+    for x, y, lengths in loader:
+        criterion(model(x), y, lengths).backward()
+        if lengths_are_given:
+            optimizer.step()
+        else:
+            with pytest.raises(SelfCheckError, match=AT_PADDING):
+                optimizer.step()
+    assert engine.steps == int(lengths_are_given)

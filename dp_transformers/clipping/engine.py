@@ -402,12 +402,12 @@ class ClippingEngine:
         return tapped(call)
 
     def _end_forward(self, output: Any) -> None:
-        if (loop := self._loop_in_charge) is not None:
-            loop.after_forward(output)
         if self.on_user_backward is not None and not self._on_trial:
             forward = cast(ForwardPass, self.forward)
             refuse_gradients(self.model, self._untapped, forward.probe, self.trainable.name_of)
             self.on_outputs(output)
+        if (loop := self._loop_in_charge) is not None:  # the last, since it follows the user's gradients alone
+            loop.after_forward(output)
 
     def require_tapped(self, run: Callable[[], torch.Tensor]) -> None:
         """Search ``run()``, a forward pass that returns losses, for parameters that are used past the taps. Where the
