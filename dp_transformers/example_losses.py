@@ -11,6 +11,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from .batch_checks import refuse_losses_of_other_rows
+from .clipping.conditions import Conditions
+from .loss_state import WatchedLoss
 from .losses import (
     PerExampleLoss,
     decoder_inputs,
@@ -79,13 +81,32 @@ class ExampleLosses:
     def __init__(self, loss: PerExampleLoss, label_names: Sequence[str]):
         self._loss, self._label_names = loss, label_names
         self._runs_the_model = runs_the_model(loss)
+        self._watched: Callable[..., torch.Tensor] = loss
+
+    def watch(self, model: nn.Module, conditions: Conditions) -> None:
+        """Let no batch of a training of ``model`` leave anything in the loss itself.
+
+        Raises:
+            ValueError: a batch of an earlier training left something in it.
+        """
+        self._watched = WatchedLoss(self._loss, model, conditions)
+
+    def end_watch(self) -> None:
+        """The training has ended."""
+        self._watched = self._loss
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
         """Return the (B,) losses, and the model's outputs; without outputs where the loss has called the model."""
+        return self._computed(self._watched, model, inputs)
+
+    def _computed(
+        self, loss: Callable[..., torch.Tensor], model: nn.Module, inputs: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, Any]:
         if self._runs_the_model:
-            losses, outputs = self._loss(model, dict(inputs)), {}
+            losses, outputs = loss(model, dict(inputs)), {}
         else:
-            losses, outputs = self._from_outputs(model, dict(inputs))
+            outputs, labels = self._outputs_and_labels(model, dict(inputs))
+            losses = loss(outputs, labels)
         if losses.dim() != 1:
             raise ValueError(
                 f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example "
@@ -105,7 +126,7 @@ class ExampleLosses:
 
         handle = model.register_forward_hook(keep)
         try:
-            losses = self(model, inputs)[0]
+            losses = self._computed(self._loss, model, inputs)[0]  # which may keep what it likes of evaluation data
         finally:
             handle.remove()
         outputs = kept[0] if kept else {}
@@ -113,7 +134,7 @@ class ExampleLosses:
             outputs = (outputs,)
         return losses, outputs if isinstance(outputs, dict) else (None, *outputs)
 
-    def _from_outputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    def _outputs_and_labels(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, Any]:
         missing = [name for name in self._label_names if name not in inputs]
         if missing:
             raise ValueError(
@@ -126,8 +147,7 @@ class ExampleLosses:
             del inputs[name]
         inputs = {**decoder_inputs(model, labels), **inputs}  # decoder inputs that the batch has win
         refuse_missing_decoder_inputs(model, inputs)
-        outputs = model(**inputs)
-        return self._loss(outputs, labels), outputs
+        return model(**inputs), labels
 
     def _labels_of(self, inputs: Mapping[str, Any]) -> Any:
         labels = tuple(inputs[name] for name in self._label_names)
@@ -142,11 +162,11 @@ class ExampleLosses:
             seed: Seeds the random numbers that a loss may draw, so that both computations draw the same.
         """
         if not self._runs_the_model:
-            refuse_losses_of_other_rows(self._loss, (outputs, self._labels_of(inputs)), losses, seed)
+            refuse_losses_of_other_rows(self._watched, (outputs, self._labels_of(inputs)), losses, seed)
             return
 
         def loss(rows: Mapping[str, Any]) -> torch.Tensor:
-            return self._loss(model, dict(rows))
+            return self._watched(model, dict(rows))
 
         if len(losses) > 1:
             refuse_losses_of_other_rows(loss, (dict(inputs),), losses, seed, goes_back=False)

@@ -14,7 +14,7 @@ from torch import nn
 
 SCALARS = (bool, int, float, complex, str, bytes)
 _DEPTH = 4  # of containers and objects in attributes
-_CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, set, deque)
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 WIDTH = 4096  # entries of a container that are looked into
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -60,7 +60,7 @@ def _attributes(path: str, holder: Any, seen: set[int], depth: int, of: Any = No
     seen.add(id(holder))
     yield Place(path, holder, of=of)
     for key, value in list(entries_of(holder))[:WIDTH] if depth else ():
-        inside = value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value) if _has_attributes(value) else None
+        inside = value if isinstance(value, (*CONTAINERS, tuple)) else vars(value) if has_attributes(value) else None
         if inside is not None and key not in INTERNAL:
             # objects that hold objects lead anywhere, to a trainer's own counters at last
             costs = 1 if inside is value else 2
@@ -69,7 +69,7 @@ def _attributes(path: str, holder: Any, seen: set[int], depth: int, of: Any = No
                 yield from _attributes(f"{path}.{key}".lstrip("."), inside, seen, depth - costs, whose)
 
 
-def _has_attributes(value: Any) -> bool:
+def has_attributes(value: Any) -> bool:
     """Returns True for an object like a configuration, whose attributes a forward pass might set."""
     if isinstance(
         value,

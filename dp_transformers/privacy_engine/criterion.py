@@ -13,7 +13,7 @@ from torch import nn
 from ..batch_checks import refuse_losses_of_other_rows, refuse_losses_of_padding
 from ..clipping import PerExampleClipper
 from ..clipping.errors import warn_once
-from ..clipping.model_state import ModelState
+from ..loss_state import WatchedLoss
 from ..step import Given
 
 logger = logging.getLogger(__name__)
@@ -55,20 +55,10 @@ class PrivateCriterion:
         own.reduction = "none"
         self.criterion, self.reduction, self._clipper = own, reduction, clipper
         self._current_batch, self._paddings = current_batch, set[tuple]()  # whose kinds were looked at
-        self._calls, self._state = 0, ModelState(nn.ModuleDict({"criterion": self.criterion}), clipper.conditions)
+        self._calls, self._watched = 0, WatchedLoss(own, clipper.model, clipper.conditions, "criterion")
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return self._loss(args, kwargs)
-        self._state.before_forward()
-        try:
-            return self._loss(args, kwargs)
-        finally:  # a loss may leave nothing in the criterion that other batches would see
-            self._state.expect_unchanged()
-            self._state.end_draw()  # what is changed between two losses is the user's own doing
-
-    def _loss(self, args: tuple, kwargs: dict) -> torch.Tensor:
-        each = self.criterion(*args, **kwargs)
+        each = (self._watched if torch.is_grad_enabled() else self.criterion)(*args, **kwargs)
         losses_b = self._by_example(each, args, kwargs)
         loss = getattr(losses_b, self.reduction)(0)
         if not loss.requires_grad:
@@ -76,7 +66,7 @@ class PrivateCriterion:
         if self._clipper.batch_first:  # where positions come first, they are no rows
             if self._calls & (self._calls - 1) == 0:  # at first, and ever more rarely
                 refuse_losses_of_other_rows(
-                    lambda args, kwargs: self.criterion(*args, **kwargs), (args, kwargs), each, self._calls
+                    lambda args, kwargs: self._watched(*args, **kwargs), (args, kwargs), each, self._calls
                 )
             self._look_at_padding(args, kwargs)
         self._calls += 1
@@ -107,7 +97,7 @@ class PrivateCriterion:
             return
 
         def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return self._by_example(self.criterion(*args, **kwargs), args, kwargs)
+            return self._by_example(self._watched(*args, **kwargs), args, kwargs)
 
         for padding in given.batch.paddings:
             is_new = padding.by_others and padding.kind not in self._paddings

@@ -292,6 +292,7 @@ class DPTrainerMixin(Base):
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
         self._running_loop.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled, label_names=self.label_names)
+        self._example_losses.watch(self.model, self._running_loop.step.clipper.conditions)
         return prepared
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -307,6 +308,7 @@ class DPTrainerMixin(Base):
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
             self._loop = None
+            self._example_losses.end_watch()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then
