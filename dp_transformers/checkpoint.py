@@ -124,17 +124,21 @@ class PrivacyState:
     def require(self, wanted: PrivacyState) -> None:
         """Raise PrivacyStateError unless this saved state is that of ``wanted``, whatever its run, number of steps and
         unit."""
-        before, now = (dict(_flat(state.to_dict())) for state in (self, wanted))
-        for path in [path for path in {**before, **now} if not path.startswith(_MAY_CHANGE)]:
-            name, saved, value = path.removeprefix("mechanism."), before.get(path), now.get(path)
-            if saved != value:
+        before, now = self.settings(), wanted.settings()
+        for name in [name for name in {**before, **now} if not name.startswith(_MAY_CHANGE)]:
+            if (saved := before.get(name)) != (value := now.get(name)):
                 raise PrivacyStateError(
                     f"the checkpoint was trained with {name}={saved!r}, now it is {value!r}. A run keeps its "
                     "mechanism: use the old value, or start a new run without this checkpoint."
                 )
 
+    def settings(self) -> dict[str, Any]:
+        """The state without its run, by the names that arguments have."""
+        flat = _flat(self.to_dict())
+        return {path.removeprefix("mechanism."): value for path, value in flat if path != "run_id"}
 
-_MAY_CHANGE = ("run_id", "mechanism.steps", "mechanism.unit")
+
+_MAY_CHANGE = ("steps", "unit")
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ batches counts private steps. It consists of *physical batches*, which are colla
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from . import rows
+from . import distributed, rows
+from .common_rows import CommonRows
+from .first_use import Memory
 from .loaded_rows import LoadedRows
-from .mixing import refuse_mixed, refuse_reordered, refuse_state
+from .mixing import refuse_first_use, refuse_mixed, refuse_reordered, refuse_state
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .sampling import Draw, DrawSampler
@@ -59,12 +62,14 @@ class LogicalBatch:
     Attributes:
         number, starts_pass, step: What :class:`.sampling.Draw` says of the draw.
         batches: The physical batches. There are none if this rank has no example in the draw.
+        common: Rows that all ranks are to have alike; None where they are not looked at.
     """
 
     number: int
     batches: list[PhysicalBatch] = field(default_factory=list)
     starts_pass: bool = False
     step: int = 0
+    common: CommonRows | None = None
 
     def pin_memory(self) -> LogicalBatch:
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
@@ -76,6 +81,9 @@ class LogicalBatch:
     @property
     def sizes(self) -> list[int]:
         return [batch.size for batch in self.batches]
+
+
+_FEW = 8  # examples that are made once more, each as the first of its draw
 
 
 class LogicalBatches(Dataset):
@@ -120,6 +128,7 @@ class LogicalBatches(Dataset):
         # whether the collator, or the data set, pads rows to the longest of those it is asked for together
         self._pads_draws = False
         self._filler: PhysicalBatch | None = None
+        self._has_ranks = distributed.world_size() > 1  # of which a worker knows nothing
         self._parts: list[Any] = []  # the objects that the data set and the collator consist of in the current draw
 
     def __len__(self) -> int:
@@ -129,7 +138,14 @@ class LogicalBatches(Dataset):
     def __getitem__(self, draw: Draw) -> LogicalBatch:
         self._parts = list(rows.parts_of((self.collate, self.dataset)))
         rows.require_known_to_nobody(self._parts)
-        is_looked_at = draw.number & (draw.number - 1) == 0 and len(draw.indices) > 1  # draws 0, 1, 2, 4, 8, ...
+        is_looked_at = draw.number & (draw.number - 1) == 0  # draws 0, 1, 2, 4, 8, ...
+        memory, common = Memory((self.collate, self.dataset)) if is_looked_at else None, None
+        if memory is not None and self._has_ranks:
+            common = self.common_rows(draw.number)
+            memory.put_back()
+            if common.error is not None:
+                return LogicalBatch(draw.number, [], draw.starts_pass, draw.step, common)
+        is_looked_at = is_looked_at and len(draw.indices) > 1
         some = list(draw.indices)[:16] if is_looked_at else []
         before = self._load_alone(some, draw)
         self._reseed(f"rows of draw {draw.number}")
@@ -142,9 +158,44 @@ class LogicalBatches(Dataset):
             refuse_mixed(self.collate, examples[-16:], self._reseed)
             self._refuse_mixed_loading(draw)
             self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
+        few = rows.copied(_sample(examples)) if is_looked_at else []
         self._reseed(f"batches of draw {draw.number}")  # loading an example may have set a seed
         batches = [self._physical_batch(part, f"filled batch of draw {draw.number}") for part in parts]
-        return LogicalBatch(draw.number, batches, draw.starts_pass, draw.step)
+        if memory is not None:
+            self._refuse_first_use(memory, dict(zip(some, before, strict=True)), few, draw)
+        return LogicalBatch(draw.number, batches, draw.starts_pass, draw.step, common)
+
+    def _refuse_first_use(self, memory: Memory, known: Mapping[int, Any], few: Sequence[Any], draw: Draw) -> None:
+        """Raise ValueError if a row, or what the collator makes of one, is another one where it is the first that is
+        made since the draw began.
+
+        Args:
+            known: Rows by their index, loaded alone.
+            few: Rows for the collator.
+        """
+        if not (kept := memory.changed()):
+            return
+
+        def made(example: Any) -> Any:
+            self._reseed(f"an example twice, beside draw {draw.number}")
+            return self.collate([rows.copied(example), rows.copied(example)])  # some collators cannot do with one
+
+        for i, row in _sample(list(known.items())):
+            for first in memory.as_first(lambda i=i: self._load_alone([i], draw)[0]):
+                refuse_first_use(row, first, f"data set ({type(self.dataset).__name__})", kept)
+        for example in few:
+            for first in memory.as_first(lambda example=example: made(example)):
+                refuse_first_use(made(example), first, "collator", kept)
+
+    def common_rows(self, number: int) -> CommonRows:
+        """Load some rows that all ranks have alike, beside draw ``number``."""
+        self._parts = list(rows.parts_of((self.collate, self.dataset)))
+        seeds = self._seeds.of_all_ranks()
+
+        def reseed(purpose: str) -> None:
+            self._reseed(purpose, seeds)
+
+        return CommonRows.of(self.dataset, lambda i: self._load([i])[0], seeds, reseed, number)
 
     def filler(self) -> PhysicalBatch:
         """Return rows of weight 0 alone, for a rank that has no examples left, and for a draw that is empty."""
@@ -165,10 +216,11 @@ class LogicalBatches(Dataset):
                 return False
         return full == 1
 
-    def _reseed(self, purpose: str) -> None:
-        self._seeds.reseed(purpose)
+    def _reseed(self, purpose: str, seeds: SecretSeeds | None = None) -> None:
+        seeds = seeds or self._seeds
+        seeds.reseed(purpose)
         for generator in rows.generators(self._parts):
-            self._seeds.reseed_generator(generator, purpose)
+            seeds.reseed_generator(generator, purpose)
 
     def _load(self, indices: Sequence[int]) -> list[Any]:
         if not hasattr(self.dataset, "__getitems__"):
@@ -265,6 +317,10 @@ class LogicalBatches(Dataset):
                 self._collated_alone.add(kind)
                 found[min(range(len(sizes)), key=lambda row: (of_column[row], sum(sizes[row].values())))] = None
         return list(found)
+
+
+def _sample(things: Sequence[Any]) -> list[Any]:
+    return random.sample(things, min(_FEW, len(things)))
 
 
 def _copies(example: Any, count: int) -> list[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -75,11 +76,38 @@ def broadcast_first(value: Any) -> Any:
     """Broadcast the value of the lowest rank whose value is not None; there must be one."""
     if world_size() == 1:
         return value
-    given = [False] * world_size()
-    dist.all_gather_object(given, value is not None)
     box = [value]
-    dist.broadcast_object_list(box, src=given.index(True))
+    dist.broadcast_object_list(box, src=gathered(value is not None).index(True))
     return box[0]
+
+
+def gathered(value: T) -> list[T]:
+    """Return the values of all ranks, in their order."""
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def require_same(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError on every rank, which names what differs, unless all ranks have these settings. Numbers may
+    differ by what computing them rounds."""
+    own, *others = gathered(dict(settings))
+    for other, theirs in enumerate(others, start=1):
+        for name in dict.fromkeys([*own, *theirs]):
+            if not _is_same(value := own.get(name), others_value := theirs.get(name)):
+                raise ValueError(
+                    f"{name} is {value!r} on rank 0, and {others_value!r} on rank {other}. All processes release one "
+                    "sum together, with one clipping bound, one noise and one epsilon, so each of them must be given "
+                    "the same settings and as many examples. What is computed from data, compute from all of it, or "
+                    "on rank 0 and broadcast it."
+                )
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-9)
+    return a == b
 
 
 def noise_entropy(
@@ -132,6 +160,21 @@ def require_on_all(require: Callable[[], None], device: torch.device) -> None:
         text = f"rank {rank()}: {error}"
     if max_over_ranks(int(text is not None), device):
         raise ValueError(broadcast_first(text))
+
+
+def made_on_all(make: Callable[[], T]) -> T:
+    """Return what ``make`` returns. What it raises on one rank is raised there, and the others, which would wait for
+    that rank, raise a ValueError that says so."""
+    try:
+        made, error = [make()], None
+    except Exception as raised:
+        made, error = [], raised
+    texts = gathered(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if failed := [f"rank {other}: {text}" for other, text in enumerate(texts) if text is not None]:
+        raise ValueError(failed[0])
+    return made[0]
 
 
 def call_on_rank_zero(function: Callable[[], T]) -> T:

@@ -22,6 +22,7 @@ from .clipping.conditions import Conditions
 from .clipping.errors import is_compiled
 from .clipping.model_state import ModelState
 from .clipping.places import CONTAINERS, INTERNAL, SCALARS, has_attributes, values_of
+from .rows import variables_of
 
 _LIBRARIES = ("torch", "transformers", "trl", "dp_transformers", "accelerate", "numpy", "functools", "builtins")
 _PARTS, _ENTRIES = 256, 64  # objects that are looked at, and entries of a container whose functions are
@@ -115,7 +116,8 @@ def _reached(loss: Any, name: str, variables: dict[str, _Variable]) -> Iterator[
         elif isinstance(part, types.MethodType):
             todo += ((path, part.__self__), (path, part.__func__))
         elif isinstance(part, types.FunctionType):
-            named = dict(_variables_of(part))
+            of_function = () if _is_of_a_library(part) else variables_of(part)
+            named = {key: (x, key if isinstance(x, dict) else "cell_contents") for key, x in of_function}
         elif isinstance(part, (*CONTAINERS, tuple)):
             yield path, part
             todo += ((path, x) for x in itertools.islice(values_of(part), _ENTRIES))
@@ -129,18 +131,6 @@ def _reached(loss: Any, name: str, variables: dict[str, _Variable]) -> Iterator[
                 todo += ((f"{path}.{key}", x) for key, each in inside.items() if callable(x := _value(*each)))
         variables.update({f"{path}.{key}": each for key, each in named.items()})
         todo += ((f"{path}.{key}", _value(*each)) for key, each in named.items())
-
-
-def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, _Variable]]:
-    """Those of its closure, and those of its module that it names."""
-    if _is_of_a_library(function):
-        return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell != types.CellType():
-            yield name, (cell, "cell_contents")
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield name, (function.__globals__, name)
 
 
 def _value(owner: Any, name: str) -> Any:

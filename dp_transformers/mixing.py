@@ -147,11 +147,7 @@ def _as_long(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def refuse_state(dataset: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
     """Raise ValueError unless rows that ``dataset`` gave are the same rows that it gave later, with the same seeds."""
     for row, again in zip(before, after, strict=True):
-        found, found_again = dict(leaves(row)), dict(leaves(again))
-        changed = sorted(found.keys() ^ found_again.keys()) or [
-            name for name, x in found.items() if not _is_same(x, found_again[name])
-        ]
-        if changed:
+        if changed := _other_columns(row, again):
             raise ValueError(
                 f"the data set ({type(dataset).__name__}) gives another row when it is asked for it again, with the "
                 f"same seeds and after other rows ('{changed[0]}'): it keeps state (a running mean, the largest "
@@ -160,6 +156,32 @@ def refuse_state(dataset: Any, before: Sequence[Any], after: Sequence[Any]) -> N
                 "for an index depend on that index alone, and let it draw from the global generators of torch, NumPy "
                 "or Python, or keep its generator as an attribute."
             )
+
+
+def refuse_first_use(row: Any, as_first: Any, who: str, kept: Sequence[str]) -> None:
+    """Raise ValueError unless a row, or a batch, is the same where nothing was made before it in its draw.
+
+    Args:
+        who: The data set or the collator, for the error.
+        kept: Where it keeps what is another thing since the draw began.
+    """
+    if changed := _other_columns(row, as_first):
+        raise ValueError(
+            f"'{changed[0]}' of what the {who} makes of an example depends on which examples came before it: it keeps "
+            f"what it met first ({', '.join(repr(name) for name in kept[:3])}), as numbers of classes or words that "
+            "are given out on the fly (setdefault, len), a scaler that is fitted on the first rows, or a running "
+            "maximum do. One person's row would change the rows of others, which clipping does not bound. Fill it "
+            "before training, from what is public (a list of all classes, a vocabulary, constants), and keep nothing "
+            "from row to row."
+        )
+
+
+def _other_columns(row: Any, again: Any) -> list[str]:
+    """The columns in which two rows differ."""
+    found, found_again = dict(leaves(row)), dict(leaves(again))
+    return sorted(found.keys() ^ found_again.keys()) or [
+        name for name, x in found.items() if not _is_same(x, found_again[name])
+    ]
 
 
 def _is_same(x: Any, y: Any) -> bool:

@@ -34,7 +34,12 @@ class SecretSeeds:
 
     def __init__(self, secret: int, rank: int = 0):
         self._key = hashlib.sha256(f"{secret}/{rank}".encode()).digest()
+        self._secret = secret
         self._count, self._numbers = 0, b""
+
+    def of_all_ranks(self) -> SecretSeeds:
+        """Return seeds that are the same on all ranks, and none of theirs."""
+        return SecretSeeds(self._secret, -1)
 
     def reseed(self, purpose: str | None = None) -> None:
         """Seed every generator anew: for a purpose, the same numbers each time, or as in no earlier call.

@@ -15,7 +15,7 @@ import numbers
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,13 +135,13 @@ _OPAQUE = (
 _PARTS, _ENTRIES = 1000, 64  # objects that are looked into, and entries of each container
 
 
-def parts_of(owner: Any) -> Iterator[Any]:
+def parts_of(owner: Any, *, without: Collection[str] = ()) -> Iterator[Any]:
     """What ``owner`` is made of, nearest first: attributes, entries, closures, default arguments, module variables
-    that a function uses."""
+    that a function uses. Objects of the packages ``without`` are left out, and what they alone lead to."""
     seen, todo = set(), deque([owner])
     while todo and len(seen) < _PARTS:
         part = todo.popleft()
-        if isinstance(part, _OPAQUE) or id(part) in seen:
+        if isinstance(part, _OPAQUE) or id(part) in seen or type(part).__module__.partition(".")[0] in without:
             continue
         seen.add(id(part))
         yield part
@@ -158,9 +158,10 @@ def _inside(part: Any) -> Iterator[Any]:
     elif isinstance(part, (types.MethodType, types.BuiltinMethodType)):
         yield from (part.__self__, getattr(part, "__func__", None))
     elif isinstance(part, types.FunctionType) and not (part.__module__ or "").startswith(_LIBRARIES):
-        yield from (cell.cell_contents for cell in part.__closure__ or () if cell != types.CellType())
         yield from (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values())
-        yield from (part.__globals__[name] for name in part.__code__.co_names if name in part.__globals__)
+        yield from (
+            owner[name] if isinstance(owner, dict) else owner.cell_contents for name, owner in variables_of(part)
+        )
     elif isinstance(part, type):
         yield from (
             value
@@ -174,6 +175,17 @@ def _inside(part: Any) -> Iterator[Any]:
         yield from list(getattr(part, "__dict__", {}).values())
         yield from (getattr(part, slot, None) for cls in type(part).__mro__ for slot in _slots(cls))
         yield type(part)
+
+
+def variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables of its closure, each with its cell, and those of its module that it names, with the dict of these.
+    Functions of libraries have none."""
+    if (function.__module__ or "").startswith(_LIBRARIES):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if cell != types.CellType():
+            yield name, cell
+    yield from ((name, function.__globals__) for name in function.__code__.co_names if name in function.__globals__)
 
 
 _LIBRARIES = ("builtins", "torch.", "datasets.", "transformers.", "numpy", "collections", "abc", "typing", "functools")

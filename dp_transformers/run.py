@@ -256,6 +256,19 @@ class PrivateRun:
 
     # ---- counting ----
 
+    def agree(self, **others: Any) -> None:
+        """Let all ranks have rank 0's state, which must be their own: one sum is released by all of them.
+
+        Args:
+            others: What else must be the same, by name.
+
+        Raises:
+            ValueError: ranks have other mechanisms, budgets, accountants, checks or seeds.
+        """
+        own = {"accountant": self.accountant, "dp_seed": self.dp_seed, "self_check": self.verified}
+        distributed.require_same({**self.state.settings(), **own, **others})
+        self.state = distributed.call_on_rank_zero(lambda: self.state)
+
     def begin(self) -> None:
         """Record in the ledger that this run starts or goes on with a new noise source, and what is known of it."""
         self._segments.setdefault(self.state.run_id, []).append(Counter())

@@ -133,7 +133,7 @@ class PrivateStep:
         self._summed_draw = -1  # the number of the draw that the sums belong to
         self._last_released: int | None = None  # number of the last draw that was released, or that before the first
         self._dropped_draw = -1  # the number of the last draw that was dropped
-        self._is_closed = False
+        self._is_closed, self._is_first = False, True
 
     def close(self) -> None:
         """Stop looking at optimizers, drop the draw that is worked on, and give no other."""
@@ -179,6 +179,7 @@ class PrivateStep:
             )
         self._require_same_processes()
         self._require_next(draw)
+        self._require_common_rows(draw)
         self.number = draw.step
         self.clipper.clip_by(self._clipping)
         self._begin_draw()
@@ -209,6 +210,13 @@ class PrivateStep:
                 "and epsilon would be too small. Make the process group (init_process_group, Accelerator(), the "
                 "launch of Fabric or Lightning) before make_private or DPTrainer, and keep it to the end."
             )
+
+    def _require_common_rows(self, draw: LogicalBatch) -> None:
+        """Raise ValueError on all ranks if an index is another row on one of them. The first draw, and what is looked
+        at later, is the same on all."""
+        is_first, self._is_first = self._is_first, False
+        if distributed.world_size() > 1 and (is_first or draw.common is not None):
+            (draw.common or self._data.common_rows(draw.number)).require_same()
 
     def _begin_draw(self) -> None:
         self.gradients.begin_draw()

@@ -8,12 +8,14 @@ many cases, because starting processes is what takes the time.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
 import chats
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -288,7 +290,7 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
     """Bytes of one step of two physical batches on each rank, private in both ways and not private, in the same
     layout."""
     rows = 4 * dist.get_world_size()
-    common, found = {"max_steps": 3, "logging_strategy": "no"}, {}
+    common, found = {"max_steps": 4, "logging_strategy": "no"}, {}  # in draws 0, 1, 2, 4, ... rows are compared, too
 
     def layout():  # anew each time, because Trainer changes what it is given
         sync = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": not late}}}
@@ -825,6 +827,102 @@ def message(make):
     return "nothing was refused"
 
 
+class OneOfRank(torch.utils.data.Dataset):
+    """The rows as this rank has them: in an order of its own, fewer, of which some cannot be loaded; or the same ones,
+    with random numbers, by the global generators and by one of its own."""
+
+    def __init__(self, kind=None, size=40):
+        self.kind, self.noise = kind, np.random.default_rng(dist.get_rank())
+        self.order = list(range(size))
+        if kind == "order":
+            random.Random(dist.get_rank()).shuffle(self.order)
+        elif kind == "fewer" and dist.get_rank():
+            self.order = self.order[: size - 5]
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, i):
+        if self.kind == "split" and i % WORLD != dist.get_rank():
+            raise KeyError(f"row {i} is in another shard")
+        x = torch.zeros(len(self)).index_fill(0, torch.tensor(self.order[i]), 10.0)
+        if self.kind == "random":
+            x = x + 0.1 * torch.randn(len(x)) + 0.1 * self.noise.random() + random.random()
+        return {"x": x, "labels": torch.tensor(i % 3), "path": f"/scratch/{dist.get_rank()}/{i}.png", "word": str(i)}
+
+
+class OneLayer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return {"logits": self.linear(x)}
+
+
+def by_ranks(folder, loop, kind=None, workers=0, **of_the_last):
+    """What stops a training of which the last rank has other data, or other settings."""
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 0.7, "batch": 20, "secure": False, "epsilon": None}
+    settings |= of_the_last if dist.get_rank() == WORLD - 1 else {}
+    data, batch = OneOfRank(kind), settings.pop("batch")
+    secure, epsilon = settings.pop("secure"), settings.pop("epsilon")
+    losses_of = lambda outputs, labels: F.cross_entropy(outputs["logits"], labels, reduction="none")  # noqa: E731
+    stack = lambda rows: {name: torch.stack([row[name] for row in rows]) for name in ("x", "labels")}  # noqa: E731
+    steps = []
+
+    def trained():
+        net = OneLayer(len(data))
+        if loop == "trainer":
+            args = arguments(folder, **settings, expected_batch_size=batch, secure_rng=secure, max_steps=5, remove_unused_columns=False, dataloader_num_workers=workers, report_to="none")  # fmt: skip
+            trainer = DPTrainer(net, args, stack, data, per_example_loss_func=losses_of)
+            try:
+                trainer.train()
+            finally:
+                steps.append(trainer.privacy_spent().steps)
+            return
+        engine, loader = (
+            PrivacyEngine(secure_rng=secure),
+            DataLoader(data, batch, collate_fn=stack, num_workers=workers),
+        )
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        made = {"module": net, "optimizer": optimizer, "data_loader": loader, "loss_reduction": "none"}
+        if epsilon is None:
+            *_, loader = engine.make_private(**made, **settings)
+        else:
+            settings.pop("noise_multiplier")
+            *_, loader = engine.make_private_with_epsilon(
+                **made, **settings, target_epsilon=epsilon, target_delta=1e-4, epochs=4
+            )
+        try:
+            while engine.steps < 5:
+                for rows in loader:
+                    optimizer.zero_grad()
+                    engine.clipper.backward(losses_of(net(rows["x"]), rows["labels"]))
+                    optimizer.step()
+        finally:
+            steps.append(engine.steps)
+            engine.detach()
+
+    return {"said": message(trained), "steps": steps}
+
+
+BY_RANKS = {
+    "order": {"kind": "order"},
+    "order-workers": {"kind": "order", "workers": 1},
+    "fewer": {"kind": "fewer"},
+    "split": {"kind": "split"},
+    "split-workers": {"kind": "split", "workers": 1},
+    "bound": {"max_grad_norm": 20.0},
+    "sigma": {"noise_multiplier": 0.3},
+    "rate": {"batch": 10},
+    "invalid": {"max_grad_norm": -1.0},
+    "secure": {"secure": True},
+    "random": {"kind": "random"},
+    "random-workers": {"kind": "random", "workers": 2},
+    "same": {},
+}
+
+
 def parts_refusals(folder):
     """The messages of tensor-parallel layouts that cannot be exact."""
     world = dist.get_world_size()
@@ -1071,6 +1169,12 @@ CASES |= {
     "ddp-filled": (train, {"fill_physical_batches": True, **SILENT}),
     "ddp-bytes": (traffic, {"late": True}),
     "ddp-leftovers": (leftovers, {}),
+    **{
+        f"by-ranks-{loop}-{name}": (by_ranks, {"loop": loop, **options})
+        for loop in ("trainer", "engine")
+        for name, options in BY_RANKS.items()
+        if (loop, name) != ("trainer", "invalid")  # the arguments refuse it where they are made
+    },
     # before those with an fsdp configuration, which transformers leaves in the environment
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
     "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),

@@ -6,6 +6,7 @@ MORE_CASES=1 runs more.
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,33 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
             }
         else:
             assert rank["wrapped"] == "DistributedDataParallel" and rank["placements"] == {"None"}
+
+
+# ---- what ranks must have alike ----
+
+DIFFERING = {
+    "order": r"row \d+ of the training data is another one on rank \d than on rank 0.*same order",
+    "fewer": r"is 40 on rank 0, and 35 on rank \d.*as many examples",
+    "split": r"on rank \d row \d+ cannot be loaded: KeyError.*whole data set",
+    "bound": r"clipping.max_grad_norm is 0.7 on rank 0, and 20.0 on rank \d.*same settings",
+    "sigma": r"noise.noise_multiplier is 1.0 on rank 0, and 0.3 on rank \d",
+    "rate": r"(sampling.expected_batch_size|batch_size) is 20 on rank 0, and 10 on rank \d",
+    "secure": r"secure_rng is False on rank 0, and True on rank \d",
+    "invalid": r"max_grad_norm.*-1",
+}
+
+
+@pytest.mark.parametrize("case", cases_of("by-ranks", function=worker.by_ranks))
+def test_what_ranks_must_have_alike(ranks, case):
+    """Rows of other orders would let one person's row be drawn by several ranks in one step; other bounds and noise
+    would be reported as rank 0's."""
+    kind = case.split("-")[3]
+    for rank in ranks[case]:
+        if kind in DIFFERING:
+            assert re.search(DIFFERING[kind], rank["said"]), rank["said"]
+            assert rank["steps"] in ([], [0])
+        else:
+            assert rank["said"] == "nothing was refused" and rank["steps"] == [5 if "trainer" in case else 6]
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")

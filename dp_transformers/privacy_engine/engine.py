@@ -252,21 +252,25 @@ class PrivacyEngine:
             loss_bound=loss_bound,
             loss_noise_factor=loss_noise_factor,
         )
-        loop.require_trainable(PrivacyUnit(max_examples_per_person) if mechanism is None else mechanism.unit)
-        if mechanism is None:
-            if noise_multiplier is None or max_grad_norm is None:
+
+        def planned() -> Mechanism:
+            loop.require_trainable(PrivacyUnit(max_examples_per_person) if mechanism is None else mechanism.unit)
+            if mechanism is None:
+                if noise_multiplier is None or max_grad_norm is None:
+                    raise ValueError(
+                        "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
+                    )
+                return loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
+            if (noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound) != (
+                (None, None, "flat", 1, None)
+            ):
                 raise ValueError(
-                    "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
+                    "noise_multiplier, max_grad_norm, clipping, max_examples_per_person or loss_bound is given beside "
+                    "a mechanism, which says them: leave them out."
                 )
-            mechanism = loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
-        elif (noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound) != (
-            (None, None, "flat", 1, None)
-        ):
-            raise ValueError(
-                "noise_multiplier, max_grad_norm, clipping, max_examples_per_person or loss_bound is given beside a "
-                "mechanism, which says them: leave them out."
-            )
-        return self._start(loop, mechanism)
+            return mechanism
+
+        return self._start(loop, planned)
 
     def make_private_with_epsilon(
         self,
@@ -306,12 +310,15 @@ class PrivacyEngine:
         known = tuple(LoopOptions.__annotations__)
         refuse_unknown((name for name in options if name not in known), "make_private_with_epsilon", known)
         loop = PlainLoop(module, optimizer, data_loader, **options)
-        loop.require_trainable(PrivacyUnit(max_examples_per_person), delta=target_delta)
-        steps = math.ceil(epochs * steps_per_epoch(loop.sampling))
-        mechanism = loop.mechanism(1.0, max_grad_norm, max_examples_per_person, steps).calibrated(
-            target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant
-        )
-        return self._start(loop, mechanism, delta=target_delta, target_epsilon=target_epsilon)
+
+        def planned() -> Mechanism:
+            loop.require_trainable(PrivacyUnit(max_examples_per_person), delta=target_delta)
+            steps = math.ceil(epochs * steps_per_epoch(loop.sampling))
+            return loop.mechanism(1.0, max_grad_norm, max_examples_per_person, steps).calibrated(
+                target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant
+            )
+
+        return self._start(loop, planned, delta=target_delta, target_epsilon=target_epsilon)
 
     def _require_unused(self) -> None:
         if self._loop is not None:
@@ -321,11 +328,14 @@ class PrivacyEngine:
             )
 
     def _start(
-        self, loop: PlainLoop, mechanism: Mechanism, delta: float | None = None, target_epsilon: float | None = None
+        self,
+        loop: PlainLoop,
+        planned: Callable[[], Mechanism],
+        delta: float | None = None,
+        target_epsilon: float | None = None,
     ) -> tuple:
         """Begin the run, and return what the loop is to use from now on."""
-        run_id = distributed.call_on_rank_zero(PrivacyState.new_run_id)
-        state = PrivacyState(run_id, mechanism, delta, target_epsilon)
+        state = PrivacyState(PrivacyState.new_run_id(), distributed.made_on_all(planned), delta, target_epsilon)
         run = PrivateRun(
             state,
             self._accountant,
@@ -334,6 +344,8 @@ class PrivacyEngine:
             verified=loop.self_check,
             about=lambda: self._about(loop),
         )
+        run.agree(secure_rng=self._secure, **loop.size)
+        mechanism = run.mechanism
         with contextlib.ExitStack() as undo:
             if self._ledger is not None:
                 undo.callback(self._ledger.close)

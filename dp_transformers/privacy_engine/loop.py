@@ -197,6 +197,7 @@ class PrivateLoop:
         state = replace(state, mechanism=self.run.mechanism)  # its steps are those planned now
         self.run.take_over(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
         next_step = int(saved.get("next_step", saved["steps"]))
+        self.run.agree(steps=self.run.steps, next_step=next_step)
         self.loader.start_at(next_step)
         self._settings = (-1, {})  # the number of its first draw may be that of the last one here
         self._plan(next_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -74,6 +74,12 @@ class PlainLoop:
     def sampling(self) -> PoissonSampling:
         """The Poisson draws that take the place of the loader's batches."""
         return sampling_of(self.data_loader)
+
+    @property
+    def size(self) -> dict[str, Any]:
+        """How many examples the loader has, and takes at once."""
+        sampling = self.sampling
+        return {"len(data_loader.dataset)": sampling.num_examples, "batch_size": sampling.expected_batch_size}
 
     def mechanism(
         self, noise_multiplier: float, max_grad_norm: float, max_examples_per_person: int, steps: int | None = None

@@ -128,15 +128,14 @@ class TrainerRun:
 
         Raises:
             PrivacyStateError: the checkpoint is not complete, or does not go with the arguments or the ledger.
-            ValueError: the privacy budget is spent.
+            ValueError: the privacy budget is spent, or the processes have other arguments.
         """
+        self.run.agree(secure_rng=self.secure)
         distributed.call_on_rank_zero(self._ledger.open)
         try:
             folder = self.restore(None if checkpoint is True else checkpoint) if checkpoint else None
             if folder is None:
-                self.run.take_over(
-                    distributed.call_on_rank_zero(lambda: self.run.state), self.run.executed, is_own=True
-                )
+                self.run.take_over(self.run.state, self.run.executed, is_own=True)
             self._set_budget(folder)
             self._begin()
             yield folder

@@ -1,0 +1,161 @@
+"""What data set and collator keep when a row is first used: numbers of classes or words that are given out on the fly,
+a scaler that is fitted on the first rows, the largest number so far.
+
+Once it is kept, a row is the same whenever it is loaded. But which rows came first has decided what it is.
+:class:`Memory` can go back to what was kept before a draw, so that a row can be loaded as the first.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .rows import parts_of, variables_of
+
+logger = logging.getLogger(__name__)
+
+_CONTAINERS = (dict, list, set, deque)
+# Packages that keep nothing of rows, or what threads and processes share, or this training itself
+_WITHOUT = frozenset(
+    [
+        "accelerate",
+        "asyncio",
+        "concurrent",
+        "dp_transformers",
+        "logging",
+        "multiprocessing",
+        "pandas",
+        "peft",
+        "pyarrow",
+        "queue",
+        "threading",
+        "tokenizers",
+        "transformers",
+        "trl",
+    ]
+)
+_MANY = 4096  # entries of a container, or numbers of a tensor, beyond which it is taken for data, or for a cache
+
+
+class _Holder(NamedTuple):
+    """Something that holds values.
+
+    Attributes:
+        name: What errors call it; of attributes of an object the part before their own names.
+        read: Returns a copy of what it holds.
+        write: Lets it hold that again.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+class Memory:
+    """What ``owners`` keep at this moment: attributes of their objects, variables of their functions, containers and
+    small tensors among these."""
+
+    def __init__(self, owners: Any):
+        self._holders = list(_holders(owners))
+        self._before = self._contents()
+
+    def _contents(self) -> list[Any]:
+        return [holder.read() for holder in self._holders]
+
+    def _put(self, contents: Iterable[Any]) -> None:
+        for holder, content in zip(self._holders, contents, strict=True):
+            holder.write(content)
+
+    def put_back(self) -> None:
+        """Let them keep what they kept, and nothing else."""
+        self._put(self._before)
+
+    def as_first(self, make: Callable[[], Any]) -> list[Any]:
+        """Return what ``make`` makes where they keep what they kept, and let them keep what they keep now. Nothing is
+        returned where it raises: a file that was opened since cannot always be opened twice."""
+        now = self._contents()
+        self.put_back()
+        try:
+            return [make()]
+        except Exception as error:
+            logger.info("an example was not made as the first of its draw: %s: %s", type(error).__name__, error)
+            return []
+        finally:
+            self._put(now)
+
+    def changed(self) -> list[str]:
+        """Return the names of what is something else now."""
+        changed = []
+        for holder, now, before in zip(self._holders, self._contents(), self._before, strict=True):
+            if holder.name.endswith("."):  # attributes, which have names of their own
+                changed += [f"{holder.name}{key}" for key in {**before, **now} if now.get(key) is not before.get(key)]
+            elif not _is_same(now, before):
+                changed.append(holder.name)
+        return changed
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(now, (torch.Tensor, np.ndarray)):
+        return now.shape == before.shape and now.dtype == before.dtype and bool(((now == before) | (now != now)).all())
+    if isinstance(now, dict):
+        return list(now) == list(before) and all(now[key] is value for key, value in before.items())
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _holders(owners: Any) -> Iterator[_Holder]:
+    names: dict[int, str] = {}  # of containers and tensors, by who has them as an attribute or a variable
+    for part in parts_of(owners, without=_WITHOUT):
+        named: dict[str, Any] = {}
+        if isinstance(part, types.FunctionType):
+            for name, owner in variables_of(part):
+                holder = _variable(name, owner)
+                named |= holder.read()
+                yield holder
+        elif isinstance(part, _CONTAINERS):
+            if len(part) <= _MANY:
+                yield _container(names.get(id(part), f"a {type(part).__name__}"), part)
+            named = dict(part) if isinstance(part, dict) and len(part) <= _MANY else {}
+        elif isinstance(part, type):
+            named = dict(vars(part))
+        elif isinstance(attributes := getattr(part, "__dict__", None), dict):
+            named = attributes
+            yield _container(f"{type(part).__name__}.", attributes)
+        for name, value in list(named.items()):
+            owner = part if isinstance(part, type) else type(part)
+            path = name if isinstance(part, types.FunctionType) else f"{owner.__name__}.{name}"
+            names.setdefault(id(value), path)
+            if isinstance(value, (torch.Tensor, np.ndarray)) and (holder := _numbers(path, value)) is not None:
+                yield holder
+
+
+def _variable(name: str, owner: Any) -> _Holder:
+    """A variable of a closure, which is a cell, or of a module, whose variables are a dict."""
+    if isinstance(owner, dict):
+        return _Holder(name, lambda: {name: owner[name]}, owner.update)
+    return _Holder(name, lambda: {name: owner.cell_contents}, lambda kept: setattr(owner, "cell_contents", kept[name]))
+
+
+def _container(name: str, holder: Any) -> _Holder:
+    def write(content: Any) -> None:
+        if not _is_same(holder, content):
+            holder.clear()
+            (holder.extend if isinstance(holder, (list, deque)) else holder.update)(content)
+
+    return _Holder(name, lambda: dict(holder) if isinstance(holder, dict) else list(holder), write)
+
+
+def _numbers(name: str, x: Any) -> _Holder | None:
+    """A small tensor or array that may be written to."""
+    if isinstance(x, np.ndarray):
+        if x.size > _MANY or not x.flags.writeable or x.dtype.hasobject:
+            return None
+        return _Holder(name, x.copy, lambda content: x.__setitem__(..., content))
+    if x.numel() > _MANY or x.layout != torch.strided or x.requires_grad or x.is_meta:
+        return None
+    return _Holder(name, x.clone, x.copy_)

@@ -1,0 +1,377 @@
+"""What data sets and collators keep when a row is first used: refused where it changes the rows of others."""
+
+import collections
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from chats import tokenizer
+from datasets import Dataset as Table
+from neighbours import LOOPS, Task, train
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, Subset
+from transformers import DataCollatorWithPadding
+
+from dp_transformers.data import LogicalBatches
+from dp_transformers.first_use import Memory
+from dp_transformers.sampling import Draw
+
+pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+SIZE = 32
+_generator = torch.Generator().manual_seed(1)
+RAW = [{"x": torch.randn(6, generator=_generator), "name": "abc"[i % 3]} for i in range(SIZE)]
+CLASSES: dict = {}
+MEAN = None
+
+
+class Own(Dataset):
+    def __len__(self):
+        return SIZE
+
+
+def row(i, x=None, label=None):
+    return {"x": RAW[i]["x"] if x is None else x, "labels": torch.tensor(i % 3 if label is None else label)}
+
+
+class Labels(Own):
+    def __init__(self):
+        self.ids = {}
+
+    def __getitem__(self, i):
+        return row(i, label=self.ids.setdefault(RAW[i]["name"], len(self.ids)))
+
+
+class Lazy(Own):
+    mean = None
+
+    def __getitem__(self, i):
+        if self.mean is None:
+            self.mean = RAW[i]["x"].mean()
+        return row(i, RAW[i]["x"] - self.mean)
+
+
+class InPlace(Own):
+    def __init__(self):
+        self.largest = torch.zeros(())
+
+    def __getitem__(self, i):
+        if not self.largest:
+            self.largest.copy_(RAW[i]["x"].abs().max())
+        return row(i, RAW[i]["x"] / self.largest)
+
+
+class OfItsModule(Own):
+    def __getitem__(self, i):
+        return row(i, label=CLASSES.setdefault(RAW[i]["name"], len(CLASSES)))
+
+
+class OfItsClass(Own):
+    ids: dict = {}  # noqa: RUF012
+
+    def __getitem__(self, i):
+        return row(i, label=self.ids.setdefault(RAW[i]["name"], len(self.ids)))
+
+
+class Transformed(Own):
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __getitem__(self, i):
+        return self.transform(row(i))
+
+
+def centered():
+    mean = None
+
+    def transform(each):
+        nonlocal mean
+        mean = each["x"].mean() if mean is None else mean
+        return {**each, "x": each["x"] - mean}
+
+    return transform
+
+
+def by_its_module(each):
+    global MEAN
+    MEAN = each["x"].mean() if MEAN is None else MEAN
+    return {**each, "x": each["x"] - MEAN}
+
+
+def of_a_table():
+    ids = {}
+
+    def transform(batch):
+        return {
+            "x": [torch.tensor(x) for x in batch["x"]],
+            "labels": [torch.tensor(ids.setdefault(name, len(ids))) for name in batch["name"]],
+        }
+
+    rows = [{"x": each["x"].tolist(), "name": each["name"]} for each in RAW]
+    return Table.from_list(rows).with_transform(transform)
+
+
+DATA_SETS = {
+    "classes": (Labels, "labels", "Labels.ids"),
+    "lazy": (Lazy, "x", "Lazy.mean"),
+    "in place": (InPlace, "x", "InPlace.largest"),
+    "module": (OfItsModule, "labels", "CLASSES"),
+    "class": (OfItsClass, "labels", "OfItsClass.ids"),
+    "closure": (lambda: Transformed(centered()), "x", "mean"),
+    "partial": (lambda: Transformed(functools.partial(centered())), "x", "mean"),
+    "module variable": (lambda: Transformed(by_its_module), "x", "MEAN"),
+    "subset": (lambda: Subset(Labels(), range(SIZE)), "labels", "Labels.ids"),
+    "joined": (lambda: ConcatDataset([Lazy()]), "x", "Lazy.mean"),
+    "table": (of_a_table, "labels", "ids"),
+}
+
+
+def stacked(rows):
+    return {name: torch.stack([each[name] for each in rows]) for name in ("x", "labels")}
+
+
+def looked_at(dataset, collate=stacked, draws=3):
+    batches = LogicalBatches(dataset, collate, 8)
+    return [batches[Draw(number, range(number, SIZE - 4))] for number in range(draws)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    global MEAN
+    MEAN = None
+    CLASSES.clear()
+    OfItsClass.ids.clear()
+
+
+@pytest.mark.parametrize("kept", DATA_SETS)
+def test_rows_that_depend_on_the_first_ones(kept):
+    make, column, name = DATA_SETS[kept]
+    with pytest.raises(
+        ValueError, match=rf"'{column}' of what the data set \(\w+\).*keeps what it met first.*({name})"
+    ):
+        looked_at(make())
+
+
+def of_classes():
+    ids = {}
+
+    def collate(rows):
+        labels = [ids.setdefault(each["name"], len(ids)) for each in rows]
+        return {"x": torch.stack([each["x"] for each in rows]), "labels": torch.tensor(labels)}
+
+    return collate
+
+
+def of_words():
+    ids = collections.defaultdict(lambda: len(ids))
+    return lambda rows: {"x": torch.tensor([[float(ids[f"{x:.0f}"]) for x in each["x"]] for each in rows])}
+
+
+class Scaler:
+    def __init__(self):
+        self.fitted = {}
+
+    def __call__(self, rows):
+        x = torch.stack([each["x"] for each in rows])
+        if not self.fitted:
+            self.fitted.update(mean=x.mean(0), std=x.std(0) + 1e-6)
+        return {"x": (x - self.fitted["mean"]) / self.fitted["std"]}
+
+
+class Largest:
+    largest = 1e-6
+
+    def __call__(self, rows):
+        x = torch.stack([each["x"] for each in rows])
+        self.largest = max(self.largest, float(x.abs().max()))
+        return {"x": x / self.largest}
+
+    def collate(self, rows):
+        return self(rows)
+
+
+COLLATORS = {
+    "classes": (of_classes, "labels"),
+    "words": (of_words, "x"),
+    "scaler": (Scaler, "x"),
+    "largest": (Largest, "x"),
+    "method": (lambda: Largest().collate, "x"),
+}
+
+
+@pytest.mark.parametrize("kept", COLLATORS)
+def test_batches_that_depend_on_the_first_ones(kept):
+    make, column = COLLATORS[kept]
+    with pytest.raises(ValueError, match=f"'{column}' of what the collator makes.*keeps what it met first"):
+        looked_at(RAW, make())
+
+
+# ---- what is kept without changing a row ----
+
+
+class Cached(Own):
+    """Keeps the last rows that it decoded."""
+
+    def __init__(self, kind=dict):
+        self.cache, self.hits, self.epoch = kind(), 0, 0
+
+    def __getitem__(self, i):
+        if i in self.cache:
+            self.hits += 1
+            if isinstance(self.cache, collections.OrderedDict):
+                self.cache.move_to_end(i)
+        else:
+            self.cache[i] = self.made(i)
+        if len(self.cache) > 6:
+            self.cache.pop(next(iter(self.cache)))
+        return dict(self.cache[i])
+
+    def made(self, i):
+        return row(i, RAW[i]["x"] * 2)
+
+
+class CachedAugmented(Cached):
+    """Keeps random numbers that it drew."""
+
+    def __getitem__(self, i):
+        if i not in self.cache:
+            self.cache[i] = row(i, RAW[i]["x"] + torch.randn(6) + random.random() + np.random.rand())
+        return dict(self.cache[i])
+
+
+class CachedByMethod(Own):
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def made(self, i):
+        return RAW[i]["x"] * 2
+
+    def __getitem__(self, i):
+        return row(i, self.made(i))
+
+
+class Env:
+    is_open = False
+
+    def __init__(self):
+        self.is_mine = not Env.is_open
+        if Env.is_open:
+            raise RuntimeError("the environment is already open in this process")
+        Env.is_open = True
+
+    def __del__(self):
+        Env.is_open = Env.is_open and not self.is_mine
+
+    def get(self, i):
+        return RAW[i]["x"]
+
+
+class OpenedOnce(Own):
+    """Opens its file when it is first read, once in a process, as lmdb has it."""
+
+    def __init__(self):
+        self.env = None
+
+    def __getitem__(self, i):
+        if self.env is None:
+            self.env = Env()
+        return row(i, self.env.get(i))
+
+
+class Counting(Own):
+    def __init__(self):
+        self.loads, self.seen = 0, set()
+
+    def __getitem__(self, i):
+        self.loads += 1
+        self.seen.add(i)
+        return row(i)
+
+
+HONEST = {
+    "dict": Cached,
+    "least recently used": lambda: Cached(collections.OrderedDict),
+    "augmented": CachedAugmented,
+    "lru_cache": CachedByMethod,
+    "file that opens once": OpenedOnce,
+    "counter": Counting,
+    "given classes": lambda: known(Labels()),
+    "rows": lambda: [row(i) for i in range(SIZE)],
+    "table": lambda: Table.from_list([{"x": each["x"].tolist(), "labels": 1} for each in RAW]).with_format("torch"),
+}
+
+
+def known(dataset):
+    dataset.ids.update(a=0, b=1, c=2)
+    return dataset
+
+
+@pytest.mark.parametrize("kept", HONEST)
+def test_caches_and_files_and_counters(kept):
+    dataset = HONEST[kept]()
+    for draw in looked_at(dataset, draws=5):
+        assert sum(draw.sizes) == SIZE - 4 - draw.number
+    if kept == "file that opens once":
+        assert Env.is_open  # what was opened stays so
+        dataset.env = None
+        assert not Env.is_open
+
+
+def test_a_data_set_that_its_owner_changes_between_draws():
+    """A stronger augmentation in each pass, say."""
+    dataset = Cached()
+    batches = LogicalBatches(dataset, stacked, 8)
+    for number in range(5):
+        dataset.epoch, dataset.cache = number, {}
+        dataset.made = lambda i, number=number: row(i, RAW[i]["x"] * number)
+        found = torch.cat([each["x"] for each in batches[Draw(number, range(20))].physical_batches])
+        assert torch.equal(found, torch.stack([each["x"] for each in RAW[:20]]) * number)
+
+
+def test_a_tokenizer_keeps_how_it_was_called_last():
+    tok = tokenizer()
+    table = Table.from_list([{"text": "a b c " * (1 + i % 3)} for i in range(SIZE)])
+    data = table.with_transform(lambda batch: tok(batch["text"], truncation=True, max_length=7))
+    looked_at(data, DataCollatorWithPadding(tok), draws=3)
+
+
+def test_what_was_kept_is_kept_again():
+    """A look changes nothing that the owner sees."""
+    dataset, twin = Cached(), Cached()
+    looked_at(dataset)
+    memory = Memory((stacked, dataset))
+    before = dict(vars(dataset)), dict(dataset.cache)
+    for i in range(20, 29):
+        dataset[i]
+    now = dict(vars(dataset)), dict(dataset.cache)
+    assert {"Cached.cache"} <= set(memory.changed())
+    [first] = memory.as_first(lambda: (dict(vars(dataset)), dict(dataset.cache)))
+    assert first == before and (dict(vars(dataset)), dict(dataset.cache)) == now
+    assert memory.as_first(lambda: 1 / 0) == [] and dict(dataset.cache) == now[1]
+    memory.put_back()
+    assert (dict(vars(dataset)), dict(dataset.cache)) == before and not memory.changed()
+    assert twin.cache == {}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return {"logits": self.linear(x)}
+
+
+def losses_of(outputs, labels):
+    return F.cross_entropy(outputs["logits"], labels, reduction="none")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_first_use_in_a_loop(loop, workers):
+    task = Task(Net, Labels(), collate=stacked, loss=losses_of, bound=0.2, physical=32, expected=16, steps=4)
+    task.workers = workers
+    with pytest.raises(ValueError, match="keeps what it met first"):
+        train(loop, task)
+    task.rows = known(Labels())
+    assert len(train(loop, task)) == 4
