@@ -14,12 +14,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from .batch_dims import batch_size_of
+from .checks.beside_others import require_same_beside_others
 from .checks.locality import require_own_rows, require_own_rows_of_outputs
 from .checks.padding import check_padding, expect_no_gradient_at_padding
 from .checks.rare_looks import RareLooks
@@ -36,6 +37,7 @@ from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
 from .parallel.tensor_parallel import TensorParallel
+from .recorded_call import ForwardPass, ModelCall, autocast_state
 from .user_backward import UserBackward
 
 logger = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ class PerExampleClipper:
         self.checked = False
         self._changed: list[str] = []  # since the model was checked
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
-        self._looks = RareLooks()
+        self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
         self._user_backward: UserBackward | None = None
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
@@ -211,7 +213,8 @@ class PerExampleClipper:
 
     def _check_anew(self) -> None:
         """Let everything that was checked of the model be checked again: it may compute otherwise now."""
-        self.checked, self.checks_begun, self._looks = not self.self_check, self.checks_begun + 1, RareLooks()
+        self.checked, self.checks_begun = not self.self_check, self.checks_begun + 1
+        self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
@@ -256,7 +259,9 @@ class PerExampleClipper:
         from can do that.
         """
         engine = self._engine
-        self._user_backward = None if loss_reduction is None else UserBackward(engine, loss_reduction)
+        self._user_backward = (
+            None if loss_reduction is None else UserBackward(engine, loss_reduction, self._look_at_calls)
+        )
         engine.on_user_backward = None if self._user_backward is None else self._user_backward.begin
         engine.loop = loop
         engine.install_hooks()
@@ -437,6 +442,8 @@ class PerExampleClipper:
         """
         if self._is_looked_at():
             require_own_rows(self._engine, losses, self._looks.number)
+        if self._engine.forward is not None:
+            self._look_at_calls(self._engine.forward, losses)
         return self._engine.backward(losses, weights=weights)
 
     def _is_looked_at(self) -> bool:
@@ -452,10 +459,21 @@ class PerExampleClipper:
             )
         return is_due or unknown is not None
 
-    def _after_forward(self, output: Any) -> None:
-        """The end of a forward pass of a loop that goes back itself, over losses that are not known here."""
-        forward = self._engine.forward
-        if self._is_looked_at():
+    def _after_forward(self, args: tuple, kwargs: dict, output: Any) -> None:
+        """The end of a forward pass, maybe of a loop that goes back itself, over losses that are not known here."""
+        forward = cast(ForwardPass, self._engine.forward)
+        is_due = self._model_looks.is_due() or forward.unknown is not None
+        if is_due and self.self_check and not (self.shards or self.parallel):  # ranks would have to look together
+            forward.calls.append(ModelCall(args, kwargs, output, autocast_state(self.device)))
+        if self._user_backward is not None and self._is_looked_at():
             require_own_rows_of_outputs(self._engine, output, self._looks.number)
-            if self._user_backward is not None and self.batch_first and forward is not None:
+            if self.batch_first:
                 self._user_backward.refuse_means_over_the_batch(output, forward)
+
+    def _look_at_calls(self, forward: ForwardPass, losses: torch.Tensor | None = None) -> None:
+        """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""
+        if forward.calls:
+            require_same_beside_others(self._engine, forward, losses, self._model_looks.number)
+
+
+_RATE = 1 / 128  # how often the model is looked at beside other rows, besides the first passes and ever rarer ones

@@ -87,7 +87,7 @@ class ClippingEngine:
         forward: The forward pass that a backward pass would use.
         loop: Weighs the examples of every sum, and is told of it.
         norms_b: The gradient norms of the examples of the last backward pass.
-        on_outputs: Is given what the model returned in a forward pass that is recorded, where the user goes back.
+        on_outputs: ``f(args, kwargs, output)``, after a forward pass that is recorded.
         on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
             :meth:`backward` goes back.
     """
@@ -115,7 +115,7 @@ class ClippingEngine:
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
-        self.on_outputs: Callable[[Any], None] = lambda output: None
+        self.on_outputs: Callable[[tuple, dict, Any], None] = lambda args, kwargs, output: None
         self._hooks = HookedModel(
             model,
             self._begin_forward,
@@ -304,7 +304,7 @@ class ClippingEngine:
             for owner in self.forward.whole:
                 owner.needs_whole_batch = True
             self.forward.is_current = False
-            self.forward.backward = None  # they hold each other, and what was kept
+            self.forward.backward, self.forward.calls = None, []  # they hold each other, and what was kept
         self.forward, self._hooks.in_backward = forward, False
 
     def _begin_forward(self, args: tuple, kwargs: dict) -> bool:
@@ -401,13 +401,15 @@ class ClippingEngine:
         owner.random_state = None  # of no use any more, and nobody shall find it in a saved model
         return tapped(call)
 
-    def _end_forward(self, output: Any) -> None:
-        if self.on_user_backward is not None and not self._on_trial:
+    def _end_forward(self, args: tuple, kwargs: dict, output: Any) -> None:
+        if self._on_trial:
+            return
+        if self.on_user_backward is not None:
             forward = cast(ForwardPass, self.forward)
             refuse_gradients(self.model, self._untapped, forward.probe, self.trainable.name_of)
-            self.on_outputs(output)
-        if (loop := self._loop_in_charge) is not None:  # the last, since it follows the user's gradients alone
-            loop.after_forward(output)
+        self.on_outputs(args, kwargs, output)
+        if self.loop is not None:  # the last, since it follows the user's gradients alone
+            self.loop.after_forward(output)
 
     def require_tapped(self, run: Callable[[], torch.Tensor]) -> None:
         """Search ``run()``, a forward pass that returns losses, for parameters that are used past the taps. Where the

@@ -29,7 +29,7 @@ class HookedModel:
             the same.
         on_by_example: ``f(owner, function, args, kwargs)``, in the place of ``function(*args, **kwargs)``, the forward
             of an owner that is to run one example at a time: whether it did, and the output.
-        on_output: ``f(output)``, after a forward pass whose calls were passed on.
+        on_output: ``f(args, kwargs, output)``, after a forward pass whose calls were passed on.
         on_gradient: ``f(parameter)``, when autograd has filled a gradient by itself.
         without_graph: A context in which the model runs without a graph.
 
@@ -46,7 +46,7 @@ class HookedModel:
         on_forward: Callable[[tuple, dict], bool],
         on_call: Callable[[Owner, tuple, dict, Any, int], Any],
         on_by_example: Callable[[Owner, Callable, tuple, dict], tuple[bool, Any]],
-        on_output: Callable[[Any], None],
+        on_output: Callable[[tuple, dict, Any], None],
         on_gradient: Callable[[nn.Parameter], None],
         without_graph: Callable[[], contextlib.AbstractContextManager],
     ):
@@ -112,7 +112,7 @@ class HookedModel:
             if context and any(p.requires_grad for p in module.parameters()):
                 handles.append(module.register_forward_pre_hook(partial(self._open, context, taps.get(module))))
                 handles.append(module.register_forward_hook(self._close, always_call=True, prepend=True))
-        handles.append(self.model.register_forward_hook(self._after_model, always_call=True))
+        handles.append(self.model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True))
         self._handles = handles
 
     def remove(self) -> None:
@@ -181,7 +181,7 @@ class HookedModel:
                 if self._hides:
                     self._hide(owner, module, args)
 
-    def _after_model(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _after_model(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         was_recorded, self._in_forward = self._in_forward, False
         self._without_caches.close()
         self._show(self._hidden)
@@ -191,7 +191,7 @@ class HookedModel:
         if opened is not None:
             opened.__exit__(None, None, None)
         if was_recorded and output is not None:  # None: it raised
-            self._on_output(output)
+            self._on_output(args, kwargs, output)
 
     # ---- modules that own parameters ----
 

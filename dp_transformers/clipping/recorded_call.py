@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -47,6 +47,19 @@ class BackwardPass(CallObserver, Protocol):
         """All taps were reached: form the clipped sums; (B,) the gradient norms."""
 
 
+class ModelCall(NamedTuple):
+    """What the model was called with, and what it returned.
+
+    Attributes:
+        autocast: The kind of device, the precision, and whether autocast was on around the call.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    output: Any
+    autocast: tuple[str, torch.dtype, bool]
+
+
 class ForwardPass:
     """One forward pass of the model.
 
@@ -82,6 +95,7 @@ class ForwardPass:
         self.positions: set[int] = set()  # how many an example may have
         self.whole: set[Owner] = set()  # owners that could not run one example at a time
         self.unknown: Owner | None = None  # one that was called otherwise than in the self-check
+        self.calls: list[ModelCall] = []  # those of the model that are looked at beside other rows
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward
@@ -205,11 +219,7 @@ class RecordedCall:
         self.random_state = None
         if owner.may_be_rerun:
             device = self.outputs[0].device
-            self.autocast = (
-                device.type,
-                torch.get_autocast_dtype(device.type),
-                torch.is_autocast_enabled(device.type),
-            )
+            self.autocast = autocast_state(device)
             if not same_state(owner.random_state, random_state(device)):
                 self.random_state = owner.random_state
 
@@ -316,6 +326,12 @@ class RecordedCall:
     def is_half(self) -> bool:
         """True if it ran, or may have run, in less than float32."""
         return self.autocast[2] or any(x.dtype in HALF for x in (*self.inputs, *self.outputs))
+
+
+def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:
+    """The kind of device, the precision of autocast there, and whether it is on."""
+    kind = device.type
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
 
 def is_differentiable(x: Any) -> bool:

@@ -7,6 +7,7 @@ That call's backward pass fills the probe. The parameters ask for no gradient wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -27,12 +28,13 @@ class UserBackward:
     Args:
         engine: Records the calls.
         loss_reduction: "mean" or "sum": how the user's loss comes from the examples' losses.
+        look: ``f(forward)``, after the clipped sum was formed and before it counts. May raise.
 
     Raises:
         ValueError: the mode goes back over the losses itself, or the model is sharded.
     """
 
-    def __init__(self, engine: ClippingEngine, loss_reduction: str):
+    def __init__(self, engine: ClippingEngine, loss_reduction: str, look: Callable[[ForwardPass], None]):
         if not engine.mode.one_pass:
             raise ValueError(
                 f"clipping mode '{engine.mode.name}' goes back over the losses a second time, so it needs them one "
@@ -45,7 +47,7 @@ class UserBackward:
                 "criterion, or take "
                 'loss_reduction="none" and call backward(losses) of the clipper yourself.'
             )
-        self._engine, self._loss_reduction = engine, loss_reduction
+        self._engine, self._loss_reduction, self._look = engine, loss_reduction, look
 
     def refuse_means_over_the_batch(self, output: Any, forward: ForwardPass) -> None:
         """Let ``loss.backward()`` raise ValueError where ``loss`` is one of the model's output, and a mean in which
@@ -91,6 +93,7 @@ class UserBackward:
                 )
             with without_autocast(device), torch.no_grad():
                 engine.norms_b = backward.finish()
+                self._look(forward)
         finally:
             engine.forget()
         engine.end_sum()

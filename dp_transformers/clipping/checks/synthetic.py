@@ -208,11 +208,6 @@ def outputs_by_example(model: nn.Module, args: tuple, kwargs: dict, *, batch_fir
 def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) -> list[torch.Tensor]:
     """Every tensor of numbers in what the model returned for so many examples, examples first."""
 
-    def has_batch_second(x: torch.Tensor) -> bool:
-        """Returns True for tensors like the states of a recurrent layer, whose batch is second whatever comes first in
-        its outputs."""
-        return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
-
     tensors = [x for x in floating_tensors(with_rows(output)) if x.dim()]
     if not tensors:
         raise SelfCheckError(
@@ -226,7 +221,7 @@ def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) 
             "it: let the last module of the plan gather its output (output_layouts=Replicate()), or hand over a "
             "loss_function."
         )
-    found = [x.transpose(0, 1) if has_batch_second(x) else x for x in tensors]
+    found = [examples_first(x, batch, batch_first=batch_first) for x in tensors]
     if shapes := [tuple(x.shape) for x in found if len(x) != batch]:
         raise SelfCheckError(
             f"{type(model).__name__} returns a tensor of shape {shapes[0]} for {batch} examples, so it is not known "
@@ -234,6 +229,13 @@ def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) 
             "batch, or hand over a loss_function."
         )
     return found
+
+
+def examples_first(x: torch.Tensor, batch: int, *, batch_first: bool) -> torch.Tensor:
+    """An output with its examples first. Those of the states of a recurrent layer are second, whatever comes first in
+    its outputs."""
+    is_second = x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
+    return x.transpose(0, 1) if is_second else x
 
 
 def with_rows(output: Any) -> Any:
@@ -286,12 +288,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
     """Afterwards every buffer has the content it had. (Batch normalisation writes to its own without telling
-    autograd.)"""
+    autograd.) One that has it is not written to, since a graph may need it."""
     kept = {name: t.clone() for name, t in model.named_buffers()}
     try:
         yield
     finally:
         with torch.no_grad():
             for name, t in model.named_buffers():
-                if name in kept and kept[name].shape == t.shape:
+                if name in kept and kept[name].shape == t.shape and (is_dtensor(t) or not torch.equal(t, kept[name])):
                     t.copy_(kept[name])

@@ -1,0 +1,235 @@
+"""The check that what a model computes for a row of a real batch does not depend on what is in the other rows."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...ragged import Ragged, is_ragged, packed, unpacked
+from ...randomness import seeded_global_generators
+from ..engine import ClippingEngine
+from ..errors import SelfCheckError
+from ..parallel.dtensor import is_dtensor
+from ..recorded_call import ForwardPass, ModelCall
+from .reference import TOLERANCE
+from .spread_numbers import spread_numbers
+from .synthetic import evaluating, examples_first, floating_tensors, kept_buffers, with_rows
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE = 2**14  # numbers of a row of an output that are compared
+_LEAST = 1e-2  # rows whose numbers are smaller than this share of the largest row's are measured by that share
+_SORTS = (torch.ops.aten.topk, torch.ops.aten.sort, torch.ops.aten.argsort)
+
+
+def require_same_beside_others(
+    engine: ClippingEngine, forward: ForwardPass, losses: torch.Tensor | None, number: int
+) -> None:
+    """Run the model again on what it was called with in ``forward`` for a real batch, as it was, and with every second
+    row in the place of its neighbour, for either half. What it returns for the rows that stayed must be the same.
+
+    The self-check sees made-up batches, and gradients do not tell of a condition over the batch (whether any row holds
+    a token of some kind). Nothing is recorded, random numbers are the same each time, and buffers are put back. Which
+    output is used is asked of the losses where it may hold a number for each pair of rows.
+
+    Args:
+        losses: (B,) with graph; None where they are not known.
+        number: Seeds the random numbers.
+
+    Raises:
+        SelfCheckError: what the model returns for a row is another one beside other rows.
+    """
+    calls, forward.calls = forward.calls, []
+    for call in calls:
+        look = _Look(engine, forward, call, number)
+        try:
+            moved = forward.batch_size > 1 and look.finds() and look.finds_again(losses)
+        except Exception as error:  # lengths that must be sorted, objects that are used up, no memory left
+            logger.info("the model was not looked at beside other rows: %s: %s", type(error).__name__, error)
+            continue
+        if moved:
+            engine.trainable.drop_gradients()
+            engine.forget()
+            raise SelfCheckError(
+                f"{look.where} returns something else for a row of this batch when other rows stand beside it: what "
+                "is in one example decides what is computed for others (a condition over the whole batch, as "
+                "(input_ids == image_token).any(), a maximum, statistics, places that are limited), beyond the "
+                "clipping bound. Compute each row from itself alone: apply what some rows need to all of them and "
+                "choose by a mask, row by row (torch.where). ModuleValidator.find_mixing(model, batch), on public "
+                "examples, names a module that mixes."
+            )
+
+
+class _Look:
+    """One call of the model, run again on chosen rows."""
+
+    def __init__(self, engine: ClippingEngine, forward: ForwardPass, call: ModelCall, number: int):
+        self._engine, self._call, self._size, self._number = engine, call, forward.batch_size, number
+        lowest = min(forward.low_precision, engine.trainable.low_precision, key=lambda dtype: torch.finfo(dtype).bits)
+        self._tolerance = TOLERANCE[lowest]
+        self._evaluates = not engine.model.training
+        self._own: list[torch.Tensor] = []
+        self.where = type(engine.model).__name__
+
+    def _halves(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Which rows stay, and which row is in each place. Neighbours are, so that what is sorted stays sorted."""
+        i = torch.arange(self._size)
+        odd = (i + (i + 1) % 2).where(i + (i + 1) % 2 < self._size, i - 1)
+        return [(i[::2], i - i % 2), (i[1::2], odd)]
+
+    def finds(self) -> bool:
+        """Whether some row that stays is moved by what is beside it."""
+        try:
+            self._own = self._run()
+        except Exception:  # where operations are replaced; in evaluation none are
+            if self._evaluates:
+                raise
+            self._evaluates = True
+            self._own = self._run()
+        return any(bool(moved_b.any()) for moved_b in self._moved())
+
+    def finds_again(self, losses: torch.Tensor | None) -> bool:
+        """Whether that is the model's doing: it repeats itself where nothing is replaced, in a table of numbers for
+        all pairs of rows what is used is moved, and so is a row if what may be no rows of the batch is left alone.
+
+        Where positions are sorted (experts that each take some), rounding may send one of them another way, and
+        changes its row. Of such a model most rows must be moved.
+        """
+        with _Sorting() as seen:
+            again = self._run()
+        if any(bool(moved_b.any()) for moved_b in self._changes(again, torch.arange(self._size))):
+            return False
+        used = self._used(losses)
+        for spares_squares in (False, True) if self._has_squares() else (False,):
+            moved = self._moved(used, spares_squares=spares_squares)
+            if not any(_most(moved_b) if seen.sorts else bool(moved_b.any()) for moved_b in moved):
+                return False
+        return True
+
+    def _moved(
+        self, used: Sequence[torch.Tensor | None] | None = None, *, spares_squares: bool = False
+    ) -> list[torch.Tensor]:
+        """For both halves, and each output, which of the rows that stay are moved."""
+        return [
+            moved_b
+            for kept, rows in self._halves()
+            for moved_b in self._changes(self._run(rows, spares_squares=spares_squares), kept, used)
+        ]
+
+    def _changes(
+        self, found: list[torch.Tensor], kept: torch.Tensor, used: Sequence[torch.Tensor | None] | None = None
+    ) -> list[torch.Tensor]:
+        changes = []
+        for own, other, mask in zip(self._own, found, used or [None] * len(found), strict=True):
+            if own.shape != other.shape:  # as long as the longest row
+                continue
+            kept = kept.to(own.device)
+            own_b, other_b = own[kept], other[kept]
+            differs = (own_b != other_b) & ~(own_b.isnan() & other_b.isnan())
+            differs = differs if mask is None else differs & mask[kept]
+            change_b = torch.where(differs, other_b - own_b, 0.0).norm(dim=1)
+            length_b = own.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm(dim=1)
+            scale_b = length_b[kept].clamp(min=_LEAST * float(length_b.max())).clamp(min=1e-12)
+            changes.append(~(change_b <= self._tolerance * scale_b))
+        return changes
+
+    # ---- running the model ----
+
+    @torch.no_grad()
+    def _run(self, rows: torch.Tensor | None = None, *, spares_squares: bool = False) -> list[torch.Tensor]:
+        """(B, numbers) some numbers of each output, from all over it."""
+        engine, call, device = self._engine, self._call, self._engine.trainable.device
+        args, kwargs = self._with_rows(torch.arange(self._size) if rows is None else rows, spares_squares)
+        kind, dtype, is_enabled = call.autocast
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # of checkpointing without gradients
+            stack.enter_context(engine.suspended())
+            stack.enter_context(kept_buffers(engine.model))
+            stack.enter_context(seeded_global_generators([self._number], device))
+            stack.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=False))
+            if self._evaluates:
+                stack.enter_context(evaluating(engine.model))
+                return self._sampled(engine.model(*args, **kwargs))
+            draws_no_others = stack.enter_context(spread_numbers({self._size}, reordered=True))
+            found = self._sampled(engine.model(*args, **kwargs))
+            if draws_no_others():
+                return found
+        self._evaluates = True
+        return self._run(rows, spares_squares=spares_squares)
+
+    def _with_rows(self, rows: torch.Tensor, spares_squares: bool) -> tuple[tuple, dict]:
+        """What the model is called with; lengths stay where rows lie in one tensor without padding."""
+
+        def taken(x: Any) -> Any:
+            if isinstance(x, Ragged):
+                return replace(x, padded=x.padded[rows.to(x.padded.device)])
+            if not isinstance(x, torch.Tensor):
+                return x
+            if not self._has_rows(x) or (spares_squares and _is_square(x)):
+                return x.detach().clone()
+            return x.detach().index_select(self._dim(x), rows.to(x.device))
+
+        args, kwargs = unpacked(self._engine.model, self._call.args, self._call.kwargs)
+        return packed(tree_map(taken, (args, kwargs), is_leaf=is_ragged))
+
+    def _dim(self, x: torch.Tensor) -> int:
+        return 0 if self._engine.batch_first or x.dim() == 1 else 1
+
+    def _has_rows(self, x: torch.Tensor) -> bool:
+        return x.dim() > self._dim(x) and x.shape[self._dim(x)] == self._size
+
+    def _has_squares(self) -> bool:
+        given = [x for x in tree_leaves((self._call.args, self._call.kwargs)) if isinstance(x, torch.Tensor)]
+        return any(self._has_rows(x) and _is_square(x) for x in given)
+
+    def _outputs(self, output: Any) -> list[torch.Tensor]:
+        """The outputs that have a dimension for the rows, which comes first."""
+        tensors = [x for x in floating_tensors(with_rows(output)) if x.dim() and not is_dtensor(x)]
+        found = [examples_first(x, self._size, batch_first=self._engine.batch_first) for x in tensors]
+        return [x for x in found if len(x) == self._size and x.numel()]
+
+    def _sampled(self, output: Any) -> list[torch.Tensor]:
+        return [_sample(x) for x in self._outputs(output)]
+
+    def _used(self, losses: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Of each output which numbers the losses come from, where these may be numbers for all pairs of rows."""
+        outputs = self._outputs(self._call.output)
+        squares = [x for x in outputs if x.requires_grad and _is_square(x)]
+        if losses is None or not squares:
+            return [None] * len(outputs)
+        found = torch.autograd.grad(losses.sum(), squares, retain_graph=True, allow_unused=True)
+        gradients = {id(x): torch.zeros_like(x) if g is None else g for x, g in zip(squares, found, strict=True)}
+        return [_sample(gradients[id(x)]) != 0 if id(x) in gradients else None for x in outputs]
+
+
+class _Sorting(TorchDispatchMode):
+    """Notes whether the model sorts something."""
+
+    sorts = False
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        self.sorts |= getattr(func, "overloadpacket", None) in _SORTS
+        return func(*args, **(kwargs or {}))
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    flat = x.detach().flatten(1) if x.dim() > 1 else x.detach()[:, None]
+    return flat[:, :: max(1, flat.shape[1] // _SAMPLE) | 1].float().clone()
+
+
+def _is_square(x: torch.Tensor) -> bool:
+    return x.dim() > 1 and x.shape[0] == x.shape[1]
+
+
+def _most(moved_b: torch.Tensor) -> bool:
+    return 2 * int(moved_b.sum()) > len(moved_b)
