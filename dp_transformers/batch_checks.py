@@ -311,6 +311,9 @@ def _refuse_unless_as_long(padded: list[torch.Tensor], alone: list[torch.Tensor]
             )
 
 
+# Losses alone are looked at for all of this many physical batches, then ever more rarely, down to this rate.
+OFTEN, RATE = 8, 1 / 64
+RATE_OF_MODELS = 1 / 128  # where the model must run for it
 _FEW = 2  # rows that are compared with as many more beside them
 
 

@@ -10,7 +10,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from .batch_checks import refuse_losses_of_other_rows
+from .batch_checks import OFTEN, RATE, RATE_OF_MODELS, refuse_losses_of_other_rows
+from .clipping.checks.rare_looks import RareLooks
 from .clipping.conditions import Conditions
 from .loss_state import WatchedLoss
 from .losses import (
@@ -81,6 +82,7 @@ class ExampleLosses:
     def __init__(self, loss: PerExampleLoss, label_names: Sequence[str]):
         self._loss, self._label_names = loss, label_names
         self._runs_the_model = runs_the_model(loss)
+        self._looks = RareLooks(RATE_OF_MODELS) if self._runs_the_model else RareLooks(RATE, OFTEN)
         self._watched: Callable[..., torch.Tensor] = loss
 
     def watch(self, model: nn.Module, conditions: Conditions) -> None:
@@ -154,13 +156,14 @@ class ExampleLosses:
         return labels[0] if len(labels) == 1 else labels
 
     def refuse_losses_over_the_batch(
-        self, model: nn.Module, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any], seed: int
+        self, model: nn.Module, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]
     ) -> None:
-        """Raise ValueError if the losses of half of the rows change when these rows replace all others.
-
-        Args:
-            seed: Seeds the random numbers that a loss may draw, so that both computations draw the same.
-        """
+        """Raise ValueError if the losses of half of the rows change when these rows replace all others: at first in
+        every physical batch, then ever more rarely and by chance; on ranks that hold parts of the model in the same
+        ones."""
+        if not self._looks.is_due():
+            return
+        seed = self._looks.number
         if not self._runs_the_model:
             refuse_losses_of_other_rows(self._watched, (outputs, self._labels_of(inputs)), losses, seed)
             return

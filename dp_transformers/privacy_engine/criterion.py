@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch_checks import refuse_losses_of_other_rows, refuse_losses_of_padding
+from ..batch_checks import OFTEN, RATE, refuse_losses_of_other_rows, refuse_losses_of_padding
 from ..clipping import PerExampleClipper
+from ..clipping.checks.rare_looks import RareLooks
 from ..clipping.errors import warn_once
 from ..loss_state import WatchedLoss
 from ..step import Given
@@ -55,7 +56,8 @@ class PrivateCriterion:
         own.reduction = "none"
         self.criterion, self.reduction, self._clipper = own, reduction, clipper
         self._current_batch, self._paddings = current_batch, set[tuple]()  # whose kinds were looked at
-        self._calls, self._watched = 0, WatchedLoss(own, clipper.model, clipper.conditions, "criterion")
+        self._looks = RareLooks(RATE, OFTEN)
+        self._watched = WatchedLoss(own, clipper.model, clipper.conditions, "criterion")
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         each = (self._watched if torch.is_grad_enabled() else self.criterion)(*args, **kwargs)
@@ -64,12 +66,11 @@ class PrivateCriterion:
         if not loss.requires_grad:
             return loss
         if self._clipper.batch_first:  # where positions come first, they are no rows
-            if self._calls & (self._calls - 1) == 0:  # at first, and ever more rarely
+            if self._looks.is_due():
                 refuse_losses_of_other_rows(
-                    lambda args, kwargs: self._watched(*args, **kwargs), (args, kwargs), each, self._calls
+                    lambda args, kwargs: self._watched(*args, **kwargs), (args, kwargs), each, self._looks.number
                 )
             self._look_at_padding(args, kwargs)
-        self._calls += 1
         return _ClippedBackward.apply(
             torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
         )
@@ -101,7 +102,7 @@ class PrivateCriterion:
 
         for padding in given.batch.paddings:
             is_new = padding.by_others and padding.kind not in self._paddings
-            if is_new and refuse_losses_of_padding(losses_of, args, kwargs, given.batch, padding, self._calls):
+            if is_new and refuse_losses_of_padding(losses_of, args, kwargs, given.batch, padding, self._looks.number):
                 self._paddings.add(padding.kind)
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:

@@ -339,8 +339,7 @@ class DPTrainerMixin(Base):
             step.check((), dict(rows), self.losses_to_check)
             with self.compute_loss_context_manager():
                 losses, outputs = self._example_losses(self.model, rows)
-                if given.draw & (given.draw - 1) == 0:  # at first, and ever more rarely
-                    self._example_losses.refuse_losses_over_the_batch(self.model, losses, outputs, rows, given.draw)
+                self._example_losses.refuse_losses_over_the_batch(self.model, losses, outputs, rows)
             step.clipper.backward(losses)
             if self.args.log_raw_metrics:
                 own_losses = losses.detach()[: given.batch.examples]
