@@ -13,9 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils._pytree import keystr, tree_leaves_with_path
 from torch.utils.data import DataLoader, Dataset
 
 from . import distributed, rows
+from .clipping.checks.padding import is_of_targets
 from .common_rows import CommonRows
 from .first_use import Memory
 from .loaded_rows import LoadedRows
@@ -48,6 +51,31 @@ class PhysicalBatch:
     def examples(self) -> int:
         """How many of its rows, the first ones, are examples of the draw."""
         return self.size - self.fillers
+
+    def padded_arguments(self, padding: Padding, args: tuple, kwargs: dict) -> dict[str, bool] | None:
+        """Return by path whether an argument of the model, or of a loss, is a column that is padded so. Arguments that
+        are no columns are left out. None where one of those might be, and might be one that is padded otherwise to the
+        same length."""
+        if padding.columns is None:
+            return {}
+        columns = [(name, x) for name, x in rows.leaves(self.rows) if isinstance(x, torch.Tensor)]
+        found, others = {}, False
+        for path, x in tree_leaves_with_path((args, kwargs)):
+            if not isinstance(x, torch.Tensor):
+                continue
+            own_name = str(getattr(path[-1], "key", ""))
+            same = [(name, y) for name, y in columns if y.shape == x.shape]
+            name = next((name for name, _ in same if name == own_name), None) or next(
+                (name for name, y in same if y.dtype == x.dtype and rows.same_numbers(x, y.to(x.device))), None
+            )
+            if name is not None:
+                found[keystr(path)] = name in padding.columns
+            elif is_of_targets(own_name):  # made of them
+                found[keystr(path)] = any(map(is_of_targets, padding.columns))
+            else:
+                others |= padding.length in x.shape[1:]
+        is_one_of_two = sum(each.length == padding.length for each in self.paddings) > 1
+        return None if others and is_one_of_two else found
 
     def pin_memory(self) -> PhysicalBatch:
         from torch.utils.data._utils.pin_memory import pin_memory

@@ -10,9 +10,9 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from .batch_checks import OFTEN, RATE, RATE_OF_MODELS, refuse_losses_of_other_rows
 from .clipping.checks.rare_looks import RareLooks
 from .clipping.conditions import Conditions
+from .loss_checks import OFTEN, RATE, RATE_OF_MODELS, refuse_losses_of_other_rows
 from .loss_state import WatchedLoss
 from .losses import (
     PerExampleLoss,

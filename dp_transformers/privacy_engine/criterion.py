@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch_checks import OFTEN, RATE, refuse_losses_of_other_rows, refuse_losses_of_padding
 from ..clipping import PerExampleClipper
 from ..clipping.checks.rare_looks import RareLooks
 from ..clipping.errors import warn_once
+from ..loss_checks import OFTEN, RATE, refuse_losses_of_other_rows, refuse_losses_of_padding
 from ..loss_state import WatchedLoss
 from ..step import Given
 
