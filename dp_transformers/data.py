@@ -26,6 +26,7 @@ from .mixing import refuse_first_use, refuse_mixed, refuse_reordered, refuse_sta
 from .randomness import SecretSeeds, require_unseeded
 from .rows import Padding
 from .sampling import Draw, DrawSampler
+from .stored_rows import refuse_rows_loaded_from_one
 
 
 @dataclass
@@ -130,6 +131,7 @@ class LogicalBatches(Dataset):
         fill: Whether every physical batch has just as many rows as the largest. Those that are missing are copies of
             other rows, of weight 0.
         largest_draw: The largest number of examples that a draw has on this rank; None where there is no bound.
+        copies: How many indices may stand for one stored row (``max_examples_per_person``).
 
     Attributes:
         batches_per_draw: How many physical batches a draw has at least. Where batches are filled and draws have a
@@ -145,9 +147,10 @@ class LogicalBatches(Dataset):
         *,
         fill: bool = False,
         largest_draw: int | None = None,
+        copies: int = 1,
     ):
         self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
-        self._fill = fill
+        self._fill, self._copies = fill, copies
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
         self._seeds = seeds or SecretSeeds(secrets.randbits(128))
         # columns with their shortest and longest lengths, to within a factor of two, of which a row was collated alone
@@ -178,6 +181,7 @@ class LogicalBatches(Dataset):
         before = self._load_alone(some, draw)
         self._reseed(f"rows of draw {draw.number}")
         loaded = self._load(draw.indices)
+        refuse_rows_loaded_from_one(draw.indices, loaded, self._copies)
         refuse_state(self.dataset, before[::2], self._load_alone(some[::2][::-1], draw)[::-1])
         examples = sorted(loaded, key=_length)
         size = self.physical_batch_size

@@ -4,7 +4,8 @@ Data sets are often views: one index after another may stand for a row of anothe
 Here a row has a name, a pair of numbers (base, row), which two indices share if and only if one stored row stands
 behind both. Looked through are ``Subset`` and ``ConcatDataset`` of torch, lists and tuples of objects, and
 ``datasets.Dataset``, whose rows are named by where the memory, or the file, of their table holds them. In any other
-data set each index is a row of its own, and so is what ``map`` or a copy wrote anew.
+data set each index is a row of its own, and so is what ``map`` or a copy wrote anew. Of those that come together in a
+draw it is seen when they are loaded that they are one row: :func:`refuse_rows_loaded_from_one`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import contextlib
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import count
 from numbers import Number
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import ConcatDataset, Subset
 
 Bases = defaultdict[Hashable, int]  # the number of each base, given when it is first asked for
@@ -45,6 +47,49 @@ def have_rows_in_common(first: Any, second: Any) -> bool:
     order, is_same = _sorted(np.concatenate([names, others], axis=1))
     is_other = order >= names.shape[1]
     return bool((is_same & (is_other[1:] != is_other[:-1])).any())
+
+
+def refuse_rows_loaded_from_one(indices: Sequence[int], loaded: Sequence[Any], copies: int) -> None:
+    """Raise ValueError if more than ``copies`` of the rows that were loaded for these indices are one object, or
+    consist of tensors and arrays which all lie in the same memory.
+
+    Equal rows are no proof, since two people may have them; nor is a tensor that rows share beside something else.
+    """
+    if len(loaded) <= copies:
+        return
+    found = defaultdict(list)
+    for index, row in zip(indices, loaded, strict=True):
+        if (name := _memory_of(row)) is not None:
+            found[name].append(index)
+    same = max(found.values(), key=len, default=[])
+    if len(same) > copies:
+        raise ValueError(
+            f"rows {same[0]} and {same[1]} of the training data are one stored row ({len(same)} of this draw are): "
+            "what is loaded for them is the same object, or lies in the same memory, but "
+            f"max_examples_per_person={copies}, so epsilon would not hide all that is learned from it. Train on each "
+            "row once (no index table that repeats rows, no i % n); where some shall count more, weight their losses; "
+            "or say how often a row may come (max_examples_per_person, in a mechanism unit=PrivacyUnit), and epsilon "
+            "is for all copies together. If they are rows of two people, let the data set return a copy of each."
+        )
+
+
+def _memory_of(row: Any) -> Hashable | None:
+    """Return where a loaded row lies, by its identity where it holds more than tensors and arrays; None where nothing
+    is known of it, as of numbers and words, which Python may keep as one object."""
+    parts = [*row.values()] if isinstance(row, Mapping) else [*row] if isinstance(row, (tuple, list)) else [row]
+    places = [_place_of_numbers(part) for part in parts]
+    if places and None not in places:
+        return tuple(places)
+    is_shared = isinstance(row, (*_MAY_BE_SHARED, tuple)) or _place_of_numbers(row) is not None
+    return None if is_shared or not parts else id(row)
+
+
+def _place_of_numbers(x: Any) -> Hashable | None:
+    """Return the memory that a tensor or an array begins in, and how many numbers it has; None for anything else, and
+    without any."""
+    if type(x) is torch.Tensor:
+        return (x.data_ptr(), len(x) if x.dim() else 1) if x.layout is torch.strided and x.numel() else None
+    return (x.__array_interface__["data"][0], x.shape) if isinstance(x, np.ndarray) and x.size else None
 
 
 def _bases() -> Bases:

@@ -40,7 +40,7 @@ def test_other_rows_than_one_for_each_index(kind, count):
         ValueError,
         match=rf"returned {count} rows instead of 2,.*one row.*windows.*leaves some out.*max_examples_per_person",
     ):
-        batches(kind([{"x": torch.ones(2)}] * 4), list)[Draw(3, [0, 1])]
+        batches(kind([{"x": torch.ones(2)} for _ in range(4)]), list)[Draw(3, [0, 1])]
 
 
 PACKED = {
@@ -56,7 +56,7 @@ PACKED = {
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("mapping", [dict, UserDict])
 def test_packed_rows(kind, mapping):
-    data = [{"input_ids": [1] * 6}] * 4
+    data = [{"input_ids": [1] * 6} for _ in range(4)]
     with pytest.raises(ValueError, match=r"Packing joins several examples.*uses? one that pads|Packing joins"):
         batches(data, lambda rows: mapping(PACKED[kind]))[Draw(3, [0, 1])]
 
@@ -68,7 +68,7 @@ def test_positions_that_begin_behind_padding_are_not_packed():
         "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]),
         "position_ids": positions,
     }
-    assert len(batches([{"input_ids": [1] * 6}] * 4, lambda rows: batch)[Draw(3, [0, 1])].batches) == 1
+    assert len(batches([{"input_ids": [1] * 6} for _ in range(4)], lambda rows: batch)[Draw(3, [0, 1])].batches) == 1
 
 
 def stack(rows):
@@ -153,7 +153,8 @@ def test_a_collator_near_an_object_without_attributes():
 
 def test_one_row_of_all_examples():
     with pytest.raises(ValueError, match="made one row of 2 examples.*pads"):
-        batches([{"input_ids": torch.ones(3)}] * 4, lambda rows: {"input_ids": torch.ones(1, 6)})[Draw(3, [0, 1])]
+        data = [{"input_ids": torch.ones(3)} for _ in range(4)]
+        batches(data, lambda rows: {"input_ids": torch.ones(1, 6)})[Draw(3, [0, 1])]
 
 
 class Noisy:

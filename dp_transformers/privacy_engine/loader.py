@@ -38,6 +38,7 @@ class PoissonDraws:
         max_physical_batch_size: The size of the largest batch that a draw is split into; None for no limit.
         fill: Whether all batches have this size.
         secure: Whether draws come from a cryptographic generator.
+        copies: How many indices may stand for one stored row.
 
     Raises:
         ValueError: ``sampling`` is for other data or another batch size, or batches have no size to fill them up to.
@@ -53,6 +54,7 @@ class PoissonDraws:
         *,
         fill: bool,
         secure: bool,
+        copies: int,
     ):
         if max_physical_batch_size is not None and max_physical_batch_size < 1:
             raise ValueError(
@@ -96,6 +98,7 @@ class PoissonDraws:
             seeds,
             fill=fill,
             largest_draw=largest,
+            copies=copies,
         )
         self._loader = draws_dataloader(self.logical_batches, self.sampler, **options)
 

@@ -145,6 +145,7 @@ class PlainLoop:
             self.max_physical_batch_size,
             fill=self.fill_physical_batches,
             secure=secure,
+            copies=mechanism.unit.max_examples_per_person,
         )
         clipper = PerExampleClipper(
             module,

@@ -69,6 +69,7 @@ class TrainerLoop:
             self._seeds,
             fill=args.fill_physical_batches,
             largest_draw=sampler.largest_draw,
+            copies=self._training.run.mechanism.unit.max_examples_per_person,
         )
         return draws_dataloader(
             self._draws,

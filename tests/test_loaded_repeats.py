@@ -1,0 +1,128 @@
+"""Two indices behind which one stored row stands, seen when both are loaded, whatever class the data set has."""
+
+import dataclasses
+import functools
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from neighbours import LOOPS, Task, points, train
+from torch import nn
+from torch.utils.data import Dataset
+
+from dp_transformers.stored_rows import refuse_rows_loaded_from_one
+
+pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+REFUSED = "are one stored row"
+SIZE = 12
+X, Y = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(0)), torch.arange(SIZE) % 3
+BASE = points(SIZE)
+
+
+class Rows(Dataset):
+    """``read(i)`` for each of these numbers."""
+
+    def __init__(self, read, numbers):
+        self.read, self.numbers = read, numbers
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, i):
+        return self.read(self.numbers[i])
+
+
+@dataclasses.dataclass
+class Point:
+    x: torch.Tensor
+    label: int
+
+
+POINTS = [Point(x, int(y)) for x, y in zip(X, Y, strict=True)]
+NUMBERS = X.numpy()
+STORED = {
+    "dict": lambda i: BASE[i],
+    "new dict of the same tensors": lambda i: dict(BASE[i]),
+    "views": lambda i: {"x": X[i], "labels": Y[i]},
+    "tuple of views": lambda i: (X[i], Y[i]),
+    "one tensor": lambda i: X[i],
+    "arrays": lambda i: {"x": NUMBERS[i]},
+    "objects": lambda i: POINTS[i],
+}
+PROTOTYPES, MASK = X[:2], torch.ones(6)
+OWN = {
+    "copies": lambda i: {"x": X[0].clone(), "labels": Y[0].clone()},
+    "equal text and a mask for all": lambda i: {"text": "a", "mask": MASK},
+    "a prototype with a number": lambda i: (PROTOTYPES[i % 2], i % 2),
+    "an image for all with its own words": lambda i: {"image": MASK, "ids": X[i]},
+    "numbers and words": lambda i: 7,
+    "constants": lambda i: (0, "b"),
+    "none": lambda i: None,
+    "scalars": lambda i: {"x": np.float32(1), "y": 2},
+    "empty": lambda i: {"x": torch.zeros(0)},
+}
+
+
+def draw(read, numbers, copies=1):
+    data = Rows(read, numbers)
+    refuse_rows_loaded_from_one(range(len(data)), [data[i] for i in range(len(data))], copies)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_a_stored_row_that_comes_again_is_named(stored):
+    draw(STORED[stored], range(SIZE))
+    draw(STORED[stored], [3, 1, 3], copies=2)
+    with pytest.raises(ValueError, match=rf"rows 1 and 5 .*{REFUSED} \(2 of this draw are\)"):
+        draw(STORED[stored], [0, 4, 2, 3, 5, 4])
+    with pytest.raises(ValueError, match=REFUSED):
+        draw(STORED[stored], [3, 1, 3, 3], copies=2)
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_equal_rows_and_what_rows_share_beside_something_else_are_no_proof(own):
+    draw(OWN[own], range(SIZE))
+
+
+def test_rows_that_a_cache_made_one_are_refused_and_a_copy_is_the_way_out():
+    @functools.cache
+    def tokens(text):
+        return {"ids": [ord(c) for c in text]}
+
+    with pytest.raises(ValueError, match="let the data set return a copy of each"):
+        draw(lambda i: tokens("ab"[i % 2]), range(3))
+    draw(lambda i: dict(tokens("ab"[i % 2])), range(3))
+
+
+def losses(outputs, labels):
+    return F.cross_entropy(outputs, labels, reduction="none")
+
+
+class Scores(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("read", [STORED["dict"], STORED["views"]])
+def test_both_loops_refuse_an_index_table(loop, read):
+    def trained(numbers):
+        return train(loop, Task(lambda: Scores(6, 3), Rows(read, numbers), loss=losses, bound=0.3, steps=2))
+
+    trained(range(SIZE))
+    with pytest.raises(ValueError, match=REFUSED):
+        trained([0, 0, *range(SIZE)])
+
+
+def test_groups_of_rows_may_come_as_often_as_they_are_counted_for():
+    task = Task(lambda: Scores(6, 3), Rows(STORED["dict"], [*range(SIZE), 4]), loss=losses, bound=0.3)
+    task.arguments = {"max_examples_per_person": 2}
+    train("trainer", task)
+
+
+def test_it_takes_microseconds_a_row():
+    rows = [{"x": X[i % SIZE].clone(), "labels": Y[i % SIZE].clone(), "mask": MASK} for i in range(4000)]
+    begin = time.perf_counter()
+    refuse_rows_loaded_from_one(range(len(rows)), rows, 1)
+    assert (time.perf_counter() - begin) / len(rows) < 50e-6  # 5 on a free core
