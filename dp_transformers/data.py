@@ -6,7 +6,6 @@ batches counts private steps. It consists of *physical batches*, which are colla
 
 from __future__ import annotations
 
-import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from . import distributed, rows
 from .clipping.checks.padding import is_of_targets
 from .common_rows import CommonRows
-from .first_use import Memory
+from .draw_looks import DrawLook, common_rows, is_looked_at
 from .loaded_rows import LoadedRows
-from .mixing import refuse_first_use, refuse_mixed, refuse_reordered, refuse_state
+from .mixing import refuse_reordered
 from .randomness import SecretSeeds, require_unseeded
+from .row_source import RowSource
 from .rows import Padding
 from .sampling import Draw, DrawSampler
 from .stored_rows import refuse_rows_loaded_from_one
@@ -112,16 +112,11 @@ class LogicalBatch:
         return [batch.size for batch in self.batches]
 
 
-_FEW = 8  # examples that are made once more, each as the first of its draw
-
-
 class LogicalBatches(Dataset):
     """A map-style dataset seen through draws: item ``draw`` is the :class:`LogicalBatch` of its examples.
 
     Examples that have a length (texts and sounds) are ordered by it before they are cut into physical batches. They
-    then need less padding, and no example's gradient changes. Before the examples of a draw are loaded, the global
-    random generators, and those that the data set and the collator keep, are seeded from ``seeds``, so that
-    augmentation and random masking follow no seed that somebody set.
+    then need less padding, and no example's gradient changes.
 
     Args:
         dataset: A map-style data set.
@@ -149,10 +144,9 @@ class LogicalBatches(Dataset):
         largest_draw: int | None = None,
         copies: int = 1,
     ):
-        self.dataset, self.collate, self.physical_batch_size = dataset, collate, physical_batch_size
-        self._fill, self._copies = fill, copies
+        self._source = RowSource(dataset, collate, seeds or SecretSeeds(secrets.randbits(128)))
+        self.physical_batch_size, self._fill, self._copies = physical_batch_size, fill, copies
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
-        self._seeds = seeds or SecretSeeds(secrets.randbits(128))
         # columns with their shortest and longest lengths, to within a factor of two, of which a row was collated alone
         self._collated_alone: set[tuple[Any, int, int]] = set()
         self._columns_of_mask: frozenset[str] | None = None  # those that are padded like it, once that is known
@@ -160,80 +154,52 @@ class LogicalBatches(Dataset):
         self._pads_draws = False
         self._filler: PhysicalBatch | None = None
         self._has_ranks = distributed.world_size() > 1  # of which a worker knows nothing
-        self._parts: list[Any] = []  # the objects that the data set and the collator consist of in the current draw
+
+    @property
+    def dataset(self) -> Any:
+        return self._source.dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     # pyrefly: ignore[bad-override-param-name]  (given by position, by torch's loader)
     def __getitem__(self, draw: Draw) -> LogicalBatch:
-        self._parts = list(rows.parts_of((self.collate, self.dataset)))
-        rows.require_known_to_nobody(self._parts)
-        is_looked_at = draw.number & (draw.number - 1) == 0  # draws 0, 1, 2, 4, 8, ...
-        memory, common = Memory((self.collate, self.dataset)) if is_looked_at else None, None
-        if memory is not None and self._has_ranks:
-            common = self.common_rows(draw.number)
-            memory.put_back()
+        source, common = self._source, None
+        source.begin_draw()
+        if self._has_ranks and is_looked_at(draw):
+            common = common_rows(source, draw.number)
             if common.error is not None:
                 return LogicalBatch(draw.number, [], draw.starts_pass, draw.step, common)
-        is_looked_at = is_looked_at and len(draw.indices) > 1
-        some = list(draw.indices)[:16] if is_looked_at else []
-        before = self._load_alone(some, draw)
-        self._reseed(f"rows of draw {draw.number}")
-        loaded = self._load(draw.indices)
+        look = DrawLook(source, draw) if is_looked_at(draw) else None
+        source.reseed(f"rows of draw {draw.number}")
+        loaded = source.load(draw.indices)
         refuse_rows_loaded_from_one(draw.indices, loaded, self._copies)
-        refuse_state(self.dataset, before[::2], self._load_alone(some[::2][::-1], draw)[::-1])
         examples = sorted(loaded, key=_length)
-        size = self.physical_batch_size
-        parts = [examples[i : i + size] for i in range(0, len(examples), size)]
-        if is_looked_at:
-            refuse_mixed(self.collate, examples[-16:], self._reseed)
-            self._refuse_mixed_loading(draw)
-            self._pads_draws |= self._is_padded_by_others(draw.indices, loaded)
-        few = rows.copied(_sample(examples)) if is_looked_at else []
-        self._reseed(f"batches of draw {draw.number}")  # loading an example may have set a seed
-        batches = [self._physical_batch(part, f"filled batch of draw {draw.number}") for part in parts]
-        if memory is not None:
-            self._refuse_first_use(memory, dict(zip(some, before, strict=True)), few, draw)
+        if look is not None:
+            look.at_rows()
+            look.at_examples(examples)
+            self._pads_draws |= look.is_padded_by_others(loaded)
+        source.reseed(f"batches of draw {draw.number}")  # loading an example may have set a seed
+        batches = [
+            self._physical_batch(examples[i : i + self.physical_batch_size], f"filled batch of draw {draw.number}")
+            for i in range(0, len(examples), self.physical_batch_size)
+        ]
+        if look is not None:
+            look.at_end()
         return LogicalBatch(draw.number, batches, draw.starts_pass, draw.step, common)
 
-    def _refuse_first_use(self, memory: Memory, known: Mapping[int, Any], few: Sequence[Any], draw: Draw) -> None:
-        """Raise ValueError if a row, or what the collator makes of one, is another one where it is the first that is
-        made since the draw began.
-
-        Args:
-            known: Rows by their index, loaded alone.
-            few: Rows for the collator.
-        """
-        if not (kept := memory.changed()):
-            return
-
-        def made(example: Any) -> Any:
-            self._reseed(f"an example twice, beside draw {draw.number}")
-            return self.collate([rows.copied(example), rows.copied(example)])  # some collators cannot do with one
-
-        for i, row in _sample(list(known.items())):
-            for first in memory.as_first(lambda i=i: self._load_alone([i], draw)[0]):
-                refuse_first_use(row, first, f"data set ({type(self.dataset).__name__})", kept)
-        for example in few:
-            for first in memory.as_first(lambda example=example: made(example)):
-                refuse_first_use(made(example), first, "collator", kept)
-
     def common_rows(self, number: int) -> CommonRows:
-        """Load some rows that all ranks have alike, beside draw ``number``."""
-        self._parts = list(rows.parts_of((self.collate, self.dataset)))
-        seeds = self._seeds.of_all_ranks()
-
-        def reseed(purpose: str) -> None:
-            self._reseed(purpose, seeds)
-
-        return CommonRows.of(self.dataset, lambda i: self._load([i])[0], seeds, reseed, number)
+        """Load some rows that all ranks are to have alike, beside draw ``number``."""
+        self._source.begin_draw()
+        return common_rows(self._source, number)
 
     def filler(self) -> PhysicalBatch:
         """Return rows of weight 0 alone, for a rank that has no examples left, and for a draw that is empty."""
         if self._filler is None:
             size = self.physical_batch_size if self._fill else 1
-            self._filler = PhysicalBatch(self.collate(_copies(self._load([0])[0], size)), size, fillers=size)
+            self._filler = PhysicalBatch(
+                self._source.collate(_copies(self._source.load([0])[0], size)), size, fillers=size
+            )
         return self._filler
 
     def has_one_longest(self) -> bool:
@@ -241,49 +207,12 @@ class LogicalBatches(Dataset):
         others."""
         full = 0
         for i in range(len(self.dataset)):
-            row = self._load([i])[0]
+            row = self._source.load([i])[0]
             mask = row.get("attention_mask") if isinstance(row, Mapping) else None
             full += mask is not None and bool(np.all(np.asarray(mask)))
             if full > 1:
                 return False
         return full == 1
-
-    def _reseed(self, purpose: str, seeds: SecretSeeds | None = None) -> None:
-        seeds = seeds or self._seeds
-        seeds.reseed(purpose)
-        for generator in rows.generators(self._parts):
-            seeds.reseed_generator(generator, purpose)
-
-    def _load(self, indices: Sequence[int]) -> list[Any]:
-        if not hasattr(self.dataset, "__getitems__"):
-            return [self.dataset[i] for i in indices]
-        examples = list(self.dataset.__getitems__(list(indices))) if len(indices) else []
-        rows.require_one_each(indices, examples, self.dataset)
-        return examples
-
-    def _load_alone(self, indices: Sequence[int], draw: Draw) -> list[Any]:
-        """Load rows one after the other, each with random numbers that do not depend on those before it."""
-        loaded = []
-        for i in indices:
-            self._reseed(f"row {i} by itself, beside draw {draw.number}")
-            loaded += rows.copied(self._load([i]))  # the data set may keep what it returns, and change it
-        return loaded
-
-    def _is_padded_by_others(self, indices: Sequence[int], examples: Sequence[Any]) -> bool:
-        """Return whether the row with most padding has less when it is loaded alone. A data set may have a
-        transform that pads the rows which are loaded together."""
-        if not hasattr(self.dataset, "__getitems__") or not (
-            isinstance(examples[0], Mapping) and "attention_mask" in examples[0]
-        ):
-            return False
-        row = min(range(len(examples)), key=lambda i: int(np.sum(np.asarray(examples[i]["attention_mask"]))))
-        return rows.size_of(self._load([indices[row]])[0]) < rows.size_of(examples[row])
-
-    def _refuse_mixed_loading(self, draw: Draw) -> None:
-        """Raise ValueError if a data set that loads the rows of a draw together mixes them."""
-        if hasattr(self.dataset, "__getitems__"):
-            indices = list(draw.indices)[-16:]
-            refuse_mixed(self._load, indices, self._reseed, who="data set")
 
     def _physical_batch(self, examples: list[Any], purpose: str) -> PhysicalBatch:
         """Collate a part of a draw, filled up if batches have a fixed size.
@@ -297,11 +226,11 @@ class LogicalBatches(Dataset):
         if not fillers:
             return self._collated(examples)
         kept = rows.copied(examples)
-        self._reseed(purpose)
+        self._source.reseed(purpose)
         batch = self._collated([*examples, *_copies(kept[0], fillers)])
         for other in reversed(kept):
-            self._reseed(purpose)
-            made = self.collate([*rows.copied(kept), *_copies(other, fillers)])
+            self._source.reseed(purpose)
+            made = self._source.collate([*rows.copied(kept), *_copies(other, fillers)])
             if refuse_reordered(batch.rows, made, len(kept), batch.size):
                 break
         return replace(batch, fillers=fillers)
@@ -309,14 +238,14 @@ class LogicalBatches(Dataset):
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
         alone = {row: rows.copied(examples[row]) for row in self._rows_to_collate_alone(examples)}
         name, loaded = rows.main_input(examples[0]), LoadedRows.of_examples(examples)
-        batch = self.collate(examples)
+        batch = self._source.collate(examples)
         require_unseeded("the collator")
         loaded.refuse_mixed(batch, "collator")
         rows.refuse_packed(batch, examples)
         paddings = [
             padding
             for row, example in alone.items()
-            for padding in rows.paddings_by_others(batch, len(examples), row, example, self.collate)
+            for padding in rows.paddings_by_others(batch, len(examples), row, example, self._source.collate)
         ]
         if (
             name is not None
@@ -349,10 +278,6 @@ class LogicalBatches(Dataset):
                 self._collated_alone.add(kind)
                 found[min(range(len(sizes)), key=lambda row: (of_column[row], sum(sizes[row].values())))] = None
         return list(found)
-
-
-def _sample(things: Sequence[Any]) -> list[Any]:
-    return random.sample(things, min(_FEW, len(things)))
 
 
 def _copies(example: Any, count: int) -> list[Any]:

@@ -1,0 +1,97 @@
+"""What is looked at in draws 0, 1, 2, 4, 8, ...: whether rows are made of their own examples alone, and are the same
+on all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import rows
+from .common_rows import CommonRows
+from .first_use import Memory
+from .mixing import refuse_first_use, refuse_mixed, refuse_state
+from .row_source import RowSource
+from .sampling import Draw
+
+_SEVERAL = 16  # rows that are loaded again, or made beside another one
+_FEW = 8  # examples that are made once more, each as the first of its draw
+
+
+def is_looked_at(draw: Draw) -> bool:
+    """Return whether the draw is one of those whose rows are made again."""
+    return draw.number & (draw.number - 1) == 0
+
+
+def common_rows(source: RowSource, number: int) -> CommonRows:
+    """Load some rows that all ranks are to have alike, beside draw ``number``. Data set and collator then keep what
+    they kept before."""
+    memory, seeds = Memory((source.collate, source.dataset)), source.seeds.of_all_ranks()
+
+    def reseed(purpose: str) -> None:
+        source.reseed(purpose, seeds)
+
+    try:
+        return CommonRows.of(source.dataset, lambda i: source.load([i])[0], seeds, reseed, number)
+    finally:
+        memory.put_back()
+
+
+class DrawLook:
+    """Looks at how the rows of a draw are made, step by step. It is made before they are loaded."""
+
+    def __init__(self, source: RowSource, draw: Draw):
+        self._source, self._draw = source, draw
+        self._memory = Memory((source.collate, source.dataset))
+        self._has_others = len(draw.indices) > 1
+        self._indices = list(draw.indices)[:_SEVERAL] if self._has_others else []
+        self._before = source.load_alone(self._indices, draw.number)
+        self._examples: list[Any] = []
+
+    def at_rows(self) -> None:
+        """The rows were loaded: raise ValueError unless the data set gives some of them again as it gave them
+        before, in the opposite order."""
+        again = self._source.load_alone(self._indices[::2][::-1], self._draw.number)[::-1]
+        refuse_state(self._source.dataset, self._before[::2], again)
+
+    def at_examples(self, examples: Sequence[Any]) -> None:
+        """Raise ValueError if the collator mixes ``examples``, or a data set that loads rows together mixes them."""
+        if not self._has_others:
+            return
+        source = self._source
+        refuse_mixed(source.collate, examples[-_SEVERAL:], source.reseed)
+        if source.loads_together:
+            refuse_mixed(source.load, list(self._draw.indices)[-_SEVERAL:], source.reseed, who="data set")
+        self._examples = rows.copied(_sample(examples))
+
+    def is_padded_by_others(self, loaded: Sequence[Any]) -> bool:
+        """Return whether the row with most padding has less when it is loaded alone. A data set may have a transform
+        that pads the rows which are loaded together."""
+        has_masks = self._has_others and isinstance(loaded[0], Mapping) and "attention_mask" in loaded[0]
+        if not (self._source.loads_together and has_masks):
+            return False
+        row = min(range(len(loaded)), key=lambda i: int(np.sum(np.asarray(loaded[i]["attention_mask"]))))
+        return rows.size_of(self._source.load([self._draw.indices[row]])[0]) < rows.size_of(loaded[row])
+
+    def at_end(self) -> None:
+        """The draw was collated: raise ValueError if a row, or what the collator makes of one, is another one where it
+        is the first that is made since the draw began."""
+        if not (kept := self._memory.changed()):
+            return
+        source, memory = self._source, self._memory
+        for i, row in _sample(list(zip(self._indices, self._before, strict=True))):
+            for first in memory.as_first(lambda i=i: source.load_alone([i], self._draw.number)[0]):
+                refuse_first_use(row, first, f"data set ({type(source.dataset).__name__})", kept)
+        for example in self._examples:
+            for first in memory.as_first(lambda example=example: self._collated(example)):
+                refuse_first_use(self._collated(example), first, "collator", kept)
+
+    def _collated(self, example: Any) -> Any:
+        self._source.reseed(f"an example twice, beside draw {self._draw.number}")
+        return self._source.collate([rows.copied(example), rows.copied(example)])  # some cannot do with one
+
+
+def _sample(things: Sequence[Any]) -> list[Any]:
+    return random.sample(things, min(_FEW, len(things)))
