@@ -324,7 +324,8 @@ class Masks(Scores):
 
     def forward(self, x):
         mask = F.dropout(torch.ones_like(x), training=self.training)
-        SEEN.append(mask)
+        if torch.is_grad_enabled():  # no look at the model beside other rows, whose numbers train nothing
+            SEEN.append(mask)
         return super().forward(x * mask)
 
 
@@ -359,7 +360,7 @@ class OnDevice(Scores):
     """Notes the seed that devices have when it runs on a batch of the data, where the first number is 7."""
 
     def forward(self, x):
-        if (x[:, 0] == 7).all():
+        if (x[:, 0] == 7).all() and torch.is_grad_enabled():  # no look at it beside other rows
             SEEN.append(OF_DEVICES[-1])
         return super().forward(x)
 

@@ -67,6 +67,14 @@ def settle_list(place: Place, before: list) -> list[str]:
         and ids_of([now[: len(before)]]) != ids_of([before])
         and any(isinstance(x, SCALARS) for x in before)
     )
+    if not is_refused:
+        warn_once(
+            logger,
+            place.path,
+            "'%s' grows or changes with every batch; it is put back each time, so that no batch tells of others. What "
+            "you note there of losses or outputs is lost: evaluate on public data instead.",
+            place.path,
+        )
     holder.clear()
     holder.update(before) if isinstance(holder, set) else holder.extend(before)
     return [place.path] if is_refused else []
