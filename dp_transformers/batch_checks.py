@@ -4,7 +4,7 @@ their losses do not compare examples."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class BatchChecks:
         self._clipper, self._data, self._announce, self._label_names = clipper, data, announce, list(label_names)
         self._traits: frozenset | None = None  # the kinds of masks and counts that were checked; None before the first
         self._paddings: set[tuple] = set()  # the kinds of padding that were checked
-        self._position_dims: dict[frozenset[str] | None, list[int | None]] = {}  # of outputs, by what is padded
+        self._position_dims: dict[tuple, list[int | None]] = {}  # of outputs, by what is padded
         self._lengths: set[int] = set()  # the lengths of rows that came padded
         self._begun = clipper.checks_begun  # what was checked belongs to the model as it was then
 
@@ -88,18 +88,18 @@ class BatchChecks:
                 self._check_padding(*each, loss_function)
             return
         for _ in range(distributed.max_over_ranks(len(given), clipper.device)):
-            args, kwargs, padding, are_padded = distributed.broadcast_first(given.pop() if given else None)
-            self._check_padding(args, kwargs, padding, are_padded, loss_function)
+            args, kwargs, padding, padded_dims = distributed.broadcast_first(given.pop() if given else None)
+            self._check_padding(args, kwargs, padding, padded_dims, loss_function)
 
     def _check_padding(
         self,
         args: tuple,
         kwargs: dict,
         padding: Padding,
-        are_padded: dict[str, bool] | None,
+        padded_dims: Mapping[str, tuple[int, ...]] | None,
         loss_function: LossFunction | None,
     ) -> None:
-        if are_padded is None:
+        if padded_dims is None:
             return
         clipper = self._clipper
         rows = batch_size_of(clipper.model, args, kwargs, clipper.batch_first)
@@ -108,7 +108,7 @@ class BatchChecks:
             own_bt = torch.ones(rows, padding.length, dtype=torch.bool)
             own_bt[padding.row] = padding.own_t
             try:
-                clipper.check_padding(args, kwargs, own_bt, loss_function, padding.row, are_padded)
+                clipper.check_padding(args, kwargs, own_bt, loss_function, padding.row, padded_dims)
             except SelfCheckError as error:
                 if padding.by_others or len(self._lengths) > 1:
                     raise
@@ -123,13 +123,13 @@ class BatchChecks:
                     "example, and not one that was chosen without looking at the data, this is not private: %s",
                     padding.length, error,
                 )  # fmt: skip
-            self._position_dims[padding.columns] = clipper.position_dims
+            self._position_dims[tuple(padding.columns or ())] = clipper.position_dims
         self._paddings.add(padding.kind)
 
     def expect_no_gradient_at_padding(self, batch: PhysicalBatch, output: Any) -> None:
         """Expect that the loss has no gradient at positions of the model's output that are a row's padding."""
         for padding in batch.paddings:
-            dims = self._position_dims.get(padding.columns)
+            dims = self._position_dims.get(tuple(padding.columns or ()))
             if padding.by_others and dims:
                 self._clipper.expect_no_gradient_at_padding(output, padding.row, padding.own_t, dims)
 

@@ -53,10 +53,10 @@ class PhysicalBatch:
         """How many of its rows, the first ones, are examples of the draw."""
         return self.size - self.fillers
 
-    def padded_arguments(self, padding: Padding, args: tuple, kwargs: dict) -> dict[str, bool] | None:
-        """Return by path whether an argument of the model, or of a loss, is a column that is padded so. Arguments that
-        are no columns are left out. None where one of those might be, and might be one that is padded otherwise to the
-        same length."""
+    def padded_arguments(self, padding: Padding, args: tuple, kwargs: dict) -> dict[str, tuple[int, ...]] | None:
+        """Return by path in which dimensions an argument of the model, or of a loss, is a column that is padded so;
+        none where it is another column. Arguments that are no columns are left out. None where one of those might be,
+        and might be one that is padded otherwise to the same length."""
         if padding.columns is None:
             return {}
         columns = [(name, x) for name, x in rows.leaves(self.rows) if isinstance(x, torch.Tensor)]
@@ -70,9 +70,9 @@ class PhysicalBatch:
                 (name for name, y in same if y.dtype == x.dtype and rows.same_numbers(x, y.to(x.device))), None
             )
             if name is not None:
-                found[keystr(path)] = name in padding.columns
+                found[keystr(path)] = padding.columns.get(name, ())
             elif is_of_targets(own_name):  # made of them
-                found[keystr(path)] = any(map(is_of_targets, padding.columns))
+                found[keystr(path)] = (1,) if any(map(is_of_targets, padding.columns)) else ()
             else:
                 others |= padding.length in x.shape[1:]
         is_one_of_two = sum(each.length == padding.length for each in self.paddings) > 1
@@ -149,7 +149,9 @@ class LogicalBatches(Dataset):
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
         # columns with their shortest and longest lengths, to within a factor of two, of which a row was collated alone
         self._collated_alone: set[tuple[Any, int, int]] = set()
-        self._columns_of_mask: frozenset[str] | None = None  # those that are padded like it, once that is known
+        self._columns_of_mask: Mapping[str, tuple[int, ...]] | None = (
+            None  # that are padded like it, once that is known
+        )
         # whether the collator, or the data set, pads rows to the longest of those it is asked for together
         self._pads_draws = False
         self._filler: PhysicalBatch | None = None
@@ -263,8 +265,15 @@ class LogicalBatches(Dataset):
         masked = (padding.columns for padding in paddings if "attention_mask" in (padding.columns or ()))
         self._columns_of_mask = next(masked, self._columns_of_mask)
         if not paddings and (before := rows.padding_before(batch)) is not None:
-            paddings = [replace(before, by_others=self._pads_draws, columns=self._columns_of_mask)]
+            paddings = [replace(before, by_others=self._pads_draws, columns=self._columns_like_mask(batch, before))]
         return PhysicalBatch(batch, len(examples), tuple(paddings), rows.traits_of(batch, len(examples)))
+
+    def _columns_like_mask(self, batch: Any, padding: Padding) -> Mapping[str, tuple[int, ...]] | None:
+        """Return the columns that are padded where the mask says so. Targets that go on there happen to be as long."""
+        columns = self._columns_of_mask or {}
+        if any(is_of_targets(name) and rows.goes_on(batch, name, padding) for name in columns):
+            return {name: dims for name, dims in columns.items() if not is_of_targets(name)}
+        return self._columns_of_mask
 
     def _rows_to_collate_alone(self, examples: Sequence[Any]) -> list[int]:
         """Return the shortest rows of the columns in which examples have other lengths than any before."""

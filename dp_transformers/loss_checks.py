@@ -97,18 +97,19 @@ def refuse_losses_of_padding(
         loss: Returns the (B,) losses of what is given.
         seed: Seeds the random numbers that it may draw.
     """
-    are_padded = batch.padded_arguments(padding, args, kwargs)
-    if not are_padded or not any(are_padded.values()):
+    padded_dims = batch.padded_arguments(padding, args, kwargs)
+    if not padded_dims or not any(padded_dims.values()):
         return False
     given = tree_leaves_with_path((args, kwargs))
     dims = {
-        keystr(path): [d for d in range(1, x.dim()) if x.shape[d] == padding.length]
+        keystr(path): [d for d in padded_dims.get(keystr(path), range(1, x.dim())) if x.shape[d] == padding.length]
         for path, x in given
-        if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == batch.size and are_padded.get(keystr(path), True)
+        if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) == batch.size
     }
-    if any(len(each) > 1 for each in dims.values()):
+    if any(len(each) > 1 for path, each in dims.items() if path not in padded_dims):
         return False  # several classes happen to be as many as positions
     own_k = padding.own_t.nonzero().flatten()
+    have_graph = [x.requires_grad for x in _numbers((args, kwargs))]  # what the model put out, no targets and no masks
 
     def row_of(path: tuple, x: Any, *, is_cut: bool) -> Any:
         """The row twice, since some losses cannot do with one."""
@@ -126,7 +127,7 @@ def refuse_losses_of_padding(
     def computed(seed: int, *, is_cut: bool) -> list[torch.Tensor]:
         rows = tree_map_with_path(partial(row_of, is_cut=is_cut), (args, kwargs))
         with seeded_global_generators([seed], tree_leaves(rows)[0].device):
-            return _with_gradients(lambda rows: loss(*rows[0], **rows[1]), rows, [True] * len(_numbers(rows)))
+            return _with_gradients(lambda rows: loss(*rows[0], **rows[1]), rows, have_graph)
 
     try:
         padded, alone, again = (

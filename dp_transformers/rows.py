@@ -46,14 +46,15 @@ class Padding:
         by_others: The row is shorter when it is collated alone, so others of its batch decide how much padding it
             gets. False: it was padded before the collator saw it, to one length or to that of a longer example.
         fills: Whether some row of the batch has no padding.
-        columns: The names of the columns that are padded so; None where that is not known.
+        columns: The columns that are padded so, and in which dimensions, beside that of the rows; None where that is
+            not known.
     """
 
     row: int
     own_t: torch.Tensor
     by_others: bool
     fills: bool
-    columns: frozenset[str] | None = None
+    columns: Mapping[str, tuple[int, ...]] | None = None
 
     @property
     def length(self) -> int:
@@ -62,9 +63,10 @@ class Padding:
     @property
     def kind(self) -> tuple:
         """Paddings of one kind are checked once: columns, side, and lengths to within a factor of two."""
+        names = None if self.columns is None else frozenset(self.columns)
         own = self.own_t.nonzero().flatten().tolist() or [0]
         sides = own[0] > 0, own[-1] < self.length - 1, len(own) < own[-1] - own[0] + 1
-        return (self.columns, self.by_others, *sides, self.length.bit_length(), len(own).bit_length())
+        return (names, self.by_others, *sides, self.length.bit_length(), len(own).bit_length())
 
 
 def leaves(batch: Any) -> list[tuple[str, Any]]:
@@ -286,37 +288,39 @@ def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: C
     """
     two = collate([copied(example), example])  # since some collators cannot do with one
     alone, follows_mask = dict(leaves(two)), _Followed.of(mask_of(batch), mask_of(two), row)
-    columns: dict[tuple, list[str]] = {}
+    columns: dict[tuple, dict[str, tuple[int, ...]]] = {}
     others = []
     for name, x in leaves(batch):
         both = _beside(x, alone.get(name), size)
         if both is None:
             continue
-        lengths = [(n, own) for n, own in zip(both[0].shape[1:], both[1].shape[1:], strict=True) if n != own]
+        pairs = enumerate(zip(both[0].shape[1:], both[1].shape[1:], strict=True), start=1)
+        lengths = {dim: (n, own) for dim, (n, own) in pairs if n != own}
         if not lengths:
             continue
         place = None
         if len(lengths) == 1:
-            if follows_mask is not None and follows_mask.lengths == lengths[0]:
+            if follows_mask is not None and follows_mask.lengths in lengths.values():
                 place = follows_mask.place
             else:
                 place = _found_again(*both, row)
         if place is None:
             others.append((name, *both, lengths))
         else:
-            columns.setdefault((place[0], *place[1].tolist()), []).append(name)
+            columns.setdefault((place[0], *place[1].tolist()), {})[name] = (*lengths,)
     known = {(len(own), sum(own)) for _, *own in columns}
     for name, x, y, lengths in others:
-        if len(lengths) == 1 or not known.issuperset(lengths):  # no mask of pairs of positions
+        if len(lengths) == 1 or not known.issuperset(lengths.values()):  # no mask of pairs of positions
             raise ValueError(
                 f"'{name}' of an example has shape {tuple(y.shape[1:])} when it is collated alone, and "
                 f"{tuple(x.shape[1:])} in its batch, where its own numbers are not found again: other examples decide "
                 "how it is cut, resized or padded. Give all examples one size before they are collated, or let the "
                 "collator return an attention_mask that says what is padding."
             )
-        for (_, *own), names in columns.items():
-            names += [name] * ((len(own), sum(own)) in lengths)
-    return [Padding(at, torch.tensor(own), True, True, frozenset(names)) for (at, *own), names in columns.items()]
+        for (_, *own), dims in columns.items():
+            if padded := tuple(dim for dim, each in lengths.items() if each == (len(own), sum(own))):
+                dims[name] = padded
+    return [Padding(at, torch.tensor(own), True, True, dims) for (at, *own), dims in columns.items()]
 
 
 class _Followed(NamedTuple):
@@ -333,7 +337,9 @@ class _Followed(NamedTuple):
         count_b, own = mask_bt.sum(1), int(alone_mask_bt[0].sum())
         if int(count_b[row]) != own:  # a collator may put rows in another order
             row = int((count_b - own).abs().argmin())
-        return cls((row, mask_bt[row]), (mask_bt.shape[1], alone_mask_bt.shape[1]))
+        # not those that the mask hides where the row is alone (pad_to_multiple_of): other columns may be longer there
+        own_t = _own_positions(mask_bt[row], alone_mask_bt[0], 0)
+        return cls((row, mask_bt[row] if own_t is None else own_t), (mask_bt.shape[1], alone_mask_bt.shape[1]))
 
 
 def _beside(x: Any, alone: Any, size: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -392,6 +398,15 @@ def padding_before(batch: Any) -> Padding | None:
     lengths_b = mask_bt.sum(1)
     row = int(lengths_b.masked_fill(lengths_b == 0, mask_bt.shape[1]).argmin())
     return Padding(row, mask_bt[row], False, bool(mask_bt.all(1).any()))
+
+
+def goes_on(batch: Any, name: str, padding: Padding) -> bool:
+    """Return whether a column of a batch has more than one number where a row is padding."""
+    x = dict(leaves(batch)).get(name)
+    if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[1] != padding.length or len(x) <= padding.row:
+        return False
+    beside = x[padding.row][~padding.own_t.to(x.device)]
+    return not same_numbers(beside, beside[-1:].expand_as(beside))
 
 
 def traits_of(batch: Any, size: int) -> frozenset:

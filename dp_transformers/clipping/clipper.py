@@ -292,12 +292,12 @@ class PerExampleClipper:
         own_bt: torch.Tensor,
         loss_function: LossFunction | None = None,
         row: int | None = None,
-        are_padded: Mapping[str, bool] | None = None,
+        padded_dims: Mapping[str, Sequence[int]] | None = None,
     ) -> float:
         """Check that padding leaves gradients alone; see :func:`.checks.padding.check_padding`."""
         if not self.checked:
             self.check(args, kwargs, loss_function)
-        return check_padding(self._engine, args, kwargs, own_bt, loss_function, row, are_padded)
+        return check_padding(self._engine, args, kwargs, own_bt, loss_function, row, padded_dims)
 
     @property
     def position_dims(self) -> list[int | None]:

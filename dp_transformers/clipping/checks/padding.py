@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -44,7 +44,7 @@ def check_padding(
     own_bt: torch.Tensor,
     loss_function: LossFunction | None = None,
     row: int | None = None,
-    are_padded: Mapping[str, bool] | None = None,
+    padded_dims: Mapping[str, Sequence[int]] | None = None,
 ) -> float:
     """Check that an example's gradient is the same with and without its padding, on synthetic input shaped and padded
     like the given one.
@@ -63,8 +63,8 @@ def check_padding(
         loss_function: As of :func:`check_model`; default: a random linear function of every output at the example's
             own positions.
         row: Of which example; default: the longest that has padding.
-        are_padded: By path (``torch.utils._pytree.keystr``) in ``(args, kwargs)``, whether a tensor is padded so;
-            those that it does not name are, where they have T in a later dimension.
+        padded_dims: By path (``torch.utils._pytree.keystr``) in ``(args, kwargs)``, in which dimensions a tensor is
+            padded so; those that it does not name are, where they have T in a later dimension.
 
     Returns:
         The relative change of its gradient; 0 where nothing is padded.
@@ -87,7 +87,7 @@ def check_padding(
         if engine.trainable.shards or engine.trainable.parallel:
             torch.manual_seed(0)
         padded, alone = _with_and_without_padding(
-            engine, losses_of, args, kwargs, own_bt, row, shape, are_padded or {}
+            engine, losses_of, args, kwargs, own_bt, row, shape, padded_dims or {}
         )
         given = None if loss_function is None else losses_of
         with _comparable(engine, losses_of, padded, {len(own_t), int(own_t.sum())}):
@@ -208,7 +208,7 @@ def _with_and_without_padding(
     own_bt: torch.Tensor,
     row: int,
     shape: torch.Size,
-    are_padded: Mapping[str, bool],
+    padded_dims: Mapping[str, Sequence[int]],
 ) -> tuple[tuple, tuple]:
     """Synthetic arguments for this row, with the padding it has, and without; a label wherever there may be one."""
     model = engine.model
@@ -219,10 +219,10 @@ def _with_and_without_padding(
 
     def position_dims(path: tuple, x: torch.Tensor) -> list[int]:
         name, dims = name_of(path), [d for d in range(1, x.dim()) if x.shape[d] == length]
-        is_padded = are_padded.get(keystr(path))
+        if (known := padded_dims.get(keystr(path))) is not None:
+            return [d for d in known if d in dims]
         # several classes may happen to be as many as positions
-        may_be_others = is_of_targets(name) and (own_targets or x.is_floating_point())
-        if is_padded is False or (may_be_others and not is_padded):
+        if is_of_targets(name) and (own_targets or x.is_floating_point()):
             return []
         if x.shape == shape:
             return dims[-1:]
@@ -284,6 +284,7 @@ def _own_output_loss(engine: ClippingEngine, padded: tuple, alone: tuple, own_t:
         next((d for d in range(1, len(a)) if (a[d], b[d]) == (len(own_t), int(own_t.sum()))), None)
         for a, b in zip(given, shapes, strict=True)
     ]
+    _leave_constants_out(engine, partial(outputs, *padded), ~own_t)
 
     def own(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         for dim, (size, wanted) in enumerate(zip(x.shape, shape, strict=True)):
@@ -298,6 +299,25 @@ def _own_output_loss(engine: ClippingEngine, padded: tuple, alone: tuple, own_t:
         return projected([own(x, shape) for x, shape in zip(tensors, shapes, strict=True)])
 
     return losses_of
+
+
+def _leave_constants_out(
+    engine: ClippingEngine, outputs: Callable[[], list[torch.Tensor]], padding_t: torch.Tensor
+) -> None:
+    """Take those outputs for ones without positions that are constants where the input is padding (zeros behind packed
+    rows, what a mask has multiplied): no gradient of a loss leads from there to a parameter."""
+    trainable = engine.trainable
+    if trainable.shards or trainable.parallel:
+        return
+    with engine.suspended(), torch.enable_grad():
+        for i, (x, dim) in enumerate(zip(outputs(), engine.position_dims, strict=True)):
+            if dim is None or not x.requires_grad:
+                continue
+            beside = x.index_select(dim, padding_t.nonzero().flatten().to(x.device))
+            loss = (beside * torch.rand_like(beside)).sum()
+            found = torch.autograd.grad(loss, trainable.parameters, allow_unused=True, retain_graph=True)
+            if not any(g is not None and bool(g.any()) for g in found):
+                engine.position_dims[i] = None
 
 
 def is_of_targets(name: str) -> bool:
