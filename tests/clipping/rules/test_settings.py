@@ -147,6 +147,7 @@ def is_refused(clipper, losses):
     return False
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_settings_of_the_forward_pass_alone_are_refused(name, mode):
