@@ -90,6 +90,9 @@ class OneDraw:
     def before_forward(self, args: tuple, kwargs: dict) -> None:
         """It needs nothing of the inputs."""
 
+    def after_forward(self, output: object) -> None:
+        """It needs nothing of the outputs."""
+
     def current_batch(self) -> object:
         return self
 

@@ -214,6 +214,9 @@ class Watcher:
     def before_forward(self, args, kwargs):
         pass
 
+    def after_forward(self, output):
+        pass
+
     def current_batch(self):
         return self
 

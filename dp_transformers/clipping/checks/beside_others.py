@@ -58,6 +58,7 @@ def require_same_beside_others(
         if moved:
             engine.trainable.drop_gradients()
             engine.forget()
+            engine.state.require_unchanged()  # what the batch wrote to the model is put back, or refused for that
             raise SelfCheckError(
                 f"{look.where} returns something else for a row of this batch when other rows stand beside it: what "
                 "is in one example decides what is computed for others (a condition over the whole batch, as "
