@@ -19,7 +19,9 @@ from .losses import (
     decoder_inputs,
     find_per_example_loss,
     label_columns,
+    predicts_next_token,
     refuse_missing_decoder_inputs,
+    without_targets_of_padding,
 )
 from .randomness import seeded_global_generators
 
@@ -61,7 +63,8 @@ def find_example_losses(model: nn.Module, label_smoothing: float = 0.0) -> Calla
         >>> example_losses({"input_ids": torch.ones(4, 5).long(), "labels": torch.ones(4, 5).long()}).shape
         torch.Size([4])
     """
-    losses_of = ExampleLosses(find_per_example_loss(model, label_smoothing), label_columns(model))
+    loss = find_per_example_loss(model, label_smoothing)
+    losses_of = ExampleLosses(loss, label_columns(model), predicts_next=predicts_next_token(model))
 
     def example_losses(batch: Mapping[str, Any]) -> torch.Tensor:
         device = next(model.parameters()).device
@@ -77,10 +80,11 @@ class ExampleLosses:
         loss: Returns (B,) losses, from the model's outputs and the labels, which are kept out of the model; or from
             the model and the batch, where it is declared with the parameters ``model`` and ``inputs``.
         label_names: The columns of a batch that hold labels, for a loss that is given labels.
+        predicts_next: Labels are predicted by the position before, so those that padding would predict are left out.
     """
 
-    def __init__(self, loss: PerExampleLoss, label_names: Sequence[str]):
-        self._loss, self._label_names = loss, label_names
+    def __init__(self, loss: PerExampleLoss, label_names: Sequence[str], *, predicts_next: bool = False):
+        self._loss, self._label_names, self._predicts_next = loss, label_names, predicts_next
         self._runs_the_model = runs_the_model(loss)
         self._looks = RareLooks(RATE_OF_MODELS) if self._runs_the_model else RareLooks(RATE, OFTEN)
         self._watched: Callable[..., torch.Tensor] = loss
@@ -153,7 +157,8 @@ class ExampleLosses:
 
     def _labels_of(self, inputs: Mapping[str, Any]) -> Any:
         labels = tuple(inputs[name] for name in self._label_names)
-        return labels[0] if len(labels) == 1 else labels
+        labels = labels[0] if len(labels) == 1 else labels
+        return without_targets_of_padding(labels, inputs.get("attention_mask")) if self._predicts_next else labels
 
     def refuse_losses_over_the_batch(
         self, model: nn.Module, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]

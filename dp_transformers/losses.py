@@ -152,6 +152,25 @@ def next_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return _cross_entropy(logits, _shifted(labels))
 
 
+def predicts_next_token(model: nn.Module) -> bool:
+    """Return whether the head of ``model`` predicts at each position the label of the next one."""
+    return _kind(_base_model(model)) == "causal_lm"
+
+
+def without_targets_of_padding(labels: Any, attention_mask: Any) -> Any:
+    """Labels without those that padding would predict: with padding on the left, an example's first one, by a position
+    that has seen nothing of the example. Padded on the right, or alone, it has no prediction of its first label.
+
+    Args:
+        labels: (B, T), not shifted. attention_mask: (B, T), 0 at padding; labels are returned as they are where it is
+            missing or has another shape.
+    """
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != getattr(labels, "shape", None):
+        return labels
+    after_padding = F.pad(attention_mask[:, :-1] == 0, (1, 0))
+    return labels.masked_fill(after_padding.to(labels.device), IGNORE_INDEX)
+
+
 def _shifted(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 

@@ -20,6 +20,7 @@ from transformers.models.auto import modeling_auto
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
+from dp_transformers import find_example_losses
 from dp_transformers import losses as losses_module
 from dp_transformers.example_losses import ExampleLosses
 from dp_transformers.losses import (
@@ -329,6 +330,35 @@ def test_losses_and_gradients_are_those_of_plain_cross_entropy(shape, dtype, lab
 def test_causal_is_the_next_token():
     logits, labels = torch.randn(3, 6, 9), ragged(3, 6, 9)
     torch.testing.assert_close(causal_lm_loss(logits, labels), reference(logits[:, :-1], labels[:, 1:]))
+
+
+@pytest.mark.parametrize(("name", "config"), [("llama", DECODER), ("gemma2", GEMMA), ("gemma3_text", GEMMA)])
+def test_padding_on_the_left_changes_neither_losses_nor_gradients(name, config):
+    """The position before an example's first one is padding, and predicts nothing that counts."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config))
+    losses_of, lengths = find_example_losses(model), [3, 9, 5, 12]
+    texts = [torch.randint(3, 100, (n,)) for n in lengths]
+
+    def batch(rows, targets=lambda x: x):
+        columns = {"input_ids": (texts, 0), "attention_mask": ([torch.ones_like(x) for x in texts], 0)}
+        columns["labels"] = ([targets(x) for x in texts], -100)
+        return {
+            name: nn.utils.rnn.pad_sequence([xs[i] for i in rows], True, fill, padding_side="left")
+            for name, (xs, fill) in columns.items()
+        }
+
+    def gradient(loss):
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
+
+    together = losses_of(batch(range(4)))
+    for i in range(4):
+        alone = F.cross_entropy(model(texts[i][None]).logits[0, :-1], texts[i][1:])
+        torch.testing.assert_close(together[i], alone)
+        torch.testing.assert_close(gradient(together[i]), gradient(alone))
+    # a first label that a position of the example's own predicts counts: that of a completion
+    completion = losses_of(batch(range(4), lambda x: torch.where(torch.arange(len(x)) < 2, -100, x)))
+    torch.testing.assert_close(completion[0], F.cross_entropy(model(texts[0][None]).logits[0, 1:2], texts[0][2:]))
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])

@@ -43,6 +43,7 @@ from transformers import (
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
 from dp_transformers.checkpoint import STATE_NAME
 from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
+from dp_transformers.losses import causal_lm_loss
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.run import PrivateRun
 from dp_transformers.step import PrivateStep
@@ -690,8 +691,8 @@ PADDED = {  # model, side, fixed length, whether others' lengths then decide an 
     "BERT on the left, one length": (lambda: build("bert"), "left", 16, False),
     "GPT-2": (lambda: build("gpt2"), "right", None, False),
     "GPT-2 on the left": (lambda: build("gpt2"), "left", None, True),  # positions are counted from the padding on
-    "Llama on the left": (lambda: build("llama"), "left", None, True),  # the last padding predicts the first token
-    "Llama on the left, LoRA": (lambda: build("llama", lora=True), "left", None, True),
+    "Llama on the left": (lambda: build("llama"), "left", None, False),  # what padding predicts does not count
+    "Llama on the left, LoRA": (lambda: build("llama", lora=True), "left", None, False),
     "XLNet": (
         lambda: XLNetForSequenceClassification(XLNetConfig(**TINY)),
         "right",
@@ -761,6 +762,16 @@ def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, c
     with pytest.raises(ValueError, match=f"padded on the {side} to the length of a longer one"):
         trainer.train()
     assert trainer.privacy_spent().steps == 0 and distance(before, trainable(model)) == 0
+
+
+def test_a_loss_of_the_users_that_counts_what_padding_predicts_is_refused(tmp_path):
+    loss = lambda outputs, labels: causal_lm_loss(outputs.logits, labels)  # noqa: E731
+    args = arguments(tmp_path, expected_batch_size=30, max_steps=1, per_device_train_batch_size=5)
+    rows, collator = dataset(kind="lm"), lambda rows: padded(rows, "left")
+    trainer = DPTrainer(build("llama"), args, collator, rows, per_example_loss_func=loss)
+    with pytest.raises(ValueError, match="padded on the left to the length of a longer one"):
+        trainer.train()
+    assert trainer.privacy_spent().steps == 0
 
 
 @pytest.mark.parametrize("made", [False, True])  # by the collator, or from the labels

@@ -25,7 +25,7 @@ from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..clipping.parallel.fsdp2 import reshard
 from ..example_losses import ExampleLosses, runs_the_model
-from ..losses import PerExampleLoss, default_loss_bound, find_per_example_loss
+from ..losses import PerExampleLoss, default_loss_bound, find_per_example_loss, predicts_next_token
 from ..private_loss import loss_release
 from ..randomness import seeded_global_generators
 from ..reports.certificate import circumstances
@@ -153,7 +153,8 @@ class DPTrainerMixin(Base):
         # here the data sets are those that were given; TRL makes others of them
         self._was_given_training_rows = _evaluates_on(train_dataset, eval_dataset, args.metric_for_best_model)
         loss = per_example_loss_func or find_per_example_loss(self.model, args.label_smoothing_factor)
-        self._example_losses = ExampleLosses(loss, self.label_names)
+        predicts_next = per_example_loss_func is None and predicts_next_token(self.model)
+        self._example_losses = ExampleLosses(loss, self.label_names, predicts_next=predicts_next)
         self._evaluates_by_mean = per_example_loss_func is not None and not replaced_owner(
             type(self), DPTrainerMixin, "compute_loss"
         )
