@@ -112,8 +112,10 @@ def check_padding(
             "length of a longer one of its batch, so every example has a say in the gradients of others, beyond the "
             "clipping bound. Pad on the other side (padding_side of the tokenizer), or pad all examples to one length "
             "(padding='max_length'), pad targets with what the loss ignores (-100, the label_pad_token_id of "
-            "collators), or leave padding out in a per-example loss of your own; a recurrent model: pack its input "
-            "(pack_padded_sequence), or read its states at each example's last own position."
+            "collators), or leave padding out in a per-example loss of your own (on the left the last padding "
+            "predicts an example's first token, too); give a model with learned positions position_ids that are "
+            "counted from the mask; a recurrent model: pack its input (pack_padded_sequence), or read its states at "
+            "each example's last own position."
         )
     return change
 

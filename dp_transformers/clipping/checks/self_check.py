@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -208,15 +209,16 @@ def self_check(
             report = run_checks(engine, *draw(), loss_function, draw)
     except BaseException as error:
         engine.trainable.shards.recover()
-        if isinstance(
-            error, (IndexError, AssertionError)
-        ):  # of torch, of the model or of the loss, about an input that is not as it should be
+        if _is_about_the_input(error):
             raise SelfCheckError(
-                "the self-check runs the model and its loss on random numbers with the shapes of a batch, and there "
-                f"they raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}. "
-                "Targets are drawn within their range where they are called labels: name them so, or list their names "
-                "in label_names of the arguments. Where the model takes no random input, self_check=False leaves the "
-                "check out, and the run then says verified: false."
+                "the self-check runs the model and its loss on random numbers with the shapes of a batch, for another "
+                f"number of examples, and there they raised {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else 'no text'}. Every tensor that the model is given "
+                "must have the examples in its first dimension: make initial states of a recurrent layer inside of "
+                "forward, pack sequences with enforce_sorted=False, and stack lists of tensors. Targets are drawn "
+                "within their range where they are called labels: name them so (for DPTrainer in label_names of the "
+                "arguments), or compute the loss outside of the model. Where the model takes no random input, "
+                "self_check=False leaves the check out, and the run then says verified: false."
             ) from error
         raise
     logger.info(
@@ -225,6 +227,16 @@ def self_check(
         report.seconds, report.norm_error, report.sum_error, report.locality_error,
     )  # fmt: skip
     return report
+
+
+def _is_about_the_input(error: BaseException) -> bool:
+    """Whether it is an error of torch, of the model or of the loss, about an input that is not as it should be."""
+    if isinstance(error, (IndexError, AssertionError)):
+        return True
+    if type(error) is not RuntimeError or error.__traceback__ is None:
+        return False
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return not innermost.f_globals.get("__name__", "").startswith("dp_transformers.")
 
 
 def run_checks(

@@ -28,7 +28,7 @@ def synthetic_inputs(
     kwargs: dict,
     rows: int | None = None,
     *,
-    table_of: Callable[[tuple], int] | None = None,
+    table_of: Callable[[tuple], int | None] | None = None,
 ) -> tuple[tuple, dict]:
     """Random input with the shapes, dtypes and structure of the given one, ``rows`` examples (default: three, five or
     seven).
@@ -38,14 +38,15 @@ def synthetic_inputs(
 
     Args:
         table_of: ``f(path)``, how many different ids there may be at this path into (args, kwargs), where neither the
-            argument's name nor the model's config says it (:mod:`.lookups`); default: the size of the smallest table.
+            argument's name nor the model's config says it (:mod:`.lookups`); where it is None, the size of the
+            smallest table.
     """
     args, kwargs = varied((args, kwargs))
     batch = batch_size_of(model, args, kwargs)
     sizes = {n for x in tree_flatten((args, kwargs))[0] if has_batch(x, batch) for n in x.shape[1:]}
     sizes |= {m.num_layers * (2 if m.bidirectional else 1) for m in model.modules() if isinstance(m, nn.RNNBase)}
     rows = rows or next(n for n in (3, 5, 7, 9, 11) if n not in sizes)
-    table_of = table_of or (lambda path: smallest_table(model))
+    table_of = table_of or (lambda path: None)
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     num_labels = max(2, getattr(config, "num_labels", None) or 2)
@@ -73,13 +74,14 @@ def synthetic_inputs(
             return recycled  # lengths of rows, whatever they are called
         if "label" in name:
             classes = num_labels if x.dim() == 1 else token_labels
+            classes = classes if hasattr(config, "to_dict") else min(classes, table_of(path) or classes)
             drawn = torch.randint(0, classes, recycled.shape, device=x.device, dtype=x.dtype)
             return drawn.masked_fill(recycled < 0, -100)
         if vocabulary and name.endswith("input_ids"):
             return ids_below(vocabulary, recycled)
         if "box" in name and recycled.shape[-1] == 4:
             return _boxes(recycled, getattr(config, "max_2d_position_embeddings", 1000))
-        return ids_below(table_of(path), recycled)
+        return ids_below(table_of(path) or smallest_table(model), recycled)
 
     return varied(tree_map_with_path(make, (args, kwargs)))
 
@@ -234,8 +236,11 @@ def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) 
 def examples_first(x: torch.Tensor, batch: int, *, batch_first: bool) -> torch.Tensor:
     """An output with its examples first. Those of the states of a recurrent layer are second, whatever comes first in
     its outputs."""
-    is_second = x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
-    return x.transpose(0, 1) if is_second else x
+    return x.transpose(0, 1) if is_batch_second(x, batch, batch_first=batch_first) else x
+
+
+def is_batch_second(x: torch.Tensor, batch: int, *, batch_first: bool) -> bool:
+    return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
 
 def with_rows(output: Any) -> Any:
