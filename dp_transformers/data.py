@@ -26,7 +26,7 @@ from .randomness import SecretSeeds, require_unseeded
 from .row_source import RowSource
 from .rows import Padding
 from .sampling import Draw, DrawSampler
-from .stored_rows import refuse_rows_loaded_from_one
+from .stored_rows import refuse_rows_chosen_again, refuse_rows_loaded_from_one
 
 
 @dataclass
@@ -175,6 +175,7 @@ class LogicalBatches(Dataset):
         look = DrawLook(source, draw) if is_looked_at(draw) else None
         source.reseed(f"rows of draw {draw.number}")
         loaded = source.load(draw.indices)
+        refuse_rows_chosen_again(source.dataset, draw.indices, self._copies)
         refuse_rows_loaded_from_one(draw.indices, loaded, self._copies)
         examples = sorted(loaded, key=_length)
         if look is not None:

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch.utils._pytree import tree_leaves
 
 from . import rows
 from .common_rows import CommonRows
 from .first_use import Memory
-from .mixing import refuse_first_use, refuse_mixed, refuse_state
+from .mixing import refuse_collected, refuse_first_use, refuse_mixed, refuse_state
 from .row_source import RowSource
 from .sampling import Draw
 
@@ -72,14 +73,19 @@ class DrawLook:
         has_masks = self._has_others and isinstance(loaded[0], Mapping) and "attention_mask" in loaded[0]
         if not (self._source.loads_together and has_masks):
             return False
-        row = min(range(len(loaded)), key=lambda i: int(np.sum(np.asarray(loaded[i]["attention_mask"]))))
+        row = min(range(len(loaded)), key=lambda i: _number_of_ones(loaded[i]["attention_mask"]))
         return rows.size_of(self._source.load([self._draw.indices[row]])[0]) < rows.size_of(loaded[row])
 
     def at_end(self) -> None:
         """The draw was collated: raise ValueError if a row, or what the collator makes of one, is another one where it
-        is the first that is made since the draw began."""
-        if not (kept := self._memory.changed()):
-            return
+        is the first that is made since the draw began; or if numbers were collected that later rows may be made
+        with."""
+        collected = self._memory.collected()
+        if kept := self._memory.changed():
+            self._refuse_first_use(kept)
+        refuse_collected(collected)
+
+    def _refuse_first_use(self, kept: Sequence[str]) -> None:
         source, memory = self._source, self._memory
         for i, row in _sample(list(zip(self._indices, self._before, strict=True))):
             for first in memory.as_first(lambda i=i: source.load_alone([i], self._draw.number)[0]):
@@ -91,6 +97,11 @@ class DrawLook:
     def _collated(self, example: Any) -> Any:
         self._source.reseed(f"an example twice, beside draw {self._draw.number}")
         return self._source.collate([rows.copied(example), rows.copied(example)])  # some cannot do with one
+
+
+def _number_of_ones(mask: Any) -> int:
+    """In a mask, or in lists of masks that are not equally long (of the choices of an example)."""
+    return sum(int(np.sum(np.asarray(x))) for x in tree_leaves(mask))
 
 
 def _sample(things: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .rows import parts_of, variables_of
+from .rows import is_of_a_library, parts_of, variables_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _WITHOUT = frozenset(
         "trl",
     ]
 )
-_MANY = 4096  # entries of a container, or numbers of a tensor, beyond which it is taken for data, or for a cache
+_MANY = 2**20  # entries of a container, or numbers of a tensor, beyond which it is taken for data, or for a cache
 
 
 class _Holder(NamedTuple):
@@ -64,6 +64,7 @@ class Memory:
     def __init__(self, owners: Any):
         self._holders = list(_holders(owners))
         self._before = self._contents()
+        self._vocabularies = {part: len(part) for part in parts_of(owners) if hasattr(type(part), "get_added_vocab")}
 
     def _contents(self) -> list[Any]:
         return [holder.read() for holder in self._holders]
@@ -99,6 +100,34 @@ class Memory:
                 changed.append(holder.name)
         return changed
 
+    def collected(self) -> list[str]:
+        """Return the names of the numbers, but for whole ones, that are others now, as statistics of rows are; and of
+        tokenizers that learned words."""
+        names = [f"{type(part).__name__}, its words" for part, n in self._vocabularies.items() if len(part) != n]
+        for holder, now, before in zip(self._holders, self._contents(), self._before, strict=True):
+            has_names = holder.name.endswith(".") or (isinstance(now, dict) and [*now] == [holder.name])
+            if isinstance(now, dict) and not has_names:
+                continue  # a cache
+            if has_names:
+                path = holder.name if holder.name.endswith(".") else ""
+                pairs = [(key, value, before.get(key)) for key, value in now.items()]
+                # what was empty is data that are loaded late, or decides over rows from now on
+                others = [(key, a, b) for key, a, b in pairs if a is not b and b is not None]
+                names += [f"{path}{key}" for key, a, b in others if _are_numbers(a) and not _are_equal(a, b)]
+            elif _are_numbers(now) and not _is_same(now, before):
+                names.append(holder.name)
+        return names
+
+
+def _are_numbers(x: Any) -> bool:
+    return isinstance(x, float) or (
+        x.is_floating_point() if isinstance(x, torch.Tensor) else isinstance(x, np.ndarray) and x.dtype.kind == "f"
+    )
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (_is_same(a, b) if hasattr(a, "shape") else a == b)
+
 
 def _is_same(now: Any, before: Any) -> bool:
     if isinstance(now, (torch.Tensor, np.ndarray)):
@@ -117,12 +146,18 @@ def _holders(owners: Any) -> Iterator[_Holder]:
                 holder = _variable(name, owner)
                 named |= holder.read()
                 yield holder
+            named |= vars(part)
+            yield _container(f"{part.__name__}.", vars(part))
         elif isinstance(part, _CONTAINERS):
             if len(part) <= _MANY:
                 yield _container(names.get(id(part), f"a {type(part).__name__}"), part)
             named = dict(part) if isinstance(part, dict) and len(part) <= _MANY else {}
         elif isinstance(part, type):
-            named = dict(vars(part))
+            if is_of_a_library(part):
+                continue
+            holder = _class(part)
+            named = holder.read()
+            yield holder
         elif isinstance(attributes := getattr(part, "__dict__", None), dict):
             named = attributes
             yield _container(f"{type(part).__name__}.", attributes)
@@ -139,6 +174,22 @@ def _variable(name: str, owner: Any) -> _Holder:
     if isinstance(owner, dict):
         return _Holder(name, lambda: {name: owner[name]}, owner.update)
     return _Holder(name, lambda: {name: owner.cell_contents}, lambda kept: setattr(owner, "cell_contents", kept[name]))
+
+
+def _class(cls: type) -> _Holder:
+    """The attributes of a class, without its methods."""
+
+    def read() -> dict[str, Any]:
+        return {k: v for k, v in vars(cls).items() if not (k.startswith("__") or hasattr(v, "__get__"))}
+
+    def write(content: dict[str, Any]) -> None:
+        for name, value in read().items():
+            if name not in content:
+                delattr(cls, name)
+            elif content[name] is not value:
+                setattr(cls, name, content[name])
+
+    return _Holder(f"{cls.__name__}.", read, write)
 
 
 def _container(name: str, holder: Any) -> _Holder:

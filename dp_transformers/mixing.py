@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ def refuse_mixed(
     * Made again from the same secret, a batch is the same: otherwise random numbers come from where they may be known.
     * With one example replaced, all other rows are the same (MixUp, CutMix, normalisation over the batch, rows put in
       another order than labels).
-    * Where numbers were drawn, no row changes with one example and with another one (sequences packed into one row).
+    * Where numbers were drawn, no row changes with one example and with another one (sequences packed into one row),
+      and rows do not share the numbers (a coin for the whole batch).
     * Where no numbers were drawn from the secret, the same holds with one example left out: rows do not depend on
       their position either, as they do by numbers from a known seed.
 
@@ -64,7 +65,8 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             "attribute, and keep nothing from batch to batch."
         )
     # those of later rows may depend on how many earlier rows took
-    drew = not _agree(batch, made(whole, "mixing, with other numbers"))
+    with_other_numbers = made(whole, "mixing, with other numbers")
+    drew = not _agree(batch, with_other_numbers)
     bags = bag_columns([(batch, len(whole)), (without_first, len(whole) - 1)])
     batch = with_rows_for_bags(batch, len(whole), bags)
     without_first = with_rows_for_bags(without_first, len(whole) - 1, bags)
@@ -72,12 +74,21 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     first, *between, last = whole
     if drew:
         _refuse_shared_rows(batch, whole, made, rows_in, who)
+        _refuse_shared_numbers(first, made, who)
     edits = [([*whole[:-1], first], len(whole) - 1), ([first] * len(whole), 1)]  # and how many rows stay
     if not drew:
         edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
-    if changed := next(
-        (name for part, stay in edits for name in _with_other_rows(batch, made(part), rows_in, stay)), None
-    ):
+    edited = [(made(part), stay) for part, stay in edits]
+    not_drawn = {name for name, x in batch.items() if same_numbers(x, with_other_numbers.get(name, x))}
+    for_all = _for_all_rows(batch, without_first, not_drawn - rows_in.keys(), len(whole))
+    if changed := next((name for part, _ in edited for name in for_all if _is_another(name, batch, part)), None):
+        raise ValueError(
+            f"'{changed}', which the {who} gives for the whole batch and not for each row, is another one when an "
+            "example of the batch is replaced (a mean, a scale, weights of classes, a number of tokens). All rows "
+            "would be computed with it, and clipping rows would not bound what one example can change. Compute it "
+            "before training, from what is public, or for each row by itself."
+        )
+    if changed := next((name for part, stay in edited for name in _with_other_rows(batch, part, rows_in, stay)), None):
         raise ValueError(
             f"the {who} mixes examples: '{changed}' of a row changes when another example of its batch is replaced "
             "(MixUp, CutMix, normalisation over the batch, rows cut to the shortest or put in another order than "
@@ -116,6 +127,31 @@ def _refuse_shared_rows(
         rows |= {*changed} if len(changed) == 1 else set()
 
 
+def _refuse_shared_numbers(example: Any, made: Callable[..., dict[str, torch.Tensor]], who: str) -> None:
+    """Raise ValueError if copies of one example are always alike in a batch, and others in another one: which rows
+    share a physical batch depends on the other examples of the draw."""
+    batches = [made([example] * _COPIES, f"mixing, coin {i}") for i in range(_COINS)]
+    for name in batches[0]:
+        columns = [batch[name] for batch in batches if name in batch]
+        rows = [row for x in columns if (row := _row_of_all(x, _COPIES)) is not None]
+        if len(rows) == _COINS and any(not same_numbers(row, rows[0]) for row in rows[1:]):
+            raise ValueError(
+                f"the {who} draws random numbers that all rows of a batch share ('{name}': a coin, a size or an angle "
+                "for the whole batch). A draw is cut into physical batches, and which rows share a number depends on "
+                f"the other examples, which clipping does not bound. Let the {who} draw for each row."
+            )
+
+
+def _row_of_all(x: torch.Tensor, size: int) -> torch.Tensor | None:
+    """The row that all of a column's rows are, in the first dimension that is as long as there are rows."""
+    dim = next((d for d in range(min(2, x.dim())) if x.shape[d] == size), None)
+    if dim is None:
+        return None
+    rows = x.movedim(dim, 0)
+    return rows[0] if same_numbers(rows, rows[:1].expand_as(rows)) else None
+
+
+_COPIES, _COINS = 8, 6  # of an example in a batch, and batches
 _SHARING = 3  # examples of which it is seen whether they share a row
 
 
@@ -173,6 +209,18 @@ def refuse_first_use(row: Any, as_first: Any, who: str, kept: Sequence[str]) -> 
             "maximum do. One person's row would change the rows of others, which clipping does not bound. Fill it "
             "before training, from what is public (a list of all classes, a vocabulary, constants), and keep nothing "
             "from row to row."
+        )
+
+
+def refuse_collected(names: Sequence[str]) -> None:
+    """Raise ValueError for numbers that the data set or the collator collects while it makes rows."""
+    if names:
+        raise ValueError(
+            f"the data set or the collator collects numbers or words while it makes rows "
+            f"({', '.join(repr(name) for name in names[:3])}): running statistics, a scale, a vocabulary that grows. "
+            "Later rows that are made with them would hold data of earlier ones, which clipping does not bound, even "
+            "where nothing is made with them yet. Compute them before training, from what is public, and keep nothing "
+            "from row to row; what is only shown to you (a time) may be kept in a whole number."
         )
 
 
@@ -240,11 +288,29 @@ def _same_rows(x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a batch. A list is one that default_collate makes of tuples, or has a row for each example."""
+    """The tensors and numbers of a batch, and its lists of numbers and words. A list is one that default_collate makes
+    of tuples, or has a row for each example."""
     columns = _as_batch(batch) if isinstance(batch, list) else {}
     batch = {"batch": batch} if isinstance(batch, list) else dict(batch) if isinstance(batch, Mapping) else batch
-    found = leaves(tree_map(unpacked_sequence, batch, is_leaf=is_ragged))
-    return columns | {name: x for name, x in found if isinstance(x, torch.Tensor) and x.dim()}
+    batch = tree_map(unpacked_sequence, batch, is_leaf=is_ragged)
+    found = leaves(tree_map(_as_column, batch, is_leaf=lambda x: x is not batch and _is_plain(x)))
+    return columns | {name: torch.as_tensor(x) for name, x in found if isinstance(x, (torch.Tensor, int, float))}
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether it is a list of numbers and words, or of such lists."""
+    return isinstance(x, (list, tuple)) and all(isinstance(y, (str, bytes, numbers.Real)) or _is_plain(y) for y in x)
+
+
+def _as_column(x: Any) -> Any:
+    """A list of numbers or words, or of such lists, as numbers that are the same where its entries are."""
+    if not _is_plain(x):
+        return x
+    entries = [_as_column(y) if _is_plain(y) else y if isinstance(y, numbers.Real) else hash(y) for y in x]
+    entries = [torch.as_tensor(y, dtype=torch.float64) for y in entries]
+    if any(y.shape != entries[0].shape for y in entries):  # not as long as each other
+        entries = [torch.tensor(hash(repr(y)), dtype=torch.float64) for y in x]
+    return torch.stack(entries) if entries else torch.zeros(0)
 
 
 def _as_batch(examples: list[Any]) -> dict[str, torch.Tensor]:
@@ -278,6 +344,36 @@ def _dims_of_rows(whole: dict[str, torch.Tensor], without_first: dict[str, torch
         if found is not None:
             dims[name] = found
     return dims
+
+
+def _for_all_rows(
+    whole: dict[str, torch.Tensor], without_first: dict[str, torch.Tensor], names: Collection[str], size: int
+) -> list[str]:
+    """The columns among ``names`` that are no rows: their shapes do not depend on how many examples there are, and
+    they do not stand in a list with an entry for each of ``size`` examples."""
+
+    def is_in_a_list(name: str) -> bool:
+        parts = name.split("/")
+        lists = ("/".join(parts[:i]) for i, part in enumerate(parts) if part.isdigit())
+        return any(f"{path}/{size - 1}".lstrip("/") in ends for path in lists)
+
+    ends = {"/".join(parts[: i + 1]) for name in whole for parts in [name.split("/")] for i in range(len(parts))}
+    same = [name for name in names if name in without_first and whole[name].shape == without_first[name].shape]
+    return [name for name in same if not is_in_a_list(name)]
+
+
+def _is_another(name: str, whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor]) -> bool:
+    """Whether what is given for a whole batch is something else for another one of as many examples. A number that is
+    the length of some column in each, and what has another shape, tell of the longest row alone, as padding does."""
+    x, y = whole[name], part.get(name)
+    if y is None or x.shape != y.shape or same_numbers(x, y):
+        return False
+    are_lengths = not x.dim() and all(_is_length(each[name], each) for each in (whole, part))
+    return not are_lengths
+
+
+def _is_length(x: torch.Tensor, batch: dict[str, torch.Tensor]) -> bool:
+    return not x.is_floating_point() and any(x.item() in column.shape[1:] for column in batch.values())
 
 
 def _with_other_rows(

@@ -13,6 +13,7 @@ import functools
 import itertools
 import numbers
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -134,18 +135,22 @@ _OPAQUE = (
     types.ModuleType,
     torch.nn.Module,
 )
-_PARTS, _ENTRIES = 1000, 64  # objects that are looked into, and entries of each container
+_PARTS, _ENTRIES = 2**14, 64  # objects that are looked into, and entries of each container
 
 
 def parts_of(owner: Any, *, without: Collection[str] = ()) -> Iterator[Any]:
     """What ``owner`` is made of, nearest first: attributes, entries, closures, default arguments, module variables
-    that a function uses. Objects of the packages ``without`` are left out, and what they alone lead to."""
+    that a function uses. Objects of the packages ``without`` are left out, and what they alone lead to, but for what
+    they call."""
     seen, todo = set(), deque([owner])
     while todo and len(seen) < _PARTS:
         part = todo.popleft()
-        if isinstance(part, _OPAQUE) or id(part) in seen or type(part).__module__.partition(".")[0] in without:
+        if isinstance(part, _OPAQUE) or id(part) in seen:
             continue
         seen.add(id(part))
+        if type(part).__module__.partition(".")[0] in without:
+            todo.extend(x for x in getattr(part, "__dict__", {}).values() if callable(x) and not isinstance(x, type))
+            continue
         yield part
         todo.extend(itertools.islice(_inside(part), _ENTRIES))
 
@@ -159,17 +164,14 @@ def _inside(part: Any) -> Iterator[Any]:
         yield from (part.func, *part.args, *part.keywords.values())
     elif isinstance(part, (types.MethodType, types.BuiltinMethodType)):
         yield from (part.__self__, getattr(part, "__func__", None))
-    elif isinstance(part, types.FunctionType) and not (part.__module__ or "").startswith(_LIBRARIES):
-        yield from (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values())
+    elif isinstance(part, types.FunctionType) and not is_of_a_library(part):
+        yield from (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values(), *vars(part).values())
         yield from (
             owner[name] if isinstance(owner, dict) else owner.cell_contents for name, owner in variables_of(part)
         )
     elif isinstance(part, type):
         yield from (
-            value
-            for cls in part.__mro__[:-1]
-            if not cls.__module__.startswith(_LIBRARIES)
-            for value in list(vars(cls).values())
+            value for cls in part.__mro__[:-1] if not is_of_a_library(cls) for value in list(vars(cls).values())
         )
     elif not isinstance(part, types.FunctionType) and not type(part).__module__.startswith(
         ("pyarrow", "pandas", "tokenizers")
@@ -180,16 +182,35 @@ def _inside(part: Any) -> Iterator[Any]:
 
 
 def variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables of its closure, each with its cell, and those of its module that it names, with the dict of these.
-    Functions of libraries have none."""
-    if (function.__module__ or "").startswith(_LIBRARIES):
+    """The variables of its closure, each with its cell, and those of its module and of others that it names, with the
+    dict of these. Functions of libraries have none."""
+    if is_of_a_library(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != types.CellType():
             yield name, cell
-    yield from ((name, function.__globals__) for name in function.__code__.co_names if name in function.__globals__)
+    names, variables = set(_names_in(function.__code__)), function.__globals__
+    for name in sorted(names & variables.keys()):
+        yield name, variables
+        if isinstance(module := variables[name], types.ModuleType) and not is_of_a_library(module):
+            yield from ((each, vars(module)) for each in sorted(names & vars(module).keys()))
 
 
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that a function uses which are not its own, also those in its comprehensions and inner functions."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def is_of_a_library(thing: Any) -> bool:
+    """Whether a module, a class or a function keeps nothing of rows, and leads to nothing that does."""
+    module = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__ or ""
+    return f"{module}.".startswith(_LIBRARIES) or module.partition(".")[0] in _STANDARD
+
+
+_STANDARD = sys.stdlib_module_names - {"__main__"}
 _LIBRARIES = ("builtins", "torch.", "datasets.", "transformers.", "numpy", "collections", "abc", "typing", "functools")
 
 

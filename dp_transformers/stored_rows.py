@@ -63,14 +63,36 @@ def refuse_rows_loaded_from_one(indices: Sequence[int], loaded: Sequence[Any], c
             found[name].append(index)
     same = max(found.values(), key=len, default=[])
     if len(same) > copies:
-        raise ValueError(
-            f"rows {same[0]} and {same[1]} of the training data are one stored row ({len(same)} of this draw are): "
-            "what is loaded for them is the same object, or lies in the same memory, but "
-            f"max_examples_per_person={copies}, so epsilon would not hide all that is learned from it. Train on each "
-            "row once (no index table that repeats rows, no i % n); where some shall count more, weight their losses; "
-            "or say how often a row may come (max_examples_per_person, in a mechanism unit=PrivacyUnit), and epsilon "
-            "is for all copies together. If they are rows of two people, let the data set return a copy of each."
+        _refuse_copies(
+            same,
+            copies,
+            "what is loaded for them is the same object, or lies in the same memory",
+            "If they are rows of two people, let the data set return a copy of each.",
         )
+
+
+def refuse_rows_chosen_again(dataset: Any, indices: Sequence[int], copies: int) -> None:
+    """Raise ValueError if a ``Subset`` stands for one row with more than ``copies`` of these indices. Its table may be
+    written to between two draws."""
+    chosen = list(indices)
+    while type(dataset) is Subset:
+        chosen, dataset = [int(dataset.indices[i]) for i in chosen], dataset.dataset
+    found = defaultdict(list)
+    for index, row in zip(indices, chosen, strict=True):
+        found[row].append(index)
+    same = max(found.values(), key=len, default=[])
+    if len(same) > copies:
+        _refuse_copies(same, copies, "a Subset has the same index for them", "Its indices must stay as they are.")
+
+
+def _refuse_copies(same: Sequence[int], copies: int, why: str, way_out: str) -> None:
+    raise ValueError(
+        f"rows {same[0]} and {same[1]} of the training data are one stored row ({len(same)} of this draw are): {why}, "
+        f"but max_examples_per_person={copies}, so epsilon would not hide all that is learned from it. Train on each "
+        "row once (no index table that repeats rows, no i % n); where some shall count more, weight their losses; "
+        "or say how often a row may come (max_examples_per_person, in a mechanism unit=PrivacyUnit), and epsilon "
+        f"is for all copies together. {way_out}"
+    )
 
 
 def _memory_of(row: Any) -> Hashable | None:

@@ -1,7 +1,9 @@
 """Poisson draws: the right distribution, never repeated, split over ranks; logical and physical batches."""
 
+import datasets
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 from torch.utils.data import DataLoader
 
@@ -154,3 +156,18 @@ def test_preferences_are_ordered_by_the_lengths_of_their_texts_together():
         preferences, lambda rows: [len(row["prompt_ids"]) + len(row["chosen_ids"]) for row in rows], 2
     )
     assert batches[Draw(0, range(4))].physical_batches == [[3, 7], [9, 10]]
+
+
+def test_choices_of_different_lengths_in_a_table():
+    """A column of lists of lists, of which no array can be made."""
+    rows = [
+        {"input_ids": [[1] * (2 + i % 3), [1] * 4], "attention_mask": [[1] * (2 + i % 3), [1] * 4]} for i in range(8)
+    ]
+
+    def collate(examples):
+        choices = [torch.tensor(x) for e in examples for x in e["input_ids"]]
+        ids = torch.nn.utils.rnn.pad_sequence(choices, batch_first=True).unflatten(0, (len(examples), -1))
+        return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+    batches = LogicalBatches(datasets.Dataset.from_list(rows), collate, 4)
+    assert sum(batches[Draw(0, range(8), True)].sizes) == 8

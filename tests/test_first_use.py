@@ -3,6 +3,7 @@
 import collections
 import functools
 import random
+import types
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from neighbours import LOOPS, Task, train
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import DataCollatorWithPadding
+from transformers.trainer_utils import RemoveColumnsCollator
 
 from dp_transformers.data import LogicalBatches
 from dp_transformers.first_use import Memory
@@ -24,6 +26,8 @@ SIZE = 32
 _generator = torch.Generator().manual_seed(1)
 RAW = [{"x": torch.randn(6, generator=_generator), "name": "abc"[i % 3]} for i in range(SIZE)]
 CLASSES: dict = {}
+NAMED = types.ModuleType("names_of_a_user")
+exec("IDS = {}\ndef number(name): return IDS.setdefault(name, len(IDS))", NAMED.__dict__)
 MEAN = None
 
 
@@ -142,6 +146,7 @@ def nothing_kept():
     global MEAN
     MEAN = None
     CLASSES.clear()
+    NAMED.IDS.clear()
     OfItsClass.ids.clear()
 
 
@@ -180,6 +185,35 @@ class Scaler:
         return {"x": (x - self.fitted["mean"]) / self.fitted["std"]}
 
 
+def labelled(rows, labels):
+    return {"x": torch.stack([each["x"] for each in rows]), "labels": torch.tensor(labels)}
+
+
+def in_a_comprehension():
+    return lambda rows: labelled(rows, [CLASSES.setdefault(each["name"], len(CLASSES)) for each in rows])
+
+
+def by_another_module(rows):
+    return labelled(rows, [NAMED.number(each["name"]) for each in rows])
+
+
+def by_an_attribute():
+    def collate(rows):
+        return labelled(rows, [collate.ids.setdefault(each["name"], len(collate.ids)) for each in rows])
+
+    collate.ids = {}
+    return collate
+
+
+def of_many_words(size):
+    ids = {f"public {i}": i for i in range(size)}
+
+    def collate(rows):
+        return labelled(rows, [ids.setdefault(each["name"], len(ids)) for each in rows])
+
+    return collate
+
+
 class Largest:
     largest = 1e-6
 
@@ -198,6 +232,11 @@ COLLATORS = {
     "scaler": (Scaler, "x"),
     "largest": (Largest, "x"),
     "method": (lambda: Largest().collate, "x"),
+    "comprehension": (in_a_comprehension, "labels"),
+    "function of a module": (lambda: by_another_module, "labels"),
+    "attribute of a function": (by_an_attribute, "labels"),
+    "many words": (lambda: of_many_words(6000), "labels"),
+    "behind transformers": (lambda: RemoveColumnsCollator(of_classes(), ["x", "name"]), "labels"),
 }
 
 
@@ -375,3 +414,71 @@ def test_first_use_in_a_loop(loop, workers):
         train(loop, task)
     task.rows = known(Labels())
     assert len(train(loop, task)) == 4
+
+
+# ---- what is collected, and changes rows later ----
+
+
+class Calibrated(Own):
+    """Takes the mean of its first rows, and centers those after them."""
+
+    def __init__(self, count=10_000, total=0.0):
+        self.count, self.rows, self.total = count, 0, total
+
+    def __getitem__(self, i):
+        if self.rows < self.count:
+            self.rows, self.total = self.rows + 1, self.total + float(RAW[i]["x"].mean())
+            return row(i)
+        return row(i, RAW[i]["x"] - self.total / self.rows)
+
+
+class Counts(Own):
+    """Keeps a whole number, and what it loaded late."""
+
+    def __init__(self):
+        self.rows, self.table, self.seen = 0, None, []
+
+    def __getitem__(self, i):
+        self.rows += 1
+        self.table = torch.ones(6) if self.table is None else self.table
+        self.seen.append(random.random())
+        return row(i, RAW[i]["x"] * self.table)
+
+
+@pytest.mark.parametrize("total", [0.0, torch.zeros(()), np.zeros(())])
+def test_numbers_that_are_collected_for_later_rows_are_refused(total):
+    with pytest.raises(ValueError, match="collects numbers or words.*'Calibrated.total'"):
+        looked_at(Calibrated(total=total))
+
+
+def test_whole_numbers_and_what_is_loaded_late_are_no_statistics():
+    assert len(looked_at(Counts())) == 3
+
+
+def test_a_tokenizer_that_learns_words_is_refused():
+    words = tokenizer()
+
+    def collate(rows):
+        words.add_tokens([f"{each['name']}{each['x'][0]:.3f}" for each in rows])
+        return labelled(rows, [0 for _ in rows])
+
+    with pytest.raises(ValueError, match="collects numbers or words.*its words"):
+        looked_at(RAW, collate)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_collator_behind_that_of_trainer_is_looked_at(loop):
+    """Trainer puts its own around it, which removes columns."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, x, labels=None, name=None):
+            return self.linear(x)
+
+    loss = lambda scores, labels: F.cross_entropy(scores, labels, reduction="none")  # noqa: E731
+    kept = Task(Net, RAW, of_classes(), loss, arguments={"remove_unused_columns": True})
+    with pytest.raises(ValueError, match="keeps what it met first"):
+        train(loop, kept)

@@ -57,6 +57,11 @@ def with_numbers(draw):
     return collator(lambda x: x + draw(x.shape))
 
 
+def with_column(make):
+    """A column beside the rows, made of all of them."""
+    return lambda examples: stacked(*columns(examples)) | {"extra": make(torch.stack(columns(examples)[0]))}
+
+
 def padded_to(rows, place):
     longest = max(map(len, rows))
     return [F.pad(row, place(longest - len(row))) for row in rows]
@@ -138,6 +143,16 @@ REFUSED = {
     "entropy of its own": (with_numbers(lambda shape: torch.from_numpy(np.random.default_rng().random(shape))), examples_of_numbers,
                            "gives another batch when it is called again"),
     "state": (counted(), examples_of_numbers, "gives another batch when it is called again"),
+    "one sign for all": (collator(lambda x: x * random.choice([-1, 1])), examples_of_numbers, "all rows of a batch share"),
+    "one size for all": (collator(lambda x: x[:, : random.randint(2, 5)]), examples_of_numbers, "all rows of a batch share"),
+    "a mean": (with_column(lambda x: float(x.mean())), examples_of_numbers, "'extra', which the collator gives for the whole batch"),
+    "a mean in a tensor": (with_column(torch.mean), examples_of_numbers, "'extra', which the collator gives for the whole batch"),
+    "deviations": (with_column(lambda x: x.std(0)), examples_of_numbers, "'extra', which the collator gives for the whole batch"),
+    "a count": (with_column(lambda x: int((x > 0).sum())), examples_of_numbers, "'extra', which the collator gives for the whole batch"),
+    "a scale beside noise": (lambda e: with_column(lambda x: x.abs().max())(e) | {"noise": torch.rand(len(e))}, examples_of_numbers,
+                             "'extra', which the collator gives for the whole batch"),
+    "a list over its mean": (with_column(lambda x: (x.norm(dim=1) / x.norm(dim=1).mean()).tolist()), examples_of_numbers, "'extra' of a row changes"),
+    "words of others": (with_column(lambda x: [f"{v:.3f}" for v in x.norm(dim=1).roll(1)]), examples_of_numbers, "'x' of a row changes|'extra' of a row changes"),
 }  # fmt: skip
 
 
@@ -218,7 +233,11 @@ TAKEN = {
     "noise": (with_numbers(torch.rand), examples_of_numbers),
     "noise of numpy": (with_numbers(lambda shape: torch.from_numpy(np.random.rand(*shape))), examples_of_numbers),
     "masked": (collator(lambda x: x * (torch.rand(x.shape) < 0.8)), examples_of_numbers),
-    "one sign for all": (collator(lambda x: x * random.choice([-1, 1])), examples_of_numbers),
+    "a sign for each": (collator(lambda x: x * torch.tensor([[random.choice([-1.0, 1.0])] for _ in x])), examples_of_numbers),
+    "longest": (lambda e: stacked(padded_to(columns(e)[0], lambda n: (0, n)), columns(e)[1]) | {"longest": max(map(len, columns(e)[0]))}, texts),
+    "a constant": (lambda e: stacked(*columns(e)) | {"temperature": 0.7, "weights": torch.ones(3), "names": ["a"] * len(e)}, examples_of_numbers),
+    "lists": (lambda e: {"x": [x.tolist() for x in columns(e)[0]], "labels": columns(e)[1]}, examples_of_numbers),
+    "a list of tensors": (lambda e: (columns(e)[0], torch.tensor(columns(e)[1])), examples_of_numbers),
     "padded, shuffled": (pad_and_shuffle, texts),
     "sorted": (sort_by_length, texts),
     "padded in the middle": (lambda e: stacked(padded_to(columns(e)[0], lambda n: (n // 2, n - n // 2)), columns(e)[1]), texts),
@@ -248,6 +267,7 @@ class Kept:
         torch.manual_seed(1)
         self.x, self.change = torch.randn(24, 6) + 1 if rows is None else rows, change
         self.mean, self.largest, self.before, self.calls, self.cache = torch.zeros(6), 1.0, torch.zeros(6), 0, {}
+        self.table = None
         self.rng, self.py = np.random.default_rng(0), random.Random(0)
 
     def __len__(self):
@@ -293,9 +313,8 @@ def cached(rows, i):
 
 
 def opened_late(rows, i):
-    rows.mean = rows.mean if rows.calls else rows.mean + 7
-    rows.calls = 1
-    return rows.x[i] + rows.mean
+    rows.table = torch.full((6,), 7.0) if rows.table is None else rows.table
+    return rows.x[i] + rows.table
 
 
 NO_STATE = {
