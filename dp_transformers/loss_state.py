@@ -73,6 +73,8 @@ class WatchedLoss:
 
     def _write(self) -> None:
         for path, (owner, name) in self._variables.items():
+            if self._kept.variables[path] is _value(owner, name):
+                continue
             if isinstance(owner, dict):
                 owner[name] = self._kept.variables[path]
             else:
@@ -116,21 +118,40 @@ def _reached(loss: Any, name: str, variables: dict[str, _Variable]) -> Iterator[
         elif isinstance(part, types.MethodType):
             todo += ((path, part.__self__), (path, part.__func__))
         elif isinstance(part, types.FunctionType):
-            of_function = () if _is_of_a_library(part) else variables_of(part)
-            named = {key: (x, key if isinstance(x, dict) else "cell_contents") for key, x in of_function}
+            if not _is_of_a_library(part):
+                of_function = variables_of(part)
+                named = {key: (x, key if isinstance(x, dict) else "cell_contents") for key, x in of_function}
+                named |= {key: (vars(part), key) for key in vars(part)}
+                todo += ((path, x) for x in (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values()))
         elif isinstance(part, (*CONTAINERS, tuple)):
             yield path, part
             todo += ((path, x) for x in itertools.islice(values_of(part), _ENTRIES))
         elif isinstance(part, nn.Module) or has_attributes(part):
-            todo += ((path, vars(cls).get(name)) for cls in type(part).__mro__ for name in ("forward", "__call__"))
+            of_class = _of_class(type(part))
+            todo += ((path, x) for x in of_class.values() if isinstance(x, types.FunctionType))
             inside = {key: (part, key) for key in vars(part) if key not in INTERNAL}
             if any(_is_of_a_library(cls) for cls in type(part).__mro__[:-1]) and not isinstance(part, nn.Module):
-                named = {key: each for key, each in inside.items() if isinstance(_value(*each), _PLAIN)}
+                named = {key: each for key, each in inside.items() if _is_kept_by_users(_value(*each))}
             else:
                 yield path, part
                 todo += ((f"{path}.{key}", x) for key, each in inside.items() if callable(x := _value(*each)))
+            named = {key: (part, key) for key, x in of_class.items() if _is_kept_by_users(x)} | named
+        elif isinstance(part, type):
+            named = {key: (part, key) for key, x in _of_class(part).items() if _is_kept_by_users(x)}
         variables.update({f"{path}.{key}": each for key, each in named.items()})
         todo += ((f"{path}.{key}", _value(*each)) for key, each in named.items())
+
+
+def _of_class(cls: type) -> dict[str, Any]:
+    """The attributes and methods that are defined in classes which are of no library."""
+    of_classes = [vars(each) for each in reversed(cls.__mro__) if not _is_of_a_library(each)]
+    named = {key: x for attributes in of_classes for key, x in attributes.items()}
+    return {key: x for key, x in named.items() if key == "__call__" or not key.startswith("__")}
+
+
+def _is_kept_by_users(value: Any) -> bool:
+    """Whether an attribute of an object of a library, as a trainer, may hold what a loss keeps."""
+    return isinstance(value, _PLAIN) or (has_attributes(value) and not _is_of_a_library(type(value)))
 
 
 def _value(owner: Any, name: str) -> Any:

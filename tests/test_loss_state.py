@@ -125,6 +125,60 @@ def in_a_wrapped_object():
     return lambda outputs, labels: kept.losses(outputs, labels)
 
 
+def in_an_attribute():
+    def loss(outputs, labels):
+        losses = losses_of(outputs, labels)
+        kept, loss.threshold = above(losses, loss.threshold), followed(losses, loss.threshold)
+        return kept
+
+    loss.threshold = 1.1
+    return loss
+
+
+def in_a_default():
+    def loss(outputs, labels, kept=None):
+        losses = losses_of(outputs, labels)
+        found, kept["threshold"] = above(losses, kept["threshold"]), followed(losses, kept["threshold"])
+        return found
+
+    loss.__defaults__ = ({"threshold": 1.1},)
+    return loss
+
+
+def in_a_class():
+    class Loss:
+        kept = InANumber()
+
+        def __call__(self, outputs, labels):
+            return self.losses(outputs, labels)
+
+        def losses(self, outputs, labels):
+            return self.kept(outputs, labels)
+
+    return Loss()
+
+
+def in_a_class_that_it_names():
+    class Kept:
+        threshold = 1.1
+
+    def loss(outputs, labels):
+        losses = losses_of(outputs, labels)
+        kept, Kept.threshold = above(losses, Kept.threshold), followed(losses, Kept.threshold)
+        return kept
+
+    return loss
+
+
+def in_a_lambda():
+    def change(losses):
+        global THRESHOLD
+        kept, THRESHOLD = above(losses, THRESHOLD), followed(losses, THRESHOLD)
+        return kept
+
+    return lambda outputs, labels: next(change(losses) for losses in [losses_of(outputs, labels)])
+
+
 PUT_BACK = {
     "number": InANumber,
     "bound method": lambda: InANumber().losses,
@@ -134,6 +188,11 @@ PUT_BACK = {
     "list": in_a_memory,
     "module variable": in_the_module,
     "closure over an object": in_a_wrapped_object,
+    "attribute of a function": in_an_attribute,
+    "default argument": in_a_default,
+    "object of its class": in_a_class,
+    "class that it names": in_a_class_that_it_names,
+    "comprehension": in_a_lambda,
 }
 REFUSED = {
     "buffer": (InABuffer, "loss.threshold"),
@@ -204,6 +263,21 @@ def test_a_loss_that_is_a_method_of_the_trainer(tmp_path):
     trainer = trainer_for(task(None), str(tmp_path), WithALoss)
     trainer.train()
     assert trainer.threshold == 1.1 and trainer.state.global_step == 8
+
+
+class HoldsAnObject(DPTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **{**kwargs, "per_example_loss_func": self.own_losses})
+        self.kept = InANumber()
+
+    def own_losses(self, outputs, labels):
+        return self.kept(outputs, labels)
+
+
+def test_a_loss_that_keeps_an_object_in_the_trainer(tmp_path):
+    trainer = trainer_for(task(None), str(tmp_path), HoldsAnObject)
+    trainer.train()
+    assert trainer.kept.threshold == 1.1
 
 
 def with_a_teacher(compiled=False):

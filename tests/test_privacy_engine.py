@@ -511,6 +511,55 @@ def test_a_criterion_keeps_nothing_of_a_batch(kept):
         assert engine.steps == 4 and criterion.criterion.mean == 1.0  # it is put back each time
 
 
+def test_a_criterion_keeps_nothing_of_a_batch_that_is_logged():
+    engine, model, optimizer, criterion, loader = make(criterion=RelativeToEarlier("number"))
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            criterion(model(x), y)
+    assert engine.steps == 4 and criterion.criterion.mean == criterion.mean == 1.0
+
+
+@pytest.mark.parametrize("at_the_given_one", [False, True])
+def test_a_criterion_follows_its_owner(at_the_given_one):
+    """A coefficient that is annealed, class weights, and methods of modules."""
+    given = nn.CrossEntropyLoss(weight=torch.ones(3))
+    _, _, _, criterion, _ = make(criterion=given)
+    scores, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    changed = given if at_the_given_one else criterion
+    changed.label_smoothing = 0.4
+    changed.weight = torch.tensor([1.0, 2.0, 3.0])
+    each = F.cross_entropy(scores, labels, changed.weight, label_smoothing=0.4, reduction="none")
+    torch.testing.assert_close(criterion(scores, labels), each.mean())
+    assert criterion.to("cpu") is criterion.eval() is criterion and not given.training
+    assert criterion.weight is given.weight and criterion.reduction == "mean"
+    with pytest.raises(AttributeError, match="'reduction' of a private criterion cannot be set"):
+        criterion.reduction = "sum"
+    with pytest.raises(AttributeError, match="alpha"):
+        _ = criterion.alpha
+
+
+@pytest.mark.parametrize("what", ["mean", "hardest", "gradient, number"])
+def test_a_criterion_that_compares_examples_in_the_second_dimension(what):
+    class Compared(Compares):
+        def forward(self, outputs, targets):
+            losses_tb = F.mse_loss(outputs, targets, reduction="none")
+            losses = losses_tb * self.change(losses_tb.mean(0)) / losses_tb.mean(0)
+            return losses if self.reduction == "none" else losses.mean()
+
+    def positions_first(examples):
+        return torch.stack([x for x, _ in examples], 1), torch.stack([x.float() for x, _ in examples], 1)
+
+    _, model, _, criterion, loader = make(
+        PerPosition(), batch_first=False, collate_fn=positions_first, criterion=Compared(COMPARED[what])
+    )
+    with pytest.raises(ValueError, match="another one when other examples share its batch"):
+        for x, y in loader:
+            criterion(model(x), y).backward()
+
+
 def test_a_loss_of_the_private_criterion_goes_backward_as_it_is():
     engine, model, optimizer, criterion, loader = make(criterion=nn.CrossEntropyLoss())
     x, y = next(iter(loader))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..clipping import PerExampleClipper
 from ..clipping.checks.rare_looks import RareLooks
+from ..clipping.checks.synthetic import is_batch_second
 from ..clipping.errors import warn_once
 from ..loss_checks import OFTEN, RATE, refuse_losses_of_other_rows, refuse_losses_of_padding
 from ..loss_state import WatchedLoss
@@ -30,6 +33,9 @@ class PrivateCriterion:
     positions, without those of ``ignore_index``: for a batch of one example what torch's criterion gives. torch
     divides by the positions of the whole batch instead, so that each example would change the weight of the others.
     Class weights multiply the losses, and divide nothing.
+
+    Attributes and methods are those of the given criterion, but for its reduction: what is set there, or here, holds
+    from the next loss on. What a loss itself changes is put back.
 
     Args:
         criterion: With the attribute ``reduction``.
@@ -54,22 +60,48 @@ class PrivateCriterion:
             )
         own: Any = copy.copy(criterion)
         own.reduction = "none"
-        self.criterion, self.reduction, self._clipper = own, reduction, clipper
-        self._current_batch, self._paddings = current_batch, set[tuple]()  # whose kinds were looked at
-        self._looks = RareLooks(RATE, OFTEN)
-        self._watched = WatchedLoss(own, clipper.model, clipper.conditions, "criterion")
+        vars(self).update(
+            criterion=own,
+            reduction=reduction,
+            _given=criterion,
+            _clipper=clipper,
+            _current_batch=current_batch,
+            _paddings=set[tuple](),  # whose kinds were looked at
+            _looks=RareLooks(RATE, OFTEN),
+            _watched=WatchedLoss(own, clipper.model, clipper.conditions, "criterion"),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_given" not in vars(self):
+            raise AttributeError(name)
+        value = getattr(self._given, name)
+        if not isinstance(value, types.MethodType):
+            return value
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            returned = value(*args, **kwargs)
+            return self if returned is self._given else returned
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            raise AttributeError(
+                f"'{name}' of a private criterion cannot be set: its losses are those of examples, reduced as "
+                "make_private was told. Set the reduction before make_private, which returns another criterion."
+            )
+        setattr(self._given, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        each = (self._watched if torch.is_grad_enabled() else self.criterion)(*args, **kwargs)
+        vars(self.criterion).update((name, x) for name, x in vars(self._given).items() if name != "reduction")
+        each = self._watched(*args, **kwargs)
         losses_b = self._by_example(each, args, kwargs)
         loss = getattr(losses_b, self.reduction)(0)
         if not loss.requires_grad:
             return loss
+        if self._looks.is_due():
+            self._look_at_other_rows(args, kwargs, losses_b)
         if self._clipper.batch_first:  # where positions come first, they are no rows
-            if self._looks.is_due():
-                refuse_losses_of_other_rows(
-                    lambda args, kwargs: self._watched(*args, **kwargs), (args, kwargs), each, self._looks.number
-                )
             self._look_at_padding(args, kwargs)
         return _ClippedBackward.apply(
             torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
@@ -92,17 +124,37 @@ class PrivateCriterion:
             losses_b = losses_b / counted.flatten(1).sum(1).clamp(min=1)
         return losses_b
 
+    def _losses_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._by_example(self._watched(*args, **kwargs), args, kwargs)
+
+    def _look_at_other_rows(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
+        """Raise ValueError if the loss of an example is another one beside other examples."""
+        given, structure = tree_flatten((args, kwargs))
+        batch_first, size = self._clipper.batch_first, len(losses_b)
+        if not batch_first and any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in given):
+            return  # as many positions as examples, of which nobody knows which come first
+        are_second = [isinstance(x, torch.Tensor) and is_batch_second(x, size, batch_first=batch_first) for x in given]
+
+        def swapped(leaves: list[Any]) -> Any:
+            swaps = zip(leaves, are_second, strict=True)
+            return tree_unflatten([x.transpose(0, 1) if is_second else x for x, is_second in swaps], structure)
+
+        def loss(args: tuple, kwargs: dict) -> torch.Tensor:
+            args, kwargs = swapped(tree_leaves((args, kwargs)))
+            return self._losses_of(*args, **kwargs)
+
+        refuse_losses_of_other_rows(loss, swapped(given), losses_b, self._looks.number)
+
     def _look_at_padding(self, args: tuple, kwargs: dict) -> None:
         """Raise ValueError if padding that others decide over changes an example's loss; once for every kind of it."""
         if (given := self._current_batch()) is None:
             return
 
-        def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return self._by_example(self._watched(*args, **kwargs), args, kwargs)
-
         for padding in given.batch.paddings:
             is_new = padding.by_others and padding.kind not in self._paddings
-            if is_new and refuse_losses_of_padding(losses_of, args, kwargs, given.batch, padding, self._looks.number):
+            if is_new and refuse_losses_of_padding(
+                self._losses_of, args, kwargs, given.batch, padding, self._looks.number
+            ):
                 self._paddings.add(padding.kind)
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
