@@ -56,6 +56,7 @@ class Given:
     Attributes:
         draw: The number of the draw that the batch is a part of.
         last_of_draw: Whether it is the last physical batch of that draw.
+        is_whole_draw: Whether it is the only one.
         refusal: Why no sum may be formed of it; None if one may.
         scalings: How the rows of other batches were changed before the model was called.
         loaded: The rows as they were loaded, for comparison with what the model is called with.
@@ -64,6 +65,7 @@ class Given:
     batch: PhysicalBatch
     draw: int
     last_of_draw: bool
+    is_whole_draw: bool = False
     refusal: str | None = None
     scalings: Scalings | None = None
     stage: _Stage = _Stage.GIVEN
@@ -194,9 +196,8 @@ class PrivateStep:
         for i, batch in enumerate(batches):
             if draw.number <= self._dropped_draw or self._is_closed:
                 return
-            self.given = Given(
-                batch, draw.number, i == len(batches) - 1, self._left_undone(draw.number), self._scalings
-            )
+            is_last, is_whole = i == len(batches) - 1, len(draw.batches) <= 1
+            self.given = Given(batch, draw.number, is_last, is_whole, self._left_undone(draw.number), self._scalings)
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             yield self.given
@@ -333,6 +334,8 @@ class PrivateStep:
                 "given, call make_private with batch_first=False."
             )
         require_unseeded("the model's forward pass, or what ran between it and backward()")
+        if self.clipper.draw_for_all_rows and not given.is_whole_draw:
+            _refuse_numbers_for_all_rows(self.clipper.draw_for_all_rows)
         self._require_own_clipping()
         if given.draw != self._summed_draw:
             self._summed_draw = given.draw
@@ -450,6 +453,18 @@ class PrivateStep:
             self.release(optimizer)
         else:
             given.stage = _Stage.DONE
+
+
+def _refuse_numbers_for_all_rows(names: Sequence[str]) -> None:
+    """Raise ValueError for random numbers that the rows of a physical batch share, where a draw has several."""
+    raise ValueError(
+        f"the model draws random numbers that all rows of a physical batch share ({', '.join(dict.fromkeys(names))}): "
+        "a coin that leaves a layer out (layerdrop), one dropout mask for every row, noise on a weight. This draw has "
+        "several physical batches, and which rows share a number depends on the other examples, which clipping does "
+        "not bound. Set that probability to 0 (layerdrop=0.0 in the configuration, p = 0.0 of such a dropout), let "
+        "the module draw for each row, or let a physical batch hold every draw (per_device_train_batch_size, "
+        "max_physical_batch_size)."
+    )
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:

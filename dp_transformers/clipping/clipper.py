@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .batch_dims import batch_size_of
-from .checks.beside_others import require_same_beside_others
+from .checks.beside_others import draw_for_all_rows, require_same_beside_others
 from .checks.locality import require_own_rows, require_own_rows_of_outputs
 from .checks.padding import check_padding, expect_no_gradient_at_padding
 from .checks.rare_looks import RareLooks
@@ -105,6 +105,7 @@ class PerExampleClipper:
         self._changed: list[str] = []  # since the model was checked
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
         self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
+        self.draw_for_all_rows: list[str] = []  # modules that do, or generators, as far as it was looked at
         self._user_backward: UserBackward | None = None
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
@@ -215,6 +216,7 @@ class PerExampleClipper:
         """Let everything that was checked of the model be checked again: it may compute otherwise now."""
         self.checked, self.checks_begun = not self.self_check, self.checks_begun + 1
         self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
+        self.draw_for_all_rows = []
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
@@ -473,6 +475,7 @@ class PerExampleClipper:
     def _look_at_calls(self, forward: ForwardPass, losses: torch.Tensor | None = None) -> None:
         """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""
         if forward.calls:
+            self.draw_for_all_rows += draw_for_all_rows(self._engine, forward, self._model_looks.number)
             require_same_beside_others(self._engine, forward, losses, self._model_looks.number)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
 from ..recorded_call import ForwardPass, ModelCall
 from .reference import TOLERANCE
+from .shared_numbers import Drawn, for_all_rows, watched_draws
 from .spread_numbers import spread_numbers
 from .synthetic import evaluating, examples_first, floating_tensors, kept_buffers, with_rows
 
@@ -69,6 +70,18 @@ def require_same_beside_others(
             )
 
 
+def draw_for_all_rows(engine: ClippingEngine, forward: ForwardPass, number: int) -> list[str]:
+    """Return which modules, or generators, draw random numbers that all rows share (:mod:`.shared_numbers`), where the
+    model is run again on what it was called with in ``forward``."""
+    found: list[str] = []
+    for call in forward.calls if forward.batch_size > 1 else ():
+        try:
+            found += _Look(engine, forward, call, number).draw_for_all_rows()
+        except Exception as error:  # as of the looks above
+            logger.info("it was not looked at which numbers rows share: %s: %s", type(error).__name__, error)
+    return found
+
+
 class _Look:
     """One call of the model, run again on chosen rows."""
 
@@ -85,6 +98,20 @@ class _Look:
         i = torch.arange(self._size)
         odd = (i + (i + 1) % 2).where(i + (i + 1) % 2 < self._size, i - 1)
         return [(i[::2], i - i % 2), (i[1::2], odd)]
+
+    def draw_for_all_rows(self) -> list[str]:
+        """The modules, and the generators, that draw random numbers for all rows together, in training mode."""
+        if self._evaluates:
+            return []
+
+        def draw(rows: slice, seed: int) -> Drawn:
+            args, kwargs = self._with_rows(torch.arange(self._size)[rows], spares_squares=False)
+            with torch.no_grad(), self._as_it_was(seed), watched_draws() as drawn:
+                self._engine.model(*args, **kwargs)
+                return drawn()
+
+        names = {module: name or "the model itself" for name, module in self._engine.model.named_modules()}
+        return [x if isinstance(x, str) else names.get(x, "the model") for x in for_all_rows(draw, self._size)]
 
     def finds(self) -> bool:
         """Whether some row that stays is moved by what is beside it."""
@@ -147,16 +174,9 @@ class _Look:
     @torch.no_grad()
     def _run(self, rows: torch.Tensor | None = None, *, spares_squares: bool = False) -> list[torch.Tensor]:
         """(B, numbers) some numbers of each output, from all over it."""
-        engine, call, device = self._engine, self._call, self._engine.trainable.device
+        engine = self._engine
         args, kwargs = self._with_rows(torch.arange(self._size) if rows is None else rows, spares_squares)
-        kind, dtype, is_enabled = call.autocast
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # of checkpointing without gradients
-            stack.enter_context(engine.suspended())
-            stack.enter_context(kept_buffers(engine.model))
-            stack.enter_context(seeded_global_generators([self._number], device))
-            stack.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=False))
+        with self._as_it_was(), ExitStack() as stack:
             if self._evaluates:
                 stack.enter_context(evaluating(engine.model))
                 return self._sampled(engine.model(*args, **kwargs))
@@ -166,6 +186,19 @@ class _Look:
                 return found
         self._evaluates = True
         return self._run(rows, spares_squares=spares_squares)
+
+    @contextmanager
+    def _as_it_was(self, seed: int = 0) -> Iterator[None]:
+        """Inside, the model runs as in the call, with the same random numbers each time, and leaves nothing behind."""
+        engine, (kind, dtype, is_enabled) = self._engine, self._call.autocast
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # of checkpointing without gradients
+            stack.enter_context(engine.suspended())
+            stack.enter_context(kept_buffers(engine.model))
+            stack.enter_context(seeded_global_generators([self._number, seed], engine.trainable.device))
+            stack.enter_context(torch.autocast(kind, dtype, is_enabled, cache_enabled=False))
+            yield
 
     def _with_rows(self, rows: torch.Tensor, spares_squares: bool) -> tuple[tuple, dict]:
         """What the model is called with; lengths stay where rows lie in one tensor without padding."""

@@ -80,8 +80,9 @@ class SpreadNumbers(TorchDispatchMode):
         if kind == "numbers":
             made_of, takes_arguments = _NUMBERS[func.overloadpacket]
             numbers = made_of(self._evenly(drawn), *(args[1:3] if takes_arguments else ()))
-            # a DTensor takes no plain tensor
-            drawn.copy_(numbers) if type(drawn) is torch.Tensor else drawn.fill_(float(numbers[0]))
+            # a DTensor takes no plain tensor, and one number no vector
+            is_filled = type(drawn) is not torch.Tensor or not drawn.dim()
+            drawn.fill_(float(numbers[0])) if is_filled else drawn.copy_(numbers)
         if kind == "probability":
             given = [x for x in [*args[1:], kwargs.get("p")] if isinstance(x, (int, float, torch.Tensor))]
             probability = given[0] if given else 0.5 if func.overloadpacket in _IN_PLACE else args[0]

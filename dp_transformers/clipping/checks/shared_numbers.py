@@ -1,0 +1,111 @@
+"""Random numbers that a model draws for all rows of a batch together: a coin that leaves a layer out (LayerDrop), one
+dropout mask for every row, noise on a weight.
+
+Each row's numbers may be anything as long as they are its own. A number that rows share ties their gradients together,
+and where a draw has several physical batches, which rows share one depends on how many other examples there are: the
+gradients of all of them would have another joint distribution with one example more, which clipping does not bound.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_ATTENTION = "dropout_p"  # the argument of operations that draw for every row, and return no numbers
+
+
+class Drawn(NamedTuple):
+    """What was drawn in a forward pass.
+
+    Attributes:
+        by_torch: The shapes of random numbers, each with the module that drew it.
+        by_others: By name the states of the generators of Python and NumPy afterwards, of those that drew.
+    """
+
+    by_torch: dict[tuple[int, ...], nn.Module | None]
+    by_others: dict[str, Any]
+
+
+def for_all_rows(draw: Callable[[slice, int], Drawn], size: int) -> list[nn.Module | str | None]:
+    """Return who draws numbers that all ``size`` rows share: modules, or generators by their name.
+
+    They are drawn alike for all rows, for the first half of them, and for the second half: the numbers of rows would
+    be as many as there are in both halves.
+
+    Args:
+        draw: ``f(rows, seed)`` runs the model on some rows.
+    """
+    whole = draw(slice(size), 0)
+    if not whole.by_others and all(size in shape[:2] for shape in whole.by_torch):
+        return []
+    half = size // 2
+    parts = [draw(slice(half), 0), draw(slice(half, size), 0)]
+    again = draw(slice(size), 1)  # some models seed a generator themselves, and draw nothing unknown
+    found = [m for shape, m in whole.by_torch.items() if all(shape in part.by_torch for part in parts)]
+    states = {name: [each.by_others.get(name) for each in (*parts, again)] for name in whole.by_others}
+    alike = [name for name, (a, b, other) in states.items() if whole.by_others[name] == a == b != other]
+    return [*dict.fromkeys(found), *alike]
+
+
+@contextmanager
+def watched_draws() -> Iterator[Callable[[], Drawn]]:
+    """Yield a function that tells what was drawn inside until now."""
+    modules: list[nn.Module] = []
+    before = _states()
+    handles = [
+        torch_module.register_module_forward_pre_hook(lambda module, args: modules.append(module)),
+        torch_module.register_module_forward_hook(lambda module, args, output: _pop(modules), always_call=True),
+    ]
+    try:
+        with _Draws(modules) as mode:
+            yield lambda: Drawn(mode.shapes, {name: x for name, x in _states().items() if x != before[name]})
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pop(modules: list[nn.Module]) -> None:
+    modules.pop()
+
+
+def _states() -> dict[str, Any]:
+    _, words, position, *_ = np.random.get_state()
+    of_numpy = (words.tobytes(), position)  # pyrefly: ignore[missing-attribute]  (it is no dict)
+    return {"Python's random": random.getstate(), "numpy.random": of_numpy}
+
+
+class _Draws(TorchDispatchMode):
+    """Notes the shapes of random numbers, and the innermost of ``modules`` that draws them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, modules: list[nn.Module]):
+        super().__init__()
+        self._modules, self.shapes = modules, dict[tuple[int, ...], nn.Module | None]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for x in tree_leaves(output) if _returns_random_numbers(func) else ():
+            if isinstance(x, torch.Tensor) and x.numel():
+                self.shapes.setdefault(tuple(x.shape), self._modules[-1] if self._modules else None)
+        return output
+
+
+@cache
+def _returns_random_numbers(func: Any) -> bool:
+    if isinstance(func, HigherOrderOperator) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    return all(argument.name != _ATTENTION for argument in func._schema.arguments)

@@ -1,0 +1,121 @@
+"""Random numbers that all rows of a physical batch share: refused in both loops where a draw has several batches."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from neighbours import LOOPS, Task, assert_bounded, moves, points, texts, train
+from torch import nn
+from transformers import BartConfig, BartForSequenceClassification, BertConfig, BertForSequenceClassification
+
+from dp_transformers.clipping.checks.shared_numbers import watched_draws
+
+pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+ROWS = points(12)
+
+
+class Scores(nn.Module):
+    """Two layers, and between them numbers at random in training."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.first, self.second, self.change = nn.Linear(6, 6), nn.Linear(6, 3), change
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(self.change(self, hidden) if self.training else hidden)
+
+
+def losses_of(scores, labels):
+    return F.cross_entropy(scores, labels, reduction="none")
+
+
+def python_coins(size):
+    return torch.tensor([[float(random.random() < 0.5)] for _ in range(size)])
+
+
+SHARED = {
+    "a layer left out": (lambda m, h: h if torch.rand(()) < 0.5 else h * 2, "the model itself"),
+    "a coin of Python": (lambda m, h: h if random.random() < 0.5 else h * 2, "Python's random"),
+    "a coin of NumPy": (lambda m, h: h * np.random.choice([1.0, 2.0]), "numpy.random"),
+    "one mask": (lambda m, h: h * F.dropout(torch.ones(6), 0.5), "the model itself"),
+    "noise on a weight": (lambda m, h: h + h @ torch.randn(6, 6) * 0.1, "the model itself"),
+    "one vector, beside dropout": (lambda m, h: F.dropout(h, 0.1) + torch.randn(6), "the model itself"),
+}
+OWN = {
+    "dropout": lambda m, h: F.dropout(h, 0.5),
+    "a mask for each row": lambda m, h: h * torch.bernoulli(torch.full((len(h), 1), 0.5)),
+    "noise": lambda m, h: h + torch.randn_like(h),
+    "flattened": lambda m, h: F.dropout(h.flatten(), 0.5).view_as(h),
+    "coins of Python": lambda m, h: h * python_coins(len(h)),
+    "a seed of its own": lambda m, h: h * np.random.RandomState(0).rand() + 0 * _seeded_anew(),
+    "nothing": lambda m, h: h.tanh(),
+}
+
+
+def _seeded_anew():
+    state = random.getstate()
+    random.seed(3)
+    number = random.random()
+    random.setstate(state)
+    return number
+
+
+def task(change, **options):
+    return Task(lambda: Scores(change), ROWS, loss=losses_of, steps=3, **options)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("drawn", SHARED)
+def test_numbers_for_all_rows_are_refused_where_a_draw_has_several_batches(drawn, loop):
+    change, name = SHARED[drawn]
+    with pytest.raises(ValueError, match=rf"all rows of a physical batch share \({name}\).*layerdrop=0.0"):
+        train(loop, task(change, physical=4))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("drawn", ["a layer left out", "a coin of Python", "one mask"])
+def test_a_batch_that_is_the_whole_draw_may_share_them(drawn, loop):
+    """With the same number for all of them an example adds its own clipped gradient, and nothing else."""
+    assert_bounded(moves(loop, task(SHARED[drawn][0], physical=16), 3))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("drawn", OWN)
+def test_numbers_of_the_rows_own_are_taken(drawn, loop):
+    train(loop, task(OWN[drawn], physical=4))
+
+
+def test_layers_that_transformers_leaves_out():
+    sizes = {"vocab_size": 50, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_labels": 3, "pad_token_id": 0,
+             "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
+    rows = texts([9] * 8)
+    for row in rows:
+        row["input_ids"][-1] = 2
+    make = lambda p: lambda: BartForSequenceClassification(BartConfig(**sizes, encoder_layerdrop=p))  # noqa: E731
+    with pytest.raises(ValueError, match=r"share \(model.encoder\)"):
+        train("trainer", Task(make(0.2), rows))
+    train("trainer", Task(make(0.0), rows))
+
+
+def test_dropout_of_bert_is_the_rows_own():
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    rows = texts([5, 9, 7, 9, 4, 6, 8, 9])
+    train("trainer", Task(lambda: BertForSequenceClassification(BertConfig(**sizes, num_labels=3)), rows, steps=3))
+
+
+def test_the_modules_that_draw_are_named():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh())
+    with watched_draws() as drawn:
+        model(torch.ones(4, 6))
+        np.random.rand()
+    assert drawn().by_torch == {(4, 6): model[1]} and list(drawn().by_others) == ["numpy.random"]
