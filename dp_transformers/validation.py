@@ -523,18 +523,19 @@ def refuse_repeated_rows(dataset: Any, max_examples_per_person: int) -> None:
 
 
 def longest_input(model: nn.Module) -> int | None:
-    """Return the largest number of positions that the model has embeddings for; None where it looks up no embeddings
-    of positions (rotary, ALiBi, ...)."""
+    """Return the largest number of positions of a text that the model has embeddings for; None where it looks up no
+    embeddings of positions (rotary, ALiBi, ...)."""
     limits = []
     for path, module in model.named_modules():
         name = path.rsplit(".", 1)[-1]
-        if (
-            isinstance(module, nn.Embedding)
-            and (name == "wpe" or "position_embedding" in name)
-            and type(module) is nn.Embedding
-        ):
+        is_of_positions = name == "wpe" or ("position_embedding" in name and not name.startswith(_OF_BOXES))
+        if type(module) is nn.Embedding and is_of_positions and not any(tower in path for tower in _TOWERS):
             limits.append(module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1))
     return min(limits, default=None)
+
+
+_OF_BOXES = ("x_", "y_", "h_", "w_")  # where a word stands on its page
+_TOWERS = ("vision", "visual", "image", "audio")  # parts of a model that read no text
 
 
 def validate_lengths(model: nn.Module, dataset: Any, column: str = "input_ids") -> None:

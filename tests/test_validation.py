@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from models import DeepSpeedEngine, build
 from torch import nn
+from transformers import CLIPConfig, CLIPModel, LayoutLMConfig, LayoutLMModel
 
 from dp_transformers import (
     ModuleValidator,
@@ -220,6 +221,12 @@ def test_longest_input():
     assert longest_input(build("gpt2")) == 64
     assert longest_input(build("llama")) is None
     assert longest_input(build("gpt2", lora=True)) == 64
+    towers = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = {**towers, "image_size": 16, "patch_size": 8}
+    texts = {**towers, "vocab_size": 50, "max_position_embeddings": 20}
+    assert longest_input(CLIPModel(CLIPConfig(text_config=texts, vision_config=images))) == 20  # 5 patches
+    pages = LayoutLMConfig(**texts, max_2d_position_embeddings=8, type_vocab_size=2)
+    assert longest_input(LayoutLMModel(pages)) == 20
 
 
 @pytest.mark.parametrize("kind", ["arrow", "torch format", "list"])

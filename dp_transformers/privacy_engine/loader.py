@@ -188,7 +188,8 @@ def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | No
     ):
         raise ValueError(
             f"data_loader has a {type(sampler).__name__}: private training draws every example with the same "
-            "probability. Build the DataLoader without sampler=."
+            "probability. Build the DataLoader without sampler=; for a part of a data set give it "
+            "torch.utils.data.Subset(dataset, indices)."
         )
     validate_training_data(
         loader.dataset,

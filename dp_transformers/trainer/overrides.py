@@ -19,6 +19,8 @@ _OF_MIXIN = {
     "per_example_loss_func=f with f(outputs, labels) -> (B,), or f(model, inputs) -> (B,)",
     "get_train_dataloader": "it draws the batches by Poisson sampling, which epsilon is computed for. Pass "
     "train_dataset and data_collator",
+    "_get_train_sampler": "batches are drawn by Poisson sampling, which epsilon is computed for, with the same "
+    "probability for every row. Let per_example_loss_func weigh the losses",
     "_clip_grad_norm": "the gradient that it sees has noise already, and examples are clipped before. Set "
     "max_grad_norm",
     "_get_num_items_in_batch": "no example's loss may be divided by what the others contain. Pass "
