@@ -1,8 +1,8 @@
 """The global generators of Python, NumPy and torch, from which dropout, augmentation and random masking draw.
 
 An example's random numbers depend on where in the draw it lies, so taking out one example changes those of others. ε
-covers that as long as nobody knows the numbers, and no two examples share some (:mod:`.shared_numbers`): they then have
-the same distribution with and without the example. A seed that a user, a callback, a model or a worker sets would make
+covers that as long as nobody knows the numbers, and no two examples share one (``shared_numbers``): they then have the
+same distribution with and without the example. A seed that a user, a callback, a model or a worker sets would make
 them known. So both loops seed these generators anew from a secret before the examples of every draw are loaded and
 before every forward pass on them (:class:`SecretSeeds`); what was set before does not matter.
 """
