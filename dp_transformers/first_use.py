@@ -40,7 +40,9 @@ _WITHOUT = frozenset(
         "trl",
     ]
 )
-_MANY = 2**20  # entries of a container, or numbers of a tensor, beyond which it is taken for data, or for a cache
+# Objects that are looked into; entries of a container, and numbers of a tensor, beyond which it is taken for data or
+# for a cache; and entries of a dict whose names are those of what it holds
+_PARTS, _MANY, _NUMBERS, _FEW = 2**14, 2**20, 2**16, 2**12
 
 
 class _Holder(NamedTuple):
@@ -64,7 +66,9 @@ class Memory:
     def __init__(self, owners: Any):
         self._holders = list(_holders(owners))
         self._before = self._contents()
-        self._vocabularies = {part: len(part) for part in parts_of(owners) if hasattr(type(part), "get_added_vocab")}
+        self._vocabularies = {
+            part: len(part) for part in parts_of(owners, most=_PARTS) if hasattr(type(part), "get_added_vocab")
+        }
 
     def _contents(self) -> list[Any]:
         return [holder.read() for holder in self._holders]
@@ -139,7 +143,7 @@ def _is_same(now: Any, before: Any) -> bool:
 
 def _holders(owners: Any) -> Iterator[_Holder]:
     names: dict[int, str] = {}  # of containers and tensors, by who has them as an attribute or a variable
-    for part in parts_of(owners, without=_WITHOUT):
+    for part in parts_of(owners, without=_WITHOUT, most=_PARTS):
         named: dict[str, Any] = {}
         if isinstance(part, types.FunctionType):
             for name, owner in variables_of(part):
@@ -151,7 +155,7 @@ def _holders(owners: Any) -> Iterator[_Holder]:
         elif isinstance(part, _CONTAINERS):
             if len(part) <= _MANY:
                 yield _container(names.get(id(part), f"a {type(part).__name__}"), part)
-            named = dict(part) if isinstance(part, dict) and len(part) <= _MANY else {}
+            named = dict(part) if isinstance(part, dict) and len(part) <= _FEW else {}
         elif isinstance(part, type):
             if is_of_a_library(part):
                 continue
@@ -204,9 +208,9 @@ def _container(name: str, holder: Any) -> _Holder:
 def _numbers(name: str, x: Any) -> _Holder | None:
     """A small tensor or array that may be written to."""
     if isinstance(x, np.ndarray):
-        if x.size > _MANY or not x.flags.writeable or x.dtype.hasobject:
+        if x.size > _NUMBERS or not x.flags.writeable or x.dtype.hasobject:
             return None
         return _Holder(name, x.copy, lambda content: x.__setitem__(..., content))
-    if x.numel() > _MANY or x.layout != torch.strided or x.requires_grad or x.is_meta:
+    if x.numel() > _NUMBERS or x.layout != torch.strided or x.requires_grad or x.is_meta:
         return None
     return _Holder(name, x.clone, x.copy_)

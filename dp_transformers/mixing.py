@@ -74,7 +74,6 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     first, *between, last = whole
     if drew:
         _refuse_shared_rows(batch, whole, made, rows_in, who)
-        _refuse_shared_numbers(first, made, who)
     edits = [([*whole[:-1], first], len(whole) - 1), ([first] * len(whole), 1)]  # and how many rows stay
     if not drew:
         edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
@@ -96,7 +95,9 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             f"example can change. Remove the mixing from the {who}: augment each example by itself, pad rows to the "
             "longest instead of cutting them, and keep them in the order of their labels."
         )
-    if not drew and (changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1), None)):
+    if drew:
+        _refuse_shared_numbers(first, made, who)
+    elif changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1), None):
         raise ValueError(
             f"'{changed}' of a row that the {who} makes depends on how many examples come before it, and not on the "
             "secret seeds of private training: its random numbers come from a seed that is set in it, or it mixes "
@@ -151,7 +152,7 @@ def _row_of_all(x: torch.Tensor, size: int) -> torch.Tensor | None:
     return rows[0] if same_numbers(rows, rows[:1].expand_as(rows)) else None
 
 
-_COPIES, _COINS = 8, 6  # of an example in a batch, and batches
+_COPIES, _COINS = 8, 16  # of an example in a batch, and batches
 _SHARING = 3  # examples of which it is seen whether they share a row
 
 
@@ -294,7 +295,12 @@ def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     batch = {"batch": batch} if isinstance(batch, list) else dict(batch) if isinstance(batch, Mapping) else batch
     batch = tree_map(unpacked_sequence, batch, is_leaf=is_ragged)
     found = leaves(tree_map(_as_column, batch, is_leaf=lambda x: x is not batch and _is_plain(x)))
-    return columns | {name: torch.as_tensor(x) for name, x in found if isinstance(x, (torch.Tensor, int, float))}
+    return columns | {name: _as_tensor(x) for name, x in found if isinstance(x, (torch.Tensor, numbers.Real))}
+
+
+def _as_tensor(x: Any) -> torch.Tensor:
+    is_long = isinstance(x, int) and abs(x) >= 2**63
+    return torch.as_tensor(float(x) if is_long else x)
 
 
 def _is_plain(x: Any) -> bool:
@@ -306,8 +312,8 @@ def _as_column(x: Any) -> Any:
     """A list of numbers or words, or of such lists, as numbers that are the same where its entries are."""
     if not _is_plain(x):
         return x
-    entries = [_as_column(y) if _is_plain(y) else y if isinstance(y, numbers.Real) else hash(y) for y in x]
-    entries = [torch.as_tensor(y, dtype=torch.float64) for y in entries]
+    columns = [_as_column(y) if _is_plain(y) else float(y if isinstance(y, numbers.Real) else hash(y)) for y in x]
+    entries = [torch.as_tensor(y, dtype=torch.float64) for y in columns]
     if any(y.shape != entries[0].shape for y in entries):  # not as long as each other
         entries = [torch.tensor(hash(repr(y)), dtype=torch.float64) for y in x]
     return torch.stack(entries) if entries else torch.zeros(0)

@@ -135,15 +135,15 @@ _OPAQUE = (
     types.ModuleType,
     torch.nn.Module,
 )
-_PARTS, _ENTRIES = 2**14, 64  # objects that are looked into, and entries of each container
+_PARTS, _ENTRIES = 1000, 64  # objects that are looked into, and entries of each container
 
 
-def parts_of(owner: Any, *, without: Collection[str] = ()) -> Iterator[Any]:
+def parts_of(owner: Any, *, without: Collection[str] = (), most: int = _PARTS) -> Iterator[Any]:
     """What ``owner`` is made of, nearest first: attributes, entries, closures, default arguments, module variables
     that a function uses. Objects of the packages ``without`` are left out, and what they alone lead to, but for what
-    they call."""
+    they call. After ``most`` objects it ends."""
     seen, todo = set(), deque([owner])
-    while todo and len(seen) < _PARTS:
+    while todo and len(seen) < most:
         part = todo.popleft()
         if isinstance(part, _OPAQUE) or id(part) in seen:
             continue
@@ -206,11 +206,12 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def is_of_a_library(thing: Any) -> bool:
     """Whether a module, a class or a function keeps nothing of rows, and leads to nothing that does."""
-    module = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__ or ""
-    return f"{module}.".startswith(_LIBRARIES) or module.partition(".")[0] in _STANDARD
+    if isinstance(thing, types.ModuleType):
+        name = thing.__name__
+        return f"{name}.".startswith(_LIBRARIES) or name.partition(".")[0] in sys.stdlib_module_names
+    return f"{thing.__module__ or ''}.".startswith(_LIBRARIES)
 
 
-_STANDARD = sys.stdlib_module_names - {"__main__"}
 _LIBRARIES = ("builtins", "torch.", "datasets.", "transformers.", "numpy", "collections", "abc", "typing", "functools")
 
 
