@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .ragged import bag_columns, is_ragged, unpacked_sequence, with_rows_for_bags
+from .randomness import generators_apart
 from .rows import Collate, copied, leaves, same_numbers, size_of
 
 
@@ -35,11 +36,32 @@ def refuse_mixed(
     """
 
     whole = sorted(examples, key=size_of)
-    _refuse_mixed(collate, whole if len(whole) > 2 else [*whole, whole[-1]], reseed, who)
-    _refuse_mixed(collate, [whole[0], whole[-1], whole[-1]], reseed, who)  # most different in length
+    draws = _draws(collate, whole, reseed)
+    draws |= _refuse_mixed(collate, whole if len(whole) > 2 else [*whole, whole[-1]], reseed, who, draws=draws)
+    draws |= _refuse_mixed(collate, [whole[0], whole[-1], whole[-1]], reseed, who, draws=draws)  # by their length
+    if draws:
+        _refuse_shared_numbers(whole[0], collate, reseed, who)
 
 
-def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], None], who: str) -> None:
+def _draws(collate: Collate, examples: list[Any], reseed: Callable[[str], None]) -> bool:
+    """Whether ``collate`` draws from a global generator of Python, NumPy or torch that it does not seed itself."""
+    states = []
+    for purpose in ("whether numbers are drawn", "whether they are drawn anew"):
+        reseed(purpose)
+        before = generators_apart()
+        try:
+            collate([copied(row) for row in examples])
+        except Exception:  # of which the comparison of batches will tell
+            return False
+        states.append((before, generators_apart()))
+    (before, after), (before_again, after_again) = states
+    return any(
+        x != y and z != w and y != w for x, y, z, w in zip(before, after, before_again, after_again, strict=True)
+    )
+
+
+def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], None], who: str, *, draws: bool) -> bool:
+    """Return whether random numbers change the batch, or ``draws``: some may have changed nothing by chance."""
     bags: tuple[str, list[str]] | None = None
 
     def made(part: list[Any], purpose: str = "mixing") -> dict[str, torch.Tensor]:
@@ -66,7 +88,7 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
         )
     # those of later rows may depend on how many earlier rows took
     with_other_numbers = made(whole, "mixing, with other numbers")
-    drew = not _agree(batch, with_other_numbers)
+    drew = draws or not _agree(batch, with_other_numbers)
     bags = bag_columns([(batch, len(whole)), (without_first, len(whole) - 1)])
     batch = with_rows_for_bags(batch, len(whole), bags)
     without_first = with_rows_for_bags(without_first, len(whole) - 1, bags)
@@ -79,7 +101,7 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
         edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
     edited = [(made(part), stay) for part, stay in edits]
     not_drawn = {name for name, x in batch.items() if same_numbers(x, with_other_numbers.get(name, x))}
-    for_all = _for_all_rows(batch, without_first, not_drawn - rows_in.keys(), len(whole))
+    for_all = _for_all_rows(batch, without_first, not_drawn - rows_in.keys() - _in_lists(batch, len(whole)))
     if changed := next((name for part, _ in edited for name in for_all if _is_another(name, batch, part)), None):
         raise ValueError(
             f"'{changed}', which the {who} gives for the whole batch and not for each row, is another one when an "
@@ -95,14 +117,13 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             f"example can change. Remove the mixing from the {who}: augment each example by itself, pad rows to the "
             "longest instead of cutting them, and keep them in the order of their labels."
         )
-    if drew:
-        _refuse_shared_numbers(first, made, who)
-    elif changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1), None):
+    if not drew and (changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1), None)):
         raise ValueError(
             f"'{changed}' of a row that the {who} makes depends on how many examples come before it, and not on the "
             "secret seeds of private training: its random numbers come from a seed that is set in it, or it mixes "
             "examples. Remove the seed, so that it draws from the global generators of torch, NumPy or Python."
         )
+    return drew
 
 
 def _refuse_shared_rows(
@@ -128,10 +149,15 @@ def _refuse_shared_rows(
         rows |= {*changed} if len(changed) == 1 else set()
 
 
-def _refuse_shared_numbers(example: Any, made: Callable[..., dict[str, torch.Tensor]], who: str) -> None:
+def _refuse_shared_numbers(example: Any, collate: Collate, reseed: Callable[[str], None], who: str) -> None:
     """Raise ValueError if copies of one example are always alike in a batch, and others in another one: which rows
     share a physical batch depends on the other examples of the draw."""
-    batches = [made([example] * _COPIES, f"mixing, coin {i}") for i in range(_COINS)]
+
+    def made(number: int) -> dict[str, torch.Tensor]:
+        reseed(f"mixing, coin {number}")
+        return _tensors(collate([copied(example) for _ in range(_COPIES)]))
+
+    batches = [made(i) for i in range(_COINS)]
     for name in batches[0]:
         columns = [batch[name] for batch in batches if name in batch]
         rows = [row for x in columns if (row := _row_of_all(x, _COPIES)) is not None]
@@ -152,7 +178,7 @@ def _row_of_all(x: torch.Tensor, size: int) -> torch.Tensor | None:
     return rows[0] if same_numbers(rows, rows[:1].expand_as(rows)) else None
 
 
-_COPIES, _COINS = 8, 16  # of an example in a batch, and batches
+_COPIES, _COINS = 4, 16  # of an example in a batch, and batches
 _SHARING = 3  # examples of which it is seen whether they share a row
 
 
@@ -342,7 +368,7 @@ def _as_batch(examples: list[Any]) -> dict[str, torch.Tensor]:
 def _dims_of_rows(whole: dict[str, torch.Tensor], without_first: dict[str, torch.Tensor], size: int) -> dict[str, int]:
     """In which dimension of each column the examples are."""
     dims = {}
-    for name in whole.keys() & without_first.keys():
+    for name in (whole.keys() & without_first.keys()) - _in_lists(whole, size):
         x, y = whole[name], without_first[name]
         found = next(
             (d for d in range(min(2, x.dim(), y.dim())) if (x.shape[d], y.shape[d]) == (size, size - 1)), None
@@ -353,19 +379,22 @@ def _dims_of_rows(whole: dict[str, torch.Tensor], without_first: dict[str, torch
 
 
 def _for_all_rows(
-    whole: dict[str, torch.Tensor], without_first: dict[str, torch.Tensor], names: Collection[str], size: int
+    whole: dict[str, torch.Tensor], without_first: dict[str, torch.Tensor], names: Collection[str]
 ) -> list[str]:
-    """The columns among ``names`` that are no rows: their shapes do not depend on how many examples there are, and
-    they do not stand in a list with an entry for each of ``size`` examples."""
+    """The columns among ``names`` that are no rows: their shapes do not depend on how many examples there are."""
+    return [name for name in names if name in without_first and whole[name].shape == without_first[name].shape]
 
-    def is_in_a_list(name: str) -> bool:
-        parts = name.split("/")
-        lists = ("/".join(parts[:i]) for i, part in enumerate(parts) if part.isdigit())
-        return any(f"{path}/{size - 1}".lstrip("/") in ends for path in lists)
 
-    ends = {"/".join(parts[: i + 1]) for name in whole for parts in [name.split("/")] for i in range(len(parts))}
-    same = [name for name in names if name in without_first and whole[name].shape == without_first[name].shape]
-    return [name for name in same if not is_in_a_list(name)]
+def _in_lists(batch: dict[str, torch.Tensor], size: int) -> set[str]:
+    """The names of what stands in a list with an entry for each of ``size`` examples: each is a row by itself."""
+    parts = {name: name.split("/") for name in batch}
+    paths = {"/".join(each[: i + 1]) for each in parts.values() for i in range(len(each))}
+
+    def is_in_a_list(each: list[str]) -> bool:
+        lists = ("/".join(each[:i]) for i, part in enumerate(each) if part.isdigit())
+        return any(f"{path}/{size - 1}".lstrip("/") in paths for path in lists)
+
+    return {name for name, each in parts.items() if is_in_a_list(each)}
 
 
 def _is_another(name: str, whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor]) -> bool:

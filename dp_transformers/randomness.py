@@ -189,6 +189,11 @@ def same_global_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] == b[0] and _words(a[1]) == _words(b[1]) and same_state(a[2:], b[2:])
 
 
+def generators_apart() -> tuple[Any, ...]:
+    """Return the states of the global generators of Python, NumPy and torch on the CPU, to be compared one by one."""
+    return random.getstate(), _words(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
+
+
 def _words(state: Any) -> tuple[bytes, int]:
     """NumPy's, which does not compare arrays."""
     return state["state"]["key"].tobytes(), state["state"]["pos"]

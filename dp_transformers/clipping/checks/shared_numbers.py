@@ -8,19 +8,19 @@ gradients of all of them would have another joint distribution with one example 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ...randomness import generators_apart
 
 _ATTENTION = "dropout_p"  # the argument of operations that draw for every row, and return no numbers
 
@@ -80,9 +80,8 @@ def _pop(modules: list[nn.Module]) -> None:
 
 
 def _states() -> dict[str, Any]:
-    _, words, position, *_ = np.random.get_state()
-    of_numpy = (words.tobytes(), position)  # pyrefly: ignore[missing-attribute]  (it is no dict)
-    return {"Python's random": random.getstate(), "numpy.random": of_numpy}
+    of_python, of_numpy, _ = generators_apart()
+    return {"Python's random": of_python, "numpy.random": of_numpy}
 
 
 class _Draws(TorchDispatchMode):
