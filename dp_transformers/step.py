@@ -457,8 +457,10 @@ class PrivateStep:
 
 def _refuse_numbers_for_all_rows(names: Sequence[str]) -> None:
     """Raise ValueError for random numbers that the rows of a physical batch share, where a draw has several."""
+    names = list(dict.fromkeys(names))
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
     raise ValueError(
-        f"the model draws random numbers that all rows of a physical batch share ({', '.join(dict.fromkeys(names))}): "
+        f"the model draws random numbers that all rows of a physical batch share ({', '.join(names[:3])}{others}): "
         "a coin that leaves a layer out (layerdrop), one dropout mask for every row, noise on a weight. This draw has "
         "several physical batches, and which rows share a number depends on the other examples, which clipping does "
         "not bound. Set that probability to 0 (layerdrop=0.0 in the configuration, p = 0.0 of such a dropout), let "

@@ -93,7 +93,8 @@ class PrivateCriterion:
         setattr(self._given, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        vars(self.criterion).update((name, x) for name, x in vars(self._given).items() if name != "reduction")
+        of_owner = getattr(self._given, "__dict__", {})
+        vars(self.criterion).update((name, x) for name, x in of_owner.items() if name != "reduction")
         each = self._watched(*args, **kwargs)
         losses_b = self._by_example(each, args, kwargs)
         loss = getattr(losses_b, self.reduction)(0)
