@@ -29,11 +29,11 @@ class Drawn(NamedTuple):
     """What was drawn in a forward pass.
 
     Attributes:
-        by_torch: The shapes of random numbers, each with the module that drew it.
+        by_torch: The shapes of random numbers, each with the modules that drew some; None outside of all modules.
         by_others: By name the states of the generators of Python and NumPy afterwards, of those that drew.
     """
 
-    by_torch: dict[tuple[int, ...], nn.Module | None]
+    by_torch: dict[tuple[int, ...], list[nn.Module | None]]
     by_others: dict[str, Any]
 
 
@@ -52,7 +52,8 @@ def for_all_rows(draw: Callable[[slice, int], Drawn], size: int) -> list[nn.Modu
     half = size // 2
     parts = [draw(slice(half), 0), draw(slice(half, size), 0)]
     again = draw(slice(size), 1)  # some models seed a generator themselves, and draw nothing unknown
-    found = [m for shape, m in whole.by_torch.items() if all(shape in part.by_torch for part in parts)]
+    shared = [shape for shape in whole.by_torch if all(shape in part.by_torch for part in parts)]
+    found = [module for shape in shared for module in whole.by_torch[shape]]
     states = {name: [each.by_others.get(name) for each in (*parts, again)] for name in whole.by_others}
     alike = [name for name, (a, b, other) in states.items() if whole.by_others[name] == a == b != other]
     return [*dict.fromkeys(found), *alike]
@@ -91,7 +92,7 @@ class _Draws(TorchDispatchMode):
 
     def __init__(self, modules: list[nn.Module]):
         super().__init__()
-        self._modules, self.shapes = modules, dict[tuple[int, ...], nn.Module | None]()
+        self._modules, self.shapes = modules, dict[tuple[int, ...], list[nn.Module | None]]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -99,7 +100,7 @@ class _Draws(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         for x in tree_leaves(output) if _returns_random_numbers(func) else ():
             if isinstance(x, torch.Tensor) and x.numel():
-                self.shapes.setdefault(tuple(x.shape), self._modules[-1] if self._modules else None)
+                self.shapes.setdefault(tuple(x.shape), []).append(self._modules[-1] if self._modules else None)
         return output
 
 

@@ -118,4 +118,4 @@ def test_the_modules_that_draw_are_named():
     with watched_draws() as drawn:
         model(torch.ones(4, 6))
         np.random.rand()
-    assert drawn().by_torch == {(4, 6): model[1]} and list(drawn().by_others) == ["numpy.random"]
+    assert drawn().by_torch == {(4, 6): [model[1]]} and list(drawn().by_others) == ["numpy.random"]
