@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .rows import is_of_a_library, parts_of, variables_of
+from .rows import GENERATORS, is_of_a_library, parts_of, variables_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,8 @@ def _holders(owners: Any) -> Iterator[_Holder]:
     names: dict[int, str] = {}  # of containers and tensors, by who has them as an attribute or a variable
     for part in parts_of(owners, without=_WITHOUT, most=_PARTS):
         named: dict[str, Any] = {}
+        if isinstance(part, GENERATORS):
+            continue  # they are seeded anew
         if isinstance(part, types.FunctionType):
             for name, owner in variables_of(part):
                 holder = _variable(name, owner)

@@ -118,10 +118,10 @@ def require_known_to_nobody(parts: Sequence[Any]) -> None:
 
 def generators(parts: Sequence[Any]) -> list[Any]:
     """The random generators among ``parts``."""
-    return [part for part in parts if isinstance(part, _GENERATORS)]
+    return [part for part in parts if isinstance(part, GENERATORS)]
 
 
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _OPAQUE = (
     str,
     bytes,
