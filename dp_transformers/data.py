@@ -21,7 +21,7 @@ from .clipping.checks.padding import is_of_targets
 from .common_rows import CommonRows
 from .draw_looks import DrawLook, common_rows, is_looked_at
 from .loaded_rows import LoadedRows
-from .mixing import refuse_reordered
+from .mixing import refuse_drawn_for_all_rows, refuse_reordered
 from .randomness import SecretSeeds, require_unseeded
 from .row_source import RowSource
 from .rows import Padding
@@ -154,6 +154,7 @@ class LogicalBatches(Dataset):
         )
         # whether the collator, or the data set, pads rows to the longest of those it is asked for together
         self._pads_draws = False
+        self._drawn_for_all_rows: str | None = None  # a column of batches whose rows share random numbers
         self._filler: PhysicalBatch | None = None
         self._has_ranks = distributed.world_size() > 1  # of which a worker knows nothing
 
@@ -181,12 +182,15 @@ class LogicalBatches(Dataset):
         if look is not None:
             look.at_rows()
             look.at_examples(examples)
+            self._drawn_for_all_rows = self._drawn_for_all_rows or look.drawn_for_all_rows
             self._pads_draws |= look.is_padded_by_others(loaded)
         source.reseed(f"batches of draw {draw.number}")  # loading an example may have set a seed
         batches = [
             self._physical_batch(examples[i : i + self.physical_batch_size], f"filled batch of draw {draw.number}")
             for i in range(0, len(examples), self.physical_batch_size)
         ]
+        if self._drawn_for_all_rows is not None and len(batches) > 1:
+            refuse_drawn_for_all_rows(self._drawn_for_all_rows)
         if look is not None:
             look.at_end()
         return LogicalBatch(draw.number, batches, draw.starts_pass, draw.step, common)

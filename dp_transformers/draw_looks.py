@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from . import rows
 from .common_rows import CommonRows
 from .first_use import Memory
-from .mixing import refuse_collected, refuse_first_use, refuse_mixed, refuse_state
+from .mixing import drawn_for_all_rows, refuse_collected, refuse_first_use, refuse_mixed, refuse_state
 from .row_source import RowSource
 from .sampling import Draw
 
@@ -50,6 +50,7 @@ class DrawLook:
         self._indices = list(draw.indices)[:_SEVERAL] if self._has_others else []
         self._before = source.load_alone(self._indices, draw.number)
         self._examples: list[Any] = []
+        self.drawn_for_all_rows: str | None = None  # a column of batches whose rows share random numbers
 
     def at_rows(self) -> None:
         """The rows were loaded: raise ValueError unless the data set gives some of them again as it gave them
@@ -62,7 +63,8 @@ class DrawLook:
         if not self._has_others:
             return
         source = self._source
-        refuse_mixed(source.collate, examples[-_SEVERAL:], source.reseed)
+        if refuse_mixed(source.collate, examples[-_SEVERAL:], source.reseed):
+            self.drawn_for_all_rows = drawn_for_all_rows(source.collate, examples[-1], source.reseed)
         if source.loads_together:
             refuse_mixed(source.load, list(self._draw.indices)[-_SEVERAL:], source.reseed, who="data set")
         self._examples = rows.copied(_sample(examples))

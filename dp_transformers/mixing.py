@@ -19,28 +19,29 @@ from .rows import Collate, copied, leaves, same_numbers, size_of
 
 def refuse_mixed(
     collate: Collate, examples: Sequence[Any], reseed: Callable[[str], None], *, who: str = "collator"
-) -> None:
+) -> bool:
     """Raise ValueError unless each row that ``collate`` makes is one of its own example and of secret random numbers
     alone.
 
     * Made again from the same secret, a batch is the same: otherwise random numbers come from where they may be known.
     * With one example replaced, all other rows are the same (MixUp, CutMix, normalisation over the batch, rows put in
       another order than labels).
-    * Where numbers were drawn, no row changes with one example and with another one (sequences packed into one row),
-      and rows do not share the numbers (a coin for the whole batch).
+    * Where numbers were drawn, no row changes with one example and with another one (sequences packed into one row).
     * Where no numbers were drawn from the secret, the same holds with one example left out: rows do not depend on
       their position either, as they do by numbers from a known seed.
 
     ``collate`` gives a batch, or a list with a row for each example. ``reseed`` seeds the random generators for a
     purpose.
+
+    Returns:
+        Whether random numbers are drawn.
     """
 
     whole = sorted(examples, key=size_of)
     draws = _draws(collate, whole, reseed)
     draws |= _refuse_mixed(collate, whole if len(whole) > 2 else [*whole, whole[-1]], reseed, who, draws=draws)
     draws |= _refuse_mixed(collate, [whole[0], whole[-1], whole[-1]], reseed, who, draws=draws)  # by their length
-    if draws:
-        _refuse_shared_numbers(whole[0], collate, reseed, who)
+    return draws
 
 
 def _draws(collate: Collate, examples: list[Any], reseed: Callable[[str], None]) -> bool:
@@ -149,9 +150,9 @@ def _refuse_shared_rows(
         rows |= {*changed} if len(changed) == 1 else set()
 
 
-def _refuse_shared_numbers(example: Any, collate: Collate, reseed: Callable[[str], None], who: str) -> None:
-    """Raise ValueError if copies of one example are always alike in a batch, and others in another one: which rows
-    share a physical batch depends on the other examples of the draw."""
+def drawn_for_all_rows(collate: Collate, example: Any, reseed: Callable[[str], None]) -> str | None:
+    """Return the name of a column in which the rows of a batch share random numbers: copies of one example are always
+    alike in a batch, and others in another one. None if there is none."""
 
     def made(number: int) -> dict[str, torch.Tensor]:
         reseed(f"mixing, coin {number}")
@@ -162,11 +163,18 @@ def _refuse_shared_numbers(example: Any, collate: Collate, reseed: Callable[[str
         columns = [batch[name] for batch in batches if name in batch]
         rows = [row for x in columns if (row := _row_of_all(x, _COPIES)) is not None]
         if len(rows) == _COINS and any(not same_numbers(row, rows[0]) for row in rows[1:]):
-            raise ValueError(
-                f"the {who} draws random numbers that all rows of a batch share ('{name}': a coin, a size or an angle "
-                "for the whole batch). A draw is cut into physical batches, and which rows share a number depends on "
-                f"the other examples, which clipping does not bound. Let the {who} draw for each row."
-            )
+            return name
+    return None
+
+
+def refuse_drawn_for_all_rows(name: str) -> None:
+    """Raise ValueError for such a column, of a draw that has several physical batches."""
+    raise ValueError(
+        f"the collator draws random numbers that all rows of a batch share ('{name}': a coin, a size or an angle for "
+        "the whole batch). This draw has several physical batches, and which rows share a number depends on the other "
+        "examples, which clipping does not bound. Let the collator draw for each row, or let a physical batch hold "
+        "every draw (per_device_train_batch_size, max_physical_batch_size)."
+    )
 
 
 def _row_of_all(x: torch.Tensor, size: int) -> torch.Tensor | None:

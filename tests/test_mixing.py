@@ -438,3 +438,10 @@ def test_a_collator_may_change_the_rows_that_it_is_called_with():
 
     data = [{"x": torch.rand(4), "labels": i} for i in range(2)]
     assert LogicalBatches(data, takes_out, 8)[Draw(0, range(2))].sizes == [2]
+
+
+@pytest.mark.parametrize("case", ["one sign for all", "one size for all"])
+def test_a_batch_that_is_the_whole_draw_may_share_random_numbers(case):
+    collate, examples, _ = REFUSED[case]
+    for number in range(3):
+        assert LogicalBatches(examples(), collate, 24)[Draw(number, range(24), True)].sizes == [24]
