@@ -457,7 +457,6 @@ class PrivateStep:
 
 def _refuse_numbers_for_all_rows(names: Sequence[str]) -> None:
     """Raise ValueError for random numbers that the rows of a physical batch share, where a draw has several."""
-    names = list(dict.fromkeys(names))
     others = f" and {len(names) - 3} more" if len(names) > 3 else ""
     raise ValueError(
         f"the model draws random numbers that all rows of a physical batch share ({', '.join(names[:3])}{others}): "

@@ -475,7 +475,8 @@ class PerExampleClipper:
     def _look_at_calls(self, forward: ForwardPass, losses: torch.Tensor | None = None) -> None:
         """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""
         if forward.calls:
-            self.draw_for_all_rows += draw_for_all_rows(self._engine, forward, self._model_looks.number)
+            found = draw_for_all_rows(self._engine, forward, self._model_looks.number)
+            self.draw_for_all_rows = list(dict.fromkeys(self.draw_for_all_rows + found))
             require_same_beside_others(self._engine, forward, losses, self._model_looks.number)
 
 

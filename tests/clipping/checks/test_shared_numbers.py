@@ -76,6 +76,13 @@ def test_numbers_for_all_rows_are_refused_where_a_draw_has_several_batches(drawn
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("drawn", ["one mask", "noise on a weight"])
+def test_a_weight_may_be_as_large_as_a_batch(drawn, loop):
+    with pytest.raises(ValueError, match="all rows of a physical batch share"):
+        train(loop, task(SHARED[drawn][0], physical=6))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("drawn", ["a layer left out", "a coin of Python", "one mask"])
 def test_a_batch_that_is_the_whole_draw_may_share_them(drawn, loop):
     """With the same number for all of them an example adds its own clipped gradient, and nothing else."""
