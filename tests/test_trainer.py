@@ -42,6 +42,7 @@ from transformers import (
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
 from dp_transformers.checkpoint import STATE_NAME
+from dp_transformers.clipping.checks.rare_looks import RareLooks
 from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
 from dp_transformers.losses import causal_lm_loss
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
@@ -1077,15 +1078,17 @@ def test_models_that_are_split_while_they_load_need_a_trainer_that_knows(tmp_pat
         refuse_settings(trainer)
 
 
-def test_weights_that_a_loss_writes_without_a_trace(tmp_path):
+def test_weights_that_a_loss_writes_without_a_trace(tmp_path, monkeypatch):
     """``.data`` tells no version: all trained weights are compared at the end of a draw."""
+    # which physical batches are looked at besides depends on how large the draws before were
+    monkeypatch.setattr(RareLooks, "is_due", lambda looks: False)
 
     class Begins(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             due.append(state.global_step)
 
     def losses_of(model, inputs):
-        if due and due[-1] == 3:  # a draw whose losses are not looked at again
+        if due and due[-1] == 3:  # a draw whose rows are not looked at again
             model.classifier.weight.data[-1:] *= 0.9
         return torch.nn.functional.cross_entropy(
             model(inputs["input_ids"], inputs["attention_mask"]).logits, inputs["labels"], reduction="none"
