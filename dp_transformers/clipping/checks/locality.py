@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_map
@@ -60,14 +60,17 @@ def locality_as_trained(
         summed = unclipped(engine, replayed, args, kwargs)
         losses_b, norms_b, low_precision = summed.losses_b, summed.norms_b, summed.low_precision
         engine.require_tapped(lambda: replayed(*args, **kwargs))
-        sum_error = _error_of_sum(engine, replayed, args, kwargs, summed, numbers)
         changes = [*_changes_beside_a_copy(engine, replayed, args, kwargs, batch, losses_b, norms_b)]
         if any(owner.runs_by_example for owner in engine.owners):  # there it draws in another order, and cannot mix
             with engine.suspended():
                 losses_b = replayed(*args, **kwargs).detach()
-        changes += _changes_beside_others(
-            engine, replayed, args, kwargs, batch, losses_b, others, replay, reentrant=summed.reentrant
+        for beside in _beside_others(args, kwargs, batch, others):
+            moved = _loss_beside_others(engine, replayed, beside)
+            changes.append(_change(moved.detach(), losses_b[beside.kept], _largest(losses_b)))
+        sum_error, change = _errors_of_gradients(
+            engine, replayed, args, kwargs, summed, beside, moved, replay, numbers
         )
+        changes.append(torch.tensor(change))
         error = float(torch.stack([change.cpu() for change in changes]).max())
         engine.trainable.shards.reshard()
         watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
@@ -135,48 +138,70 @@ _NEGLIGIBLE = 1e-12
 _FACTORS = (100.0, -0.1, -100.0)
 
 
-def _changes_beside_others(
+class _BesideOthers(NamedTuple):
+    """An example with others than its own beside it."""
+
+    kept: int
+    args: tuple
+    kwargs: dict
+
+
+def _beside_others(
+    args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
+) -> Iterator[_BesideOthers]:
+    """One example after the other with all others replaced, also by large numbers."""
+    for number, factor in enumerate(_FACTORS, start=1):
+        kept = number % batch
+
+        def beside(x: Any, other: Any, kept: int = kept, factor: float = factor) -> Any:
+            if not has_batch(x, batch) or x.shape != other.shape:
+                return x
+            if x.is_floating_point():  # what is not made up anew (masks, positions) stays as it is
+                other = torch.where(other == x, x, (x if factor < 0 else other) * factor)
+            return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
+
+        yield _BesideOthers(kept, *tree_map(beside, (args, kwargs), others(batch), is_leaf=is_ragged))
+
+
+def _loss_beside_others(engine: ClippingEngine, losses_of: LossFunction, beside: _BesideOthers) -> torch.Tensor:
+    """An example's loss beside others. A sign, or a threshold over the batch, may move it and no norms."""
+    with engine.suspended():
+        return losses_of(*beside.args, **beside.kwargs)[beside.kept]
+
+
+def _errors_of_gradients(
     engine: ClippingEngine,
     losses_of: LossFunction,
     args: tuple,
     kwargs: dict,
-    batch: int,
-    losses_b: torch.Tensor,
-    others: Callable[[int], tuple[tuple, dict]],
+    summed: ClippedSum,
+    beside: _BesideOthers,
+    moved: torch.Tensor,
     replay: Callable[[], None],
-    *,
-    reentrant: bool,
-) -> list[torch.Tensor]:
-    """How much (relative to the largest) an example's loss moves when all others are replaced, also by large numbers,
-    and its gradient beside the last of these. A sign, or a threshold over the batch, may move them and no norms.
+    numbers: Any,
+) -> tuple[float, float]:
+    """How much (relative) the sum of all gradients differs from autograd's, and how much one example's gradient moves
+    beside others, where its loss is ``moved``.
 
-    Under ``reentrant`` activation checkpointing nobody may ask autograd for gradients.
+    One backward pass shows both where they are right: that of all losses, with this one in its place. Otherwise each
+    is looked at by itself.
     """
-
-    def beside(x: Any, other: Any, kept: int, factor: float) -> Any:
-        if not has_batch(x, batch) or x.shape != other.shape:
-            return x
-        if x.is_floating_point():  # what is not made up anew (masks, positions) stays as it is
-            other = torch.where(other == x, x, (x if factor < 0 else other) * factor)
-        return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
-
-    given = (args, kwargs)
-    changes = []
+    reentrant = summed.reentrant  # nobody may ask autograd for gradients there
+    if engine.model.training and not reentrant and not any(owner.runs_by_example for owner in engine.owners):
+        with engine.suspended():
+            losses = losses_of(*args, **kwargs)
+            losses = torch.cat([losses[: beside.kept], moved.view(1), losses[beside.kept + 1 :]])
+            replay()
+            error = error_against_autograd(engine, losses, summed, largest_scale=summed.norms_b[beside.kept])
+        if error <= TOLERANCE[summed.low_precision]:
+            return error, error
+        summed = unclipped(engine, losses_of, args, kwargs)  # the sum was used up, and so was the graph
+        moved = _loss_beside_others(engine, losses_of, beside)
+    sum_error = _error_of_sum(engine, losses_of, args, kwargs, summed, numbers)
+    if reentrant:
+        return sum_error, 0.0
     with engine.suspended():
-        for number, factor in enumerate(_FACTORS, start=1):
-            kept = number % batch
-            moved_args, moved_kwargs = tree_map(
-                lambda x, other, kept=kept, factor=factor: beside(x, other, kept, factor),
-                given,
-                others(batch),
-                is_leaf=is_ragged,
-            )
-            moved_b = losses_of(*moved_args, **moved_kwargs)
-            changes.append(_change(moved_b.detach(), losses_b, _largest(losses_b))[kept])
-        if not reentrant:
-            change = change_of_gradient(engine, moved_b[kept], lambda: losses_of(*args, **kwargs)[kept], replay)
-            changes.append(torch.tensor(change))
-    return changes
+        return sum_error, change_of_gradient(engine, moved, lambda: losses_of(*args, **kwargs)[beside.kept], replay)
 
 
 def _change_in_another_place(

@@ -94,12 +94,17 @@ def unclipped(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwar
     return ClippedSum(losses.detach(), norms_b, total, bounds, [None] * len(parameters), low_precision, reentrant)
 
 
-def error_against_autograd(engine: ClippingEngine, losses: torch.Tensor, summed: ClippedSum) -> float:
-    """Relative error of a sum that was not clipped, against that of autograd for these losses, which have a graph
-    without taps. The sum is used up."""
+def error_against_autograd(
+    engine: ClippingEngine, losses: torch.Tensor, summed: ClippedSum, largest_scale: torch.Tensor | None = None
+) -> float:
+    """Error of a sum that was not clipped, against that of autograd for these losses, which have a graph without taps:
+    relative to the longer of the two, or to ``largest_scale`` where that is less. The sum is used up."""
     rest, length = dict(zip(engine.trainable.parameters, summed.total, strict=True)), length_of(summed.total)
     norm, _ = _take_away(engine, losses.sum(), 0, summed, rest)
-    return float(length_of(rest.values()) / torch.maximum(norm.to(length.device), length).clamp(min=1e-12))
+    scale = torch.maximum(norm.to(length.device), length)
+    if largest_scale is not None:
+        scale = torch.minimum(scale, largest_scale.to(scale))
+    return float(length_of(rest.values()) / scale.clamp(min=1e-12))
 
 
 def change_of_gradient(
