@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import random
 import types
 from random import gauss
@@ -12,15 +13,18 @@ import torch
 import torch.nn.functional as F
 from chats import tokenizer
 from datasets import Dataset as Table
+from models import build
 from neighbours import LOOPS, Task, train
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
-from transformers import DataCollatorWithPadding
+from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 
+from dp_transformers import DPTrainer, DPTrainingArguments
 from dp_transformers.data import LogicalBatches
 from dp_transformers.first_use import Memory
 from dp_transformers.sampling import Draw
+from dp_transformers.validation import validate_lengths
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 SIZE = 32
@@ -483,3 +487,38 @@ def test_a_collator_behind_that_of_trainer_is_looked_at(loop):
     kept = Task(Net, RAW, of_classes(), loss, arguments={"remove_unused_columns": True})
     with pytest.raises(ValueError, match="keeps what it met first"):
         train(loop, kept)
+
+
+class Words(Own):
+    """Numbers its words on the fly."""
+
+    def __init__(self, size=SIZE):
+        self.size, self.ids, self.loads = size, {}, itertools.count()
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        next(self.loads)
+        ids = [self.ids.setdefault(word, len(self.ids)) for word in (i % 11, i % 7 + 20, i % 5 + 40)]
+        return {"input_ids": ids, "attention_mask": [1, 1, 1], "labels": i % 3}
+
+
+def test_lengths_are_looked_at_before_the_first_use(tmp_path):
+    """The trainer asks for the lengths of rows in their order, and by that would give their words numbers."""
+    args = DPTrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, expected_batch_size=8, noise_multiplier=1.0, target_delta=1e-4,
+        use_cpu=True, report_to="none", save_strategy="no", per_device_train_batch_size=8,
+    )  # fmt: skip
+    data = Words()
+    trainer = DPTrainer(build("bert"), args, default_data_collator, data)
+    assert not data.ids
+    with pytest.raises(ValueError, match="depends on which examples came before it"):
+        trainer.train()
+
+
+def test_lengths_of_a_sample_of_rows_are_looked_at():
+    """To make every row of a large data set may take hours."""
+    data = Words(10**6)
+    validate_lengths(build("bert"), data)
+    assert 1000 < next(data.loads) <= 2**12 + 1

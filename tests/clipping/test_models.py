@@ -72,7 +72,8 @@ def test_heads_are_exact_in_every_mode(head):
 @pytest.mark.parametrize("name", ZOO)
 def test_bf16_autocast(name, monkeypatch):
     """Norms within 2% of those of one example at a time under autocast, and taking an example out never moves the sum
-    by more than C: 50 adversarial batches."""
+    by more than C: 50 adversarial batches of BERT and Llama, 16 of each other model."""
+    each = 25 if name in ("BERT", "Llama") else 8
     model = build(name)
     losses_of = losses_function(model)
 
@@ -92,7 +93,7 @@ def test_bf16_autocast(name, monkeypatch):
         got, _ = summed(clipper, in_bf16(batch))
     assert ((got - norms).abs() <= 2e-2 * norms).all()
 
-    for mode, seeds in (("book_keeping", range(25)), ("ghost", range(25, 50))):
+    for mode, seeds in (("book_keeping", range(each)), ("ghost", range(each, 2 * each))):
         with PerExampleClipper(model, 1.0, mode=mode) as clipper:
             for seed in seeds:
                 monkeypatch.setattr(precision, "_cpu_multiplies_bf16", lambda seed=seed: seed % 4 < 2)
