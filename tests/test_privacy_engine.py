@@ -1893,6 +1893,16 @@ def test_no_noise_is_said(caplog):
     assert engine.get_epsilon(1e-3) == math.inf
 
 
+@pytest.mark.parametrize(
+    ("options", "are_looked_at"),
+    [({}, False), ({"loss_reduction": "none"}, True), ({"criterion": nn.CrossEntropyLoss()}, True)],
+    ids=["loss.backward()", "losses", "criterion"],
+)
+def test_a_loop_whose_losses_are_not_looked_at_is_told_so(options, are_looked_at, caplog):
+    make(**options)
+    assert ("its losses are not looked at" in caplog.text) != are_looked_at
+
+
 @pytest.mark.filterwarnings("ignore:dp_seed")
 def test_what_was_spent_is_read_as_from_opacus():
     engine, model, optimizer, loader = make(engine=PrivacyEngine(), noise_multiplier=1.5)

@@ -354,7 +354,7 @@ class PrivacyEngine:
             undo.pop_all()
         clipper, loader = self._loop.clipper, self._loop.loader
         trained = Trained.by(clipper)
-        _say(describe(run, mechanism.steps, trained))
+        _say(describe(run, mechanism.steps, trained) + ("" if loop.sees_losses else _LOSSES_ARE_NOT_SEEN))
         for warning in warnings(run, mechanism.steps or loader.steps_per_epoch, trained.parameters):
             _say(warning)
         given_back = (loop.module, loop.optimizer)
@@ -500,6 +500,12 @@ class PrivacyEngine:
         if self._loop is None:
             raise ValueError("this engine trains nothing yet: call make_private or make_private_with_epsilon first.")
         return self._loop
+
+
+_LOSSES_ARE_NOT_SEEN = (
+    "\n  your loop goes back itself, so its losses are not looked at: each must come from its own row alone, without "
+    "negatives or statistics from the batch (with criterion= they are looked at)"
+)
 
 
 def _say(text: str) -> None:

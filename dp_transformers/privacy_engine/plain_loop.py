@@ -99,6 +99,11 @@ class PlainLoop:
             unit=PrivacyUnit(max_examples_per_person),
         )
 
+    @property
+    def sees_losses(self) -> bool:
+        """Whether each example's loss is known before its gradient is."""
+        return self.criterion is not None or self.loss_reduction == "none"
+
     def require_trainable(self, unit: PrivacyUnit, *, delta: float | None = None) -> None:
         """Raise ValueError for what no mechanism could train privately, or not at ``delta``, or not with ``unit``.
         Nothing is changed."""
@@ -181,7 +186,7 @@ class PlainLoop:
                 if self.criterion is None
                 else PrivateCriterion(self.criterion, clipper, self.loss_reduction, step.current_batch)
             )
-            if mechanism.releases and self.criterion is None and self.loss_reduction != "none":
+            if mechanism.releases and not self.sees_losses:
                 raise ValueError(
                     "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "
                     "example's is bounded. Give make_private a criterion, or compute losses of shape (B,) and call "
