@@ -4,7 +4,7 @@ on all ranks."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,14 @@ from torch.utils._pytree import tree_leaves
 from . import rows
 from .common_rows import CommonRows
 from .first_use import Memory
-from .mixing import drawn_for_all_rows, refuse_collected, refuse_first_use, refuse_mixed, refuse_state
+from .mixing import (
+    drawn_for_all_rows,
+    refuse_collected,
+    refuse_counted,
+    refuse_first_use,
+    refuse_mixed,
+    refuse_state,
+)
 from .row_source import RowSource
 from .sampling import Draw
 
@@ -80,21 +87,26 @@ class DrawLook:
 
     def at_end(self) -> None:
         """The draw was collated: raise ValueError if a row, or what the collator makes of one, is another one where it
-        is the first that is made since the draw began; or if numbers were collected that later rows may be made
-        with."""
-        collected = self._memory.collected()
-        if kept := self._memory.changed():
-            self._refuse_first_use(kept)
+        is the first that is made since the draw began, or comes after a million others; or if numbers were collected
+        that later rows may be made with."""
+        memory, kept = self._memory, self._memory.changed()
+        collected, further = memory.collected(), memory.counted_further()
+        for who, made, make in self._made_again() if kept else ():
+            for first in memory.as_first(make):
+                refuse_first_use(made, first, who, kept)
         refuse_collected(collected)
+        for who, made, make in self._made_again() if further else ():
+            for later in memory.made_with(further, make):
+                refuse_counted(made, later, who, kept)
 
-    def _refuse_first_use(self, kept: Sequence[str]) -> None:
-        source, memory = self._source, self._memory
+    def _made_again(self) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
+        """For some rows, and batches of one example: who makes them, what was made, and how to make it again."""
+        source = self._source
         for i, row in _sample(list(zip(self._indices, self._before, strict=True))):
-            for first in memory.as_first(lambda i=i: source.load_alone([i], self._draw.number)[0]):
-                refuse_first_use(row, first, f"data set ({type(source.dataset).__name__})", kept)
+            who = f"data set ({type(source.dataset).__name__})"
+            yield who, row, lambda i=i: source.load_alone([i], self._draw.number)[0]
         for example in self._examples:
-            for first in memory.as_first(lambda example=example: self._collated(example)):
-                refuse_first_use(self._collated(example), first, "collator", kept)
+            yield "collator", self._collated(example), lambda example=example: self._collated(example)
 
     def _collated(self, example: Any) -> Any:
         self._source.reseed(f"an example twice, beside draw {self._draw.number}")

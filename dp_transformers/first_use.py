@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,15 +84,26 @@ class Memory:
     def as_first(self, make: Callable[[], Any]) -> list[Any]:
         """Return what ``make`` makes where they keep what they kept, and let them keep what they keep now. Nothing is
         returned where it raises: a file that was opened since cannot always be opened twice."""
+        return self.made_with(self._before, make)
+
+    def made_with(self, contents: Sequence[Any], make: Callable[[], Any]) -> list[Any]:
+        """Do the same where they keep ``contents``."""
         now = self._contents()
-        self.put_back()
+        self._put(contents)
         try:
             return [make()]
         except Exception as error:
-            logger.info("an example was not made as the first of its draw: %s: %s", type(error).__name__, error)
+            logger.info("an example was not made as another of its draw: %s: %s", type(error).__name__, error)
             return []
         finally:
             self._put(now)
+
+    def counted_further(self) -> list[Any]:
+        """Return what they would keep if the whole numbers that are others now had counted a million further; nothing
+        where there are none."""
+        pairs = [*zip(self._contents(), self._before, strict=True)]
+        counters = [_counters(now, before) for now, before in pairs]
+        return [_further(now, keys) for (now, _), keys in zip(pairs, counters, strict=True)] if any(counters) else []
 
     def changed(self) -> list[str]:
         """Return the names of what is something else now."""
@@ -121,6 +132,28 @@ class Memory:
             elif _are_numbers(now) and not _is_same(now, before):
                 names.append(holder.name)
         return names
+
+
+def _counters(now: Any, before: Any) -> list[Any]:
+    """The keys of the whole numbers in a dict, or places in a list, that are others now."""
+    if isinstance(now, (torch.Tensor, np.ndarray)) or len(now) != len(before):
+        return []
+    keys = now if isinstance(now, dict) else range(len(now))
+    known = [key for key in keys if not isinstance(now, dict) or key in before]
+    return [k for k in known if type(now[k]) is int and type(before[k]) is int and now[k] != before[k]]
+
+
+def _further(now: Any, counters: Sequence[Any]) -> Any:
+    """The same contents, with :data:`_FAR` added to what counts."""
+    if not counters:
+        return now
+    later = now.copy()
+    for key in counters:
+        later[key] += _FAR
+    return later
+
+
+_FAR = 10**6  # beyond the end of a warm-up by the number of rows
 
 
 def _are_numbers(x: Any) -> bool:

@@ -247,6 +247,19 @@ def refuse_first_use(row: Any, as_first: Any, who: str, kept: Sequence[str]) -> 
         )
 
 
+def refuse_counted(row: Any, later: Any, who: str, kept: Sequence[str]) -> None:
+    """Raise ValueError unless a row, or a batch, is the same where many more were made before it. The arguments are
+    those of :func:`refuse_first_use`."""
+    if changed := _other_columns(row, later):
+        raise ValueError(
+            f"'{changed[0]}' of what the {who} makes of an example depends on how many were made before it: it counts "
+            f"them ({', '.join(repr(name) for name in kept[:3])}), as a warm-up of lengths or of a masking rate does. "
+            "One row more would change when the rows of others become other ones, which clipping does not bound. "
+            "Follow the number of steps instead (a callback that sets an attribute when a step begins, or set_epoch), "
+            "which is public."
+        )
+
+
 def refuse_collected(names: Sequence[str]) -> None:
     """Raise ValueError for numbers that the data set or the collator collects while it makes rows."""
     if names:

@@ -460,6 +460,63 @@ def test_whole_numbers_and_what_is_loaded_late_are_no_statistics():
     assert len(looked_at(Counts())) == 3
 
 
+class WarmsUp(Own):
+    """Lets more of a row through, the more rows there were."""
+
+    def __init__(self, holder):
+        self.rows = holder
+
+    def __getitem__(self, i):
+        self.rows.update(rows=self.rows.get("rows", 0) + 1)
+        x = RAW[i]["x"].clone()
+        x[2 + self.rows["rows"] // 1000 :] = 0
+        return row(i, x)
+
+
+class OfAnEpoch(Own):
+    """Is told its epoch, reads one shard at a time, and counts what it does."""
+
+    def __init__(self):
+        self.epoch, self.shard, self.rows, self.loads, self.recent = 3, -1, [], 0, {"row": 0}
+
+    def __getitem__(self, i):
+        self.loads, self.recent["row"] = self.loads + 1, i
+        if self.shard != i // 8:
+            self.shard, self.rows = i // 8, RAW[i // 8 * 8 : (i // 8 + 1) * 8]
+        return row(i, self.rows[i % 8]["x"] * self.epoch)
+
+
+def warming_up(count):
+    """A collator that does the same by batches."""
+
+    def collate(rows):
+        count[0] += 1
+        batch = stacked(rows)
+        batch["x"][:, 2 + count[0] // 1000 :] = 0
+        return batch
+
+    return collate
+
+
+def test_a_warm_up_by_the_number_of_rows_is_refused():
+    with pytest.raises(
+        ValueError, match="'x' of what the data set .WarmsUp. makes.*depends on how many.*it counts them"
+    ):
+        looked_at(WarmsUp({"rows": 1}))
+    with pytest.raises(ValueError, match="'x' of what the collator makes.*depends on how many"):
+        looked_at([row(i) for i in range(SIZE)], warming_up([1]))
+    assert len(looked_at(OfAnEpoch())) == 3
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_warm_up_in_a_loop(loop):
+    task = Task(Net, OfAnEpoch(), collate=stacked, loss=losses_of, bound=0.2, physical=32, expected=16, steps=4)
+    assert len(train(loop, task)) == 4
+    task.collate = warming_up([1])
+    with pytest.raises(ValueError, match="depends on how many were made before it"):
+        train(loop, task)
+
+
 def test_a_tokenizer_that_learns_words_is_refused():
     words = tokenizer()
 
