@@ -77,7 +77,7 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
         clipper.conditions.require()
         add_noise_and_divide(clipper.parameters, noise, std=std, divisor=task.size, scales=clipper.noise_scales)
         optimizer.step()
-        clipper.begin_draw()
+        clipper.begin_draw(numbers=0)
         clipper.look_at_memory(next(steps), int)  # of one rank, the least is its own
 
     return backward, step

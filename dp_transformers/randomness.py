@@ -71,6 +71,10 @@ class SecretSeeds:
             and _words(np.random.get_state(legacy=False)) == _words(seeded[1].get_state(legacy=False))
         )
 
+    def number(self, purpose: str) -> int:
+        """Return 256 random bits for a purpose, the same each time."""
+        return int.from_bytes(hashlib.shake_256(self._key + f"number for {purpose}".encode()).digest(32), "little")
+
     def reseed_generator(self, generator: Any, purpose: str) -> None:
         """Seed a generator object of Python, NumPy or torch as :meth:`reseed` seeds the global ones."""
         numbers = hashlib.shake_256(self._key + f"generator for {purpose}".encode()).digest(32)

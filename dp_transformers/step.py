@@ -186,7 +186,7 @@ class PrivateStep:
         self.clipper.clip_by(self._clipping)
         self._begin_draw()
         batches, clipper = list(draw.batches), self.clipper
-        clipper.begin_draw()
+        clipper.begin_draw(self._seeds.of_all_ranks().number(f"masks of draw {draw.number} that all rows share"))
         clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.device))
         rounds = max(
             self._at_least,

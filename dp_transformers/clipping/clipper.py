@@ -331,9 +331,13 @@ class PerExampleClipper:
             )
         self._changed = []
 
-    def begin_draw(self) -> None:
-        """The model may have been written to since the last draw, and from now on not before the next one."""
-        self._engine.begin_draw()
+    def begin_draw(self, numbers: int) -> None:
+        """The model may have been written to since the last draw, and from now on not before the next one.
+
+        Args:
+            numbers: What dropout draws where all rows share a mask, secret and of this draw alone.
+        """
+        self._engine.begin_draw(numbers)
         self._engine.state.give_draw()
 
     def hold_weights(self, *, is_last: bool) -> None:

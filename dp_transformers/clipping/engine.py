@@ -237,11 +237,12 @@ class ClippingEngine:
         grads = [(p.grad, p.grad_dtype) for p in trainable.parameters]
         training = {m: m.training for m in self.model.modules()}
         on_trial, self._on_trial = self._on_trial, True
+        numbers, self._hooks.numbers_of_draw = self._hooks.numbers_of_draw, None
         try:
             with torch.enable_grad(), self.state.during_check(), without_caches(configurations(self.model)):
                 yield
         finally:
-            self._on_trial = on_trial
+            self._on_trial, self._hooks.numbers_of_draw = on_trial, numbers
             self.forget()
             trainable.shards.reshard()
             trainable.thaw()
@@ -266,9 +267,26 @@ class ClippingEngine:
 
     # ---- forward ----
 
-    def begin_draw(self) -> None:
+    @property
+    def dropouts_for_all_rows(self) -> Sequence[nn.Module]:
+        """Dropout modules whose mask is of what all rows share, and is one for all physical batches of a draw."""
+        return self._hooks.dropouts
+
+    def share_dropouts(self, modules: Sequence[nn.Module]) -> None:
+        """Take these as :attr:`dropouts_for_all_rows`."""
+        if [*modules] != [*self._hooks.dropouts]:
+            self._hooks.dropouts = modules
+            self.install_hooks()
+
+    def begin_draw(self, numbers: int | None = None) -> None:
         """What was summed before is released or dropped, and with it what was refused of it. What was written to the
-        model since is the user's own doing."""
+        model since is the user's own doing.
+
+        Args:
+            numbers: What the masks of :attr:`dropouts_for_all_rows` are drawn from, secret and of this draw alone;
+                with None they are drawn anew in each forward pass.
+        """
+        self._hooks.numbers_of_draw = numbers
         self.conditions.begin()
         self.state.begin_draw()
 

@@ -4,14 +4,14 @@ know no gradients."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..randomness import random_state
+from ..randomness import random_state, seeded_global_generators
 from .by_example import ForwardByExample
 from .caches import configurations, without_caches
 from .errors import UnsupportedModuleError, refuse_tracing
@@ -63,6 +63,8 @@ class HookedModel:
         self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
         self._configs: list[Any] = []  # those that say whether the model fills a cache
         self._without_caches = contextlib.ExitStack()
+        self.dropouts: Sequence[nn.Module] = ()  # their masks are of what all rows share
+        self.numbers_of_draw: int | None = None  # which these are drawn from
         self._hidden: set[nn.Parameter] = set()  # ask for no gradient while the module that uses them runs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class HookedModel:
         with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
         inert |= {"_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
+        inert |= {"dropouts": (), "numbers_of_draw": None}
         return inert | {"_configs": [], "_without_caches": contextlib.ExitStack()}
 
     @property
@@ -112,6 +115,9 @@ class HookedModel:
             if context and any(p.requires_grad for p in module.parameters()):
                 handles.append(module.register_forward_pre_hook(partial(self._open, context, taps.get(module))))
                 handles.append(module.register_forward_hook(self._close, always_call=True, prepend=True))
+        for place, module in enumerate(self.dropouts):
+            handles.append(module.register_forward_pre_hook(partial(self._share, place), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._close, always_call=True, prepend=True))
         handles.append(self.model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True))
         self._handles = handles
 
@@ -272,6 +278,16 @@ class HookedModel:
     def _close(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._opened and self._opened[-1][0] is module:
             self._opened.pop()[1].__exit__(None, None, None)
+
+    def _share(self, place: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Let a dropout module draw the same mask in all physical batches of a draw, and when activation checkpointing
+        runs it again."""
+        if self._suspended or self.numbers_of_draw is None or not module.training:
+            return
+        device = (*args, *kwargs.values())[0].device
+        opened = seeded_global_generators([self.numbers_of_draw, place], device)
+        opened.__enter__()
+        self._opened.append((module, opened))
 
     # ---- parameters ----
 

@@ -110,8 +110,9 @@ class _Look:
                 self._engine.model(*args, **kwargs)
                 return drawn()
 
+        known = self._engine.dropouts_for_all_rows
         names = {module: name or "the model itself" for name, module in self._engine.model.named_modules()}
-        return [x if isinstance(x, str) else names.get(x, "the model") for x in for_all_rows(draw, self._size)]
+        return [x if isinstance(x, str) else names.get(x, "the model") for x in for_all_rows(draw, self._size, known)]
 
     def finds(self) -> bool:
         """Whether some row that stays is moved by what is beside it."""

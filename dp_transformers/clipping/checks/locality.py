@@ -24,6 +24,7 @@ from .reference import (
     measure,
     unclipped,
 )
+from .shared_numbers import dropouts_for_all_rows, watched_draws
 from .spread_numbers import spread_numbers
 from .synthetic import LossFunction, by_example, has_batch, kept_buffers, only_rows, projected, replace_example
 
@@ -210,6 +211,7 @@ def _change_in_another_place(
     """How much (relative to the largest) losses, and the gradient of all of them, move when the examples come in the
     opposite order and without the last one, with random numbers that do not depend on how many there are; 0 where some
     are drawn of which that is not known. In evaluation a part of exactness is that an example is the same alone.
+    Dropout modules whose masks all rows share are noted.
 
     Under ``reentrant`` activation checkpointing nobody may ask autograd for gradients.
     """
@@ -224,8 +226,12 @@ def _change_in_another_place(
             engine.suspended(),
             spread_numbers({batch, batch - 1}, reordered=True) as draws_no_others,
         ):
-            own_b = losses_of(*args, **kwargs)[order]
-            moved_b = losses_of(*fewer_args, **fewer_kwargs)
+            with watched_draws() as drawn:
+                own_b = losses_of(*args, **kwargs)[order]
+                of_all = drawn()
+            with watched_draws() as drawn:
+                moved_b = losses_of(*fewer_args, **fewer_kwargs)
+                engine.share_dropouts(dropouts_for_all_rows(of_all, drawn()))
             weights_b = torch.arange(1, batch).to(own_b)  # so that no two of them cancel out
             norm = 0.0 if summed.reentrant else gradient_norm(engine, own_b @ weights_b - moved_b @ weights_b)
             is_known = draws_no_others()

@@ -4,11 +4,15 @@ dropout mask for every row, noise on a weight.
 Each row's numbers may be anything as long as they are its own. A number that rows share ties their gradients together,
 and where a draw has several physical batches, which rows share one depends on how many other examples there are: the
 gradients of all of them would have another joint distribution with one example more, which clipping does not bound.
+
+Such numbers are refused there, but for those of torch's dropout modules: the self-check finds the modules that draw
+nothing else, and they draw the same mask in all physical batches of a draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -36,8 +40,30 @@ class Drawn(NamedTuple):
     by_torch: dict[tuple[int, ...], list[nn.Module | None]]
     by_others: dict[str, Any]
 
+    @property
+    def shapes(self) -> dict[nn.Module | None, set[tuple[int, ...]]]:
+        """The shapes that each module drew."""
+        shapes = defaultdict(set)
+        for shape, modules in self.by_torch.items():
+            for module in modules:
+                shapes[module].add(shape)
+        return shapes
 
-def for_all_rows(draw: Callable[[slice, int], Drawn], size: int) -> list[nn.Module | str | None]:
+
+def dropouts_for_all_rows(drawn: Drawn, of_fewer: Drawn) -> list[nn.Module]:
+    """Return the dropout modules that drew as many numbers for a batch as for fewer of its rows: their masks are of
+    something that all rows share, a table of relative positions. The others' rows have their own."""
+    fewer = of_fewer.shapes
+    modules = [m for m, shapes in drawn.shapes.items() if m is not None and shapes == fewer[m]]
+    return [m for m in modules if type(m).__module__ == _OF_TORCH]
+
+
+_OF_TORCH = nn.Dropout.__module__
+
+
+def for_all_rows(
+    draw: Callable[[slice, int], Drawn], size: int, known: Collection[nn.Module] = ()
+) -> list[nn.Module | str | None]:
     """Return who draws numbers that all ``size`` rows share: modules, or generators by their name.
 
     They are drawn alike for all rows, for the first half of them, and for the second half: the numbers of rows would
@@ -45,6 +71,7 @@ def for_all_rows(draw: Callable[[slice, int], Drawn], size: int) -> list[nn.Modu
 
     Args:
         draw: ``f(rows, seed)`` runs the model on some rows.
+        known: Modules whose numbers are the same in all batches of a draw. They may draw none that rows have apart.
     """
     whole = draw(slice(size), 0)
     if not whole.by_others and not whole.by_torch:
@@ -55,6 +82,8 @@ def for_all_rows(draw: Callable[[slice, int], Drawn], size: int) -> list[nn.Modu
     again = draw(slice(size), 1) if whole.by_others else whole
     shared = [shape for shape in whole.by_torch if all(shape in part.by_torch for part in parts)]
     found = [module for shape in shared for module in whole.by_torch[shape]]
+    shapes = whole.shapes
+    found = [m for m in found if m not in known or not shapes[m] <= {*shared}]
     states = {name: [each.by_others.get(name) for each in (*parts, again)] for name in whole.by_others}
     alike = [name for name, (a, b, other) in states.items() if whole.by_others[name] == a == b != other]
     return [*dict.fromkeys(found), *alike]

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from neighbours import LOOPS, Task, assert_bounded, moves, points, texts, train
 from torch import nn
-from transformers import BartConfig, BartForSequenceClassification, BertConfig, BertForSequenceClassification
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BartConfig,
+    BartForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+)
 
 from dp_transformers.clipping.checks.shared_numbers import watched_draws
 
@@ -93,6 +101,67 @@ def test_a_batch_that_is_the_whole_draw_may_share_them(drawn, loop):
 @pytest.mark.parametrize("drawn", OWN)
 def test_numbers_of_the_rows_own_are_taken(drawn, loop):
     train(loop, task(OWN[drawn], physical=4))
+
+
+MASKS = []  # what a model keeps is put back
+
+
+class Masked(nn.Module):
+    """Dropout of a table, as DeBERTa has it for its relative positions, and of rows."""
+
+    def __init__(self, p=0.5, also_rows=False, checkpointed=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.of_all, self.of_rows = nn.Dropout(0.5), nn.Dropout(p)
+        self.also_rows, self.checkpointed = also_rows, checkpointed
+
+    def hidden(self, x):
+        mask, own = self.of_all(torch.ones(30)), self.of_rows(torch.ones(len(x), 30))
+        if torch.is_grad_enabled():
+            MASKS.append((mask, own[0]))
+        return self.first(x) * mask[:6] * own[:, :6]
+
+    def forward(self, x):
+        hidden = checkpoint(self.hidden, x, use_reentrant=False) if self.checkpointed else self.hidden(x)
+        return self.second(self.of_all(hidden) if self.also_rows else hidden)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_dropout_of_a_table_draws_one_mask_for_all_batches_of_a_draw(loop):
+    MASKS.clear()
+    assert len(train(loop, Task(Masked, ROWS, loss=losses_of, steps=3, physical=4))) == 3
+    shared, own = zip(*MASKS[-9:], strict=True)  # of three batches in each draw
+    draws = [shared[i : i + 3] for i in (0, 3, 6)]
+    assert all(torch.equal(mask, draw[0]) for draw in draws for mask in draw)
+    assert not torch.equal(draws[0][0], draws[1][0]) and not torch.equal(draws[1][0], draws[2][0])
+    assert len({tuple(mask.tolist()) for mask in own}) == 9 and not {*map(str, own)} & {*map(str, shared)}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("mode", "checkpointed"), [("book_keeping", False), ("ghost", False), ("per_sample", False), ("auto", True)]
+)
+def test_an_example_moves_no_other_past_such_a_mask(loop, mode, checkpointed):
+    without_own = Task(
+        lambda: Masked(p=0.0, checkpointed=checkpointed), ROWS, loss=losses_of, steps=3, physical=4, mode=mode
+    )
+    assert_bounded(moves(loop, without_own, 1))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_dropout_of_a_table_and_of_rows_in_one_module_is_refused(loop):
+    with pytest.raises(ValueError, match=r"all rows of a physical batch share \(of_all\)"):
+        train(loop, Task(lambda: Masked(also_rows=True), ROWS, loss=losses_of, steps=3, physical=4))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_deberta_trains_with_the_dropout_that_it_has(loop):
+    config = DebertaV2Config(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, num_labels=3,
+        relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, max_position_embeddings=16,
+    )  # fmt: skip
+    rows = texts([5, 7, 4, 6, 8, 5])
+    assert len(train(loop, Task(lambda: DebertaV2ForSequenceClassification(config), rows, steps=2, physical=2))) == 2
 
 
 def test_layers_that_transformers_leaves_out():
