@@ -286,7 +286,7 @@ class ClippingEngine:
             numbers: What the masks of :attr:`dropouts_for_all_rows` are drawn from, secret and of this draw alone;
                 with None they are drawn anew in each forward pass.
         """
-        self._hooks.numbers_of_draw = numbers
+        self._hooks.begin_draw(numbers)
         self.conditions.begin()
         self.state.begin_draw()
 

@@ -65,6 +65,7 @@ class HookedModel:
         self._without_caches = contextlib.ExitStack()
         self.dropouts: Sequence[nn.Module] = ()  # their masks are of what all rows share
         self.numbers_of_draw: int | None = None  # which these are drawn from
+        self._shapes_of_draw: dict[int, torch.Size] = {}
         self._hidden: set[nn.Parameter] = set()  # ask for no gradient while the module that uses them runs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class HookedModel:
         with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
         inert |= {"_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
-        inert |= {"dropouts": (), "numbers_of_draw": None}
+        inert |= {"dropouts": (), "numbers_of_draw": None, "_shapes_of_draw": {}}
         return inert | {"_configs": [], "_without_caches": contextlib.ExitStack()}
 
     @property
@@ -143,6 +144,10 @@ class HookedModel:
     @property
     def are_suspended(self) -> bool:
         return self._suspended
+
+    def begin_draw(self, numbers: int | None) -> None:
+        """Draw the masks of :attr:`dropouts` from these numbers from now on; with None as they come."""
+        self.numbers_of_draw, self._shapes_of_draw = numbers, {}
 
     @contextlib.contextmanager
     def showing_parameters(self) -> Iterator[None]:
@@ -284,8 +289,17 @@ class HookedModel:
         runs it again."""
         if self._suspended or self.numbers_of_draw is None or not module.training:
             return
-        device = (*args, *kwargs.values())[0].device
-        opened = seeded_global_generators([self.numbers_of_draw, place], device)
+        x, *_ = (*args, *kwargs.values())
+        if (shape := self._shapes_of_draw.setdefault(place, x.shape)) != x.shape:
+            path = next(name for name, each in self.model.named_modules() if each is module)
+            raise ValueError(
+                f"'{path}' draws one mask for all rows of a physical batch, and it is as large as the batch is long: "
+                f"{tuple(x.shape)} here, and {tuple(shape)} in another batch of this draw. Which rows share a mask "
+                "would depend on the other examples, which clipping does not bound. Pad all rows to one length "
+                "(padding='max_length'), set p = 0.0 of this dropout, or let a physical batch hold every draw "
+                "(per_device_train_batch_size, max_physical_batch_size)."
+            )
+        opened = seeded_global_generators([self.numbers_of_draw, place], x.device)
         opened.__enter__()
         self._opened.append((module, opened))
 

@@ -164,6 +164,38 @@ def test_deberta_trains_with_the_dropout_that_it_has(loop):
     assert len(train(loop, Task(lambda: DebertaV2ForSequenceClassification(config), rows, steps=2, physical=2))) == 2
 
 
+class Positions(nn.Module):
+    """Dropout of a table that is as long as the longest text."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.scores = nn.Embedding(50, 6), nn.Embedding(16, 6), nn.Linear(6, 3)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, input_ids, attention_mask):
+        places = self.dropout(self.places.weight[: input_ids.shape[1]].detach())
+        return self.scores(((self.words(input_ids) + places) * attention_mask[..., None]).sum(1))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_mask_as_long_as_the_longest_row_is_refused_where_batches_differ(loop):
+    def collate(rows):
+        size = max(len(row["input_ids"]) for row in rows)
+        pad = lambda x: F.pad(x, (0, size - len(x)))  # noqa: E731
+        batch = {name: torch.stack([pad(row[name]) for row in rows]) for name in ("input_ids", "attention_mask")}
+        return batch | {"labels": torch.stack([row["labels"] for row in rows])}
+
+    for lengths in ([5, 5, 5, 5], [4, 4, 7, 7]):
+        several = Task(Positions, texts(lengths), loss=losses_of, steps=2, physical=2, collate=collate)
+        if len({*lengths}) == 1:
+            assert len(train(loop, several)) == 2
+            continue
+        with pytest.raises(
+            ValueError, match=r"'dropout' draws one mask for all rows.*\(7, 6\).*\(4, 6\)|\(4, 6\).*\(7, 6\)"
+        ):
+            train(loop, several)
+
+
 def test_layers_that_transformers_leaves_out():
     sizes = {"vocab_size": 50, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
              "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_labels": 3, "pad_token_id": 0,
