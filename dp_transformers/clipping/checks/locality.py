@@ -226,10 +226,10 @@ def _change_in_another_place(
             engine.suspended(),
             spread_numbers({batch, batch - 1}, reordered=True) as draws_no_others,
         ):
-            with watched_draws() as drawn:
+            with watched_draws(keeps_inputs=True) as drawn:
                 own_b = losses_of(*args, **kwargs)[order]
                 of_all = drawn()
-            with watched_draws() as drawn:
+            with watched_draws(keeps_inputs=True) as drawn:
                 moved_b = losses_of(*fewer_args, **fewer_kwargs)
                 engine.share_dropouts(dropouts_for_all_rows(of_all, drawn()))
             weights_b = torch.arange(1, batch).to(own_b)  # so that no two of them cancel out

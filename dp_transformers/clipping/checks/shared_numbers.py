@@ -35,10 +35,12 @@ class Drawn(NamedTuple):
     Attributes:
         by_torch: The shapes of random numbers, each with the modules that drew some; None outside of all modules.
         by_others: By name the states of the generators of Python and NumPy afterwards, of those that drew.
+        inputs: What torch's dropout modules were given, if it was asked for.
     """
 
     by_torch: dict[tuple[int, ...], list[nn.Module | None]]
     by_others: dict[str, Any]
+    inputs: dict[nn.Module, list[torch.Tensor]]
 
     @property
     def shapes(self) -> dict[nn.Module | None, set[tuple[int, ...]]]:
@@ -51,14 +53,21 @@ class Drawn(NamedTuple):
 
 
 def dropouts_for_all_rows(drawn: Drawn, of_fewer: Drawn) -> list[nn.Module]:
-    """Return the dropout modules that drew as many numbers for a batch as for fewer of its rows: their masks are of
-    something that all rows share, a table of relative positions. The others' rows have their own."""
-    fewer = of_fewer.shapes
-    modules = [m for m, shapes in drawn.shapes.items() if m is not None and shapes == fewer[m]]
-    return [m for m in modules if type(m).__module__ == _OF_TORCH]
+    """Return the dropout modules that drew as many numbers for a batch as for fewer of its rows, in another order, and
+    were given the same numbers: their masks are of something that all rows share, a table of relative positions."""
+    all_shapes, shapes_of_fewer = drawn.shapes, of_fewer.shapes
+    return [
+        module
+        for module, inputs in drawn.inputs.items()
+        if inputs
+        and all_shapes[module]
+        and all_shapes[module] == shapes_of_fewer[module]
+        and len(inputs) == len(others := of_fewer.inputs[module])
+        and all(map(torch.equal, inputs, others))
+    ]
 
 
-_OF_TORCH = nn.Dropout.__module__
+_OF_TORCH = nn.Dropout.__module__  # where its dropout modules are
 
 
 def for_all_rows(
@@ -90,17 +99,25 @@ def for_all_rows(
 
 
 @contextmanager
-def watched_draws() -> Iterator[Callable[[], Drawn]]:
-    """Yield a function that tells what was drawn inside until now."""
+def watched_draws(*, keeps_inputs: bool = False) -> Iterator[Callable[[], Drawn]]:
+    """Yield a function that tells what was drawn inside until now. ``keeps_inputs`` asks for those of dropout modules,
+    which stay in memory."""
     modules: list[nn.Module] = []
+    inputs: dict[nn.Module, list[torch.Tensor]] = defaultdict(list)
     before = _states()
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        modules.append(module)
+        if keeps_inputs and type(module).__module__ == _OF_TORCH:
+            inputs[module] += args
+
     handles = [
-        torch_module.register_module_forward_pre_hook(lambda module, args: modules.append(module)),
+        torch_module.register_module_forward_pre_hook(enter),
         torch_module.register_module_forward_hook(lambda module, args, output: _pop(modules), always_call=True),
     ]
     try:
         with _Draws(modules) as mode:
-            yield lambda: Drawn(mode.shapes, {name: x for name, x in _states().items() if x != before[name]})
+            yield lambda: Drawn(mode.shapes, {name: x for name, x in _states().items() if x != before[name]}, inputs)
     finally:
         for handle in handles:
             handle.remove()

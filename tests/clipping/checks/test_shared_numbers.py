@@ -196,6 +196,25 @@ def test_a_mask_as_long_as_the_longest_row_is_refused_where_batches_differ(loop)
             train(loop, several)
 
 
+class Seats(nn.Module):
+    """Puts rows into a buffer of one size, whatever their number is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(6, 6), nn.Linear(6, 3), nn.Dropout(0.5)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        seats = torch.cat([hidden, hidden.new_zeros(12 - len(x), 6)])
+        return self.second(self.dropout(seats)[: len(x)])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_dropout_of_rows_in_a_buffer_of_one_size_is_no_table(loop):
+    with pytest.raises(ValueError, match=r"all rows of a physical batch share \(dropout\)"):
+        train(loop, Task(Seats, ROWS, loss=losses_of, steps=2, physical=4))
+
+
 def test_layers_that_transformers_leaves_out():
     sizes = {"vocab_size": 50, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
              "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_labels": 3, "pad_token_id": 0,
