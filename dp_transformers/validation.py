@@ -566,7 +566,7 @@ def _longest_example(dataset: Any, column: str) -> int:
         first = dataset[0]
         if not (hasattr(first, "get") and hasattr(first.get(column), "__len__")):
             return 0
-        step = -(-len(dataset) // _LOADED)
+        step = 1 if isinstance(dataset, (list, tuple)) else -(-len(dataset) // _LOADED)
         return max(len(dataset[i][column]) for i in range(0, len(dataset), step))
     finally:
         memory.put_back()

@@ -579,3 +579,6 @@ def test_lengths_of_a_sample_of_rows_are_looked_at():
     data = Words(10**6)
     validate_lengths(build("bert"), data)
     assert 1000 < next(data.loads) <= 2**12 + 1
+    rows = [{"input_ids": [1, 2]}] * 5000 + [{"input_ids": [1] * 1000}]
+    with pytest.raises(ValueError, match="an example of 1000 tokens"):  # a list has them all
+        validate_lengths(build("bert"), rows + rows[:4999])
