@@ -189,7 +189,7 @@ class LogicalBatches(Dataset):
             self._physical_batch(examples[i : i + self.physical_batch_size], f"filled batch of draw {draw.number}")
             for i in range(0, len(examples), self.physical_batch_size)
         ]
-        if self._drawn_for_all_rows is not None and len(batches) > 1:
+        if self._drawn_for_all_rows is not None and (len(batches) > 1 or self._has_ranks):
             refuse_drawn_for_all_rows(self._drawn_for_all_rows)
         if look is not None:
             look.at_end()

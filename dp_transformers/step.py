@@ -144,6 +144,11 @@ class PrivateStep:
         self._is_closed = True
 
     @property
+    def _has_ranks(self) -> bool:
+        """Whether other processes have batches of the draw, too: which rows are theirs depends on all of them."""
+        return self._place[1] > 1
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether the loop was given a draw that no step was taken for."""
         return self.given is not None and not (self.given.stage is _Stage.DONE and self.given.last_of_draw)
@@ -186,7 +191,8 @@ class PrivateStep:
         self.clipper.clip_by(self._clipping)
         self._begin_draw()
         batches, clipper = list(draw.batches), self.clipper
-        clipper.begin_draw(self._seeds.of_all_ranks().number(f"masks of draw {draw.number} that all rows share"))
+        # a mask may be as large as the batch is long, which ranks would have to tell each other
+        clipper.begin_draw(None if self._has_ranks else self._seeds.number(f"masks of draw {draw.number}"))
         clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.device))
         rounds = max(
             self._at_least,
@@ -196,7 +202,7 @@ class PrivateStep:
         for i, batch in enumerate(batches):
             if draw.number <= self._dropped_draw or self._is_closed:
                 return
-            is_last, is_whole = i == len(batches) - 1, len(draw.batches) <= 1
+            is_last, is_whole = i == len(batches) - 1, len(draw.batches) <= 1 and not self._has_ranks
             self.given = Given(batch, draw.number, is_last, is_whole, self._left_undone(draw.number), self._scalings)
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
@@ -461,10 +467,10 @@ def _refuse_numbers_for_all_rows(names: Sequence[str]) -> None:
     raise ValueError(
         f"the model draws random numbers that all rows of a physical batch share ({', '.join(names[:3])}{others}): "
         "a coin that leaves a layer out (layerdrop), one dropout mask for every row, noise on a weight. This draw has "
-        "several physical batches, and which rows share a number depends on the other examples, which clipping does "
-        "not bound. Set that probability to 0 (layerdrop=0.0 in the configuration, p = 0.0 of such a dropout), let "
-        "the module draw for each row, or let a physical batch hold every draw (per_device_train_batch_size, "
-        "max_physical_batch_size)."
+        "several physical batches, here or with other processes, and which rows share a number depends on the other "
+        "examples, which clipping does not bound. Set that probability to 0 (layerdrop=0.0 in the configuration, "
+        "p = 0.0 of such a dropout), let the module draw for each row, or let a physical batch of one process hold "
+        "every draw (per_device_train_batch_size, max_physical_batch_size)."
     )
 
 

@@ -331,11 +331,12 @@ class PerExampleClipper:
             )
         self._changed = []
 
-    def begin_draw(self, numbers: int) -> None:
+    def begin_draw(self, numbers: int | None) -> None:
         """The model may have been written to since the last draw, and from now on not before the next one.
 
         Args:
-            numbers: What dropout draws where all rows share a mask, secret and of this draw alone.
+            numbers: What dropout draws where all rows share a mask, secret and of this draw alone;
+                None where it draws as it comes.
         """
         self._engine.begin_draw(numbers)
         self._engine.state.give_draw()

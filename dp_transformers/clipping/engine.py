@@ -269,8 +269,8 @@ class ClippingEngine:
 
     @property
     def dropouts_for_all_rows(self) -> Sequence[nn.Module]:
-        """Dropout modules whose mask is of what all rows share, and is one for all physical batches of a draw."""
-        return self._hooks.dropouts
+        """Dropout modules whose mask is of what all rows share, and is one for all physical batches of this draw."""
+        return () if self._hooks.numbers_of_draw is None else self._hooks.dropouts
 
     def share_dropouts(self, modules: Sequence[nn.Module]) -> None:
         """Take these as :attr:`dropouts_for_all_rows`."""

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from dp_transformers.clipping.checks.shared_numbers import watched_draws
+from dp_transformers.step import PrivateStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 ROWS = points(12)
@@ -104,6 +105,16 @@ def test_numbers_of_the_rows_own_are_taken(drawn, loop):
 
 
 MASKS = []  # what a model keeps is put back
+
+
+@pytest.mark.parametrize("change", [SHARED["a layer left out"][0], None], ids=["a layer left out", "a table"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_batch_for_each_rank_is_not_the_whole_draw(change, loop, monkeypatch):
+    """Ranks draw apart, and which rows are theirs depends on all rows of the draw."""
+    monkeypatch.setattr(PrivateStep, "_has_ranks", True)
+    model = Masked if change is None else lambda: Scores(change)
+    with pytest.raises(ValueError, match="all rows of a physical batch share.*here or with other processes"):
+        train(loop, Task(model, ROWS, loss=losses_of, steps=3, physical=12))
 
 
 class Masked(nn.Module):
