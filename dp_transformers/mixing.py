@@ -173,7 +173,8 @@ def refuse_drawn_for_all_rows(name: str) -> None:
         f"the collator draws random numbers that all rows of a batch share ('{name}': a coin, a size or an angle for "
         "the whole batch). This draw has several physical batches, here or with other processes, and which rows share "
         "a number depends on the other examples, which clipping does not bound. Let the collator draw for each row, "
-        "or let a physical batch of one process hold every draw (per_device_train_batch_size, max_physical_batch_size)."
+        "or let a physical batch of one process hold every draw (per_device_train_batch_size, "
+        "max_physical_batch_size)."
     )
 
 
