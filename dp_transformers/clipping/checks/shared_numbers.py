@@ -86,7 +86,10 @@ def for_all_rows(
     if not whole.by_others and not whole.by_torch:
         return []  # a shape that has as many numbers as there are rows may be that of a weight
     half = size // 2
-    parts = [draw(slice(half), 0), draw(slice(half, size), 0)]
+    parts = [draw(slice(half), 0)]
+    if not whole.by_others and parts[0].by_torch.keys().isdisjoint(whole.by_torch):
+        return []
+    parts.append(draw(slice(half, size), 0))
     # some models seed a generator themselves, and draw nothing unknown
     again = draw(slice(size), 1) if whole.by_others else whole
     shared = [shape for shape in whole.by_torch if all(shape in part.by_torch for part in parts)]

@@ -18,7 +18,7 @@ from transformers import (
     DebertaV2ForSequenceClassification,
 )
 
-from dp_transformers.clipping.checks.shared_numbers import watched_draws
+from dp_transformers.clipping.checks.shared_numbers import for_all_rows, watched_draws
 from dp_transformers.step import PrivateStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
@@ -257,3 +257,28 @@ def test_the_modules_that_draw_are_named():
         model(torch.ones(4, 6))
         np.random.rand()
     assert drawn().by_torch == {(4, 6): [model[1]]} and list(drawn().by_others) == ["numpy.random"]
+
+
+@pytest.mark.parametrize(
+    ("change", "passes", "shared"),
+    [
+        (lambda x: x, 1, 0),
+        (lambda x: F.dropout(x, 0.5), 2, 0),
+        (lambda x: F.dropout(x, 0.5) + torch.randn(6), 3, 1),
+        (lambda x: x[torch.randn(5).argsort()[: len(x)] % len(x)], 3, 1),
+        (lambda x: x * random.random(), 4, 1),
+    ],
+    ids=["no numbers", "of rows", "of rows and of all", "of all", "of Python"],
+)
+def test_no_more_passes_than_are_needed_to_see_whose_numbers_are_drawn(change, passes, shared):
+    seeds = []
+
+    def draw(rows, seed):
+        seeds.append(seed)
+        random.seed(seed)
+        with watched_draws() as drawn:
+            change(torch.ones(8, 6)[rows])
+            return drawn()
+
+    assert len(for_all_rows(draw, 8)) == shared
+    assert len(seeds) == passes
