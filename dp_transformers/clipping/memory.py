@@ -10,8 +10,9 @@ nothing    none                   the same, and those of a second backward pass
 =========  =====================  ========================================================
 
 Mode "book_keeping" keeps factors, and instances where these are no larger; the budget is for instances that are larger
-and save time. Mode "ghost" keeps nothing; the budget is for instances, whose weights the second backward pass then
-leaves alone, and where it is enough for all that sums are formed from there is no second pass.
+and save time. Mode "ghost" keeps nothing; where the budget is enough for all that sums are formed from, that is kept
+and there is no second backward pass. What it keeps of some weights alone would spare that pass their sums, which is
+little for the memory.
 
 A plan follows from the shapes of a forward pass, and from what was given for other shapes before (:class:`_Given`),
 never from the numbers in a tensor. While a parameter is unknown the mode keeps what it always keeps; the self-check is
@@ -43,7 +44,7 @@ class Plan:
     """What one backward pass keeps.
 
     Attributes:
-        one_pass: Whether all that sums are formed from is kept, so that nobody goes back a second time.
+        one_pass: Whether all that sums are formed from is kept, so that nobody goes back a second time; else nothing.
         instances: Whether instances are kept of a parameter; of others the term decides.
     """
 
@@ -164,12 +165,11 @@ class MemoryBudget:
             larger = [(c.instances - c.own, c) for c in free if not c.is_instantiated]
             return Plan(self, True, dict.fromkeys(_worthwhile(larger, limit), True))
         left = limit - sum(min(c.instances, c.factors) if c.is_free else c.usual for c in choices)
-        if left >= 0:
-            smaller = {c.parameter: c.instances <= c.factors for c in free}
-            larger = [(c.instances - c.factors, c) for c in free if not smaller[c.parameter]]
-            return Plan(self, True, smaller | dict.fromkeys(_worthwhile(larger, left), True))
-        chosen = _worthwhile([(c.instances, c) for c in free], limit)
-        return Plan(self, False, dict.fromkeys(chosen, True))
+        if left < 0:
+            return Plan(self, False)
+        smaller = {c.parameter: c.instances <= c.factors for c in free}
+        larger = [(c.instances - c.factors, c) for c in free if not smaller[c.parameter]]
+        return Plan(self, True, smaller | dict.fromkeys(_worthwhile(larger, left), True))
 
     def _choice(self, parameter: nn.Parameter, forward: ForwardPass) -> _Choice:
         given, returned, batch = self._known[parameter], forward.returned[parameter], max(1, forward.batch_size)

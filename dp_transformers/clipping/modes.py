@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol, cast
@@ -400,16 +400,8 @@ class _FirstOfTwo(_OneOfTwo):
         plan: Plan | None,
     ):
         super().__init__(forward, instantiate=mode.instantiate, plan=plan)
-        self._instances: dict[nn.Parameter, Term] = {}  # of what needs no second pass
         self._name, self._group, self._clip, self._sums, self._graph = mode.name, group, clip, sums, graph
         self._numbers = global_state(graph.device)
-
-    def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
-        if self.plan is not None and self.plan.instances.get(parameter):
-            instances = self._instances[parameter] = terms[0].instantiate()
-            self.norms.add(instances.norm())
-        else:
-            super().close(parameter, terms)
 
     def finish(self) -> torch.Tensor:
         self.close_all()
@@ -420,14 +412,13 @@ class _FirstOfTwo(_OneOfTwo):
         return clipped.norms_b
 
     def _sum(self, clipped: Coefficients, sums: GradientSums) -> None:
-        second = _SecondOfTwo(self, clipped, sums, without=self._instances)
+        second = _SecondOfTwo(self, clipped, sums)
         self.forward.go_back(second)
         # checkpointed blocks draw again what they drew when they were measured
         set_global_state(self._graph.device, self._numbers)
         with self.forward.trainable.shards.taking_sums():
             self._graph.go_back(retain_graph=False)
         self._end_second(second, clipped)
-        self._add_instances(clipped, sums)
 
     def _end_second(self, second: _SecondOfTwo, clipped: Coefficients) -> None:
         """Raise ValueError if what was summed is not what was measured."""
@@ -447,21 +438,11 @@ class _FirstOfTwo(_OneOfTwo):
             self._expect_no_longer(norms_b * clipped.of_sum_b, clipped)
 
     def _expect_no_longer(self, summed_b: torch.Tensor, clipped: Coefficients) -> None:
-        """Expect that what is summed, with what was kept of the first pass, has the lengths that were measured."""
-        kept = NormAccumulator()
-        for instances in self._instances.values():
-            kept.add(instances.norm())
-        summed_b = torch.hypot(summed_b, self.squared_norms(kept).sqrt() * clipped.of_sum_b)
+        """Expect that what is summed has the lengths that were measured."""
         bound = math.inf if self._group.clipping is None else self._group.clipping.sensitivity
         holds_b = summed_b <= clipped.of_sum_b * clipped.norms_b * (1 + _LONGER) + _LONGER * bound
         holds_b = holds_b if clipped.invalid_b is None else holds_b | clipped.invalid_b
         self.forward.conditions.expect(holds_b.all(), partial(_refuse_longer, self._name))
-
-    def _add_instances(self, clipped: Coefficients, sums: GradientSums) -> None:
-        device = self.forward.probe.device
-        with exact_arithmetic(device):
-            for parameter in list(self._instances):
-                sums.add(parameter, [_weighted_sum(self._instances.pop(parameter), clipped, device)])
 
 
 def _refuse_longer(mode: str) -> NoReturn:
@@ -476,21 +457,15 @@ class _SecondOfTwo(_OneOfTwo):
     """Adds the sum of each parameter as soon as all its uses were reached. It measures again where operations need not
     give the same numbers twice."""
 
-    def __init__(
-        self, first: _FirstOfTwo, clipped: Coefficients, sums: GradientSums, without: Container[nn.Parameter]
-    ):
+    def __init__(self, first: _FirstOfTwo, clipped: Coefficients, sums: GradientSums):
         super().__init__(first.forward, instantiate=first.instantiate)
         self.measures = may_differ(first.forward.probe.device)
-        self._clipped, self._sums, self._without = clipped, sums, without
+        self._clipped, self._sums = clipped, sums
         self._last = LastResultCache()
         self._late: dict[nn.Parameter, torch.Tensor] = {}  # sums to be added when the backward pass is over
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         return False
-
-    def add(self, parameter: nn.Parameter, term: Term) -> None:
-        if parameter not in self._without:
-            super().add(parameter, term)
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         if self.measures:
