@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .batch_dims import batch_size_of
-from .checks.beside_others import draw_for_all_rows, require_same_beside_others
+from .checks.beside_others import draw_for_all_rows, looks_at_calls, require_same_beside_others
 from .checks.locality import require_own_rows, require_own_rows_of_outputs
 from .checks.padding import check_padding, expect_no_gradient_at_padding
 from .checks.rare_looks import RareLooks
@@ -480,9 +480,9 @@ class PerExampleClipper:
     def _look_at_calls(self, forward: ForwardPass, losses: torch.Tensor | None = None) -> None:
         """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""
         if forward.calls:
-            found = draw_for_all_rows(self._engine, forward, self._model_looks.number)
-            self.draw_for_all_rows = list(dict.fromkeys(self.draw_for_all_rows + found))
-            require_same_beside_others(self._engine, forward, losses, self._model_looks.number)
+            looks = looks_at_calls(self._engine, forward, self._model_looks.number)
+            self.draw_for_all_rows = list(dict.fromkeys(self.draw_for_all_rows + draw_for_all_rows(looks)))
+            require_same_beside_others(self._engine, looks, losses)
 
 
 _RATE = 1 / 128  # how often the model is looked at beside other rows, besides the first passes and ever rarer ones

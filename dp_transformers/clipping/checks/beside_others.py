@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...ragged import Ragged, is_ragged, packed, unpacked
-from ...randomness import seeded_global_generators
+from ...randomness import global_state, same_global_state, seeded_global_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
@@ -31,11 +31,16 @@ _LEAST = 1e-2  # rows whose numbers are smaller than this share of the largest r
 _SORTS = (torch.ops.aten.topk, torch.ops.aten.sort, torch.ops.aten.argsort)
 
 
-def require_same_beside_others(
-    engine: ClippingEngine, forward: ForwardPass, losses: torch.Tensor | None, number: int
-) -> None:
-    """Run the model again on what it was called with in ``forward`` for a real batch, as it was, and with every second
-    row in the place of its neighbour, for either half. What it returns for the rows that stayed must be the same.
+def looks_at_calls(engine: ClippingEngine, forward: ForwardPass, number: int) -> list[Look]:
+    """Looks at what the model was called with in ``forward``, for a real batch, as far as that was kept. ``number``
+    seeds their random numbers."""
+    calls, forward.calls = forward.calls, []
+    return [Look(engine, forward, call, number) for call in calls if forward.batch_size > 1]
+
+
+def require_same_beside_others(engine: ClippingEngine, looks: Sequence[Look], losses: torch.Tensor | None) -> None:
+    """Run the model again on what it was called with, as it was, and with every second row in the place of its
+    neighbour, for either half. What it returns for the rows that stayed must be the same.
 
     The self-check sees made-up batches, and gradients do not tell of a condition over the batch (whether any row holds
     a token of some kind). Nothing is recorded, random numbers are the same each time, and buffers are put back. Which
@@ -43,16 +48,13 @@ def require_same_beside_others(
 
     Args:
         losses: (B,) with graph; None where they are not known.
-        number: Seeds the random numbers.
 
     Raises:
         SelfCheckError: what the model returns for a row is another one beside other rows.
     """
-    calls, forward.calls = forward.calls, []
-    for call in calls:
-        look = _Look(engine, forward, call, number)
+    for look in looks:
         try:
-            moved = forward.batch_size > 1 and look.finds() and look.finds_again(losses)
+            moved = look.finds() and look.finds_again(losses)
         except Exception as error:  # lengths that must be sorted, objects that are used up, no memory left
             logger.info("the model was not looked at beside other rows: %s: %s", type(error).__name__, error)
             continue
@@ -70,19 +72,19 @@ def require_same_beside_others(
             )
 
 
-def draw_for_all_rows(engine: ClippingEngine, forward: ForwardPass, number: int) -> list[str]:
+def draw_for_all_rows(looks: Sequence[Look]) -> list[str]:
     """Return which modules, or generators, draw random numbers that all rows share (:mod:`.shared_numbers`), where the
-    model is run again on what it was called with in ``forward``."""
+    model is run again on what it was called with."""
     found: list[str] = []
-    for call in forward.calls if forward.batch_size > 1 else ():
+    for look in looks:
         try:
-            found += _Look(engine, forward, call, number).draw_for_all_rows()
+            found += look.draw_for_all_rows()
         except Exception as error:  # as of the looks above
             logger.info("it was not looked at which numbers rows share: %s: %s", type(error).__name__, error)
     return found
 
 
-class _Look:
+class Look:
     """One call of the model, run again on chosen rows."""
 
     def __init__(self, engine: ClippingEngine, forward: ForwardPass, call: ModelCall, number: int):
@@ -90,7 +92,7 @@ class _Look:
         lowest = min(forward.low_precision, engine.trainable.low_precision, key=lambda dtype: torch.finfo(dtype).bits)
         self._tolerance = TOLERANCE[lowest]
         self._evaluates = not engine.model.training
-        self._own: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] | None = None  # once the model ran on the rows as they were
         self.where = type(engine.model).__name__
 
     def _halves(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -107,22 +109,29 @@ class _Look:
         def draw(rows: slice, seed: int) -> Drawn:
             args, kwargs = self._with_rows(torch.arange(self._size)[rows], spares_squares=False)
             with torch.no_grad(), self._as_it_was(seed), watched_draws() as drawn:
-                self._engine.model(*args, **kwargs)
-                return drawn()
+                before = global_state(device)
+                output = self._engine.model(*args, **kwargs)
+                found, drew_none = drawn(), same_global_state(before, global_state(device))
+            if rows == slice(self._size) and drew_none and not found.by_torch:
+                self._own = self._sampled(output)  # as any other run would find it
+            return found
 
-        known = self._engine.dropouts_for_all_rows
+        device, known = self._engine.trainable.device, self._engine.dropouts_for_all_rows
         names = {module: name or "the model itself" for name, module in self._engine.model.named_modules()}
         return [x if isinstance(x, str) else names.get(x, "the model") for x in for_all_rows(draw, self._size, known)]
 
     def finds(self) -> bool:
         """Whether some row that stays is moved by what is beside it."""
         try:
-            self._own = self._run()
+            return self._moves()
         except Exception:  # where operations are replaced; in evaluation none are
             if self._evaluates:
                 raise
-            self._evaluates = True
-            self._own = self._run()
+            self._evaluates, self._own = True, None
+            return self._moves()
+
+    def _moves(self) -> bool:
+        self._own = self._run() if self._own is None else self._own
         return any(bool(moved_b.any()) for moved_b in self._moved())
 
     def finds_again(self, losses: torch.Tensor | None) -> bool:
@@ -157,7 +166,7 @@ class _Look:
         self, found: list[torch.Tensor], kept: torch.Tensor, used: Sequence[torch.Tensor | None] | None = None
     ) -> list[torch.Tensor]:
         changes = []
-        for own, other, mask in zip(self._own, found, used or [None] * len(found), strict=True):
+        for own, other, mask in zip(self._own or [], found, used or [None] * len(found), strict=True):
             if own.shape != other.shape:  # as long as the longest row
                 continue
             kept = kept.to(own.device)

@@ -55,8 +55,9 @@ def rows(rare=2):
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_a_condition_over_the_batch_is_refused(loop, condition):
-    task = Task(lambda: Reads(CONDITIONS[condition], p=0.2), rows(), loss=losses, bound=BOUND, physical=8, steps=3)
+@pytest.mark.parametrize("p", [0.0, 0.2])  # where no number is drawn, one run of the model serves two looks
+def test_a_condition_over_the_batch_is_refused(loop, condition, p):
+    task = Task(lambda: Reads(CONDITIONS[condition], p), rows(), loss=losses, bound=BOUND, physical=8, steps=3)
     with pytest.raises(SelfCheckError, match=REFUSED):
         train(loop, task)
 
@@ -227,9 +228,49 @@ def test_honest_models_are_looked_at_and_neither_refused_nor_changed(monkeypatch
             return [*found, *(p.grad.clone() for p in trainable(model)), torch.rand(3)]
 
     def noted(*args):
-        looked_at.append(len(args[1].calls))
+        looked_at.append(len(args[1]))
         look(*args)
 
     for x, y in zip(run(noted), run(lambda *args: None), strict=True):
         assert torch.equal(x, y)
     assert looked_at == [1, 1, 1]
+
+
+@torch.library.custom_op("dp_tests::dropped", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def dropped(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """Draws inside of one operation, as attention does on GPUs; the numbers are not returned."""
+    return x * (torch.rand_like(x) >= dropout_p)
+
+
+class DropsInside(Reads):
+    def forward(self, input_ids):
+        h = super().forward(input_ids)
+        return h * dropped(torch.ones_like(h), 0.3) if self.training else h
+
+
+def test_numbers_that_one_operation_draws_hide_no_condition():
+    model = DropsInside(CONDITIONS["any"])
+    ids = torch.randint(RARE, (8, 6))
+    ids[2, 3] = RARE
+    with PerExampleClipper(model, BOUND) as clipper, pytest.raises(SelfCheckError, match=REFUSED):
+        clipper.backward(losses(model(ids), torch.zeros(8, dtype=torch.long)))
+
+
+@pytest.mark.parametrize(
+    ("model", "passes"),
+    [
+        (Reads, 3),  # as it was, and for either half
+        (DropsInside, 4),  # and without those numbers
+        (lambda: Reads(p=0.2), 5),  # and the numbers of all, and of a half
+    ],
+    ids=["draws nothing", "draws in one operation", "dropout"],
+)
+def test_a_look_runs_the_model_no_oftener_than_it_must(model, passes):
+    model, seen = model(), []
+    ids, labels = torch.randint(RARE, (4, 6)), torch.zeros(4, dtype=torch.long)
+    with PerExampleClipper(model, BOUND) as clipper:
+        clipper.backward(losses(model(ids), labels))
+        found = losses(model(ids), labels)
+        model.register_forward_pre_hook(lambda *args: seen.append(1))
+        clipper.backward(found)
+    assert len(seen) == passes
