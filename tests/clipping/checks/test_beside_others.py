@@ -248,10 +248,17 @@ class DropsInside(Reads):
         return h * dropped(torch.ones_like(h), 0.3) if self.training else h
 
 
-def test_numbers_that_one_operation_draws_hide_no_condition():
-    model = DropsInside(CONDITIONS["any"])
-    ids = torch.randint(RARE, (8, 6))
-    ids[2, 3] = RARE
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: DropsInside(CONDITIONS["any"]),
+        lambda: Reads(lambda ids, h: F.dropout(h, 0.3) if bool((ids == RARE).any()) else h),
+    ],
+    ids=["in one operation", "where the condition holds"],
+)
+def test_numbers_that_are_drawn_hide_no_condition(model):
+    model, ids = model(), torch.randint(RARE, (8, 6))
+    ids[6, 3] = RARE
     with PerExampleClipper(model, BOUND) as clipper, pytest.raises(SelfCheckError, match=REFUSED):
         clipper.backward(losses(model(ids), torch.zeros(8, dtype=torch.long)))
 
