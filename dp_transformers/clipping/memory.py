@@ -11,8 +11,8 @@ nothing    none                   the same, and those of a second backward pass
 
 Mode "book_keeping" keeps factors, and instances where these are no larger; the budget is for instances that are larger
 and save time. Mode "ghost" keeps nothing; where the budget is enough for all that sums are formed from, that is kept
-and there is no second backward pass. What it keeps of some weights alone would spare that pass their sums, which is
-little for the memory.
+and there is no second backward pass. Instances of some weights alone would only spare that pass their sums, which is
+little for the memory they take.
 
 A plan follows from the shapes of a forward pass, and from what was given for other shapes before (:class:`_Given`),
 never from the numbers in a tensor. While a parameter is unknown the mode keeps what it always keeps; the self-check is
