@@ -132,7 +132,11 @@ class Look:
 
     def _moves(self) -> bool:
         self._own = self._run() if self._own is None else self._own
-        return any(bool(moved_b.any()) for moved_b in self._moved())
+        evaluates, moved = self._evaluates, any(bool(moved_b.any()) for moved_b in self._moved())
+        if self._evaluates == evaluates:
+            return moved
+        self._own = None  # of training, while the runs beside others were in evaluation
+        return self._moves()
 
     def finds_again(self, losses: torch.Tensor | None) -> bool:
         """Whether that is the model's doing: it repeats itself where nothing is replaced, in a table of numbers for

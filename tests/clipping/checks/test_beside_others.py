@@ -248,13 +248,28 @@ class DropsInside(Reads):
         return h * dropped(torch.ones_like(h), 0.3) if self.training else h
 
 
+@torch.library.custom_op("dp_tests::unknown", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    """Might draw, and gives no numbers."""
+    return x.new_empty(0)
+
+
+class Unknown(Reads):
+    """Trains otherwise than it evaluates, and what it draws is not known: it is looked at in evaluation."""
+
+    def forward(self, input_ids):
+        h = super().forward(input_ids)
+        return 2 * h + unknown(h.detach()).sum() if self.training else h
+
+
 @pytest.mark.parametrize(
     "model",
     [
+        lambda: Unknown(CONDITIONS["any"]),
         lambda: DropsInside(CONDITIONS["any"]),
         lambda: Reads(lambda ids, h: F.dropout(h, 0.3) if bool((ids == RARE).any()) else h),
     ],
-    ids=["in one operation", "where the condition holds"],
+    ids=["not known", "in one operation", "where the condition holds"],
 )
 def test_numbers_that_are_drawn_hide_no_condition(model):
     model, ids = model(), torch.randint(RARE, (8, 6))
