@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .rows import GENERATORS, is_of_a_library, parts_of, variables_of
+from .values import equal_or_nan
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 def _is_same(now: Any, before: Any) -> bool:
     if isinstance(now, (torch.Tensor, np.ndarray)):
-        return now.shape == before.shape and now.dtype == before.dtype and bool(((now == before) | (now != now)).all())
+        return now.shape == before.shape and now.dtype == before.dtype and bool(equal_or_nan(now, before).all())
     if isinstance(now, dict):
         return list(now) == list(before) and all(now[key] is value for key, value in before.items())
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))

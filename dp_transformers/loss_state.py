@@ -22,7 +22,7 @@ from .clipping.conditions import Conditions
 from .clipping.errors import is_compiled
 from .clipping.model_state import ModelState
 from .clipping.places import CONTAINERS, INTERNAL, SCALARS, has_attributes, values_of
-from .rows import variables_of
+from .rows import package_of, variables_of
 
 _LIBRARIES = ("torch", "transformers", "trl", "dp_transformers", "accelerate", "numpy", "functools", "builtins")
 _PARTS, _ENTRIES = 256, 64  # objects that are looked at, and entries of a container whose functions are
@@ -159,4 +159,4 @@ def _value(owner: Any, name: str) -> Any:
 
 
 def _is_of_a_library(thing: Any) -> bool:
-    return (thing.__module__ or "").partition(".")[0] in _LIBRARIES
+    return package_of(thing) in _LIBRARIES

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from .ragged import bag_columns, is_ragged, unpacked_sequence, with_rows_for_bags
 from .randomness import generators_apart
 from .rows import Collate, copied, leaves, same_numbers, size_of
+from .values import equal_or_nan
 
 
 def refuse_mixed(
@@ -206,7 +207,7 @@ def _rows_found(
                 continue
             x, y = _as_long(x, y), _as_long(y, x)
         x, y = x.reshape(len(x), 1, -1), y.reshape(1, len(y), -1)
-        same = ((x == y) | ((x != x) & (y != y))).all(2)
+        same = equal_or_nan(x, y).all(2)
         together = same if together is None else together & same
     return None if together is None else together.any(1)
 
@@ -332,7 +333,7 @@ def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> bool:
 
 def _same_rows(x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
     """(B,) bool: which rows along ``dim`` are the same."""
-    same = ((x == y) | ((x != x) & (y != y))).movedim(dim, 0)
+    same = equal_or_nan(x, y).movedim(dim, 0)
     return same.reshape(len(same), -1).all(1).cpu()
 
 
@@ -449,7 +450,7 @@ def _with_other_rows(
         x, y = whole[name].movedim(dim, 0), part[name].movedim(dim, 0)
         if x.shape[1:] == y.shape[1:]:
             x, y = x.reshape(len(x), 1, -1), y.reshape(1, len(y), -1)
-            same = ((x == y) | ((x != x) & (y != y))).all(2)
+            same = equal_or_nan(x, y).all(2)
             together = same if together is None else together & same  # the columns of a row stay together
             if int(together.any(1).sum()) < stay:
                 yield name

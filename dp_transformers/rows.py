@@ -25,6 +25,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_is_leaf, tree_leaves_with_path
 
+from .values import equal_or_nan
+
 # as models of transformers call texts and sounds
 MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")
 _PACKED = ("seq_lengths", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # what packing and flattening collators add
@@ -148,7 +150,7 @@ def parts_of(owner: Any, *, without: Collection[str] = (), most: int = _PARTS) -
         if isinstance(part, _OPAQUE) or id(part) in seen:
             continue
         seen.add(id(part))
-        if type(part).__module__.partition(".")[0] in without:
+        if package_of(type(part)) in without:
             todo.extend(x for x in getattr(part, "__dict__", {}).values() if callable(x) and not isinstance(x, type))
             continue
         yield part
@@ -173,9 +175,7 @@ def _inside(part: Any) -> Iterator[Any]:
         yield from (
             value for cls in part.__mro__[:-1] if not is_of_a_library(cls) for value in list(vars(cls).values())
         )
-    elif not isinstance(part, types.FunctionType) and not type(part).__module__.startswith(
-        ("pyarrow", "pandas", "tokenizers")
-    ):
+    elif not isinstance(part, types.FunctionType) and package_of(type(part)) not in _CLOSED:
         yield from list(getattr(part, "__dict__", {}).values())
         yield from (getattr(part, slot, None) for cls in type(part).__mro__ for slot in _slots(cls))
         yield type(part)
@@ -206,13 +206,22 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def is_of_a_library(thing: Any) -> bool:
     """Whether a module, a class or a function keeps nothing of rows, and leads to nothing that does."""
-    if isinstance(thing, types.ModuleType):
-        name = thing.__name__
-        return f"{name}.".startswith(_LIBRARIES) or name.partition(".")[0] in sys.stdlib_module_names
-    return f"{thing.__module__ or ''}.".startswith(_LIBRARIES)
+    package = package_of(thing)
+    return package in _LIBRARIES or (isinstance(thing, types.ModuleType) and package in sys.stdlib_module_names)
 
 
-_LIBRARIES = ("builtins", "torch.", "datasets.", "transformers.", "numpy", "collections", "abc", "typing", "functools")
+_LIBRARIES = frozenset(
+    ["builtins", "torch", "datasets", "transformers", "numpy", "collections", "abc", "typing", "functools"]
+)
+
+
+_CLOSED = ("pyarrow", "pandas", "tokenizers")  # packages whose objects are not looked into
+
+
+def package_of(thing: Any) -> str:
+    """The first part of the name of a module, or of the module that a class or a function is defined in."""
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    return (name or "").partition(".")[0]
 
 
 def _slots(cls: type) -> tuple[str, ...]:
@@ -389,7 +398,7 @@ def _found_again(x: torch.Tensor, alone: torch.Tensor, row: int) -> tuple[int, t
 
 def same_numbers(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors have the same shape and numbers; nan is one."""
-    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
+    return x.shape == y.shape and bool(equal_or_nan(x, y).all())
 
 
 def _own_positions(row: torch.Tensor, alone: torch.Tensor, dim: int) -> torch.Tensor | None:

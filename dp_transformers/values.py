@@ -1,5 +1,5 @@
-"""Values that say what a training does: frozen, comparable, written to JSON under the name of their kind. Free of
-torch."""
+"""Values that say what a training does: frozen, comparable, written to JSON under the name of their kind; and how
+numbers are compared. Free of torch."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ class Value:
                 f"{cls.__name__} of kind {data['kind']!r} cannot be made of the fields {sorted(values)} ({error}): "
                 "give those that its to_dict() writes."
             ) from error
+
+
+def equal_or_nan(x: Any, y: Any) -> Any:
+    """Where two tensors or arrays, which broadcast, hold the same numbers: bool, of their common shape. nan is one."""
+    return (x == y) | ((x != x) & (y != y))
 
 
 def _plain(value: Any) -> Any:

@@ -122,6 +122,23 @@ def of_a_table():
     return Table.from_list(rows).with_transform(transform)
 
 
+def from_module(name):
+    """A data set of a module of this name, which gives out classes on the fly."""
+    module = types.ModuleType(name)
+    exec(
+        "IDS = {}\n"
+        "def labelled(each):\n"
+        "    return {**each, 'labels': each['labels'] * 0 + IDS.setdefault(int(each['labels']), len(IDS))}\n"
+        "class Classes:\n"
+        "    def __init__(self):\n"
+        "        self.ids = {}\n"
+        "    def __call__(self, each):\n"
+        "        return {**each, 'labels': each['labels'] * 0 + self.ids.setdefault(int(each['labels']), len(self.ids))}\n",
+        vars(module),
+    )
+    return module
+
+
 DATA_SETS = {
     "classes": (Labels, "labels", "Labels.ids"),
     "lazy": (Lazy, "x", "Lazy.mean"),
@@ -134,6 +151,9 @@ DATA_SETS = {
     "subset": (lambda: Subset(Labels(), range(SIZE)), "labels", "Labels.ids"),
     "joined": (lambda: ConcatDataset([Lazy()]), "x", "Lazy.mean"),
     "table": (of_a_table, "labels", "ids"),
+    # whose names begin as those of libraries do
+    "module variable of a like name": (lambda: Transformed(from_module("numpy_rows").labelled), "labels", "IDS"),
+    "object of a like name": (lambda: Transformed(from_module("pandas_rows").Classes()), "labels", "Classes.ids"),
 }
 
 
@@ -395,6 +415,15 @@ def test_what_was_kept_is_kept_again():
     memory.put_back()
     assert (dict(vars(dataset)), dict(dataset.cache)) == before and not memory.changed()
     assert twin.cache == {}
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_a_number_that_is_none_from_now_on_has_changed(kind):
+    dataset = Calibrated(total=kind([0.0, float("nan")]))
+    memory = Memory((stacked, dataset))
+    assert memory.changed() == [] == memory.collected()
+    dataset.total[0] = float("nan")
+    assert memory.changed() == ["Calibrated.total"] == memory.collected()
 
 
 class Net(nn.Module):

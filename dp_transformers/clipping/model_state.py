@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..values import equal_or_nan
 from .conditions import Conditions
 from .errors import HOW_TO_UNCOMPILE, is_compiled, named
 from .leftovers import SMALL, Written, content_of, put_back, refuse_marked
@@ -422,7 +423,7 @@ def _are_same(contents: Written) -> list[torch.Tensor]:
 def _is_same(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     if now.shape != before.shape or now.dtype != before.dtype:
         return torch.zeros((), dtype=torch.bool, device=before.device)
-    return (now == before).logical_or_((now != now).logical_and_(before != before)).all()
+    return equal_or_nan(now, before).all()
 
 
 def _all(same: list[torch.Tensor]) -> torch.Tensor:

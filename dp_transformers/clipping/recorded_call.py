@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..ragged import is_ragged, packed, unpacked
 from ..randomness import random_state, same_state
+from ..values import equal_or_nan
 from .batch_dims import BATCH_FIRST, BatchDim, PackedRows
 from .conditions import Conditions
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError
@@ -236,7 +237,7 @@ class RecordedCall:
             )
         if rule.reads_tensors is not None:
             now = [*map(_sample, rule.reads_tensors(self.module))]
-            if same := [_are_equal(*pair) for pair in zip(self._tensors_read, now, strict=True)]:
+            if same := [equal_or_nan(*pair).all() for pair in zip(self._tensors_read, now, strict=True)]:
                 otherwise = partial(_refuse_other_tensors, str(self.owner))  # outlives the call
                 self.forward.conditions.expect(torch.stack(same).all(), otherwise)
 
@@ -369,10 +370,6 @@ def _refuse_other_tensors(owner: str) -> None:
         "replaced for the call, as by functional_call, or scaled in place and put back), so its gradients would not "
         "be those of what it computed. Change them between two steps, or leave them alone."
     )
-
-
-def _are_equal(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return ((x == y) | ((x != x) & (y != y))).all()
 
 
 def _is_same(before: Mapping[str, object], after: Mapping[str, object], name: str) -> bool:

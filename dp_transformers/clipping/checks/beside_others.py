@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...ragged import Ragged, is_ragged, packed, unpacked
 from ...randomness import global_state, same_global_state, seeded_global_generators
+from ...values import equal_or_nan
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
@@ -175,7 +176,7 @@ class Look:
                 continue
             kept = kept.to(own.device)
             own_b, other_b = own[kept], other[kept]
-            differs = (own_b != other_b) & ~(own_b.isnan() & other_b.isnan())
+            differs = ~equal_or_nan(own_b, other_b)
             differs = differs if mask is None else differs & mask[kept]
             change_b = torch.where(differs, other_b - own_b, 0.0).norm(dim=1)
             length_b = own.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm(dim=1)

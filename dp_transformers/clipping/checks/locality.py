@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from ...ragged import is_ragged
 from ...randomness import forked_generators, global_state, same_global_state, set_global_state
+from ...values import equal_or_nan
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..model_state import version_of
@@ -43,10 +45,7 @@ def locality_as_trained(
     change; and how much (relative) the sum of all gradients differs from autograd's there. ``others(rows)`` gives
     other inputs like these."""
     engine.trainable.shards.reshard()
-    watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
-        engine.model.named_buffers()
-    )
-    before = {name: (id(t), version_of(t)) for name, t in watched.items()}
+    before = {name: (id(t), version_of(t)) for name, t in _untrained(engine.model)}
 
     def replay() -> None:
         set_global_state(engine.trainable.device, numbers)
@@ -68,16 +67,14 @@ def locality_as_trained(
         for beside in _beside_others(args, kwargs, batch, others):
             moved = _loss_beside_others(engine, replayed, beside)
             changes.append(_change(moved.detach(), losses_b[beside.kept], _largest(losses_b)))
+        # of the last ones, which are large and negated, the gradient is compared too
         sum_error, change = _errors_of_gradients(
             engine, replayed, args, kwargs, summed, beside, moved, replay, numbers
         )
         changes.append(torch.tensor(change))
         error = float(torch.stack([change.cpu() for change in changes]).max())
         engine.trainable.shards.reshard()
-        watched = {name: t for name, t in engine.model.named_parameters() if not t.requires_grad} | dict(
-            engine.model.named_buffers()
-        )
-        touched = {name: t for name, t in watched.items() if before.get(name) != (id(t), version_of(t))}
+        touched = {name: t for name, t in _untrained(engine.model) if before.get(name) != (id(t), version_of(t))}
         changed = [
             name
             for name, t in touched.items()
@@ -93,6 +90,12 @@ def locality_as_trained(
     elsewhere = _change_in_another_place(engine, losses_of, args, kwargs, batch, summed)
     require_locality(elsewhere, TOLERANCE[low_precision], "was left out, or others had its place in the batch")
     return error, sum_error
+
+
+def _untrained(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The frozen parameters and the buffers, by name."""
+    yield from ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+    yield from model.named_buffers()
 
 
 def _error_of_sum(
@@ -255,7 +258,7 @@ def _largest(losses_b: torch.Tensor) -> torch.Tensor:
 
 def _change(moved_b: torch.Tensor, given_b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(B,) by how much ``given_b`` has moved, over ``scale``; 0 where both are not numbers."""
-    same_b = (moved_b == given_b) | (moved_b.isnan() & given_b.isnan())
+    same_b = equal_or_nan(moved_b, given_b)
     change_b = (moved_b.float() - given_b.float()).abs() / scale.float().clamp(min=1e-12)
     return torch.where(same_b, 0.0, change_b)
 
