@@ -33,12 +33,11 @@ from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
 from .loaded_rows import LoadedRows
 from .mechanism import Mechanism
-from .noise import NoiseSource
 from .noise.add_noise import add_noise_and_divide
 from .optimizers import set_noise_variance
 from .private_gradients import PrivateGradients
-from .private_loss import LOSS, PrivateLoss
-from .quantile import NoisedShare
+from .private_loss import LOSS, private_loss_of
+from .quantile import noised_share_of
 from .randomness import SecretSeeds, require_unseeded
 from .run import PrivateRun
 from .scalings import Scalings
@@ -81,16 +80,14 @@ class PrivateStep:
     Args:
         clipper: The clipper of the model that is trained. It asks this object before every sum.
         run: It counts the releases.
-        noise: The noise for the gradients of ``clipper.parameters``.
-        private_loss: It releases the loss of each draw; None where the mechanism plans no such release.
-        share: It releases which share of each draw the bound left as it was; None where no bound follows that.
         seeds: They seed the random numbers of dropout and augmentation.
         data: The source of the draws, and of rows of weight 0 for ranks that have no examples left.
+        secure: Whether noise comes from a cryptographic generator.
+        announce: It is called with a sentence when the self-check has passed.
         at_least: The smallest number of physical batches of a draw, for loops that must see one to go on; ``data``
             may say a larger one.
         own_optimizer: The optimizer that releases when it steps (PrivacyEngine); None where the release comes before
             any optimizer steps (DPTrainer).
-        announce: It is called with a sentence when the self-check has passed.
         label_names: The names of the model's labels.
         reduce_every_batch: Whether sums of parameters that FSDP2 shards are reduce-scattered after every physical
             batch. If not, whole sums are kept until the last batch of a draw.
@@ -107,24 +104,25 @@ class PrivateStep:
         self,
         clipper: PerExampleClipper,
         run: PrivateRun,
-        noise: NoiseSource,
         seeds: SecretSeeds,
         data: LogicalBatches,
         *,
-        private_loss: PrivateLoss | None = None,
-        share: NoisedShare | None = None,
+        secure: bool,
+        announce: Callable[[str], None],
         at_least: int = 0,
         own_optimizer: torch.optim.Optimizer | None = None,
-        announce: Callable[[str], None] = lambda text: None,
         label_names: Sequence[str] = ("labels",),
         reduce_every_batch: bool = True,
     ):
         _refuse_what_no_step_does(run.mechanism)
-        self.clipper, self.run, self._noise, self._seeds, self._data = clipper, run, noise, seeds, data
-        self.gradients, self._private_loss = PrivateGradients(clipper, own_optimizer), private_loss
+        self.clipper, self.run, self._seeds, self._data = clipper, run, seeds, data
+        source = {"dp_seed": run.dp_seed, "secure": secure}
+        self._noise = run.mechanism.noise.source(clipper, **source)
+        self._private_loss = private_loss_of(run.mechanism, clipper, **source)
+        self._share = noised_share_of(run.mechanism, clipper, **source)
+        self.gradients = PrivateGradients(clipper, own_optimizer)
         self.loss: torch.Tensor | None = None
         self._released = 0  # how many steps the noise source has served
-        self._share = share
         self._scalings = Scalings(partial(seeds.were_drawn_from, clipper.device))
         self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer

@@ -887,6 +887,9 @@ def test_check_loss_knows_a_plain_mean():
         engine.check_loss(
             lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])), outputs[:3], targets[:3]
         )
+    engine, *_ = make(loss_reduction="none")
+    with pytest.raises(ValueError, match="a loss has a value for each row"):
+        engine.check_loss(F.cross_entropy, outputs[:3], targets[:3])
 
 
 def test_copies_and_pickles_of_a_private_model_carry_nothing(tmp_path):

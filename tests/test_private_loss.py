@@ -392,8 +392,9 @@ def test_an_engine_is_silent_otherwise_and_needs_losses_of_examples():
     assert engine.private_loss is None and engine.get_epsilon(1e-3) == compute_epsilon(1.0, 0.2, 5, 1e-3)
     with pytest.raises(ValueError, match="loss.backward\\(\\) hands over one loss for the batch"):
         by_engine("mean", noise_multiplier=1.0, max_grad_norm=1.0, loss_bound=1.0)
-    with pytest.raises(ValueError, match="or loss_bound is given beside a mechanism"):
-        by_engine(mechanism=plain_mechanism(), loss_bound=1.0)
+    for beside in ({"loss_bound": 1.0}, {"loss_noise_factor": 5.0}):
+        with pytest.raises(ValueError, match="loss_bound or loss_noise_factor is given beside a mechanism"):
+            by_engine(mechanism=plain_mechanism(), **beside)
     engine, _ = by_engine(
         mechanism=plain_mechanism(sampling=PoissonSampling(40, 8), releases=(Release("loss", 1.0, 9.0),))
     )

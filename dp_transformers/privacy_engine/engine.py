@@ -192,8 +192,8 @@ class PrivacyEngine:
             noise_multiplier: σ. The noise on the summed gradients has standard deviation σ · max_grad_norm.
             max_grad_norm: The bound C on each example's gradient norm.
             mechanism: Sampling, clipping, noise and what else ε depends on, in the place of ``noise_multiplier``,
-                ``max_grad_norm``, ``clipping``, ``max_examples_per_person`` and ``loss_bound``, from which a mechanism
-                is built otherwise. It must be for this data set and batch size.
+                ``max_grad_norm``, ``clipping``, ``max_examples_per_person``, ``loss_bound`` and ``loss_noise_factor``,
+                from which a mechanism is built otherwise. It must be for this data set and batch size.
             criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per
                 example, which the clipping modes "ghost" and "fast_gradient" need.
             loss_reduction: "mean" or "sum": how your loss is reduced over the *rows of the batch*, and that is all it
@@ -213,8 +213,8 @@ class PrivacyEngine:
             clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or
                 ``loss_reduction="none"`` also "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
             memory_budget: How many bytes of each device a backward pass may keep beyond what the clipping mode keeps,
-                to save time; what saves most for each byte comes first. "auto" is what every device has to spare
-                after the first steps. The modes are "auto", "book_keeping" and "ghost".
+                to save time. "auto" is half of what the device has free after some steps, and at most a quarter of
+                what was in use. The modes are "auto", "book_keeping" and "ghost".
             poisson_sampling: It must be True, since ε is that of Poisson sampling.
             self_check: Whether clipping is compared with one example at a time, on synthetic input, before the first
                 step.
@@ -261,12 +261,11 @@ class PrivacyEngine:
                         "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
                     )
                 return loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
-            if (noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound) != (
-                (None, None, "flat", 1, None)
-            ):
+            said = (noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound, loss_noise_factor)
+            if said != (None, None, "flat", 1, None, 10.0):
                 raise ValueError(
-                    "noise_multiplier, max_grad_norm, clipping, max_examples_per_person or loss_bound is given beside "
-                    "a mechanism, which says them: leave them out."
+                    "noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound or "
+                    "loss_noise_factor is given beside a mechanism, which says them: leave them out."
                 )
             return mechanism
 
@@ -350,7 +349,7 @@ class PrivacyEngine:
             if self._ledger is not None:
                 undo.callback(self._ledger.close)
                 distributed.call_on_rank_zero(self._ledger.open)
-            self._loop, criterion = loop.attach(run, secure=self._secure)
+            self._loop, criterion = loop.attach(run, secure=self._secure, announce=_say)
             undo.pop_all()
         clipper, loader = self._loop.clipper, self._loop.loader
         trained = Trained.by(clipper)
@@ -436,9 +435,15 @@ class PrivacyEngine:
         ``loss_reduction`` says.
 
         Raises:
-            ValueError: the gradient of some row is not that of the row by itself.
+            ValueError: the gradient of some row is not that of the row by itself, or ``loss_reduction`` is "none".
         """
-        check_reduction(loss_function, outputs, targets, self._made_private().loss_reduction or "mean")
+        reduction = self._made_private().loss_reduction
+        if reduction is None:
+            raise ValueError(
+                "with loss_reduction='none' a loss has a value for each row, and nothing is reduced that could be "
+                "checked: each must come from its own row alone."
+            )
+        check_reduction(loss_function, outputs, targets, reduction)
 
     def save_checkpoint(
         self,

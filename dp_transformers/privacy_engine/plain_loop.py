@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -18,8 +19,7 @@ from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import to_local
 from ..mechanism import Mechanism, PrivacyUnit, Release
 from ..noise import IndependentNoise
-from ..private_loss import LOSS, private_loss_of
-from ..quantile import noised_share_of
+from ..private_loss import LOSS
 from ..randomness import SecretSeeds
 from ..run import PrivateRun
 from ..sampling import PoissonSampling
@@ -128,11 +128,14 @@ class PlainLoop:
             )
         validate_optimizer(self.optimizer, self.module)
 
-    def attach(self, run: PrivateRun, *, secure: bool) -> tuple[PrivateLoop, PrivateCriterion | None]:
+    def attach(
+        self, run: PrivateRun, *, secure: bool, announce: Callable[[str], None]
+    ) -> tuple[PrivateLoop, PrivateCriterion | None]:
         """Hook the model and the optimizer, and begin ``run``. Where something is refused, nothing stays attached.
 
         Args:
             secure: Draw examples and noise from a cryptographic generator.
+            announce: It is called with a sentence when the self-check has passed.
 
         Returns:
             The private loop, and the criterion that takes the place of the one that was given.
@@ -168,15 +171,13 @@ class PlainLoop:
                     "PerExampleClipper with ShardedNoise in a loop that gives each group its examples "
                     "(docs/scaling.md)."
                 )
-            noise = mechanism.noise.source(clipper, dp_seed=run.dp_seed, secure=secure)
             step = PrivateStep(
                 clipper,
                 run,
-                noise,
                 seeds,
                 draws.logical_batches,
-                private_loss=private_loss_of(mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
-                share=noised_share_of(mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
+                secure=secure,
+                announce=announce,
                 at_least=1,
                 own_optimizer=self.optimizer,
             )

@@ -14,8 +14,6 @@ from .. import distributed
 from ..clipping import PerExampleClipper
 from ..clipping.leftovers import refuse_marked
 from ..data import LogicalBatches, draws_dataloader
-from ..private_loss import private_loss_of
-from ..quantile import noised_share_of
 from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
 from ..startup_message import Trained, describe, warnings
 from ..step import PrivateStep
@@ -91,7 +89,7 @@ class TrainerLoop:
         """
         assert self._draws is not None, "Trainer makes its loader before it prepares the model"
         distributed.require_on_all(lambda: refuse_marked(model), self._args.device)
-        args, run, secure = self._args, self._training.run, self._training.secure
+        args, run = self._args, self._training.run
         assert isinstance(args.accelerator_config, AcceleratorConfig), "TrainingArguments make it of what is given"
         clipper = PerExampleClipper(
             model,
@@ -110,11 +108,9 @@ class TrainerLoop:
         self._step = PrivateStep(
             clipper,
             run,
-            run.mechanism.noise.source(clipper, dp_seed=run.dp_seed, secure=secure),
             self._seeds,
             self._draws,
-            private_loss=private_loss_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
-            share=noised_share_of(run.mechanism, clipper, dp_seed=run.dp_seed, secure=secure),
+            secure=self._training.secure,
             announce=self._say,
             label_names=label_names,
             reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get(
