@@ -104,6 +104,15 @@ def test_what_is_no_schedule_is_refused(make):
         make()
 
 
+def test_a_clipper_takes_the_function_of_a_step():
+    clipping = ScheduledClipping(FlatClipping(1.0), StepSchedule(0.5, every=1))
+    with pytest.raises(ValueError, match=r"give PerExampleClipper the function of the first step, clipping\.at\(0\)"):
+        PerExampleClipper(Net(), clipping)
+    with PerExampleClipper(Net(), clipping.at(0)) as clipper:
+        clipper.clip_by(clipping.at(1))
+        assert clipper.clipping == FlatClipping(0.5)
+
+
 def test_draws_have_the_rate_of_their_step():
     sampling, count = ScheduledPoissonSampling(30, 6.0, StepSchedule(2.0, every=1)), 4000
     sizes = np.array(

@@ -65,8 +65,8 @@ class PerExampleClipper:
         batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the
             second.
         memory_budget: How many bytes a backward pass may keep beyond what the mode keeps ("auto", "book_keeping" or
-            "ghost"), to save time, see :mod:`dp_transformers.clipping.memory`. What saves most for each byte comes
-            first. "auto" is what the device has to spare after some steps
+            "ghost"), to save time, see :mod:`dp_transformers.clipping.memory`. "auto" is half of what the device has
+            free after some steps, and at most a quarter of what was in use
             (:mod:`dp_transformers.clipping.measured_budget`).
 
     Raises:

@@ -38,7 +38,7 @@ class ClippingFunction(Value):
     def coefficients(self, norms_b: Tensor) -> Tensor:
         """(B,) the coefficients of gradients with the norms ``norms_b``; coefficient · norm is ``sensitivity`` at
         most."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must say what it multiplies with: coefficients(norms_b).")
 
     def scaled_to(self, sensitivity: float) -> ClippingFunction:
         """The same function with another sensitivity."""
@@ -390,6 +390,12 @@ class ScheduledClipping(ClippingFunction):
     # pyrefly: ignore[bad-override]  (as above)
     def sensitivity(self) -> float:
         return self.function.sensitivity
+
+    def coefficients(self, norms_b: Tensor) -> Tensor:
+        raise ValueError(
+            "ScheduledClipping clips each step in its own way: give PerExampleClipper the function of the first step, "
+            "clipping.at(0), and call clipper.clip_by(clipping.at(step)) before each of the others."
+        )
 
     def scaled_to(self, sensitivity: float) -> ClippingFunction:
         return replace(self, function=self.function.scaled_to(sensitivity))

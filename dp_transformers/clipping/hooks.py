@@ -141,10 +141,6 @@ class HookedModel:
             self._opened.pop()[1].__exit__(None, None, None)
         self._without_caches.close()
 
-    @property
-    def are_suspended(self) -> bool:
-        return self._suspended
-
     def begin_draw(self, numbers: int | None) -> None:
         """Draw the masks of :attr:`dropouts` from these numbers from now on; with None as they come."""
         self.numbers_of_draw, self._shapes_of_draw = numbers, {}

@@ -9,7 +9,7 @@ fast_gradient  instantiated, a layer at a time        nothing             from t
 per_sample     instantiated                           the instances       from the instances
 =============  =====================================  ==================  =================================
 
-Sources: book-keeping, Bu et al. 2023 (arXiv 2210.00038); ghost norms, Li et al. 2022 (arXiv 2110.05679); fast gradient
+Sources: book-keeping, Bu et al. 2023 (arXiv 2210.00038); ghost norms, Li et al. 2021 (arXiv 2110.05679); fast gradient
 clipping, Lee and Kifer 2021 (arXiv 2009.03106); per-sample gradients, Abadi et al. 2016 (arXiv 1607.00133).
 
 A mode is told of a backward pass before it begins (:meth:`Mode.begin`), and returns what sees it: every tap that is
@@ -191,11 +191,10 @@ class KeptTerms(MeasuringPass):
         sums: GradientSums | None,
         *,
         instantiate: bool = False,
-        hand_out: bool = False,
         plan: Plan | None = None,
     ):
         super().__init__(forward, instantiate=instantiate, plan=plan)
-        self._clip, self._sums, self._hand_out = clip, sums, hand_out
+        self._clip, self._sums = clip, sums
         self._groups = [_KeptGroup(group, forward) for group in groups]
         self._group_of = {p: group for group in self._groups for p in group.parameters}
         self._streams = len(groups) > 1 and not (forward.trainable.shards or forward.trainable.parallel)
@@ -243,7 +242,7 @@ class KeptTerms(MeasuringPass):
             self._norms.append(clipped.norms_b)
             if self._sums is None:
                 return
-            if self._hand_out:
+            if self.instantiate:
                 _hand_out(group.terms, clipped)
             self._add_sums(group, clipped, self._sums)
 
@@ -295,9 +294,7 @@ class OnePass:
         graph: LossGraph | None,
         plan: Plan | None = None,
     ) -> BackwardPass:
-        return KeptTerms(
-            forward, groups, clip, sums, instantiate=self.instantiate, hand_out=self.instantiate, plan=plan
-        )
+        return KeptTerms(forward, groups, clip, sums, instantiate=self.instantiate, plan=plan)
 
 
 @dataclass(frozen=True)

@@ -55,14 +55,14 @@ class DPTrainingArguments(TrainingArguments):
         clipping (`str`, defaults to `"flat"`):
             What an example's gradient is multiplied with: `"flat"` makes those that are longer than `max_grad_norm` C
             just as long, `"auto_s"` and `"normalised"` make short ones (nearly) as long too, `"dp_psac"` only where
-            they are not very short. With none of them one example adds more than C.
+            they are not very short. With each of them one example adds C at most.
         clipping_mode (`str`, defaults to `"auto"`):
             How the gradients of examples are clipped: `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or
             `"per_sample"`. All give the same result, and differ in time and memory.
-        memory_budget (`float`, *optional*):
-            How many bytes of each device a backward pass may keep beyond what the clipping mode keeps, to save time;
-            what saves most for each byte comes first. `"auto"` is what every device has to spare after the first
-            steps. The modes are `"auto"`, `"book_keeping"` and `"ghost"`.
+        memory_budget (`float` or `"auto"`, *optional*):
+            How many bytes of each device a backward pass may keep beyond what the clipping mode keeps, to save time.
+            `"auto"` is half of what the device has free after some steps, and at most a quarter of what was in use.
+            The modes are `"auto"`, `"book_keeping"` and `"ghost"`.
         fill_physical_batches (`bool`, defaults to `False`):
             Whether every physical batch has exactly `per_device_train_batch_size` rows. Rows that are missing are
             copies of others, whose gradients have weight 0: they change no result and cost time. Under a sampling with
@@ -74,9 +74,10 @@ class DPTrainingArguments(TrainingArguments):
             How a step chooses its examples. The only choice is `"poisson"`, which ε is computed for.
         mechanism ([`~dp_transformers.mechanism.Mechanism`], `dict` or `str`, *optional*):
             Sampling, clipping, noise and what else ε depends on, in the place of `noise_multiplier`,
-            `expected_batch_size`, `max_grad_norm`, `clipping`, `max_examples_per_person` and `sampling`, from which a
-            mechanism is built otherwise; also as the dictionary of its `to_dict()`, or as the path of a JSON file with
-            that. With `target_epsilon` training stops before the step that would exceed it.
+            `expected_batch_size`, `max_grad_norm`, `clipping`, `max_examples_per_person`, `sampling`, `loss_bound`,
+            `loss_noise_factor` and `max_steps`, from which a mechanism is built otherwise; also as the dictionary of
+            its `to_dict()`, or as the path of a JSON file with that. With `target_epsilon` training stops before the
+            step that would exceed it.
         secure_rng (`bool`, defaults to `False`):
             Whether draws and noise come from a cryptographic generator, which needs the extra `secure`.
         dp_seed (`int`, *optional*):
@@ -191,7 +192,8 @@ class DPTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "The path of a JSON file, or the JSON text, that describes a mechanism. It takes the place of "
-            "noise_multiplier, expected_batch_size, max_grad_norm, clipping, max_examples_per_person and sampling."
+            "noise_multiplier, expected_batch_size, max_grad_norm, clipping, max_examples_per_person, sampling, "
+            "loss_bound, loss_noise_factor and max_steps."
         },
     )
     secure_rng: bool = field(

@@ -236,8 +236,9 @@ class DPTrainerMixin(Base):
             raise ValueError(
                 "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
             )
-        refuse_repeated_rows(self.train_dataset, self.args.max_examples_per_person)  # it may have been set since
-        # before transformers 5.19 Trainer does not say, and refuse_settings refuses such a model
+        # train_dataset may have been replaced since __init__
+        refuse_repeated_rows(self.train_dataset, self.args.max_examples_per_person)
+        # Trainer has no such attribute before transformers 5.19, where refuse_settings refuses such a model
         if resume_from_checkpoint and getattr(self, "is_distributed_loading_by_transformers", False):
             raise ValueError(
                 "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer "

@@ -250,7 +250,7 @@ def run_checks(
     as they were.
 
     The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like
-    these for owners to discover_owners on; default: these examples again.
+    these for :func:`discover_owners` to run on; default: these examples again.
     """
     start = time.perf_counter()
     args, kwargs = unpacked(engine.model, args, kwargs)
