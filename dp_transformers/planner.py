@@ -17,6 +17,7 @@ from .sampling import (
     PoissonSampling,
     RandomAllocationSampling,
     TruncatedPoissonSampling,
+    steps_of_epochs,
 )
 
 BANDS = (2, 4, 8, 16, 32, 64)
@@ -149,7 +150,7 @@ def plan(
     PoissonSampling(num_examples, expected_batch_size)  # refuses what is no batch
     if steps is None:
         assert epochs is not None
-        steps = math.ceil(epochs * max(1, round(num_examples / expected_batch_size)))
+        steps = steps_of_epochs(epochs, num_examples, expected_batch_size)
     setting = _Setting(
         num_examples, expected_batch_size, steps, target_epsilon, target_delta, accountant, max_grad_norm
     )

@@ -28,6 +28,17 @@ _STREAM = 0xD2A3D2A3  # tells the numbers of draws from others that are made of 
 FREE = 0.001  # what a cap may cost, as a share of epsilon, to be called free
 
 
+def steps_per_epoch(num_examples: int, expected_batch_size: float) -> int:
+    """The number of steps in one pass over the data, on average: N over the expected batch size, rounded, and at least
+    1."""
+    return max(1, round(num_examples / expected_batch_size))
+
+
+def steps_of_epochs(epochs: float, num_examples: int, expected_batch_size: float) -> int:
+    """The number of steps of so many passes, rounded up."""
+    return math.ceil(epochs * steps_per_epoch(num_examples, expected_batch_size))
+
+
 class Sampling(Value):
     """Which examples take part in a step. Secrets are arguments, never fields.
 
@@ -512,7 +523,7 @@ class DrawSampler:
 
     Args:
         sampling: The scheme.
-        steps_per_epoch: How many draws count as an epoch (round(1/q) is usual).
+        steps_per_epoch: How many draws count as an epoch (:func:`steps_per_epoch` is usual).
         secret: Seed of the draws, from :func:`dp_transformers.distributed.shared_secret`; never written anywhere.
         rank, world_size: This process among those that share the secret.
         first_step: The step that the first draw is for.

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from .. import FlatClipping, IndependentNoise, Mechanism, PoissonSampling, PrivacyUnit
 from ..accounting.calibration import guess_noise_multiplier, largest_within
+from ..sampling import steps_of_epochs
 
 MOST_STEPS = 10**6
 
@@ -61,7 +62,7 @@ class Setting:
 
     def steps_of(self, epochs: float, batch: int) -> int:
         """The steps of so many passes over the data, as DPTrainer counts them."""
-        return math.ceil(epochs * max(1, round(self.examples / batch)))
+        return steps_of_epochs(epochs, self.examples, batch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -447,15 +447,20 @@ class PerExampleClipper:
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
             SelfCheckError: an example's loss has a gradient in the rows of another.
         """
-        if self._is_looked_at():
+        if self._takes_look():
             require_own_rows(self._engine, losses, self._looks.number)
         if self._engine.forward is not None:
             self._look_at_calls(self._engine.forward, losses)
         return self._engine.backward(losses, weights=weights)
 
-    def _is_looked_at(self) -> bool:
-        """Whether it is looked at whose rows are whose in this pass over a real batch: at first, ever more rarely, and
-        where a module was called otherwise than in the self-check, which did not learn where its examples are."""
+    def _takes_look(self) -> bool:
+        """Count this pass over a real batch, and return whether it is looked at whose rows are whose in it: at first,
+        ever more rarely, and where a module was called otherwise than in the self-check, which did not learn where its
+        examples are.
+
+        Raises:
+            ValueError: a module was called so where ranks share parameters.
+        """
         is_due, forward = self._looks.is_due() and self.self_check, self._engine.forward
         unknown = None if forward is None or not self.self_check else forward.unknown
         if unknown is not None and (self.shards or self.parallel):  # a rank that looked alone would wait for others
@@ -472,7 +477,7 @@ class PerExampleClipper:
         is_due = self._model_looks.is_due() or forward.unknown is not None
         if is_due and self.self_check and not (self.shards or self.parallel):  # ranks would have to look together
             forward.calls.append(ModelCall(args, kwargs, output, autocast_state(self.device)))
-        if self._user_backward is not None and self._is_looked_at():
+        if self._user_backward is not None and self._takes_look():
             require_own_rows_of_outputs(self._engine, output, self._looks.number)
             if self.batch_first:
                 self._user_backward.refuse_means_over_the_batch(output, forward)

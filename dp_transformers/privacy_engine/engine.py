@@ -24,10 +24,10 @@ from ..reports import certificate
 from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
 from ..run import PrivacySpent, PrivateRun
+from ..sampling import steps_of_epochs
 from ..startup_message import Trained, describe, warnings
 from .checkpoints import go_on_from, load, save, state_of
 from .criterion import check_reduction
-from .loader import steps_per_epoch
 from .loop import PrivateLoop
 from .opacus_names import OfOpacus, refuse_unknown
 from .plain_loop import LoopOptions, PlainLoop
@@ -312,7 +312,7 @@ class PrivacyEngine:
 
         def planned() -> Mechanism:
             loop.require_trainable(PrivacyUnit(max_examples_per_person), delta=target_delta)
-            steps = math.ceil(epochs * steps_per_epoch(loop.sampling))
+            steps = steps_of_epochs(epochs, loop.sampling.num_examples, loop.sampling.expected_batch_size)
             return loop.mechanism(1.0, max_grad_norm, max_examples_per_person, steps).calibrated(
                 target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant
             )

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from .. import distributed
 from ..data import LogicalBatch, LogicalBatches, draws_dataloader
 from ..randomness import SecretSeeds, seed_worker
-from ..sampling import DrawSampler, PoissonSampling, Sampling
+from ..sampling import DrawSampler, PoissonSampling, Sampling, steps_per_epoch
 from ..step import PrivateStep
 from ..validation import validate_training_data
 
@@ -78,7 +78,7 @@ class PoissonDraws:
         options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
         self.sampler = DrawSampler(
             sampling,
-            steps_per_epoch(sampling),
+            steps_per_epoch(sampling.num_examples, sampling.expected_batch_size),
             secret,
             distributed.rank(),
             distributed.world_size(),
@@ -128,7 +128,7 @@ class PoissonLoader:
             draws.max_physical_batch_size,
         )
         self.batch_size = self.expected_batch_size = sampling.expected_batch_size
-        self.sample_rate, self.steps_per_epoch = sampling.sample_rate, steps_per_epoch(sampling)
+        self.sample_rate, self.steps_per_epoch = sampling.sample_rate, draws.sampler.steps_per_epoch
 
     def start_at(self, step: int) -> None:
         """Let the next draw be for this step of the plan, counted from 0."""
@@ -160,11 +160,6 @@ def sampling_of(loader: DataLoader) -> PoissonSampling:
     """Return Poisson draws of the loader's batch size on average. The loader was checked (:func:`check_loader`)."""
     assert isinstance(loader.dataset, Sized) and loader.batch_size is not None
     return PoissonSampling(len(loader.dataset), loader.batch_size)
-
-
-def steps_per_epoch(sampling: Sampling) -> int:
-    """Return the number of draws in one pass over the data."""
-    return max(1, round(1 / sampling.sample_rate))
 
 
 def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:

@@ -403,10 +403,7 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"per_device_train_batch_size must be at least 1, got {self.per_device_train_batch_size}."
             )
-        if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
-            raise ValueError(
-                f"max_examples_per_person must be an int of at least 1, got {self.max_examples_per_person!r}."
-            )
+        PrivacyUnit(self.max_examples_per_person)  # refuses what is no number of rows
         if self.mechanism is None:
             require_clipping_function(self.clipping)
         if self.clipping_mode not in ("auto", *MODES):

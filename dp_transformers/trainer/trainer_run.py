@@ -4,7 +4,6 @@ checkpoint."""
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from ..ledger import Ledger, PrivacyStateError
 from ..noise.generators import check_noise_source
 from ..reports import certificate
 from ..run import PrivateRun
-from ..sampling import DrawSampler
+from ..sampling import DrawSampler, steps_of_epochs, steps_per_epoch
 from .dp_config import DPTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -106,20 +105,17 @@ class TrainerRun:
     @property
     def steps_per_epoch(self) -> int:
         """The number of draws in one pass over the data."""
-        return self._steps_per_epoch(self.run.mechanism.at(0).expected_batch_size)
+        return steps_per_epoch(self._num_examples, self.run.mechanism.at(0).expected_batch_size)
 
     @property
     def planned_steps(self) -> int:
         """The number of steps of the whole training, with those before a checkpoint."""
         return self._planned_steps(self.run.mechanism.at(0).expected_batch_size)
 
-    def _steps_per_epoch(self, expected_batch_size: float) -> int:
-        return max(1, round(self._num_examples / expected_batch_size))
-
     def _planned_steps(self, expected_batch_size: float) -> int:
         if self._args.max_steps > 0:
             return self._args.max_steps
-        return math.ceil(self._args.num_train_epochs * self._steps_per_epoch(expected_batch_size))
+        return steps_of_epochs(self._args.num_train_epochs, self._num_examples, expected_batch_size)
 
     @contextmanager
     def recorded(self, checkpoint: str | bool | None) -> Iterator[str | None]:
