@@ -211,7 +211,18 @@ def is_of_a_library(thing: Any) -> bool:
 
 
 _LIBRARIES = frozenset(
-    ["builtins", "torch", "datasets", "transformers", "numpy", "collections", "abc", "typing", "functools"]
+    [
+        "abc",
+        "builtins",
+        "collections",
+        "datasets",
+        "functools",
+        "numpy",
+        "torch",
+        "transformers",
+        "typing",
+        "typing_extensions",
+    ]
 )
 
 
