@@ -450,7 +450,7 @@ def _with_other_rows(
         x, y = whole[name].movedim(dim, 0), part[name].movedim(dim, 0)
         if x.shape[1:] == y.shape[1:]:
             x, y = x.reshape(len(x), 1, -1), y.reshape(1, len(y), -1)
-            same = equal_or_nan(x, y).all(2)
+            same: torch.Tensor = equal_or_nan(x, y).all(2)
             together = same if together is None else together & same  # the columns of a row stay together
             if int(together.any(1).sum()) < stay:
                 yield name
