@@ -149,8 +149,9 @@ def shared_secret(dp_seed: int | None = None) -> int:
     return call_on_rank_zero(lambda: secrets.randbits(128)) if dp_seed is None else dp_seed
 
 
-def require_on_all(require: Callable[[], None], device: torch.device) -> None:
-    """Call ``require`` on every rank. Where it raises ValueError on one, all ranks raise one."""
+def require_on_all(require: Callable[[], None], device: torch.device, *, draw: int = 0) -> None:
+    """Call ``require`` on every rank. Where it raises ValueError on one, or the number of the ``draw`` is another one,
+    all ranks raise one."""
     if world_size() == 1:
         return require()
     text = None
@@ -158,7 +159,17 @@ def require_on_all(require: Callable[[], None], device: torch.device) -> None:
         require()
     except ValueError as error:
         text = f"rank {rank()}: {error}"
-    if max_over_ranks(int(text is not None), device):
+    box = torch.tensor([int(text is not None), draw, -draw], device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    is_refused, last, minus_first = box.tolist()
+    if last != -minus_first:
+        raise ValueError(
+            f"one process is in draw {-minus_first} and another in draw {last}, so that what is released would be "
+            "made of two draws, and an example could be in both. A process left a draw out by itself "
+            "(engine.drop_draw() after an error on one device): go on from a checkpoint, and call drop_draw() on all "
+            "processes for one draw, or on none."
+        )
+    if is_refused:
         raise ValueError(broadcast_first(text))
 
 

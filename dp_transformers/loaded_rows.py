@@ -138,6 +138,73 @@ class LoadedRows:
                 self._require_order(_order_by_equality(x_bn, y_bn.cpu()), who)
 
 
+class PlacesOfRows:
+    """The rows of a batch that is filled up. The last ones are copies of others and have weight 0, which is known by
+    their places alone.
+
+    Args:
+        batch: Its tensors have the examples in the first or second dimension.
+        size: The number of rows, copies among them.
+    """
+
+    def __init__(self, batch: Any, size: int):
+        self._size = size
+        self._loaded = self._read(batch)
+        # labels tell nothing of where a row is, unless there is nothing else
+        wide = [numbers_bk for width, numbers_bk in self._loaded if width > 1] or [x for _, x in self._loaded]
+        self._kinds_b = _kinds(wide, size)
+
+    def _read(self, batch: Any) -> list[tuple[int, torch.Tensor]]:
+        """The width of each tensor's rows, and some of their numbers."""
+        return [(rows_bn.shape[1], _sample(rows_bn).nan_to_num()) for rows_bn in _rows_of(batch, self._size)]
+
+    def require_kept(self, made: Any) -> None:
+        """Raise ValueError unless rows of what the model is called with are seen to lie where they were loaded."""
+        pairs = [(x_bk, y_bk) for n, x_bk in self._read(made) for width, y_bk in self._loaded if n == width]
+        same = [x_bk for x_bk, y_bk in pairs if torch.equal(x_bk, y_bk)]
+        if self._tells_kinds(_kinds(same, self._size)) or any(self._is_most_alike(*pair) for pair in pairs):
+            return
+        raise ValueError(
+            "fill_physical_batches=True fills batches up with copies of rows, which come last and have weight 0, and "
+            "it is not seen that the training loop gives the model the rows as the loader gave them: they are sorted "
+            "or shuffled, or changed so much that nobody can tell. A copy could then count in the place of an "
+            "example. Keep the order of the loader (pack_padded_sequence with enforce_sorted=False sorts by itself), "
+            "or leave fill_physical_batches out."
+        )
+
+    def _tells_kinds(self, kinds_b: torch.Tensor) -> bool:
+        """Whether rows of one of these kinds are of one loaded kind."""
+        pairs = torch.stack([kinds_b, self._kinds_b], 1).unique(dim=0)
+        return len(pairs) == len(kinds_b.unique())
+
+    def _is_most_alike(self, x_bk: torch.Tensor, y_bk: torch.Tensor) -> bool:
+        """Whether each row of ``x`` is more like the loaded row in its place than like those of another kind."""
+        x0_bk, y0_bk = _without_mean(x_bk), _without_mean(y_bk)
+        like_bb = x0_bk @ y0_bk.T / y0_bk.norm(dim=1).clamp(min=_TINY)
+        is_other_bb = self._kinds_b[:, None] != self._kinds_b
+        others_b = like_bb.masked_fill(~is_other_bb, -torch.inf).amax(1)
+        return bool((like_bb.diagonal() > others_b).all())
+
+
+def _rows_of(batch: Any, size: int) -> list[torch.Tensor]:
+    """All tensors with numbers of each of several rows, as (B, N)."""
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    tensors = [
+        x.detach()
+        for x in leaves
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested and x.numel()
+    ]
+    dims = [next((d for d in range(min(2, x.dim())) if x.shape[d] == size), None) for x in tensors]
+    return [x.movedim(dim, 0).reshape(size, -1) for x, dim in zip(tensors, dims, strict=True) if dim is not None]
+
+
+def _kinds(columns: Sequence[torch.Tensor], size: int) -> torch.Tensor:
+    """(B,) the same number for rows that are equal in all columns."""
+    if not columns:
+        return torch.zeros(size, dtype=torch.long)
+    return torch.cat([*columns], 1).unique(dim=0, return_inverse=True)[1]
+
+
 def _columns_of(examples: Sequence[Any]) -> list[torch.Tensor]:
     if not examples or isinstance(examples[0], (str, bytes)):
         return []

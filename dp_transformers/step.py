@@ -31,7 +31,7 @@ from .clipping import PerExampleClipper
 from .clipping.checks.synthetic import LossFunction
 from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .data import LogicalBatch, LogicalBatches, PhysicalBatch
-from .loaded_rows import LoadedRows
+from .loaded_rows import LoadedRows, PlacesOfRows
 from .mechanism import Mechanism
 from .noise.add_noise import add_noise_and_divide
 from .optimizers import set_noise_variance
@@ -58,6 +58,7 @@ class Given:
         is_whole_draw: Whether it is the only one.
         refusal: Why no sum may be formed of it; None if one may.
         scalings: How the rows of other batches were changed before the model was called.
+        places: Where its rows are, if some of them have weight 0 and a loop of the user's could move them.
         loaded: The rows as they were loaded, for comparison with what the model is called with.
     """
 
@@ -67,6 +68,7 @@ class Given:
     is_whole_draw: bool = False
     refusal: str | None = None
     scalings: Scalings | None = None
+    places: PlacesOfRows | None = None
     stage: _Stage = _Stage.GIVEN
     loaded: LoadedRows = field(init=False)
 
@@ -201,7 +203,10 @@ class PrivateStep:
             if draw.number <= self._dropped_draw or self._is_closed:
                 return
             is_last, is_whole = i == len(batches) - 1, len(draw.batches) <= 1 and not self._has_ranks
-            self.given = Given(batch, draw.number, is_last, is_whole, self._left_undone(draw.number), self._scalings)
+            is_filled = self._own_optimizer is not None and 0 < batch.examples < batch.size
+            places = PlacesOfRows(batch.rows, batch.size) if is_filled else None
+            refusal = self._left_undone(draw.number)
+            self.given = Given(batch, draw.number, is_last, is_whole, refusal, self._scalings, places)
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             yield self.given
@@ -274,12 +279,14 @@ class PrivateStep:
     # ---- before a forward pass (the clipper asks) ----
 
     def before_forward(self, args: tuple, kwargs: dict) -> None:
-        """Refuse rows that the loop mixed, seed the random numbers, and in a loop of the user's check a batch of a new
-        kind."""
+        """Refuse rows that the loop mixed, or moved where some have weight 0. Seed the random numbers, and in a loop
+        of the user's check a batch of a new kind."""
         batch = self.current_batch()
         # rows that are not the loaded ones, and no mixtures of them, may have been augmented
         if batch is not None and batch.loaded.refuse_mixed((args, kwargs), "training loop"):
             require_unseeded("the training loop, after it took a batch")
+        if batch is not None and batch.places is not None:
+            batch.places.require_kept((args, kwargs))
         self._seeds.reseed()
         if self._own_optimizer is not None:
             self.check(args, kwargs)
@@ -395,7 +402,7 @@ class PrivateStep:
         self._require_own_clipping()
         self.gradients.restore_sums()
         # the program waits for the device here, and before this in clipping alone
-        distributed.require_on_all(clipper.conditions.require, clipper.device)
+        distributed.require_on_all(clipper.conditions.require, clipper.device, draw=self._last_draw)
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:

@@ -7,6 +7,7 @@ many cases, because starting processes is what takes the time.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
@@ -30,7 +31,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -1075,6 +1076,32 @@ def checkpoint(folder, kind="FULL_STATE_DICT", lora=False, resume=False):
     }
 
 
+def dropped(folder):
+    """What every rank is told when the last one has given up a draw by itself."""
+    numbers = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(40, 3, generator=numbers), torch.randint(2, (40,), generator=numbers))
+    net, engine = nn.Linear(3, 2), PrivacyEngine()
+    net, optimizer, loader = engine.make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), data_loader=DataLoader(data, 20),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    seen = []
+
+    def train():
+        for x, y in itertools.chain.from_iterable(itertools.repeat(loader, 5)):
+            seen.append(len(x))
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            if len(seen) == 6 and dist.get_rank() == WORLD - 1:
+                engine.drop_draw()
+            else:
+                optimizer.step()
+
+    told = message(train)
+    message(engine.detach)
+    return told
+
+
 def refusals(folder):
     """The messages of layouts that cannot be exact."""
 
@@ -1219,6 +1246,7 @@ CASES |= {
     "auto-fsdp-book_keeping": (budgeted, {"model": "llama", "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
     "auto-fsdp-ghost": (budgeted, {"model": "llama", "lora": True, "clipping_mode": "ghost", **SILENT, **fsdp()}),
     "hand-auto-ghost": (budgeted_by_hand, {"mode": "ghost"}),
+    "loop-dropped": (dropped, {}),
     "loop-loss": (loop, {}),
     "loop-criterion": (loop, {"by": "criterion", "mode": "ghost"}),
     "loop-noise": (loop, LOOP_NOISE),

@@ -476,6 +476,11 @@ def test_all_ranks_are_refused_what_a_batch_of_one_left(ranks):
                 assert second == "nothing"
 
 
+def test_a_draw_that_one_rank_gave_up_is_not_released_with_the_next(ranks):
+    for rank in ranks["loop-dropped"]:
+        assert "one process is in draw 5 and another in draw 6" in rank
+
+
 # ---- checkpoints and refusals ----
 
 

@@ -242,6 +242,45 @@ def test_every_step_has_the_same_shapes_where_draws_have_a_largest_size(tmp_path
         assert len(sizes) == sum(max(loop == "engine", -(-count // SIZE)) for count in counts)
 
 
+def train_on(changed):
+    """A loop that calls the model with what ``changed`` makes of the rows; the steps it took."""
+    options = {"max_physical_batch_size": SIZE, "fill_physical_batches": True}
+    engine, model, optimizer, loader = by_engine(given(releases=()), **options)
+    for x, y in loader:
+        x, y = changed(x, y)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    engine.detach()
+    return engine.steps
+
+
+@pytest.mark.parametrize(
+    "order_of",
+    [lambda x: x.sum(1).argsort(), lambda x: torch.arange(len(x) - 1, -1, -1), lambda x: torch.arange(len(x)).roll(1)],
+    ids=["sorted", "the other way round", "rolled"],
+)
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: (x - 0.3) / 2], ids=["as they are", "normalised"])
+def test_rows_of_a_filled_batch_are_not_moved(change, order_of):
+    """Which of them have weight 0 is known by their places."""
+
+    def moved(x, y):
+        order = order_of(x)
+        return change(x[order]), y[order]
+
+    with pytest.raises(ValueError, match="copies of rows, which come last and have weight 0"):
+        train_on(moved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x, lambda x: (x - 0.3) / 2, lambda x: x.half().float(), lambda x: x + 1e-3 * torch.randn_like(x)],
+    ids=["as they are", "normalised", "rounded", "augmented"],
+)
+def test_rows_of_a_filled_batch_may_be_changed_where_they_are(change):
+    assert train_on(lambda x, y: (change(x), y)) > 0
+
+
 @pytest.mark.parametrize(("world", "size", "batches"), [(1, 4, 3), (2, 4, 2), (2, 6, 1), (3, 1, 4), (1, 100, 1)])
 def test_ranks_share_the_largest_draw(world, size, batches):
     sampler = DrawSampler(CAPPED, 5, 1, 0, world)

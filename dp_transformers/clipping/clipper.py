@@ -477,10 +477,11 @@ class PerExampleClipper:
         is_due = self._model_looks.is_due() or forward.unknown is not None
         if is_due and self.self_check and not (self.shards or self.parallel):  # ranks would have to look together
             forward.calls.append(ModelCall(args, kwargs, output, autocast_state(self.device)))
-        if self._user_backward is not None and self._takes_look():
-            require_own_rows_of_outputs(self._engine, output, self._looks.number)
-            if self.batch_first:
-                self._user_backward.refuse_means_over_the_batch(output, forward)
+        if self._user_backward is not None:
+            if takes_look := self._takes_look():
+                require_own_rows_of_outputs(self._engine, output, self._looks.number)
+            if self.batch_first and self.self_check:
+                self._user_backward.refuse_means_over_the_batch(output, forward, at_once=takes_look)
 
     def _look_at_calls(self, forward: ForwardPass, losses: torch.Tensor | None = None) -> None:
         """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""

@@ -46,7 +46,7 @@ from .owners import Owner
 from .precision import exact_arithmetic, without_autocast
 from .recorded_call import BackwardPass, ForwardPass
 from .rounding import FP32, SPLIT, may_differ
-from .terms import Dense, LastResultCache, Routed, Stacked, Term
+from .terms import Dense, LastResultCache, NormOnly, Routed, Stacked, Term
 from .terms.tied_weights import merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
 
@@ -399,6 +399,11 @@ class _FirstOfTwo(_OneOfTwo):
         super().__init__(forward, instantiate=mode.instantiate, plan=plan)
         self._name, self._group, self._clip, self._sums, self._graph = mode.name, group, clip, sums, graph
         self._numbers = global_state(graph.device)
+        self.was_given_norms = False  # by a function of the user's, without the gradients that they are of
+
+    def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
+        self.was_given_norms |= any(isinstance(term, NormOnly) for term in terms)
+        super().close(parameter, terms)
 
     def finish(self) -> torch.Tensor:
         self.close_all()
@@ -445,18 +450,19 @@ class _FirstOfTwo(_OneOfTwo):
 def _refuse_longer(mode: str) -> NoReturn:
     raise ValueError(
         f"in the second backward pass of clipping mode '{mode}' an example's gradient is longer than it was in the "
-        "first, which measured it: gradients that nearly cancel are rounded otherwise there, or an operation is not "
-        "deterministic. Use clipping_mode='book_keeping', which goes back once."
+        "first, which measured it: gradients that nearly cancel are rounded otherwise there, an operation is not "
+        "deterministic, or a function of register_norm_sampler gives norms that are too small. Correct that function, "
+        "or use clipping_mode='book_keeping', which goes back once."
     )
 
 
 class _SecondOfTwo(_OneOfTwo):
     """Adds the sum of each parameter as soon as all its uses were reached. It measures again where operations need not
-    give the same numbers twice."""
+    give the same numbers twice, and where the first pass was given norms."""
 
     def __init__(self, first: _FirstOfTwo, clipped: Coefficients, sums: GradientSums):
         super().__init__(first.forward, instantiate=first.instantiate)
-        self.measures = may_differ(first.forward.probe.device)
+        self.measures = may_differ(first.forward.probe.device) or first.was_given_norms
         self._clipped, self._sums = clipped, sums
         self._last = LastResultCache()
         self._late: dict[nn.Parameter, torch.Tensor] = {}  # sums to be added when the backward pass is over

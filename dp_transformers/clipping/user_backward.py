@@ -15,6 +15,7 @@ import torch
 
 from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
+from .conditions import Conditions
 from .engine import ClippingEngine
 from .graph import weights_in_means
 from .precision import without_autocast
@@ -49,17 +50,21 @@ class UserBackward:
             )
         self._engine, self._loss_reduction, self._look = engine, loss_reduction, look
 
-    def refuse_means_over_the_batch(self, output: Any, forward: ForwardPass) -> None:
-        """Let ``loss.backward()`` raise ValueError where ``loss`` is one of the model's output, and a mean in which
-        the examples' weights depend on each other. Of a loss that the loop computes the graph is not known."""
+    def refuse_means_over_the_batch(self, output: Any, forward: ForwardPass, *, at_once: bool) -> None:
+        """Refuse the sum of ``loss.backward()`` where ``loss`` is one of the model's output, and a mean in which the
+        examples' weights depend on each other: there, or without waiting for the device before it is released. Of a
+        loss that the loop computes the graph is not known."""
         if self._loss_reduction != "mean":
             return
         for loss in differentiable_leaves(output):
             if loss.dim() or loss.grad_fn is None:
                 continue
             for weights_b in weights_in_means(loss, TAPS, forward.batch_size):
-                if not torch.allclose(weights_b, weights_b[:1], rtol=1e-4):
-                    loss.register_hook(_refuse_mean)
+                are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
+                if at_once and not are_equal:
+                    loss.register_hook(lambda gradient: _refuse_mean())
+                elif not at_once:
+                    loss.register_hook(partial(_expect, forward.conditions, are_equal))
 
     def begin(self, forward: ForwardPass) -> None:
         """The first tap was reached."""
@@ -99,7 +104,11 @@ class UserBackward:
         engine.end_sum()
 
 
-def _refuse_mean(gradient: torch.Tensor) -> NoReturn:
+def _expect(conditions: Conditions, are_equal: torch.Tensor, gradient: torch.Tensor) -> None:
+    conditions.expect(are_equal, _refuse_mean)
+
+
+def _refuse_mean() -> NoReturn:
     raise ValueError(
         "the loss that the model returned is a mean over all targets of the batch, without those that are ignored, or "
         "weighted by their classes, so how much an example weighs depends on the others. Take one loss for each "

@@ -426,7 +426,8 @@ class PrivacyEngine:
         """Give up the draw that the loop was stopped in, and count it as a step.
 
         Call it after an interrupt, or an error that has nothing to do with the examples. Whether a draw is stepped
-        must not depend on the examples, and that the step is counted does not make up for it.
+        must not depend on the examples, and that the step is counted does not make up for it. Of several processes all
+        must give up the same draw: the next release is refused otherwise.
         """
         self._made_private().drop_draw()
 

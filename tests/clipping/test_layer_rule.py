@@ -125,6 +125,16 @@ def asked():
 GO_BACK_TWICE = ("ghost", "fast_gradient")
 
 
+def test_norms_that_are_too_small_are_refused_where_their_gradients_are_summed(asked):
+    """Also on devices that compute the same twice, and by what the self-check does not see."""
+    right = _RULES[Affine.forward].norms
+    register_norm_sampler(Affine)(lambda *args: {p: 0.9 * n for p, n in right(*args).items()})
+    model = nn.Sequential(nn.Linear(5, 5), Affine())
+    clipper = PerExampleClipper(model, 1.0, mode="ghost", self_check=False)
+    with pytest.raises(ValueError, match="register_norm_sampler gives norms that are too small"):
+        clipper.backward(weigh(model(torch.randn(4, 3, 5))))
+
+
 def asked_in_one_pass(asked, model, mode):
     clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
     asked.clear()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_transformers import PrivacyEngine
+from dp_transformers import PerExampleClipper, PrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 
@@ -237,6 +237,14 @@ def train_with_loss(loss, ignored, *, reads="loss", reduction="mean"):
 def test_a_models_mean_in_which_examples_have_different_weights_is_refused(loss, ignored):
     with pytest.raises(ValueError, match=r"a mean over all targets.*find_example_losses.*criterion=.*\(B,\)"):
         train_with_loss(loss, ignored)
+
+
+def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
+    """Also where nothing else is, before the sum is released."""
+    monkeypatch.setattr(PerExampleClipper, "_takes_look", lambda self: False)
+    with pytest.raises(ValueError, match="a mean over all targets"):
+        train_with_loss(tokens, [0, 1, 2])
+    assert train_with_loss(tokens, [1, 1, 1]).steps == 3
 
 
 @pytest.mark.parametrize(
