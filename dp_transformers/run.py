@@ -279,6 +279,13 @@ class PrivateRun:
     def _record_beginning(self) -> None:
         assert self.ledger is not None
         require_intact(self.ledger)
+        if earlier := self.ledger.other_steps(self.state.run_id):
+            logger.warning(
+                "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. "
+                "If this model starts from theirs, or several models trained on the same data are released, what they "
+                "spent adds up. If nothing of those runs was kept, they cost nothing.",
+                self.ledger.path, earlier,
+            )  # fmt: skip
         about, before = self._about(), self.ledger.beginnings(self.state.run_id)
         now, said = about.get("data") or {}, [line["data"] for line in before if line.get("data")]
         comparable = [each for each in said if each.get("digest") and each.get("key") == now.get("key")]

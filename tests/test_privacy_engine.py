@@ -397,6 +397,16 @@ def one_batch(**options):
     return engine, model, optimizer, loader, x, y
 
 
+def test_a_ledger_of_earlier_runs_is_pointed_out(tmp_path, caplog):
+    for _ in range(2):
+        assert "steps of earlier runs" not in caplog.text
+        engine, model, optimizer, _, x, y = one_batch(noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path))
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        engine.detach()
+    assert "also holds 1 steps of earlier runs, which epsilon does not count" in caplog.text
+
+
 def test_step_twice():
     _, model, optimizer, _, x, y = one_batch()
     F.cross_entropy(model(x), y).backward()

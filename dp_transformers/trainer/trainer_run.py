@@ -237,11 +237,4 @@ class TrainerRun:
 
     def _begin(self) -> None:
         self._warn_about_arguments()
-        if earlier := distributed.call_on_rank_zero(lambda: self._ledger.other_steps(self.run.state.run_id)):
-            logger.warning(
-                "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. "
-                "If this model starts from theirs, or several models trained on the same data are released, what they "
-                "spent adds up. If nothing of those runs was kept, they cost nothing.",
-                self._ledger.path, earlier,
-            )  # fmt: skip
         self.run.begin()
