@@ -164,7 +164,8 @@ def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSam
     shape (B,)}``, the L2 norm (not its square) of every example's gradient, for every trainable parameter that
     ``layer`` owns directly.
 
-    Mode "ghost" measures with it. Where gradients themselves are needed they come from the layer's grad sampler, or
+    Mode "ghost" measures with it, and compares with the gradients when these are summed: norms that are too small are
+    refused. Where gradients themselves are needed they come from the layer's grad sampler, or
     without one from re-running the layer: for the sum, in the modes that keep or instantiate gradients, and for
     parameters used more than once in a forward pass (the norm of a sum does not follow from norms).
 
