@@ -10,9 +10,10 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from .clipping import PerExampleClipper
 from .clipping.checks.rare_looks import RareLooks
 from .clipping.conditions import Conditions
-from .loss_checks import OFTEN, RATE, RATE_OF_MODELS, refuse_losses_of_other_rows
+from .loss_checks import OFTEN, RATE, RATE_OF_MODELS, drawn_for_all_rows, refuse_losses_of_other_rows
 from .loss_state import WatchedLoss
 from .losses import (
     PerExampleLoss,
@@ -161,16 +162,18 @@ class ExampleLosses:
         return without_targets_of_padding(labels, inputs.get("attention_mask")) if self._predicts_next else labels
 
     def refuse_losses_over_the_batch(
-        self, model: nn.Module, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]
+        self, clipper: PerExampleClipper, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]
     ) -> None:
-        """Raise ValueError if the losses of half of the rows change when these rows replace all others: at first in
-        every physical batch, then ever more rarely and by chance; on ranks that hold parts of the model in the same
-        ones."""
+        """Raise ValueError if the losses of half of the rows change when these rows replace all others, and tell the
+        clipper who draws numbers that all rows share: at first in every physical batch, then ever more rarely and by
+        chance; on ranks that hold parts of the model in the same ones."""
         if not self._looks.is_due():
             return
-        seed = self._looks.number
+        seed, model = self._looks.number, clipper.model
         if not self._runs_the_model:
-            refuse_losses_of_other_rows(self._watched, (outputs, self._labels_of(inputs)), losses, seed)
+            given = outputs, self._labels_of(inputs)
+            refuse_losses_of_other_rows(self._watched, given, losses, seed)
+            clipper.note_shared_numbers(drawn_for_all_rows(self._watched, given, losses, seed))
             return
 
         def loss(rows: Mapping[str, Any]) -> torch.Tensor:
@@ -178,6 +181,9 @@ class ExampleLosses:
 
         if len(losses) > 1:
             refuse_losses_of_other_rows(loss, (dict(inputs),), losses, seed, goes_back=False)
+            if not (clipper.shards or clipper.parallel):  # ranks would have to run the model equally often
+                known = clipper.dropouts_for_all_rows
+                clipper.note_shared_numbers(drawn_for_all_rows(loss, (dict(inputs),), losses, seed, known))
             return
         for _ in range(3):  # ranks that hold parts of the model run it equally often
             with torch.no_grad(), seeded_global_generators([seed], losses.device):

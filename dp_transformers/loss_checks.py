@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_map_with_path
 
+from .clipping.checks.shared_numbers import Drawn, for_all_rows, watched_draws
 from .data import PhysicalBatch
 from .randomness import seeded_global_generators
 from .rows import Padding
@@ -48,15 +50,7 @@ def refuse_losses_of_other_rows(
         with seeded_global_generators([seed], losses.device):
             return loss(*rows)
 
-    def with_rows(*parts: slice) -> tuple[Any, ...]:
-        def taken(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
-            has_rows = x.dim() and len(x) == size
-            return torch.cat([x[part] for part in parts]).detach() if has_rows else x.detach()
-
-        return tree_map(taken, given)
-
+    with_rows = partial(_with_rows, given, size)
     half = (size + 1) // 2
     first, last, rest = slice(half), slice(size - half, size), size - half
     with torch.no_grad():
@@ -84,6 +78,49 @@ def refuse_losses_of_other_rows(
             moved_b = (alone.float() - own[part].float()).flatten(1).norm(dim=1)
             longest = own.float().flatten(1).norm(dim=1).max()
             _refuse_unless(bool((moved_b <= 1e-2 * longest + 1e-6).all()) or not bool(torch.isfinite(longest)))
+
+
+def drawn_for_all_rows(
+    loss: Callable[..., torch.Tensor],
+    given: tuple[Any, ...],
+    losses: torch.Tensor,
+    seed: int,
+    known: Collection[nn.Module] = (),
+) -> list[str]:
+    """Who draws random numbers that all rows share (:mod:`.clipping.checks.shared_numbers`) while losses are computed:
+    the loss, modules by their classes, generators by their names. None where it cannot be computed of fewer rows.
+
+    Args:
+        loss, given, losses, seed: As in :func:`refuse_losses_of_other_rows`.
+        known: Modules whose numbers are the same in all batches of a draw.
+    """
+
+    def draw(rows: slice, number: int) -> Drawn:
+        with torch.no_grad(), seeded_global_generators([seed, number], losses.device), watched_draws() as drawn:
+            loss(*_with_rows(given, len(losses), rows))
+            return drawn()
+
+    try:
+        found = for_all_rows(draw, len(losses), known) if len(losses) > 1 else []
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logger.info("whose numbers a loss draws was not looked at: %s: %s", type(error).__name__, error)
+        return []
+    names = (x if isinstance(x, str) else "the loss" if x is None else type(x).__name__ for x in found)
+    return [*dict.fromkeys(names)]
+
+
+def _with_rows(given: tuple[Any, ...], size: int, *parts: slice) -> tuple[Any, ...]:
+    """What is given, with these rows of all that has ``size`` rows."""
+
+    def taken(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        has_rows = x.dim() and len(x) == size
+        return torch.cat([x[part] for part in parts]).detach() if has_rows else x.detach()
+
+    return tree_map(taken, given)
 
 
 def refuse_losses_of_padding(

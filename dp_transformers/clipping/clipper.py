@@ -105,7 +105,8 @@ class PerExampleClipper:
         self._changed: list[str] = []  # since the model was checked
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
         self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
-        self.draw_for_all_rows: list[str] = []  # modules that do, or generators, as far as it was looked at
+        self._drawn_for_all_rows = list[str]()  # in the model: the modules that do, or generators
+        self._drawn_in_losses = list[str]()
         self._user_backward: UserBackward | None = None
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
@@ -163,6 +164,20 @@ class PerExampleClipper:
         return self._engine.batch_first
 
     @property
+    def draw_for_all_rows(self) -> list[str]:
+        """What draws random numbers that all rows share, modules or generators, as far as it was looked at."""
+        return list(dict.fromkeys(self._drawn_for_all_rows + self._drawn_in_losses))
+
+    def note_shared_numbers(self, names: Sequence[str]) -> None:
+        """Such numbers are drawn while losses are computed, by what is called so."""
+        self._drawn_in_losses += names
+
+    @property
+    def dropouts_for_all_rows(self) -> Sequence[nn.Module]:
+        """Modules whose numbers all rows share, and which draw the same in all physical batches of a draw."""
+        return self._engine.dropouts_for_all_rows
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
         return self._engine.trainable.parameters
@@ -216,7 +231,7 @@ class PerExampleClipper:
         """Let everything that was checked of the model be checked again: it may compute otherwise now."""
         self.checked, self.checks_begun = not self.self_check, self.checks_begun + 1
         self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
-        self.draw_for_all_rows = []
+        self._drawn_for_all_rows = []
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
@@ -487,7 +502,7 @@ class PerExampleClipper:
         """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""
         if forward.calls:
             looks = looks_at_calls(self._engine, forward, self._model_looks.number)
-            self.draw_for_all_rows = list(dict.fromkeys(self.draw_for_all_rows + draw_for_all_rows(looks)))
+            self._drawn_for_all_rows = list(dict.fromkeys(self._drawn_for_all_rows + draw_for_all_rows(looks)))
             require_same_beside_others(self._engine, looks, losses)
 
 

@@ -16,7 +16,13 @@ from ..clipping import PerExampleClipper
 from ..clipping.checks.rare_looks import RareLooks
 from ..clipping.checks.synthetic import is_batch_second
 from ..clipping.errors import warn_once
-from ..loss_checks import OFTEN, RATE, refuse_losses_of_other_rows, refuse_losses_of_padding
+from ..loss_checks import (
+    OFTEN,
+    RATE,
+    drawn_for_all_rows,
+    refuse_losses_of_other_rows,
+    refuse_losses_of_padding,
+)
 from ..loss_state import WatchedLoss
 from ..step import Given
 
@@ -129,7 +135,8 @@ class PrivateCriterion:
         return self._by_example(self._watched(*args, **kwargs), args, kwargs)
 
     def _look_at_other_rows(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
-        """Raise ValueError if the loss of an example is another one beside other examples."""
+        """Raise ValueError if the loss of an example is another one beside other examples, and tell the clipper of
+        numbers that it draws for all of them together."""
         given, structure = tree_flatten((args, kwargs))
         batch_first, size = self._clipper.batch_first, len(losses_b)
         if not batch_first and any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in given):
@@ -145,6 +152,7 @@ class PrivateCriterion:
             return self._losses_of(*args, **kwargs)
 
         refuse_losses_of_other_rows(loss, swapped(given), losses_b, self._looks.number)
+        self._clipper.note_shared_numbers(drawn_for_all_rows(loss, swapped(given), losses_b, self._looks.number))
 
     def _look_at_padding(self, args: tuple, kwargs: dict) -> None:
         """Raise ValueError if padding that others decide over changes an example's loss; once for every kind of it."""

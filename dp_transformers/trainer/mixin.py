@@ -341,7 +341,7 @@ class DPTrainerMixin(Base):
             step.check((), dict(rows), self.losses_to_check)
             with self.compute_loss_context_manager():
                 losses, outputs = self._example_losses(self.model, rows)
-                self._example_losses.refuse_losses_over_the_batch(self.model, losses, outputs, rows)
+                self._example_losses.refuse_losses_over_the_batch(step.clipper, losses, outputs, rows)
             step.clipper.backward(losses)
             if self.args.log_raw_metrics:
                 own_losses = losses.detach()[: given.batch.examples]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from neighbours import LOOPS, Task, assert_bounded, moves, points, texts, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
@@ -18,6 +19,7 @@ from transformers import (
     DebertaV2ForSequenceClassification,
 )
 
+from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.clipping.checks.shared_numbers import for_all_rows, watched_draws
 from dp_transformers.step import PrivateStep
 
@@ -282,3 +284,74 @@ def test_no_more_passes_than_are_needed_to_see_whose_numbers_are_drawn(change, p
 
     assert len(for_all_rows(draw, 8)) == shared
     assert len(seeds) == passes
+
+
+# ---- what losses draw ----
+
+
+class Coin(nn.CrossEntropyLoss):
+    """One temperature for the batch, or one for each row."""
+
+    own = False
+
+    def forward(self, scores, labels):
+        return super().forward(scores * (0.5 + torch.rand((len(scores), 1) if self.own else ())), labels)
+
+
+class CoinOfRows(Coin):
+    own = True
+
+
+def private_loop(criterion, most):
+    data = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine()
+    model, optimizer, criterion, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, 20), criterion=criterion,
+        noise_multiplier=1.0, max_grad_norm=1.0, max_physical_batch_size=most,
+    )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    engine.detach()
+    return engine.steps
+
+
+def private_trainer(made, criterion, folder, most):
+    rows = [{"x": torch.randn(6), "labels": torch.tensor(i % 3)} for i in range(40)]
+    args = DPTrainingArguments(
+        folder, noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=20, per_device_train_batch_size=most,
+        max_steps=2, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    model, criterion.reduction = Scores(lambda net, hidden: hidden), "none"
+    loss = made(lambda *given: (criterion if model.training else losses_of)(*given))
+    trainer = DPTrainer(model, args, train_dataset=rows, per_example_loss_func=loss)
+    trainer.train()
+    return trainer.privacy_spent().steps
+
+
+def with_model(criterion):
+    def loss(model, inputs):
+        return criterion(model(inputs["x"]), inputs["labels"])
+
+    return loss
+
+
+def with_outputs(criterion):
+    return criterion
+
+
+@pytest.mark.parametrize("made", [with_model, with_outputs])
+def test_a_coin_in_the_loss_of_the_trainer(tmp_path, made):
+    with pytest.raises(ValueError, match=r"all rows of a physical batch share \(.*\), or its loss does"):
+        private_trainer(made, Coin(), tmp_path, 4)
+    assert private_trainer(made, CoinOfRows(), tmp_path, 4) == 2
+    assert private_trainer(made, Coin(), tmp_path, 40) == 2  # the draw is one batch
+
+
+def test_a_coin_in_a_criterion():
+    with pytest.raises(ValueError, match=r"all rows of a physical batch share \(.*\), or its loss does"):
+        private_loop(Coin(), 4)
+    assert private_loop(CoinOfRows(), 4) == private_loop(Coin(), 40) == 2
