@@ -159,7 +159,7 @@ def require_on_all(require: Callable[[], None], device: torch.device, *, draw: i
         require()
     except ValueError as error:
         text = f"rank {rank()}: {error}"
-    box = torch.tensor([int(text is not None), draw, -draw], device=device)
+    box = torch.tensor([int(text is not None), draw, -draw], dtype=torch.int32, device=device)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     is_refused, last, minus_first = box.tolist()
     if last != -minus_first:

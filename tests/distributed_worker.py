@@ -253,7 +253,7 @@ class Traffic(TorchDispatchMode):
                 (dist.get_world_size() - 1) / dist.get_world_size(),
                 max((x.nbytes for x in tensors), default=0),
             )
-            if size <= 8:
+            if size <= 12:
                 self.sent["scalars"] += size
             elif "allreduce" in name or "all_reduce" in name:
                 self.sent["reduce"] += 2 * share * size

@@ -261,7 +261,7 @@ def train_on(changed):
     ids=["sorted", "the other way round", "rolled"],
 )
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: (x - 0.3) / 2], ids=["as they are", "normalised"])
-def test_rows_of_a_filled_batch_are_not_moved(change, order_of):
+def test_rows_of_a_filled_batch_are_not_moved(silent, change, order_of):
     """Which of them have weight 0 is known by their places."""
 
     def moved(x, y):
@@ -277,7 +277,7 @@ def test_rows_of_a_filled_batch_are_not_moved(change, order_of):
     [lambda x: x, lambda x: (x - 0.3) / 2, lambda x: x.half().float(), lambda x: x + 1e-3 * torch.randn_like(x)],
     ids=["as they are", "normalised", "rounded", "augmented"],
 )
-def test_rows_of_a_filled_batch_may_be_changed_where_they_are(change):
+def test_rows_of_a_filled_batch_may_be_changed_where_they_are(silent, change):
     assert train_on(lambda x, y: (change(x), y)) > 0
 
 

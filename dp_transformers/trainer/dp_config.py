@@ -192,8 +192,7 @@ class DPTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "The path of a JSON file, or the JSON text, that describes a mechanism. It takes the place of "
-            "noise_multiplier, expected_batch_size, max_grad_norm, clipping, max_examples_per_person, sampling, "
-            "loss_bound, loss_noise_factor and max_steps."
+            "noise_multiplier, expected_batch_size, max_grad_norm and all else that it says."
         },
     )
     secure_rng: bool = field(
