@@ -254,6 +254,7 @@ def no_looks(monkeypatch):
     monkeypatch.setattr(clippers, "require_same_beside_others", lambda *args: None)
     monkeypatch.setattr(clippers, "draw_for_all_rows", lambda *args: [])
     monkeypatch.setattr(example_losses, "refuse_losses_of_other_rows", lambda *args, **kwargs: None)
+    monkeypatch.setattr(example_losses, "drawn_for_all_rows", lambda *args, **kwargs: [])
 
 
 def test_a_checkpoint_that_is_loaded_after_a_batch_wrote_is_what_the_model_holds(tmp_path, monkeypatch):

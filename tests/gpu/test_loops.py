@@ -108,6 +108,7 @@ def test_how_often_a_step_waits_for_the_device(mode, lora, device, waits, tmp_pa
     assert without_looks(last).total() == in_plain_loop, last
     # losses are looked at in the first batches, and then ever more rarely
     monkeypatch.setattr(example_losses, "refuse_losses_of_other_rows", lambda *args, **kwargs: None)
+    monkeypatch.setattr(example_losses, "drawn_for_all_rows", lambda *args, **kwargs: [])
     steps = Steps(waits)
     train_trainer(tmp_path, small(lora), 4, steps, clipping_mode=mode)
     assert without_looks(steps.seen[-1]).total() == in_trainer, steps.seen[-1]
