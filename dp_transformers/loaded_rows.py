@@ -150,9 +150,9 @@ class PlacesOfRows:
     def __init__(self, batch: Any, size: int):
         self._size = size
         self._loaded = self._read(batch)
-        # labels tell nothing of where a row is, unless there is nothing else
-        wide = [numbers_bk for width, numbers_bk in self._loaded if width > 1] or [x for _, x in self._loaded]
-        self._kinds_b = _kinds(wide, size)
+        self._kinds_b = _kinds([numbers_bk for width, numbers_bk in self._loaded if width > 1], size)
+        if not self._kinds_b.any():  # otherwise labels need not tell rows apart
+            self._kinds_b = _kinds([numbers_bk for _, numbers_bk in self._loaded], size)
 
     def _read(self, batch: Any) -> list[tuple[int, torch.Tensor]]:
         """The width of each tensor's rows, and some of their numbers."""
