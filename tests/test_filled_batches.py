@@ -1,6 +1,7 @@
 """Physical batches that are filled up to a fixed size: rows of weight 0 add to nothing, in both loops."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dp_transformers.clipping.clipping_functions import (
     PerLayerClipping,
 )
 from dp_transformers.data import LogicalBatches
+from dp_transformers.loaded_rows import PlacesOfRows
 from dp_transformers.mechanism import Release
 from dp_transformers.mixing import refuse_reordered
 from dp_transformers.noise.generators import GaussianNoise
@@ -279,6 +281,18 @@ def test_rows_of_a_filled_batch_are_not_moved(silent, change, order_of):
 )
 def test_rows_of_a_filled_batch_may_be_changed_where_they_are(silent, change):
     assert train_on(lambda x, y: (change(x), y)) > 0
+
+
+@pytest.mark.parametrize("masks", [{}, {"attention_mask": torch.ones(6, 5)}], ids=["alone", "beside a mask of ones"])
+@pytest.mark.parametrize(
+    "order", [range(6), [5, 0, 1, 2, 3, 4], [1, 0, 2, 3, 4, 5]], ids=["kept", "rolled", "swapped"]
+)
+def test_rows_of_one_number_stay_where_they_are(masks, order):
+    """Masks that are alike for all rows say nothing of their order."""
+    x, order = torch.randn(6, 1), [*order]
+    places = PlacesOfRows({"x": x, **masks, "labels": torch.tensor([0, 1, 0, 1, 1, 0])}, 6)
+    with nullcontext() if order == sorted(order) else pytest.raises(ValueError, match="come last and have weight 0"):
+        places.require_kept({"x": x[order], **masks})
 
 
 @pytest.mark.parametrize(("world", "size", "batches"), [(1, 4, 3), (2, 4, 2), (2, 6, 1), (3, 1, 4), (1, 100, 1)])
