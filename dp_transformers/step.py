@@ -238,8 +238,8 @@ class PrivateStep:
     def _require_next(self, draw: Any) -> None:
         if not isinstance(draw, LogicalBatch):
             raise ValueError(
-                f"the train dataloader gave a {type(draw).__name__}, and no Poisson draw, which is what epsilon is "
-                "computed for: it was replaced. Leave get_train_dataloader as it is; pass train_dataset and "
+                f"the train dataloader gave a {type(draw).__name__}, and not the draws that epsilon is computed "
+                "for: it was replaced. Leave get_train_dataloader as it is; pass train_dataset and "
                 "data_collator."
             )
         last, self._last_draw = self._last_draw, max(draw.number, self._last_draw)

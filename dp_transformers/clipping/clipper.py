@@ -106,7 +106,7 @@ class PerExampleClipper:
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
         self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
         self._drawn_for_all_rows = list[str]()  # in the model: the modules that do, or generators
-        self._drawn_in_losses = list[str]()
+        self._drawn_in_losses = dict[str, None]()  # an ordered set
         self._user_backward: UserBackward | None = None
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
@@ -166,11 +166,11 @@ class PerExampleClipper:
     @property
     def draw_for_all_rows(self) -> list[str]:
         """What draws random numbers that all rows share, modules or generators, as far as it was looked at."""
-        return list(dict.fromkeys(self._drawn_for_all_rows + self._drawn_in_losses))
+        return list(dict.fromkeys([*self._drawn_for_all_rows, *self._drawn_in_losses]))
 
     def note_shared_numbers(self, names: Sequence[str]) -> None:
         """Such numbers are drawn while losses are computed, by what is called so."""
-        self._drawn_in_losses += names
+        self._drawn_in_losses |= dict.fromkeys(names)
 
     @property
     def dropouts_for_all_rows(self) -> Sequence[nn.Module]:

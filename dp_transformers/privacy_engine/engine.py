@@ -63,7 +63,7 @@ class PrivacyEngine:
     """Makes a plain PyTorch loop (ε, δ)-differentially private in its training examples.
 
     The loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. ``make_private`` gives back
-    the same model and the same optimizer, with hooks, and a loader of Poisson draws in the place of the old one.
+    the same model and the same optimizer, with hooks, and a private loader in the place of the old one.
 
     * After the ``loss.backward()`` that ends a draw, ``p.grad`` holds the sum of its clipped per-example gradients,
       and None after those before it (in mode "per_sample", ``p.grad_sample`` of shape (B, *p.shape) those of the batch
@@ -181,7 +181,7 @@ class PrivacyEngine:
         loss_noise_factor: float = 10.0,
         **unknown: Any,
     ) -> tuple:
-        """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by a loader of Poisson draws.
+        """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by one of private draws.
 
         Args:
             module: The model whose ``forward`` your loop calls. It is hooked, not wrapped: use the object you have. In

@@ -1,4 +1,4 @@
-"""The loader of Poisson draws that make_private returns."""
+"""The private loader that make_private returns, and the draws that it loads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _REPEATED_OPTIONS = (  # "generator" is left out, since it seeds the workers, an
 )
 
 
-class PoissonDraws:
-    """Poisson draws from the data of a DataLoader, loaded and collated as that does it.
+class LoadedDraws:
+    """Draws from the data of a DataLoader, loaded and collated as that does it.
 
     Args:
         loader: The DataLoader, whose data set, collate_fn, workers and pinning are kept.
@@ -106,8 +106,8 @@ class PoissonDraws:
         return iter(self._loader)
 
 
-class PoissonLoader:
-    """Yields the batches of Poisson draws. They are collated as by your DataLoader, and their size is random.
+class PrivateLoader:
+    """Yields the batches of the draws, collated as by your DataLoader. Under Poisson sampling their size is random.
 
     A draw of more than ``max_physical_batch_size`` examples comes in several batches. An empty draw comes as a single
     row of weight zero, so that every draw is stepped. With ``fill_physical_batches`` all batches have one size, and
@@ -119,7 +119,7 @@ class PoissonLoader:
         steps_per_epoch: The number of draws in one pass, ``round(1 / q)``.
     """
 
-    def __init__(self, draws: PoissonDraws, step: PrivateStep):
+    def __init__(self, draws: LoadedDraws, step: PrivateStep):
         self._draws, self._step = draws, step
         sampling = draws.sampler.sampling
         self.dataset, self.collate_fn, self.max_physical_batch_size = (
@@ -165,7 +165,7 @@ def sampling_of(loader: DataLoader) -> PoissonSampling:
 def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:
     """Raise ValueError for a loader whose data cannot be drawn from by Poisson sampling, do not fit ``delta``, or have
     a stored row more than ``max_examples_per_person`` times."""
-    if isinstance(loader, PoissonLoader):
+    if isinstance(loader, PrivateLoader):
         raise ValueError(
             "data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at "
             "first."

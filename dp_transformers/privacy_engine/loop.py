@@ -20,7 +20,7 @@ from ..clipping import PerExampleClipper
 from ..run import PrivateRun
 from ..step import Given, PrivateStep
 from ..values import StepParameters
-from .loader import PoissonLoader
+from .loader import PrivateLoader
 
 SIGNATURE = "private_training"  # the key in the optimizer's state that names the engine which counts its steps
 
@@ -40,7 +40,7 @@ class PrivateLoop:
     """
 
     def __init__(
-        self, step: PrivateStep, optimizer: torch.optim.Optimizer, loader: PoissonLoader, loss_reduction: str | None
+        self, step: PrivateStep, optimizer: torch.optim.Optimizer, loader: PrivateLoader, loss_reduction: str | None
     ):
         self.step, self.optimizer, self.loader, self.loss_reduction = step, optimizer, loader, loss_reduction
         # these are this engine's own, whichever run it resumes

@@ -26,7 +26,7 @@ from ..sampling import PoissonSampling
 from ..step import PrivateStep
 from ..validation import validate_model, validate_optimizer
 from .criterion import REDUCTIONS, PrivateCriterion
-from .loader import PoissonDraws, PoissonLoader, check_loader, sampling_of
+from .loader import LoadedDraws, PrivateLoader, check_loader, sampling_of
 from .loop import PrivateLoop
 
 
@@ -72,7 +72,7 @@ class PlainLoop:
 
     @property
     def sampling(self) -> PoissonSampling:
-        """The Poisson draws that take the place of the loader's batches."""
+        """The draws that take the place of the loader's batches."""
         return sampling_of(self.data_loader)
 
     @property
@@ -145,7 +145,7 @@ class PlainLoop:
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(run.dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())
-        draws = PoissonDraws(
+        draws = LoadedDraws(
             self.data_loader,
             mechanism.sampling,
             secret,
@@ -195,7 +195,7 @@ class PlainLoop:
                 )
             reduction = None if self.loss_reduction == "none" else self.loss_reduction
             clipper.follow(step, reduction if criterion is None else None)
-            loop = PrivateLoop(step, self.optimizer, PoissonLoader(draws, step), reduction)
+            loop = PrivateLoop(step, self.optimizer, PrivateLoader(draws, step), reduction)
             undo.pop_all()
         seeds.reseed()
         return loop, criterion

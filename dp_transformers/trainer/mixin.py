@@ -394,7 +394,7 @@ class DPTrainerMixin(Base):
     # ---- batches: Trainer gets a LogicalBatch where it expects a batch ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """Make a loader of Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]."""
+        """Make a loader of the draws, each a [`~dp_transformers.data.LogicalBatch`]."""
         dataset: Any = self.train_dataset
         collator = self.training_collator()
         if _is_datasets(dataset):

@@ -17,9 +17,9 @@ _OF_MIXIN = {
     "(on_pre_optimizer_step sees the noised gradients)",
     "compute_loss": "it returns one loss for the whole batch and is not used in private training. Pass "
     "per_example_loss_func=f with f(outputs, labels) -> (B,), or f(model, inputs) -> (B,)",
-    "get_train_dataloader": "it draws the batches by Poisson sampling, which epsilon is computed for. Pass "
+    "get_train_dataloader": "it draws the batches by the sampling that epsilon is computed for. Pass "
     "train_dataset and data_collator",
-    "_get_train_sampler": "batches are drawn by Poisson sampling, which epsilon is computed for, with the same "
+    "_get_train_sampler": "batches are drawn by the sampling that epsilon is computed for, with the same "
     "probability for every row. Let per_example_loss_func weigh the losses",
     "_clip_grad_norm": "the gradient that it sees has noise already, and examples are clipped before. Set "
     "max_grad_norm",

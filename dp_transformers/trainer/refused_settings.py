@@ -30,12 +30,12 @@ def refuse_arguments(args: TrainingArguments) -> None:
         ),
         "dataloader_drop_last": (
             args.dataloader_drop_last,
-            "a Poisson draw has no last batch to drop, and dropping examples would change the sample rate; "
+            "a private draw has no last batch to drop, and dropping examples would change the sample rate; "
             "leave it False",
         ),
         "train_sampling_strategy": (
             args.train_sampling_strategy != "random",
-            "steps draw by Poisson sampling, which is what epsilon is computed for; leave it at 'random' (draws "
+            "steps draw by the sampling that epsilon is computed for; leave it at 'random' (draws "
             "are sorted by length anyway)",
         ),
         "auto_find_batch_size": (

@@ -55,7 +55,7 @@ class TrainerLoop:
                 self._step.clipper.detach()
 
     def loader(self, dataset: Any, collator: Callable[[list[Any]], Any]) -> DataLoader:
-        """Make the loader of the Poisson draws, each a [`~dp_transformers.data.LogicalBatch`]. All ranks call this
+        """Make the loader of the draws, each a [`~dp_transformers.data.LogicalBatch`]. All ranks call this
         together."""
         args = self._args
         self._training.require_rows(len(dataset))
