@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from . import backward_calls
 from .batch_dims import batch_size_of
 from .checks.beside_others import draw_for_all_rows, looks_at_calls, require_same_beside_others
 from .checks.locality import require_own_rows, require_own_rows_of_outputs
@@ -224,6 +225,7 @@ class PerExampleClipper:
             return
         is_other = self._engine.attach()
         self._check_anew()  # owners are found in the check, and nobody looked at the model meanwhile
+        self._follow_backward()
         if is_other and not self.self_check:
             warn_about_fallback(self.owners)
 
@@ -235,6 +237,8 @@ class PerExampleClipper:
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
+        if self._user_backward is not None:
+            backward_calls.unfollow(self._user_backward)
         self._engine.detach()
 
     @contextlib.contextmanager
@@ -282,6 +286,11 @@ class PerExampleClipper:
         engine.on_user_backward = None if self._user_backward is None else self._user_backward.begin
         engine.loop = loop
         engine.install_hooks()
+        self._follow_backward()
+
+    def _follow_backward(self) -> None:
+        if self._user_backward is not None:
+            backward_calls.follow(self._user_backward)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, with a model that holds it, is of nothing: no data, no gradient and no secret goes with it."""
@@ -486,17 +495,18 @@ class PerExampleClipper:
             )
         return is_due or unknown is not None
 
-    def _after_forward(self, args: tuple, kwargs: dict, output: Any) -> None:
-        """The end of a forward pass, maybe of a loop that goes back itself, over losses that are not known here."""
+    def _after_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
+        """The end of a forward pass, maybe of a loop that goes back itself, over losses that are not known here. What
+        that is given instead of ``output``, None for the same."""
         forward = cast(ForwardPass, self._engine.forward)
         is_due = self._model_looks.is_due() or forward.unknown is not None
         if is_due and self.self_check and not (self.shards or self.parallel):  # ranks would have to look together
             forward.calls.append(ModelCall(args, kwargs, output, autocast_state(self.device)))
-        if self._user_backward is not None:
-            if takes_look := self._takes_look():
-                require_own_rows_of_outputs(self._engine, output, self._looks.number)
-            if self.batch_first and self.self_check:
-                self._user_backward.refuse_means_over_the_batch(output, forward, at_once=takes_look)
+        if self._user_backward is None:
+            return None
+        if self._takes_look():
+            require_own_rows_of_outputs(self._engine, output, self._looks.number)
+        return self._user_backward.in_float32(output)
 
     def _look_at_calls(self, forward: ForwardPass, losses: torch.Tensor | None = None) -> None:
         """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""

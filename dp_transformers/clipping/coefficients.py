@@ -15,15 +15,12 @@ SMALLEST_BOUND = 1e-12
 class Coefficients(NamedTuple):
     """(B,) each: gradient norms, what gradients are multiplied with, which of them are not finite (None: all are).
 
-    Gradients may be there divided by ``scale``, as under a loss that is averaged over the batch. ``norms_b`` are those
-    of the gradients themselves, and ``of_sum_b`` is for what is there. ``reduce``: whether sums of sharded parameters
-    are reduced now, or wait.
+    ``reduce``: whether sums of sharded parameters are reduced now, or wait.
     """
 
     norms_b: torch.Tensor
     of_sum_b: torch.Tensor
     invalid_b: torch.Tensor | None
-    scale: float = 1.0
     reduce: bool = True
 
 
@@ -32,12 +29,11 @@ def coefficients(
     *,
     clipping: ClippingFunction | None,
     weights_b: torch.Tensor | None = None,
-    scale: float = 1.0,
     reduce: bool = True,
 ) -> Coefficients:
     """The weight of every example times what ``clipping`` says (None: 1, no clipping), 0 where the norm is not
     finite."""
-    norms_b = norm_sq_b.sqrt() if scale == 1 else norm_sq_b.sqrt() * scale
+    norms_b = norm_sq_b.sqrt()
     if clipping is None:
         coef_b = torch.ones_like(norms_b)
     else:  # whatever a function says for norms that it was not tried on, or that float32 measures as 0
@@ -48,7 +44,7 @@ def coefficients(
     if not math.isfinite(norms_b.sum()):
         invalid_b = ~torch.isfinite(norms_b)
         coef_b = coef_b.masked_fill(invalid_b, 0.0)
-    return Coefficients(norms_b, coef_b if scale == 1 else coef_b * scale, invalid_b, scale, reduce)
+    return Coefficients(norms_b, coef_b, invalid_b, reduce)
 
 
 def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:

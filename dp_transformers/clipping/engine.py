@@ -87,7 +87,8 @@ class ClippingEngine:
         forward: The forward pass that a backward pass would use.
         loop: Weighs the examples of every sum, and is told of it.
         norms_b: The gradient norms of the examples of the last backward pass.
-        on_outputs: ``f(args, kwargs, output)``, after a forward pass that is recorded.
+        on_outputs: ``f(args, kwargs, output)``, after a forward pass that is recorded: the output that the user gets,
+            None for the same.
         on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
             :meth:`backward` goes back.
     """
@@ -115,7 +116,7 @@ class ClippingEngine:
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
-        self.on_outputs: Callable[[tuple, dict, Any], None] = lambda args, kwargs, output: None
+        self.on_outputs: Callable[[tuple, dict, Any], Any] = lambda args, kwargs, output: None
         self._hooks = HookedModel(
             model,
             self._begin_forward,
@@ -419,15 +420,16 @@ class ClippingEngine:
         owner.random_state = None  # of no use any more, and nobody shall find it in a saved model
         return tapped(call)
 
-    def _end_forward(self, args: tuple, kwargs: dict, output: Any) -> None:
+    def _end_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._on_trial:
-            return
+            return None
         if self.on_user_backward is not None:
             forward = cast(ForwardPass, self.forward)
             refuse_gradients(self.model, self._untapped, forward.probe, self.trainable.name_of)
-        self.on_outputs(args, kwargs, output)
+        given = self.on_outputs(args, kwargs, output)
         if self.loop is not None:  # the last, since it follows the user's gradients alone
-            self.loop.after_forward(output)
+            self.loop.after_forward(output if given is None else given)
+        return given
 
     def require_tapped(self, run: Callable[[], torch.Tensor]) -> None:
         """Search ``run()``, a forward pass that returns losses, for parameters that are used past the taps. Where the

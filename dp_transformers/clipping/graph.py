@@ -13,13 +13,14 @@ Reentrant activation checkpointing builds its graph only in backward, and so hid
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from .precision import HALF
 from .recorded_call import RecordedCall
 
 _LEAF = torch._C._functions.AccumulateGrad  # pyrefly: ignore[missing-attribute]  (torch's types leave it out)
@@ -72,16 +73,23 @@ def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
     return found
 
 
-def weights_in_means(loss: torch.Tensor, taps: Collection[type], batch_size: int) -> Iterator[torch.Tensor]:
-    """Yields, for each mean of a negative log-likelihood between the taps and ``loss``, (B,) the weights in it of each
-    example's targets together: ones, or those of their classes, and 0 where they are ignored."""
-    todo, seen = [loss.grad_fn], set[Node]()
+def nodes_of_losses(roots: Iterable[Node | None], taps: Collection[type]) -> list[Any]:
+    """The nodes that ``roots`` lead to, as far as the first taps on each way, these among them."""
+    todo, seen = list(roots), dict[Node, None]()
     while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen or type(node) in taps:
+        node = todo.pop()
+        if node is None or node in seen:
             continue
-        seen.add(node)
-        todo += [before for before, _ in node.next_functions]
+        seen[node] = None
+        if type(node) not in taps:
+            todo += [before for before, _ in node.next_functions]
+    return [*seen]
+
+
+def weights_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[torch.Tensor]:
+    """Yields, for each mean of a negative log-likelihood among ``nodes``, (B,) the weights in it of each example's
+    targets together: ones, or those of their classes, and 0 where they are ignored."""
+    for node in nodes:
         if type(node).__name__ not in _NLL or node._saved_reduction != _MEAN:
             continue
         target, weight = node._saved_target, node._saved_weight
@@ -92,7 +100,34 @@ def weights_in_means(loss: torch.Tensor, taps: Collection[type], batch_size: int
         yield own.reshape(batch_size, -1).sum(1)
 
 
+def numbers_in_means(nodes: Iterable[Any]) -> Iterator[int]:
+    """Yields of how many numbers, or targets, each mean among ``nodes`` is that has no dimensions."""
+    for node in nodes:
+        if node._input_metadata[0].shape:
+            continue
+        if type(node).__name__ in _MEANS:
+            yield node._saved_self_sym_numel
+        elif type(node).__name__ in _NLL and node._saved_reduction == _MEAN:
+            yield node._saved_target.numel()
+        elif type(node).__name__ in _DIFFERENCES and node._saved_reduction == _MEAN:
+            yield node._saved_self.numel()
+
+
+def scalar_in_low_precision(nodes: Iterable[Any]) -> torch.dtype | None:
+    """The dtype of a number without dimensions among ``nodes`` that has less than float32."""
+    dtypes = (x.dtype for node in nodes for x in node._input_metadata if not x.shape)
+    return next((dtype for dtype in dtypes if dtype in HALF), None)
+
+
+_MEANS = ("MeanBackward0", "MeanBackward1")
 _NLL, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
+_DIFFERENCES = (
+    "MseLossBackward0",
+    "SmoothL1LossBackward0",
+    "HuberLossBackward0",
+    "BinaryCrossEntropyBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0",
+)
 
 
 def _leaf(node: Any) -> torch.Tensor | None:

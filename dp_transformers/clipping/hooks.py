@@ -29,7 +29,8 @@ class HookedModel:
             the same.
         on_by_example: ``f(owner, function, args, kwargs)``, in the place of ``function(*args, **kwargs)``, the forward
             of an owner that is to run one example at a time: whether it did, and the output.
-        on_output: ``f(args, kwargs, output)``, after a forward pass whose calls were passed on.
+        on_output: ``f(args, kwargs, output)``, after a forward pass whose calls were passed on: the output to go on
+            with, None for the same.
         on_gradient: ``f(parameter)``, when autograd has filled a gradient by itself.
         without_graph: A context in which the model runs without a graph.
 
@@ -46,7 +47,7 @@ class HookedModel:
         on_forward: Callable[[tuple, dict], bool],
         on_call: Callable[[Owner, tuple, dict, Any, int], Any],
         on_by_example: Callable[[Owner, Callable, tuple, dict], tuple[bool, Any]],
-        on_output: Callable[[tuple, dict, Any], None],
+        on_output: Callable[[tuple, dict, Any], Any],
         on_gradient: Callable[[nn.Parameter], None],
         without_graph: Callable[[], contextlib.AbstractContextManager],
     ):
@@ -188,7 +189,7 @@ class HookedModel:
                 if self._hides:
                     self._hide(owner, module, args)
 
-    def _after_model(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def _after_model(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         was_recorded, self._in_forward = self._in_forward, False
         self._without_caches.close()
         self._show(self._hidden)
@@ -197,8 +198,8 @@ class HookedModel:
         opened, self._opened_without_graph = self._opened_without_graph, None
         if opened is not None:
             opened.__exit__(None, None, None)
-        if was_recorded and output is not None:  # None: it raised
-            self._on_output(args, kwargs, output)
+        recorded = was_recorded and output is not None  # None: it raised
+        return self._on_output(args, kwargs, output) if recorded else None
 
     # ---- modules that own parameters ----
 

@@ -258,9 +258,8 @@ class KeptTerms(MeasuringPass):
 def _hand_out(instances: Mapping[nn.Parameter, list[Term]], clipped: Coefficients) -> None:
     """Let each parameter have its examples' gradients as ``grad_sample``."""
     for p, terms in instances.items():
-        gradients = terms[0].instantiate().grad.contiguous().view(len(clipped.norms_b), *p.shape)
         # pyrefly: ignore[missing-attribute]  (Opacus's name for it, of which torch's types know nothing)
-        p.grad_sample = gradients if clipped.scale == 1 else gradients * clipped.scale
+        p.grad_sample = terms[0].instantiate().grad.contiguous().view(len(clipped.norms_b), *p.shape)
 
 
 def _weighted_sum(

@@ -7,19 +7,20 @@ That call's backward pass fills the probe. The parameters ask for no gradient wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_map
 
 from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
-from .conditions import Conditions
 from .engine import ClippingEngine
-from .graph import weights_in_means
-from .precision import without_autocast
-from .recorded_call import BackwardPass, ForwardPass, differentiable_leaves
+from .graph import nodes_of_losses, numbers_in_means, scalar_in_low_precision, weights_in_means
+from .precision import HALF, without_autocast
+from .recorded_call import BackwardPass, ForwardPass, differentiable_leaves, is_differentiable
 from .tap import TAPS
 
 
@@ -49,32 +50,69 @@ class UserBackward:
                 'loss_reduction="none" and call backward(losses) of the clipper yourself.'
             )
         self._engine, self._loss_reduction, self._look = engine, loss_reduction, look
+        self._is_going = False  # a backward pass that the user asked for
 
-    def refuse_means_over_the_batch(self, output: Any, forward: ForwardPass, *, at_once: bool) -> None:
-        """Refuse the sum of ``loss.backward()`` where ``loss`` is one of the model's output, and a mean in which the
-        examples' weights depend on each other: there, or without waiting for the device before it is released. Of a
-        loss that the loop computes the graph is not known."""
-        if self._loss_reduction != "mean":
+    @contextlib.contextmanager
+    def during_backward(self, roots: Sequence[Any], gradients: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """A backward pass of the user's, from ``roots``. That of a mean begins with B in the place of 1: 1/B is
+        rounded wherever gradients have few digits, to another number for a batch of another size, and so would be the
+        gradients of all examples.
+
+        Raises:
+            ValueError: a mean was formed in low precision.
+        """
+        forward = self._engine.forward
+        if self._is_going or forward is None or forward.on_backward is None:
+            yield gradients
             return
-        for loss in differentiable_leaves(output):
-            if loss.dim() or loss.grad_fn is None:
-                continue
-            for weights_b in weights_in_means(loss, TAPS, forward.batch_size):
-                are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
-                if at_once and not are_equal:
-                    loss.register_hook(lambda gradient: _refuse_mean())
-                elif not at_once:
-                    loss.register_hook(partial(_expect, forward.conditions, are_equal))
+        nodes = nodes_of_losses([getattr(root, "grad_fn", None) for root in roots], TAPS)
+        if not any(type(node) in TAPS and node.call.forward is forward for node in nodes):
+            yield gradients
+            return
+        if self._loss_reduction == "mean":
+            self._look_at_mean(nodes, forward)
+            pairs = zip(roots, gradients, strict=True)
+            gradients = [_multiplied(root, gradient, forward.batch_size) for root, gradient in pairs]
+        self._is_going = True
+        try:
+            yield gradients
+        finally:
+            self._is_going = False
+
+    def _look_at_mean(self, nodes: list[Any], forward: ForwardPass) -> None:
+        """Refuse a mean that was formed in low precision, and, before anything is released, one in which the examples'
+        weights depend on each other."""
+        if (dtype := scalar_in_low_precision(nodes)) is not None:
+            self._engine.forget()
+            raise ValueError(
+                f"the mean over the batch is formed in {dtype}, where 1/B is rounded, so that the gradients of all "
+                "examples would change with the number of others. Compute the loss in float32 "
+                "(criterion(outputs.float(), targets)), hand make_private the criterion=, or take "
+                'loss_reduction="sum" and sums.'
+            )
+        if any(number % forward.batch_size for number in numbers_in_means(nodes)):
+            forward.conditions.expect(torch.zeros((), device=forward.probe.device), _refuse_mean)
+        for weights_b in weights_in_means(nodes, forward.batch_size) if self._engine.batch_first else ():
+            are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
+            forward.conditions.expect(are_equal, _refuse_mean)
+
+    def in_float32(self, output: Any) -> Any:
+        """What the model returned, for a loop that forms a mean of it."""
+        if self._loss_reduction != "mean" or not any(x.dtype in HALF for x in differentiable_leaves(output)):
+            return None
+        return tree_map(lambda x: x.float() if is_differentiable(x) and x.dtype in HALF else x, output)
 
     def begin(self, forward: ForwardPass) -> None:
         """The first tap was reached."""
         engine = self._engine
+        if not self._is_going:
+            engine.forget()
+            _refuse_other_ways()
         begin_sum = cache(partial(engine.begin_sum, forward, None))  # once, when the mode first clips
 
         def clip(norm_sq_b: torch.Tensor, clipping: ClippingFunction | None) -> Coefficients:
             weights_b, reduce = begin_sum()
-            scale = forward.batch_size if self._loss_reduction == "mean" else 1
-            return coefficients(norm_sq_b, clipping=clipping, weights_b=weights_b, scale=scale, reduce=reduce)
+            return coefficients(norm_sq_b, clipping=clipping, weights_b=weights_b, reduce=reduce)
 
         plan = engine.plan(forward, engine.groups)
         backward = engine.mode.begin(forward, engine.groups, clip, engine.sums, None, plan)
@@ -91,11 +129,7 @@ class UserBackward:
                     "cannot be clipped. Call the model only before backward or after it, not in a gradient hook."
                 )
             if forward.probe.grad is None:
-                raise ValueError(
-                    "the model's outputs were differentiated by something else than loss.backward() "
-                    "(torch.autograd.grad, or inputs=...), so no gradient was clipped. Do that on a deepcopy of the "
-                    "model, which has no clipper."
-                )
+                _refuse_other_ways()
             with without_autocast(device), torch.no_grad():
                 engine.norms_b = backward.finish()
                 self._look(forward)
@@ -104,15 +138,26 @@ class UserBackward:
         engine.end_sum()
 
 
-def _expect(conditions: Conditions, are_equal: torch.Tensor, gradient: torch.Tensor) -> None:
-    conditions.expect(are_equal, _refuse_mean)
+def _multiplied(root: torch.Tensor, gradient: torch.Tensor | None, factor: int) -> torch.Tensor | None:
+    """The gradient to begin with, times ``factor``. None where torch refuses to begin without one."""
+    if gradient is not None:
+        return gradient * factor
+    return torch.full_like(root, factor) if root.numel() == 1 else None
+
+
+def _refuse_other_ways() -> NoReturn:
+    raise ValueError(
+        "the model's outputs were differentiated by something else than loss.backward() (torch.autograd.grad, or "
+        "inputs=..., or a function that was there before the model was made private), so no gradient was clipped. Do "
+        "that on a deepcopy of the model, which has no clipper."
+    )
 
 
 def _refuse_mean() -> NoReturn:
     raise ValueError(
-        "the loss that the model returned is a mean over all targets of the batch, without those that are ignored, or "
-        "weighted by their classes, so how much an example weighs depends on the others. Take one loss for each "
-        "example: find_example_losses(model)(batch).mean() for a model of transformers; or keep the labels out of the "
-        "model and hand make_private a criterion=; or call engine.clipper.backward(losses) with losses of shape (B,), "
-        "and loss_reduction='none'."
+        "the loss is a mean over all targets of the batch, without those that are ignored or left out, or weighted by "
+        "their classes, so how much an example weighs depends on the others. Take one loss for each example: "
+        "find_example_losses(model)(batch).mean() for a model of transformers, or hand make_private a criterion= and "
+        "keep the labels out of the model, or call engine.clipper.backward(losses) with losses of shape (B,), and "
+        "loss_reduction='none'."
     )

@@ -3,6 +3,9 @@ output."""
 
 from __future__ import annotations
 
+import inspect
+from weakref import WeakSet
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PerExampleClipper, PrivacyEngine
+from dp_transformers.clipping import backward_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 
@@ -215,6 +219,13 @@ def weighted(scores, labels):
     return F.cross_entropy(scores[:, 0], labels[:, 0], weight=torch.tensor([1.0, 9.0, 1.0]))
 
 
+READS = {
+    "loss": lambda loss, output, y: output["loss"],
+    "scores": lambda loss, output, y: output["scores"].square().mean(),
+    "loop": lambda loss, output, y: loss(output["scores"], y),  # which computes the loss itself
+}
+
+
 def train_with_loss(loss, ignored, *, reads="loss", reduction="mean"):
     """Three steps on rows of which each has so many positions that are ignored."""
     torch.manual_seed(0)
@@ -228,15 +239,31 @@ def train_with_loss(loss, ignored, *, reads="loss", reduction="mean"):
     for x, y in loader:
         optimizer.zero_grad()
         output = model(x, y)
-        (output["loss"] if reads == "loss" else output["scores"].square().mean()).backward()
+        READS[reads](loss, output, y).backward()
         optimizer.step()
     return engine
 
 
-@pytest.mark.parametrize(("loss", "ignored"), [(tokens, [0, 1, 2]), (planes, [0, 1, 2]), (weighted, [0, 0, 0])])
-def test_a_models_mean_in_which_examples_have_different_weights_is_refused(loss, ignored):
+def chosen(scores, labels):
+    """A mean over some of the rows."""
+    return F.mse_loss(scores[:, 0].sum(1)[labels[:, 0] == 0], torch.zeros(int((labels[:, 0] == 0).sum())))
+
+
+def counted(scores, labels):
+    """A mean over the targets that count, of which others are left out before it."""
+    counts = labels != -100
+    return F.cross_entropy(scores[counts], labels[counts], reduction="none").mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored"),
+    [(tokens, [0, 1, 2]), (planes, [0, 1, 2]), (weighted, [0, 0, 0]), (chosen, [0, 0, 0]), (counted, [0, 1, 2])],
+)
+@pytest.mark.parametrize("reads", ["loss", "loop"])
+def test_a_mean_in_which_examples_have_different_weights_is_refused(loss, ignored, reads):
+    """Whether the model computes it or the loop does."""
     with pytest.raises(ValueError, match=r"a mean over all targets.*find_example_losses.*criterion=.*\(B,\)"):
-        train_with_loss(loss, ignored)
+        train_with_loss(loss, ignored, reads=reads)
 
 
 def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
@@ -259,5 +286,145 @@ def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
     ],
     ids=["tokens", "equal counts", "a sum of two", "bce", "sum", "not differentiated"],
 )  # fmt: skip
-def test_a_models_mean_of_equal_weights_is_not_refused(loss, ignored, options):
+def test_a_mean_of_equal_weights_is_not_refused(loss, ignored, options):
     assert train_with_loss(loss, ignored, **options).steps == 3
+    if "reads" not in options:
+        assert train_with_loss(loss, ignored, **options, reads="loop").steps == 3
+
+
+# ---- a mean in low precision ----
+
+
+class Alike(nn.Module):
+    """Two layers whose weights are of this dtype."""
+
+    def __init__(self, dtype, wraps=lambda scores: scores):
+        super().__init__()
+        self.body, self.head, self.wraps = nn.Linear(40, 64, dtype=dtype), nn.Linear(64, 2, dtype=dtype), wraps
+
+    def forward(self, x):
+        return self.wraps(self.head(self.body(x.to(self.body.weight.dtype)).tanh()))
+
+
+def sums_of(sizes, dtype, autocast, loss_of, bound):
+    """The clipped sums, over the bound, of batches of so many equal rows."""
+    torch.manual_seed(0)
+    model, found = Alike(dtype), []
+    x, y = torch.randn(1, 40), torch.zeros(1, dtype=torch.long)
+
+    class Loop:
+        def current_batch(self):
+            return 1
+
+        def before_sum(self, batch):
+            return None, True
+
+        def after_sum(self, losses, weights):
+            pass
+
+        def before_forward(self, args, kwargs):
+            pass
+
+        def after_forward(self, output):
+            pass
+
+    clipper = PerExampleClipper(model, max_grad_norm=bound, self_check=False)
+    clipper.follow(Loop(), "mean")
+    for size in sizes:
+        for p in model.parameters():
+            p.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model(x.expand(size, -1)), y.expand(size))
+        loss.backward()
+        found.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]) / bound)
+    largest = float(clipper.norms.max())
+    clipper.detach()
+    return found, largest
+
+
+@pytest.mark.parametrize("loss_of", [F.cross_entropy, lambda z, y: F.mse_loss(z, 1.0 + 0.3 * y[:, None] + 0 * z)])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=["float32", "autocast", "bf16 weights"],
+)  # fmt: skip
+def test_one_row_more_moves_a_mean_in_low_precision_by_the_bound_at_most(dtype, autocast, loss_of):
+    """1/B in bf16 is off by up to 0.2 %, to either side from one B to the next, and for all rows of the batch alike."""
+    sizes = [n + more for n in (256, 300, 383, 447, 511) for more in (0, 1)]
+    _, norm = sums_of([300], dtype, autocast, loss_of, 1e3)
+    sums, _ = sums_of(sizes, dtype, autocast, loss_of, 1.001 * norm)  # no row is clipped, and all but are
+    for fewer, more in zip(sums[::2], sums[1::2], strict=True):
+        assert 0.99 < (more - fewer).norm() < 1.0 + 1e-3
+
+
+@pytest.mark.parametrize("how", ["the loop's", "of what nobody can change"])
+def test_a_mean_that_is_formed_in_low_precision_is_refused(how):
+    class Scores:
+        def __init__(self, scores):
+            self.scores = scores
+
+    model = Alike(torch.bfloat16, Scores if how != "the loop's" else (lambda scores: scores))
+    engine = PrivacyEngine(dp_seed=0)
+    data = TensorDataset(torch.randn(24, 40), torch.arange(24) % 2)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, 8), noise_multiplier=1.0, max_grad_norm=1.0,
+        self_check=False,
+    )  # fmt: skip
+    x, y = next(iter(loader))
+    found = model(x)
+    loss = F.cross_entropy(found.bfloat16() if how == "the loop's" else found.scores, y)
+    with pytest.raises(ValueError, match=r"formed in torch.bfloat16, where 1/B is rounded.*outputs.float\(\)"):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError):
+        optimizer.step()
+
+
+# ---- what tells of a backward pass ----
+
+
+@pytest.fixture
+def torchs(monkeypatch):
+    """torch's own function, in its place."""
+    monkeypatch.setattr(torch.autograd, "backward", inspect.unwrap(torch.autograd.backward))
+    monkeypatch.setattr(backward_calls, "_followers", WeakSet())
+    monkeypatch.setattr(backward_calls, "_replaced", None)
+    return torch.autograd.backward
+
+
+def test_backward_is_torchs_own_again_when_nobody_follows(torchs):
+    engines = [loop(nn.Linear(12, 6)) for _ in range(2)]
+    for _, model, optimizer, loader in engines:
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    for engine, *_ in engines:
+        assert torch.autograd.backward is not torchs
+        engine.detach()
+    assert torch.autograd.backward is torchs
+
+
+@pytest.mark.parametrize("of_one", [True, False], ids=["a tensor", "a list with what to begin with"])
+def test_both_ways_to_go_back_are_followed(of_one):
+    _, model, optimizer, loader = loop(nn.Linear(12, 6))
+    for x, y in loader:
+        with torch.no_grad():
+            expected = torch.autograd.functional.jacobian(
+                lambda z, y=y: F.cross_entropy(z, y, reduction="sum"), model(x)
+            )
+        z = model(x)
+        z.retain_grad()
+        loss = F.cross_entropy(z, y)
+        torch.autograd.backward(*(([loss]) if of_one else ([loss], [torch.tensor(1.0)])))
+        torch.testing.assert_close(z.grad, expected)  # of the sum, whatever the mean divides by
+        optimizer.step()
+
+
+def test_a_way_back_that_is_not_followed_is_refused(torchs):
+    """As by ``from torch.autograd import backward``, before the model is private."""
+    _, model, optimizer, loader = loop(nn.Linear(12, 6))
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="a function that was there before the model was made private"):
+        torchs(F.cross_entropy(model(x), y))
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError):
+        optimizer.step()
