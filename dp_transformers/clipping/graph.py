@@ -13,6 +13,7 @@ Reentrant activation checkpointing builds its graph only in backward, and so hid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -101,9 +102,9 @@ def weights_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[torch.Te
 
 
 def numbers_in_means(nodes: Iterable[Any]) -> Iterator[int]:
-    """Yields of how many numbers, or targets, each mean among ``nodes`` is that has no dimensions."""
+    """Yields of how many numbers, or targets, each mean among ``nodes`` is that is one number."""
     for node in nodes:
-        if node._input_metadata[0].shape:
+        if math.prod(node._input_metadata[0].shape) != 1:
             continue
         if type(node).__name__ in _MEANS:
             yield node._saved_self_sym_numel
@@ -113,9 +114,9 @@ def numbers_in_means(nodes: Iterable[Any]) -> Iterator[int]:
             yield node._saved_self.numel()
 
 
-def scalar_in_low_precision(nodes: Iterable[Any]) -> torch.dtype | None:
-    """The dtype of a number without dimensions among ``nodes`` that has less than float32."""
-    dtypes = (x.dtype for node in nodes for x in node._input_metadata if not x.shape)
+def low_precision_of_one_number(nodes: Iterable[Any]) -> torch.dtype | None:
+    """The dtype of less than float32 in which something among ``nodes`` is that is one number, such as a mean."""
+    dtypes = (x.dtype for node in nodes for x in node._input_metadata if math.prod(x.shape) == 1)
     return next((dtype for dtype in dtypes if dtype in HALF), None)
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
-from .graph import nodes_of_losses, numbers_in_means, scalar_in_low_precision, weights_in_means
+from .graph import low_precision_of_one_number, nodes_of_losses, numbers_in_means, weights_in_means
 from .precision import HALF, without_autocast
 from .recorded_call import BackwardPass, ForwardPass, differentiable_leaves, is_differentiable
 from .tap import TAPS
@@ -82,7 +82,9 @@ class UserBackward:
     def _look_at_mean(self, nodes: list[Any], forward: ForwardPass) -> None:
         """Refuse a mean that was formed in low precision, and, before anything is released, one in which the examples'
         weights depend on each other."""
-        if (dtype := scalar_in_low_precision(nodes)) is not None:
+        if forward.batch_size == 1:  # whose 1/B is exact, and whose weight is no matter of others
+            return
+        if (dtype := low_precision_of_one_number(nodes)) is not None:
             self._engine.forget()
             raise ValueError(
                 f"the mean over the batch is formed in {dtype}, where 1/B is rounded, so that the gradients of all "

@@ -249,6 +249,11 @@ def chosen(scores, labels):
     return F.mse_loss(scores[:, 0].sum(1)[labels[:, 0] == 0], torch.zeros(int((labels[:, 0] == 0).sum())))
 
 
+def chosen_and_kept(scores, labels):
+    """The same with the dimension of the rows kept."""
+    return scores[labels[:, 0] == 0].square().mean((1, 2)).mean(0, keepdim=True).sum()
+
+
 def counted(scores, labels):
     """A mean over the targets that count, of which others are left out before it."""
     counts = labels != -100
@@ -257,7 +262,14 @@ def counted(scores, labels):
 
 @pytest.mark.parametrize(
     ("loss", "ignored"),
-    [(tokens, [0, 1, 2]), (planes, [0, 1, 2]), (weighted, [0, 0, 0]), (chosen, [0, 0, 0]), (counted, [0, 1, 2])],
+    [
+        (tokens, [0, 1, 2]),
+        (planes, [0, 1, 2]),
+        (weighted, [0, 0, 0]),
+        (chosen, [0, 0, 0]),
+        (chosen_and_kept, [0, 0, 0]),
+        (counted, [0, 1, 2]),
+    ],
 )
 @pytest.mark.parametrize("reads", ["loss", "loop"])
 def test_a_mean_in_which_examples_have_different_weights_is_refused(loss, ignored, reads):
@@ -356,13 +368,13 @@ def test_one_row_more_moves_a_mean_in_low_precision_by_the_bound_at_most(dtype, 
         assert 0.99 < (more - fewer).norm() < 1.0 + 1e-3
 
 
-@pytest.mark.parametrize("how", ["the loop's", "of what nobody can change"])
+@pytest.mark.parametrize("how", ["the loop's", "the loop's, and kept", "of what nobody can change"])
 def test_a_mean_that_is_formed_in_low_precision_is_refused(how):
     class Scores:
         def __init__(self, scores):
             self.scores = scores
 
-    model = Alike(torch.bfloat16, Scores if how != "the loop's" else (lambda scores: scores))
+    model = Alike(torch.bfloat16, Scores if how == "of what nobody can change" else (lambda scores: scores))
     engine = PrivacyEngine(dp_seed=0)
     data = TensorDataset(torch.randn(24, 40), torch.arange(24) % 2)
     model, optimizer, loader = engine.make_private(
@@ -371,7 +383,8 @@ def test_a_mean_that_is_formed_in_low_precision_is_refused(how):
     )  # fmt: skip
     x, y = next(iter(loader))
     found = model(x)
-    loss = F.cross_entropy(found.bfloat16() if how == "the loop's" else found.scores, y)
+    scores = found.scores if how == "of what nobody can change" else found.bfloat16()
+    loss = scores.square().sum(1).mean(0, keepdim=True).float() if "kept" in how else F.cross_entropy(scores, y)
     with pytest.raises(ValueError, match=r"formed in torch.bfloat16, where 1/B is rounded.*outputs.float\(\)"):
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
