@@ -102,16 +102,24 @@ def weights_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[torch.Te
 
 
 def numbers_in_means(nodes: Iterable[Any]) -> Iterator[int]:
-    """Yields of how many numbers, or targets, each mean among ``nodes`` is that is one number."""
+    """Yields of how many numbers, or targets, each mean among ``nodes`` is that is one number. That of a few losses,
+    each of the whole batch, is none over examples."""
     for node in nodes:
-        if math.prod(node._input_metadata[0].shape) != 1:
+        if not _is_one_number(node):
             continue
         if type(node).__name__ in _MEANS:
-            yield node._saved_self_sym_numel
+            before = node.next_functions[0][0]
+            of_losses = type(before).__name__ in _JOINED and all(_is_one_number(x) for x, _ in before.next_functions)
+            if node._saved_self_sym_sizes and not of_losses:
+                yield node._saved_self_sym_numel
         elif type(node).__name__ in _NLL and node._saved_reduction == _MEAN:
             yield node._saved_target.numel()
         elif type(node).__name__ in _DIFFERENCES and node._saved_reduction == _MEAN:
             yield node._saved_self.numel()
+
+
+def _is_one_number(node: Any) -> bool:
+    return node is None or math.prod(node._input_metadata[0].shape) == 1
 
 
 def low_precision_of_one_number(nodes: Iterable[Any]) -> torch.dtype | None:
@@ -120,7 +128,7 @@ def low_precision_of_one_number(nodes: Iterable[Any]) -> torch.dtype | None:
     return next((dtype for dtype in dtypes if dtype in HALF), None)
 
 
-_MEANS = ("MeanBackward0", "MeanBackward1")
+_MEANS, _JOINED = ("MeanBackward0", "MeanBackward1"), ("StackBackward0", "CatBackward0")
 _NLL, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
 _DIFFERENCES = (
     "MseLossBackward0",

@@ -295,8 +295,15 @@ def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
         (lambda s, y: F.binary_cross_entropy_with_logits(s[..., 0], (y > 0).float()), [0, 0, 0], {}),
         (lambda s, y: F.cross_entropy(s.flatten(0, 1), y.flatten(), reduction="sum"), [0, 1, 2], {"reduction": "sum"}),
         (tokens, [0, 1, 2], {"reads": "scores"}),
+        (lambda s, y: tokens(s, y).mean(), [0, 0, 0], {}),  # as over the losses of several devices
+        (lambda s, y: torch.stack([tokens(s, y), s.square().mean(), s[:, 0].mean()]).mean(), [0, 0, 0], {}),
+        (lambda s, y: F.cross_entropy(s.flatten(0, 1), y.flatten(), label_smoothing=0.1), [0, 0, 0], {}),
+        (lambda s, y: F.kl_div(s.log_softmax(2), torch.full_like(s, 1 / 3), reduction="batchmean"), [0, 0, 0], {}),
+        (lambda s, y: F.gaussian_nll_loss(s[:, 0], y.float(), 1 + s[:, 1].square()), [0, 0, 0], {}),
+        (lambda s, y: F.ctc_loss(s.log_softmax(2).transpose(0, 1), y[:, :1].clamp(1), torch.full((len(y),), 3), torch.ones(len(y)).long()), [0, 0, 0], {}),
+        (lambda s, y: F.l1_loss(s.sum((1, 2)), y[:, 0].float()) + F.huber_loss(s[..., 0], y.float()), [0, 0, 0], {}),
     ],
-    ids=["tokens", "equal counts", "a sum of two", "bce", "sum", "not differentiated"],
+    ids=["tokens", "equal counts", "a sum of two", "bce", "sum", "not differentiated", "of one", "of three", "smoothed", "kl", "variances", "ctc", "l1"],
 )  # fmt: skip
 def test_a_mean_of_equal_weights_is_not_refused(loss, ignored, options):
     assert train_with_loss(loss, ignored, **options).steps == 3
