@@ -29,12 +29,12 @@ from .randomness import seeded_global_generators
 
 def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
     """Return whether a loss is declared as ``f(model, inputs)``, and not as ``f(outputs, labels)``: it then calls the
-    model itself, and batches need no labels."""
+    model itself, and batches need no labels. The name of its first parameter tells."""
     try:
         names = list(inspect.signature(loss).parameters)
     except ValueError:  # some functions that are written in C
         return False
-    return names[:2] == ["model", "inputs"]
+    return names[:1] == ["model"]
 
 
 def find_example_losses(model: nn.Module, label_smoothing: float = 0.0) -> Callable[[Mapping[str, Any]], torch.Tensor]:

@@ -111,7 +111,11 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             "would be computed with it, and clipping rows would not bound what one example can change. Compute it "
             "before training, from what is public, or for each row by itself."
         )
-    if changed := next((name for part, stay in edited for name in _with_other_rows(batch, part, rows_in, stay)), None):
+    pairs = [(batch, part, stay) for part, stay in edited]
+    if drew:  # of the shortest last, which takes no number from those before it
+        pairs.append((made([*between, first]), made([*between, last]), len(between)))
+    others = (name for *pair, stay in pairs for name in _with_other_rows(*pair, rows_in, stay, drew))
+    if changed := next(others, None):
         raise ValueError(
             f"the {who} mixes examples: '{changed}' of a row changes when another example of its batch is replaced "
             "(MixUp, CutMix, normalisation over the batch, rows cut to the shortest or put in another order than "
@@ -119,7 +123,7 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             f"example can change. Remove the mixing from the {who}: augment each example by itself, pad rows to the "
             "longest instead of cutting them, and keep them in the order of their labels."
         )
-    if not drew and (changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1), None)):
+    if not drew and (changed := next(_with_other_rows(batch, without_first, rows_in, len(whole) - 1, drew), None)):
         raise ValueError(
             f"'{changed}' of a row that the {who} makes depends on how many examples come before it, and not on the "
             "secret seeds of private training: its random numbers come from a seed that is set in it, or it mixes "
@@ -137,11 +141,15 @@ def _refuse_shared_rows(
 ) -> None:
     """Raise ValueError if one row of the batch, and no other, changes with one of its last examples, and with another
     one. Each is replaced by an example of its size, so that the numbers that are drawn for others are the same."""
-    rows: set[int] = set()
+    made(whole)
+    rows, states = set[int](), generators_apart()
     for place in range(len(whole) - 1, max(0, len(whole) - 1 - _SHARING), -1):
         others = [x for x in whole if x is not whole[place]]
         same_size = [x for x in others if size_of(x) == size_of(whole[place])]
-        found = _rows_found(batch, made([*whole[:place], (same_size or others)[0], *whole[place + 1 :]]), rows_in)
+        edited = made([*whole[:place], (same_size or others)[0], *whole[place + 1 :]])
+        if generators_apart() != states:  # it took more or fewer numbers, so that those of later rows are others
+            continue
+        found = _rows_found(batch, edited, rows_in)
         changed = [] if found is None else (~found).nonzero().flatten().tolist()
         if len(changed) == 1 and changed[0] in rows:
             raise ValueError(
@@ -318,8 +326,8 @@ def refuse_reordered(batch: Any, other: Any, examples: int, size: int) -> bool:
             raise ValueError(
                 f"the collator puts rows in another order than that of the examples ('{name}'), or what it makes of "
                 "an example depends on those that follow it, so the rows that fill a batch up cannot be told from "
-                "examples. Let it keep the order (sort inside the model if it needs that), or set "
-                "fill_physical_batches=False."
+                "examples. Let it keep the order (pack_padded_sequence with enforce_sorted=False sorts by itself), or "
+                "set fill_physical_batches=False."
             )
         differ_f |= ~same_b[examples:]
     if not compared:
@@ -435,13 +443,13 @@ def _is_length(x: torch.Tensor, batch: dict[str, torch.Tensor]) -> bool:
 
 
 def _with_other_rows(
-    whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows_in: dict[str, int], stay: int
+    whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], rows_in: dict[str, int], stay: int, drew: bool
 ) -> Iterator[str]:
     """Columns of ``whole`` of whose rows fewer than ``stay`` are rows of ``part``, made of some of its examples, in
     whatever order.
 
     Columns may be shorter in ``part``, where the longest example is not among its own; none is longer, unless rows are
-    cut to the shortest.
+    cut to the shortest, or random numbers made a row longer: the first rows, which ``stay``, are padded then.
     """
     together: torch.Tensor | None = None
     for name, dim in rows_in.items():
@@ -455,9 +463,20 @@ def _with_other_rows(
             if int(together.any(1).sum()) < stay:
                 yield name
                 return
-        elif any(map(operator.lt, x.shape[1:], y.shape[1:])):
+        elif any(map(operator.lt, x.shape[1:], y.shape[1:])) and not (drew and _are_padded(x[:stay], y[:stay])):
             yield name
             return
+
+
+def _are_padded(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether rows ``y`` are rows ``x``, of shape (B, T), with one number beside them, after or before."""
+    if x.dim() != 2:
+        return False
+    more = y.shape[1] - x.shape[1]
+    sides = ((y[:, :-more], y[:, -more:]), (y[:, more:], y[:, :more]))
+    return any(
+        same_numbers(rows, x) and same_numbers(beside, beside[:1, :1].expand_as(beside)) for rows, beside in sides
+    )
 
 
 def _agree(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

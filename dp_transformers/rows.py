@@ -25,6 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_is_leaf, tree_leaves_with_path
 
+from .randomness import generators_apart
 from .values import equal_or_nan
 
 # as models of transformers call texts and sounds
@@ -328,8 +329,12 @@ def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: C
     Raises:
         ValueError: other examples decide over its shape in another way.
     """
+    before = generators_apart()
     two = collate([copied(example), example])  # since some collators cannot do with one
-    alone, follows_mask = dict(leaves(two)), _Followed.of(mask_of(batch), mask_of(two), row)
+    is_random = generators_apart() != before or _differ(two)
+    alone, follows_mask = dict(leaves(two)), _Followed.of(mask_of(batch), mask_of(two), row, is_random=is_random)
+    if follows_mask is not None and bool(follows_mask.place[1].all()):
+        return []
     columns: dict[tuple, dict[str, tuple[int, ...]]] = {}
     others = []
     for name, x in leaves(batch):
@@ -373,15 +378,30 @@ class _Followed(NamedTuple):
     lengths: tuple[int, int]
 
     @classmethod
-    def of(cls, mask_bt: torch.Tensor | None, alone_mask_bt: torch.Tensor | None, row: int) -> _Followed | None:
-        if mask_bt is None or alone_mask_bt is None or mask_bt.shape[1] <= alone_mask_bt.shape[1]:
+    def of(
+        cls, mask_bt: torch.Tensor | None, alone_mask_bt: torch.Tensor | None, row: int, *, is_random: bool
+    ) -> _Followed | None:
+        """Where random numbers may make a row longer or shorter when it is collated alone, only the mask in the batch
+        tells its own length, and that row is taken of which it hides most."""
+        if mask_bt is None or alone_mask_bt is None or mask_bt.shape[1] == alone_mask_bt.shape[1]:
             return None
-        count_b, own = mask_bt.sum(1), int(alone_mask_bt[0].sum())
+        lengths, count_b, own = (mask_bt.shape[1], alone_mask_bt.shape[1]), mask_bt.sum(1), int(alone_mask_bt[0].sum())
+        if is_random:
+            row = int(count_b.argmin())
+            return cls((row, mask_bt[row]), lengths)
+        if lengths[0] < lengths[1]:
+            return None
         if int(count_b[row]) != own:  # a collator may put rows in another order
             row = int((count_b - own).abs().argmin())
         # not those that the mask hides where the row is alone (pad_to_multiple_of): other columns may be longer there
         own_t = _own_positions(mask_bt[row], alone_mask_bt[0], 0)
-        return cls((row, mask_bt[row] if own_t is None else own_t), (mask_bt.shape[1], alone_mask_bt.shape[1]))
+        return cls((row, mask_bt[row] if own_t is None else own_t), lengths)
+
+
+def _differ(two: Any) -> bool:
+    """Whether a row and its copy differ in some column."""
+    columns = (x for _, x in leaves(two) if isinstance(x, torch.Tensor) and x.dim() and len(x) == 2)
+    return any(not same_numbers(x[0], x[1]) for x in columns)
 
 
 def _beside(x: Any, alone: Any, size: int) -> tuple[torch.Tensor, torch.Tensor] | None:

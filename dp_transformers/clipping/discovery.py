@@ -16,7 +16,7 @@ from ..ragged import is_ragged, unpacked, unpacked_sequence
 from .batch_dims import SHARED, BatchDim, kind_of_call, learn_batch_dim
 from .errors import UnownedParameterError
 from .fallback import substituted, without_fused_attention
-from .owners import Owner, assign_to_parent
+from .owners import Owner, assign_to_parent, uncalled_beside
 from .parallel.dtensor import to_local
 from .parallel.fsdp2 import Shards
 
@@ -256,6 +256,6 @@ def discover_owners(
                     raise
         if not lost:
             return
-        for owner in lost:
+        for owner in lost + uncalled_beside(model, owners, lost):
             for p in list(owner.names):
                 assign_to_parent(model, owners, p, owner.paths)

@@ -180,14 +180,15 @@ class HookedModel:
         self._in_forward = True
         if kwargs.get("past_key_values") is None:
             self._without_caches.enter_context(without_caches(self._configs))
-        # hooks that the model itself was given now come too late for the call that is going on
-        if self._handles is not handles:
-            for owner in [owner for owner in self._owners if owner.module is module]:
+        for owner in [owner for owner in self._owners if owner.module is module]:
+            if self._handles is not handles:  # new hooks, which come too late for the call that is going on
                 self._before_call(owner, module, args)
                 if owner.may_be_rerun:
                     self._keep_random_state(owner, module, args)
                 if self._hides:
                     self._hide(owner, module, args)
+            elif not (owner.first_nodes or owner.rule.tapped_inside):  # a check ran the model in this call
+                self._before_call(owner, module, args)
 
     def _after_model(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         was_recorded, self._in_forward = self._in_forward, False

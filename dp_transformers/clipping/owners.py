@@ -254,9 +254,19 @@ def reassign_to_parents(model: nn.Module, owners: list[Owner], module: nn.Module
     Raises:
         UnownedParameterError: there is none.
     """
-    for owner in [owner for owner in owners if owner.module is module]:
+    lost = [owner for owner in owners if owner.module is module]
+    for owner in lost + uncalled_beside(model, owners, lost):
         for p in list(owner.names):
             assign_to_parent(model, owners, p, owner.paths)
+
+
+def uncalled_beside(model: nn.Module, owners: Iterable[Owner], lost: Iterable[Owner]) -> list[Owner]:
+    """The owners that were not called, and stand in a list or dictionary of modules beside one that is ``lost``: heads
+    for one task each, say, of which a batch may have no example."""
+    modules = {owner.module for owner in lost}
+    containers = (each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.ModuleDict)))
+    beside = {child for each in containers if not modules.isdisjoint(each.children()) for child in each.children()}
+    return [owner for owner in owners if owner.module in beside - modules and not owner.is_called]
 
 
 def refuse_escape(owners: Iterable[Owner], parameter: nn.Parameter, name: str) -> NoReturn:

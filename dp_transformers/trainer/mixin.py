@@ -82,10 +82,9 @@ class DPTrainerMixin(Base):
             and `train_dataset` must have a length.
         per_example_loss_func (`Callable`, *optional*): `f(outputs, labels) -> (B,)` losses, each from its own example
             alone, for heads whose per-example loss is not built in, or class weights: see
-            :mod:`dp_transformers.losses` for those that are. A function whose first two parameters are called `model`
-            and `inputs` is given the model and the batch instead, for losses without labels or of several forward
-            passes: `f(model, inputs) -> (B,)`. What its first call of the model returns are the predictions of
-            evaluation.
+            :mod:`dp_transformers.losses` for those that are. A function whose first parameter is called `model` is
+            given the model and the batch instead, for losses without labels or of several forward passes:
+            `f(model, inputs) -> (B,)`. What its first call of the model returns are the predictions of evaluation.
         kwargs: The other arguments of the class; `compute_loss_func` is refused, because it averages over the batch.
 
     Raises:

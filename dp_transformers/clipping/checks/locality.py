@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,7 +44,44 @@ def locality_as_trained(
 ) -> tuple[float, float]:
     """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may
     change; and how much (relative) the sum of all gradients differs from autograd's there. ``others(rows)`` gives
-    other inputs like these."""
+    other inputs like these.
+
+    The dropout inside torch's recurrent layers draws for the rows of a packed sequence in the order of their lengths,
+    so that other lengths give a row other numbers. It takes part in the sum alone.
+    """
+    drops = [m for m in engine.model.modules() if isinstance(m, nn.RNNBase) and m.training and m.dropout]
+    with _without_dropout(drops):
+        error, sum_error = _locality(engine, losses_of, args, kwargs, batch, others)
+    if not drops:
+        return error, sum_error
+    with forked_generators(engine.trainable.device), kept_buffers(engine.model):
+        torch.manual_seed(0)
+        numbers = global_state(engine.trainable.device)
+        summed = unclipped(engine, losses_of, args, kwargs)
+        set_global_state(engine.trainable.device, numbers)
+        return error, max(sum_error, _error_of_sum(engine, losses_of, args, kwargs, summed, numbers))
+
+
+@contextlib.contextmanager
+def _without_dropout(modules: Sequence[nn.RNNBase]) -> Iterator[None]:
+    rates = [m.dropout for m in modules]
+    try:
+        for m in modules:
+            m.dropout = 0.0
+        yield
+    finally:
+        for m, rate in zip(modules, rates, strict=True):
+            m.dropout = rate
+
+
+def _locality(
+    engine: ClippingEngine,
+    losses_of: LossFunction,
+    args: tuple,
+    kwargs: dict,
+    batch: int,
+    others: Callable[[int], tuple[tuple, dict]],
+) -> tuple[float, float]:
     engine.trainable.shards.reshard()
     before = {name: (id(t), version_of(t)) for name, t in _untrained(engine.model)}
 

@@ -226,6 +226,8 @@ def _with_and_without_padding(
         # several classes may happen to be as many as positions
         if is_of_targets(name) and (own_targets or x.is_floating_point()):
             return []
+        if any(padded_dims.values()) and _goes_on(x, row, own_t, dims):
+            return []
         if x.shape == shape:
             return dims[-1:]
         return dims if "mask" in name or x.dtype == torch.bool else dims[:1]
@@ -320,6 +322,15 @@ def _leave_constants_out(
             found = torch.autograd.grad(loss, trainable.parameters, allow_unused=True, retain_graph=True)
             if not any(g is not None and bool(g.any()) for g in found):
                 engine.position_dims[i] = None
+
+
+def _goes_on(x: torch.Tensor, row: int, own_t: torch.Tensor, dims: Sequence[int]) -> bool:
+    """Whether ids of shape (B, T), of which nothing is known but their length, go on where the row is padding, so that
+    they happen to be as long: they are neither one number there nor counted on, as positions are."""
+    if x.dim() != 2 or not dims or x.is_floating_point() or x.dtype == torch.bool or len(x) <= row:
+        return False
+    steps = x[row][(~own_t).to(x.device)].diff()
+    return bool(len(steps)) and not bool((steps == steps[0]).all())
 
 
 def is_of_targets(name: str) -> bool:
