@@ -147,10 +147,10 @@ def _refuse_shared_rows(
         others = [x for x in whole if x is not whole[place]]
         same_size = [x for x in others if size_of(x) == size_of(whole[place])]
         edited = made([*whole[:place], (same_size or others)[0], *whole[place + 1 :]])
-        if generators_apart() != states:  # it took more or fewer numbers, so that those of later rows are others
-            continue
+        takes_others = generators_apart() != states  # more or fewer numbers, so that those of later rows are others
         found = _rows_found(batch, edited, rows_in)
         changed = [] if found is None else (~found).nonzero().flatten().tolist()
+        changed = [row for row in changed if not takes_others or row <= place]
         if len(changed) == 1 and changed[0] in rows:
             raise ValueError(
                 f"the {who} makes one row of several examples (sequences packed into one), and clipping rows would "

@@ -228,6 +228,13 @@ def packing(examples):
     return masked(rows + [rows[0]] * (len(examples) - len(rows)), examples)
 
 
+def dropping_and_packing(examples):
+    """It draws for each word, and joins two rows in each."""
+    rows = [torch.stack([word for word in e["ids"] if random.random() > 0.2] or [e["ids"][0]]) for e in examples]
+    joined = [torch.cat(rows[i : i + 2]) for i in range(0, len(rows), 2)]
+    return masked(joined + [joined[0]] * (len(rows) - len(joined)), examples)
+
+
 def mixing(examples):
     """It draws a length, and whose word ends each row."""
     rows = [e["ids"][: random.randint(2, len(e["ids"]))].clone() for e in examples]
@@ -254,7 +261,7 @@ def test_rows_may_have_random_lengths(collate, seed):
         assert refuse_mixed(collate, rows[start : start + 6], partial(reseed, seed, start))
 
 
-@pytest.mark.parametrize("collate", [cutting, packing, mixing])
+@pytest.mark.parametrize("collate", [cutting, packing, dropping_and_packing, mixing])
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_of_random_lengths_are_their_own(collate, seed):
     rows = examples(seed)

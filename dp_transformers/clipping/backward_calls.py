@@ -16,9 +16,9 @@ import torch
 
 
 class Follower(Protocol):
-    def during_backward(self, roots: Sequence[Any], gradients: Sequence[Any]) -> AbstractContextManager[Sequence[Any]]:
-        """A context for a backward pass from ``roots``; it gives the gradients to begin with, where these were given:
-        one for each root, None for a 1."""
+    def during_backward(self, roots: Sequence[Any]) -> AbstractContextManager[int]:
+        """A context for a backward pass from ``roots``; it gives the number that this begins with in the place of
+        1."""
         ...
 
 
@@ -46,12 +46,25 @@ def unfollow(follower: Follower) -> None:
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     assert _replaced is not None
     roots = _sequence(tensors)
-    gradients = [None] * len(roots) if grad_tensors is None else _sequence(grad_tensors)
     with ExitStack() as stack:
-        for follower in list(_followers):
-            gradients = stack.enter_context(follower.during_backward(roots, gradients))
-        _replaced(roots, gradients, *args, **kwargs)
+        factors = {stack.enter_context(follower.during_backward(roots)) for follower in list(_followers)} - {1}
+        if len(factors) > 1:
+            raise ValueError(
+                f"one loss is the mean over batches of several private models that have {sorted(factors)} rows: go "
+                "backward over a loss for each model, or over sums (loss_reduction='sum')."
+            )
+        for factor in factors:
+            gradients = [None] * len(roots) if grad_tensors is None else _sequence(grad_tensors)
+            grad_tensors = [_multiplied(*each, factor) for each in zip(roots, gradients, strict=True)]
+        _replaced(tensors, grad_tensors, *args, **kwargs)
 
 
 def _sequence(tensors: Any) -> Sequence[Any]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _multiplied(root: torch.Tensor, gradient: torch.Tensor | None, factor: int) -> torch.Tensor | None:
+    """The gradient to begin with, times ``factor``. None where torch refuses to begin without one."""
+    if gradient is not None:
+        return gradient * factor
+    return torch.full_like(root, factor) if root.numel() == 1 else None

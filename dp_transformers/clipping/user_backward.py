@@ -53,29 +53,28 @@ class UserBackward:
         self._is_going = False  # a backward pass that the user asked for
 
     @contextlib.contextmanager
-    def during_backward(self, roots: Sequence[Any], gradients: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """A backward pass of the user's, from ``roots``. That of a mean begins with B in the place of 1: 1/B is
-        rounded wherever gradients have few digits, to another number for a batch of another size, and so would be the
-        gradients of all examples.
+    def during_backward(self, roots: Sequence[Any]) -> Iterator[int]:
+        """A backward pass of the user's, from ``roots``. That of a mean begins with B: 1/B is rounded wherever
+        gradients have few digits, to another number for a batch of another size, and so would be the gradients of all
+        examples.
 
         Raises:
             ValueError: a mean was formed in low precision.
         """
         forward = self._engine.forward
         if self._is_going or forward is None or forward.on_backward is None:
-            yield gradients
+            yield 1
             return
         nodes = nodes_of_losses([getattr(root, "grad_fn", None) for root in roots], TAPS)
         if not any(type(node) in TAPS and node.call.forward is forward for node in nodes):
-            yield gradients
+            yield 1
             return
-        if self._loss_reduction == "mean":
+        averages = self._loss_reduction == "mean"
+        if averages:
             self._look_at_mean(nodes, forward)
-            pairs = zip(roots, gradients, strict=True)
-            gradients = [_multiplied(root, gradient, forward.batch_size) for root, gradient in pairs]
         self._is_going = True
         try:
-            yield gradients
+            yield forward.batch_size if averages else 1
         finally:
             self._is_going = False
 
@@ -138,13 +137,6 @@ class UserBackward:
         finally:
             engine.forget()
         engine.end_sum()
-
-
-def _multiplied(root: torch.Tensor, gradient: torch.Tensor | None, factor: int) -> torch.Tensor | None:
-    """The gradient to begin with, times ``factor``. None where torch refuses to begin without one."""
-    if gradient is not None:
-        return gradient * factor
-    return torch.full_like(root, factor) if root.numel() == 1 else None
 
 
 def _refuse_other_ways() -> NoReturn:

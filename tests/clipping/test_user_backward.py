@@ -448,3 +448,39 @@ def test_a_way_back_that_is_not_followed_is_refused(torchs):
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(ValueError):
         optimizer.step()
+
+
+def pair(sizes):
+    """Two private models, whose batches have so many rows."""
+    found = []
+    for size in sizes:
+        model = nn.Linear(6, 2)
+        engine = PrivacyEngine(dp_seed=0)
+        found.append(
+            engine.make_private(
+                module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), data_loader=DataLoader(TensorDataset(torch.randn(size, 6)), size),
+                noise_multiplier=0.0, max_grad_norm=1e6,
+            )
+        )  # fmt: skip
+    return found
+
+
+def test_one_loss_of_two_private_models(torchs):
+    """It is a mean once."""
+    (one, first, rows), (other, second, others) = pair([4, 4])
+    (x,), (y,) = next(iter(rows)), next(iter(others))
+    (one(x) - other(y)).square().mean(0).sum().backward()
+    with torch.no_grad():
+        expected = 2 * (one(x) - other(y)).T
+    torch.testing.assert_close(one.weight.grad, expected @ x)
+    torch.testing.assert_close(other.weight.grad, -expected @ y)
+    first.step()
+    second.step()
+
+
+def test_one_mean_over_batches_of_two_sizes_is_refused(torchs):
+    (one, _, rows), (other, _, others) = pair([4, 8])
+    (x,), (y,) = next(iter(rows)), next(iter(others))
+    with pytest.raises(ValueError, match=r"several private models that have \[4, 8\] rows"):
+        (one(x).square().mean() + other(y).square().mean()).backward()
+    assert one.weight.grad is None and other.weight.grad is None

@@ -49,7 +49,8 @@ def locality_as_trained(
     The dropout inside torch's recurrent layers draws for the rows of a packed sequence in the order of their lengths,
     so that other lengths give a row other numbers. It takes part in the sum alone.
     """
-    drops = [m for m in engine.model.modules() if isinstance(m, nn.RNNBase) and m.training and m.dropout]
+    recurrent = (m for m in engine.model.modules() if isinstance(m, nn.RNNBase) and m.training)
+    drops = [m for m in recurrent if isinstance(m.dropout, (int, float)) and m.dropout]
     with _without_dropout(drops):
         error, sum_error = _locality(engine, losses_of, args, kwargs, batch, others)
     if not drops:
