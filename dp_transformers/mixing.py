@@ -111,10 +111,10 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             "would be computed with it, and clipping rows would not bound what one example can change. Compute it "
             "before training, from what is public, or for each row by itself."
         )
-    pairs = [(batch, part, stay) for part, stay in edited]
+    triples = [(batch, part, stay) for part, stay in edited]
     if drew:  # of the shortest last, which takes no number from those before it
-        pairs.append((made([*between, first]), made([*between, last]), len(between)))
-    others = (name for *pair, stay in pairs for name in _with_other_rows(*pair, rows_in, stay, drew))
+        triples.append((made([*between, first]), made([*between, last]), len(between)))
+    others = (name for x, y, stay in triples for name in _with_other_rows(x, y, rows_in, stay, drew))
     if changed := next(others, None):
         raise ValueError(
             f"the {who} mixes examples: '{changed}' of a row changes when another example of its batch is replaced "

@@ -264,7 +264,7 @@ class DPOwnStepFirst(OwnStepFirst, DPTrainerMixin, Trainer):
     ("cls", "message"),
     [
         (DPPreparing, r"(?s)Preparing overrides _prepare_inputs, but DPTrainerMixin needs its own.*Change batches in data_collator.*derive from"),
-        (DPBalances, r"(?s)DPBalances overrides _get_train_sampler.*Poisson.*Let per_example_loss_func weigh the losses.*Delete"),
+        (DPBalances, r"(?s)DPBalances overrides _get_train_sampler.*the sampling that epsilon is computed for.*Let per_example_loss_func weigh the losses.*Delete"),
         (StepsItself, r"(?s)StepsItself overrides training_step.*use a callback.*Delete StepsItself.training_step\.$"),
         (DPOwnStepFirst, r"(?s)OwnStepFirst overrides training_step.*Put DPTrainerMixin first: class DPOwnStepFirst\(DPTrainerMixin, OwnStepFirst"),
     ],

@@ -68,7 +68,7 @@ def test_expected_batch_size_is_folded_once(tmp_path):
             {"dataloader_drop_last": True},
             "no last batch to drop, and dropping examples would change the sample rate; leave it False",
         ),
-        ({"train_sampling_strategy": "group_by_length"}, "Poisson sampling"),
+        ({"train_sampling_strategy": "group_by_length"}, "the draws of a step are those that epsilon is computed for"),
         ({"auto_find_batch_size": True}, "restarts training"),
         ({"include_num_input_tokens_seen": True}, "not covered by epsilon; leave it 'no'"),
         ({"dataloader_in_order": False, "dataloader_num_workers": 1}, "leave it True"),

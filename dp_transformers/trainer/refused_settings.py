@@ -35,7 +35,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
         ),
         "train_sampling_strategy": (
             args.train_sampling_strategy != "random",
-            "steps draw by the sampling that epsilon is computed for; leave it at 'random' (draws "
+            "the draws of a step are those that epsilon is computed for; leave it at 'random' (they "
             "are sorted by length anyway)",
         ),
         "auto_find_batch_size": (
