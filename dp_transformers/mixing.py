@@ -111,11 +111,12 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
             "would be computed with it, and clipping rows would not bound what one example can change. Compute it "
             "before training, from what is public, or for each row by itself."
         )
-    triples = [(batch, part, stay) for part, stay in edited]
-    if drew:  # of the shortest last, which takes no number from those before it
-        triples.append((made([*between, first]), made([*between, last]), len(between)))
-    others = (name for x, y, stay in triples for name in _with_other_rows(x, y, rows_in, stay, drew))
-    if changed := next(others, None):
+    changed = next(
+        (name for part, stay in edited for name in _with_other_rows(batch, part, rows_in, stay, drew)), None
+    )
+    if drew and changed is None:  # the shortest one last takes no number from those before it
+        changed = next(_cut(made([*between, first]), made([*between, last]), rows_in, len(between)), None)
+    if changed is not None:
         raise ValueError(
             f"the {who} mixes examples: '{changed}' of a row changes when another example of its batch is replaced "
             "(MixUp, CutMix, normalisation over the batch, rows cut to the shortest or put in another order than "
@@ -349,7 +350,13 @@ def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     """The tensors and numbers of a batch, and its lists of numbers and words. A list is one that default_collate makes
     of tuples, or has a row for each example."""
     columns = _as_batch(batch) if isinstance(batch, list) else {}
-    batch = {"batch": batch} if isinstance(batch, list) else dict(batch) if isinstance(batch, Mapping) else batch
+    batch = (
+        {"batch": batch}
+        if isinstance(batch, (list, torch.Tensor))
+        else dict(batch)
+        if isinstance(batch, Mapping)
+        else batch
+    )
     batch = tree_map(unpacked_sequence, batch, is_leaf=is_ragged)
     found = leaves(tree_map(_as_column, batch, is_leaf=lambda x: x is not batch and _is_plain(x)))
     return columns | {name: _as_tensor(x) for name, x in found if isinstance(x, (torch.Tensor, numbers.Real))}
@@ -468,15 +475,33 @@ def _with_other_rows(
             return
 
 
+def _cut(
+    short: dict[str, torch.Tensor], long: dict[str, torch.Tensor], rows_in: dict[str, int], stay: int
+) -> Iterator[str]:
+    """Columns of ``long`` whose first rows, which ``stay``, go on where those of ``short`` end."""
+    for name, dim in rows_in.items():
+        if name in short and name in long and short[name].dim() == long[name].dim():
+            x, y = (each[name].movedim(dim, 0)[:stay] for each in (short, long))
+            if any(same_numbers(rows, x) and _goes_on(beside) for rows, beside in _sides(x, y)):
+                yield name
+
+
 def _are_padded(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether rows ``y`` are rows ``x``, of shape (B, T), with one number beside them, after or before."""
-    if x.dim() != 2:
-        return False
-    more = y.shape[1] - x.shape[1]
-    sides = ((y[:, :-more], y[:, -more:]), (y[:, more:], y[:, :more]))
-    return any(
-        same_numbers(rows, x) and same_numbers(beside, beside[:1, :1].expand_as(beside)) for rows, beside in sides
-    )
+    """Whether rows ``y`` are rows ``x``, of shape (B, T), with padding before or after them."""
+    return any(same_numbers(rows, x) and not _goes_on(beside) for rows, beside in _sides(x, y))
+
+
+def _sides(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The first, and the last, positions of longer rows ``y``, as many as ``x`` has, of shape (B, T); and the rest."""
+    if x.dim() == 2 and y.shape[1] > x.shape[1]:
+        more = y.shape[1] - x.shape[1]
+        yield from ((y[:, :-more], y[:, -more:]), (y[:, more:], y[:, :more]))
+
+
+def _goes_on(rows_bt: torch.Tensor) -> bool:
+    """Whether rows hold several numbers each, and not all the same, as positions do."""
+    are_constant = same_numbers(rows_bt, rows_bt[:, :1].expand_as(rows_bt))
+    return not are_constant and not same_numbers(rows_bt, rows_bt[:1].expand_as(rows_bt))
 
 
 def _agree(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -330,11 +330,12 @@ def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: C
         ValueError: other examples decide over its shape in another way.
     """
     before = generators_apart()
-    two = collate([copied(example), example])  # since some collators cannot do with one
+    two = collate([copied(example), copied(example)])  # since some collators cannot do with one
     is_random = generators_apart() != before or _differ(two)
+    if is_random:  # what is no constant may be trusted to say what is padding
+        made = (collate([copied(example), copied(example)]) for _ in range(_TRIES))
+        is_random = any(_hides(each) for each in itertools.chain([batch, two], made))
     alone, follows_mask = dict(leaves(two)), _Followed.of(mask_of(batch), mask_of(two), row, is_random=is_random)
-    if follows_mask is not None and bool(follows_mask.place[1].all()):
-        return []
     columns: dict[tuple, dict[str, tuple[int, ...]]] = {}
     others = []
     for name, x in leaves(batch):
@@ -349,6 +350,8 @@ def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: C
         if len(lengths) == 1:
             if follows_mask is not None and follows_mask.lengths in lengths.values():
                 place = follows_mask.place
+                if bool(place[1].all()):  # of random rows that happen to be as long
+                    continue
             else:
                 place = _found_again(*both, row)
         if place is None:
@@ -396,6 +399,15 @@ class _Followed(NamedTuple):
         # not those that the mask hides where the row is alone (pad_to_multiple_of): other columns may be longer there
         own_t = _own_positions(mask_bt[row], alone_mask_bt[0], 0)
         return cls((row, mask_bt[row] if own_t is None else own_t), lengths)
+
+
+_TRIES = 4  # in which a row and its copy may be drawn of two lengths
+
+
+def _hides(batch: Any) -> bool:
+    """Whether the mask of a batch hides something."""
+    mask_bt = mask_of(batch)
+    return mask_bt is not None and not bool(mask_bt.all())
 
 
 def _differ(two: Any) -> bool:

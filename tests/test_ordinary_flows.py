@@ -216,9 +216,8 @@ def choosing(examples):
 
 def cutting(examples):
     """It drops words, and cuts all rows to the shortest."""
-    rows = dropping(examples)["input_ids"]
-    least = int((rows != 0).sum(1).min())
-    return masked([*rows[:, :least]], examples)
+    rows = [e["ids"][(torch.rand(len(e["ids"])) > 0.2) | (torch.arange(len(e["ids"])) == 0)] for e in examples]
+    return masked([row[: min(map(len, rows))] for row in rows], examples)
 
 
 def packing(examples):
@@ -243,6 +242,22 @@ def mixing(examples):
     return masked(rows, examples)
 
 
+def lying(examples):
+    """It drops words, and its mask hides nothing."""
+    batch = dropping(examples)
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+class Masking:
+    """It draws which words of the whole batch are masked, as collators of masked language models do."""
+
+    def __call__(self, examples):
+        batch = masked([e["ids"] for e in examples], examples)
+        hidden = (torch.rand(batch["input_ids"].shape) < 0.3) & (batch["attention_mask"] == 1)
+        labels = batch["input_ids"].masked_fill(~hidden, -100)
+        return {**batch, "labels": labels, "input_ids": batch["input_ids"].masked_fill(hidden, 49)}
+
+
 def examples(seed):
     torch.manual_seed(seed)
     return [{"ids": x, "labels": i % 3} for i, x in enumerate(ragged(range(4, 14), seed))]
@@ -253,7 +268,7 @@ def reseed(*parts):
     torch.manual_seed(random.getrandbits(60))
 
 
-@pytest.mark.parametrize("collate", [dropping, cropping, choosing])
+@pytest.mark.parametrize("collate", [dropping, cropping, choosing, Masking()])
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_may_have_random_lengths(collate, seed):
     rows = examples(seed)
@@ -294,6 +309,35 @@ def test_a_trainer_with_rows_of_random_lengths(collate, tmp_path):
     trainer = DPTrainer(model, args, train_dataset=examples(1), data_collator=collate)
     trainer.train()
     assert trainer.state.global_step == 10
+
+
+@pytest.mark.parametrize("place", ["input_ids", "features"])
+def test_a_mask_that_hides_nothing_says_nothing_of_padding(place):
+    """Nor does one that says what is padding in other columns."""
+    rows, seen = examples(0), set()
+    collate = lying if place == "input_ids" else cutting_beside
+    for start in range(0, N, 6):
+        some = rows[start : start + 6]
+        try:
+            paddings = paddings_by_others(collate(some), 6, 2, some[2], collate)
+        except ValueError:  # which is to refuse it
+            seen.add(place)
+            continue
+        seen |= {name for padding in paddings for name in padding.columns}
+    assert place in seen
+
+
+def cutting_beside(examples):
+    """It cuts the words to a random length of the batch, and pads other columns to the longest."""
+    length = random.randint(2, 4)
+    batch = masked([e["ids"][:length] for e in examples], examples)
+    return {**batch, "features": pad_sequence([e["ids"].float() for e in examples], batch_first=True)}
+
+
+@pytest.mark.parametrize("collate", [lambda rows: torch.stack(rows) - torch.stack(rows).mean(0)])
+def test_a_batch_that_is_one_tensor_is_looked_at_too(collate):
+    with pytest.raises(ValueError, match="mixes examples"):
+        refuse_mixed(collate, [torch.randn(4) for _ in range(6)], partial(reseed, 0))
 
 
 # ---- losses of the model and a batch ----

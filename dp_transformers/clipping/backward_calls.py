@@ -16,9 +16,9 @@ import torch
 
 
 class Follower(Protocol):
-    def during_backward(self, roots: Sequence[Any]) -> AbstractContextManager[int]:
-        """A context for a backward pass from ``roots``; it gives the number that this begins with in the place of
-        1."""
+    def during_backward(self, roots: Sequence[Any]) -> AbstractContextManager[int | None]:
+        """A context for a backward pass from ``roots``; it gives the number that this shall begin with in the place of
+        1, None where it does not matter."""
         ...
 
 
@@ -47,13 +47,14 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
     assert _replaced is not None
     roots = _sequence(tensors)
     with ExitStack() as stack:
-        factors = {stack.enter_context(follower.during_backward(roots)) for follower in list(_followers)} - {1}
+        asked = [stack.enter_context(follower.during_backward(roots)) for follower in list(_followers)]
+        factors = {factor for factor in asked if factor is not None}
         if len(factors) > 1:
             raise ValueError(
                 f"one loss is the mean over batches of several private models that have {sorted(factors)} rows: go "
                 "backward over a loss for each model, or over sums (loss_reduction='sum')."
             )
-        for factor in factors:
+        for factor in factors - {1}:
             gradients = [None] * len(roots) if grad_tensors is None else _sequence(grad_tensors)
             grad_tensors = [_multiplied(*each, factor) for each in zip(roots, gradients, strict=True)]
         _replaced(tensors, grad_tensors, *args, **kwargs)

@@ -87,6 +87,11 @@ def nodes_of_losses(roots: Iterable[Node | None], taps: Collection[type]) -> lis
     return [*seen]
 
 
+def leaves_of_losses(roots: Iterable[Node | None]) -> set[torch.Tensor]:
+    """The tensors that a backward pass from ``roots`` gives a gradient."""
+    return {node.variable for node in nodes_of_losses(roots, ()) if type(node) is _LEAF}
+
+
 def weights_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[torch.Tensor]:
     """Yields, for each mean of a negative log-likelihood among ``nodes``, (B,) the weights in it of each example's
     targets together: ones, or those of their classes, and 0 where they are ignored."""
@@ -101,21 +106,35 @@ def weights_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[torch.Te
         yield own.reshape(batch_size, -1).sum(1)
 
 
-def numbers_in_means(nodes: Iterable[Any]) -> Iterator[int]:
+def numbers_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[int]:
     """Yields of how many numbers, or targets, each mean among ``nodes`` is that is one number. That of a few losses,
-    each of the whole batch, is none over examples."""
+    each of the whole batch, is none over examples, nor is one of columns over whose rows was added up before."""
     for node in nodes:
         if not _is_one_number(node):
             continue
         if type(node).__name__ in _MEANS:
             before = node.next_functions[0][0]
             of_losses = type(before).__name__ in _JOINED and all(_is_one_number(x) for x, _ in before.next_functions)
-            if node._saved_self_sym_sizes and not of_losses:
+            if node._saved_self_sym_sizes and not of_losses and not _adds_rows(before, batch_size):
                 yield node._saved_self_sym_numel
         elif type(node).__name__ in _NLL and node._saved_reduction == _MEAN:
             yield node._saved_target.numel()
         elif type(node).__name__ in _DIFFERENCES and node._saved_reduction == _MEAN:
             yield node._saved_self.numel()
+
+
+def _adds_rows(node: Any, batch_size: int) -> bool:
+    """Whether a few nodes before this one, in a row, there is a sum or a mean over a dimension of the examples."""
+    for _ in range(_FEW):
+        if node is None:
+            return False
+        if type(node).__name__ in _ADDED:
+            sizes = node._saved_self_sym_sizes
+            dims = node._saved_dim or range(len(sizes))
+            if any(sizes[dim if dim < len(sizes) else dim - 2**64] == batch_size for dim in dims):
+                return True
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return False
 
 
 def _is_one_number(node: Any) -> bool:
@@ -128,6 +147,7 @@ def low_precision_of_one_number(nodes: Iterable[Any]) -> torch.dtype | None:
     return next((dtype for dtype in dtypes if dtype in HALF), None)
 
 
+_ADDED, _FEW = ("MeanBackward1", "SumBackward1"), 8
 _MEANS, _JOINED = ("MeanBackward0", "MeanBackward1"), ("StackBackward0", "CatBackward0")
 _NLL, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
 _DIFFERENCES = (

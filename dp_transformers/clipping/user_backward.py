@@ -8,7 +8,7 @@ That call's backward pass fills the probe. The parameters ask for no gradient wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
-from .graph import low_precision_of_one_number, nodes_of_losses, numbers_in_means, weights_in_means
+from .graph import leaves_of_losses, low_precision_of_one_number, nodes_of_losses, numbers_in_means, weights_in_means
 from .precision import HALF, without_autocast
 from .recorded_call import BackwardPass, ForwardPass, differentiable_leaves, is_differentiable
 from .tap import TAPS
@@ -53,28 +53,31 @@ class UserBackward:
         self._is_going = False  # a backward pass that the user asked for
 
     @contextlib.contextmanager
-    def during_backward(self, roots: Sequence[Any]) -> Iterator[int]:
+    def during_backward(self, roots: Sequence[Any]) -> Iterator[int | None]:
         """A backward pass of the user's, from ``roots``. That of a mean begins with B: 1/B is rounded wherever
         gradients have few digits, to another number for a batch of another size, and so would be the gradients of all
-        examples.
+        examples. Gradients of what is no part of the model (its input, a temperature of the loop) are the mean's.
 
         Raises:
             ValueError: a mean was formed in low precision.
         """
         forward = self._engine.forward
         if self._is_going or forward is None or forward.on_backward is None:
-            yield 1
+            yield None
             return
-        nodes = nodes_of_losses([getattr(root, "grad_fn", None) for root in roots], TAPS)
+        beginnings = [getattr(root, "grad_fn", None) for root in roots]
+        nodes = nodes_of_losses(beginnings, TAPS)
         if not any(type(node) in TAPS and node.call.forward is forward for node in nodes):
-            yield 1
+            yield None
             return
-        averages = self._loss_reduction == "mean"
-        if averages:
-            self._look_at_mean(nodes, forward)
         self._is_going = True
         try:
-            yield forward.batch_size if averages else 1
+            if self._loss_reduction != "mean":
+                yield 1
+                return
+            self._look_at_mean(nodes, forward)
+            with _divided(leaves_of_losses(beginnings) - {forward.probe, *forward.earlier_probes}, forward.batch_size):
+                yield forward.batch_size
         finally:
             self._is_going = False
 
@@ -91,7 +94,9 @@ class UserBackward:
                 "(criterion(outputs.float(), targets)), hand make_private the criterion=, or take "
                 'loss_reduction="sum" and sums.'
             )
-        if any(number % forward.batch_size for number in numbers_in_means(nodes)):
+        numbers = [*numbers_in_means(nodes, forward.batch_size)]
+        of_rows = len(numbers) >= forward.batch_size  # a mean for each, which the loop adds up
+        if not of_rows and any(number % forward.batch_size for number in numbers):
             forward.conditions.expect(torch.zeros((), device=forward.probe.device), _refuse_mean)
         for weights_b in weights_in_means(nodes, forward.batch_size) if self._engine.batch_first else ():
             are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
@@ -137,6 +142,17 @@ class UserBackward:
         finally:
             engine.forget()
         engine.end_sum()
+
+
+@contextlib.contextmanager
+def _divided(leaves: Iterable[torch.Tensor], divisor: int) -> Iterator[None]:
+    """Inside, autograd divides what it adds to the gradients of these leaves."""
+    handles = [leaf.register_hook(lambda gradient: gradient / divisor) for leaf in leaves] if divisor > 1 else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _refuse_other_ways() -> NoReturn:

@@ -4,6 +4,7 @@ output."""
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from weakref import WeakSet
 
 import pytest
@@ -302,8 +303,13 @@ def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
         (lambda s, y: F.gaussian_nll_loss(s[:, 0], y.float(), 1 + s[:, 1].square()), [0, 0, 0], {}),
         (lambda s, y: F.ctc_loss(s.log_softmax(2).transpose(0, 1), y[:, :1].clamp(1), torch.full((len(y),), 3), torch.ones(len(y)).long()), [0, 0, 0], {}),
         (lambda s, y: F.l1_loss(s.sum((1, 2)), y[:, 0].float()) + F.huber_loss(s[..., 0], y.float()), [0, 0, 0], {}),
+        (lambda s, y: torch.stack([F.cross_entropy(s[i], y[i]) for i in range(len(y))]).mean(), [0, 0, 0], {}),
+        (lambda s, y: sum(F.cross_entropy(s[i, :1], y[i, :1]) for i in range(len(y))) / len(y), [0, 0, 0], {}),
+        (lambda s, y: (s - 1).square().mean(0).mean(), [0, 0, 0], {}),
+        (lambda s, y: (F.mse_loss(s, torch.ones_like(s), reduction="none").mean(0)[:, 0] * torch.rand(3)).mean(), [0, 0, 0], {}),
+        (lambda s, y: (s.square().sum(0) / len(s)).mean(), [0, 0, 0], {}),
     ],
-    ids=["tokens", "equal counts", "a sum of two", "bce", "sum", "not differentiated", "of one", "of three", "smoothed", "kl", "variances", "ctc", "l1"],
+    ids=["tokens", "equal counts", "a sum of two", "bce", "sum", "not differentiated", "of one", "of three", "smoothed", "kl", "variances", "ctc", "l1", "row by row", "rows added up", "columns", "weighted columns", "summed columns"],
 )  # fmt: skip
 def test_a_mean_of_equal_weights_is_not_refused(loss, ignored, options):
     assert train_with_loss(loss, ignored, **options).steps == 3
@@ -439,6 +445,21 @@ def test_both_ways_to_go_back_are_followed(of_one):
         optimizer.step()
 
 
+@pytest.mark.parametrize("mode", ["book_keeping", "per_sample"])
+def test_gradients_of_what_is_no_part_of_the_model_are_those_of_the_mean(mode):
+    _, model, optimizer, loader = loop(nn.Linear(12, 6), mode=mode)
+    temperature = torch.ones((), requires_grad=True)
+    for x, y in loader:
+        expected = []
+        for private in (False, True):
+            x, temperature.grad = x.detach().clone().requires_grad_(), None
+            copied = model if private else deepcopy(model)
+            F.cross_entropy(copied(x) / temperature, y).backward()
+            expected.append((x.grad, temperature.grad))
+        torch.testing.assert_close(*expected)
+        optimizer.step()
+
+
 def test_a_way_back_that_is_not_followed_is_refused(torchs):
     """As by ``from torch.autograd import backward``, before the model is private."""
     _, model, optimizer, loader = loop(nn.Linear(12, 6))
@@ -478,9 +499,10 @@ def test_one_loss_of_two_private_models(torchs):
     second.step()
 
 
-def test_one_mean_over_batches_of_two_sizes_is_refused(torchs):
-    (one, _, rows), (other, _, others) = pair([4, 8])
+@pytest.mark.parametrize("sizes", [(4, 8), (1, 8), (8, 1)])
+def test_one_mean_over_batches_of_two_sizes_is_refused(torchs, sizes):
+    (one, _, rows), (other, _, others) = pair(sizes)
     (x,), (y,) = next(iter(rows)), next(iter(others))
-    with pytest.raises(ValueError, match=r"several private models that have \[4, 8\] rows"):
+    with pytest.raises(ValueError, match=r"several private models that have \[., 8\] rows"):
         (one(x).square().mean() + other(y).square().mean()).backward()
     assert one.weight.grad is None and other.weight.grad is None
