@@ -509,8 +509,8 @@ class PrivacyEngine:
 
 
 _LOSSES_ARE_NOT_SEEN = (
-    "\n  your loop goes back itself, so of its losses only means are looked at: each must come from its own row alone, "
-    "without negatives or statistics from the batch (with criterion= they are looked at)"
+    "\n  your loop goes back itself, so of its losses only means are looked at: each must come from its own row "
+    "alone, without negatives or statistics from the batch (with criterion= they are looked at)"
 )
 
 
