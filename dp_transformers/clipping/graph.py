@@ -106,16 +106,17 @@ def weights_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[torch.Te
         yield own.reshape(batch_size, -1).sum(1)
 
 
-def numbers_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[int]:
+def numbers_in_means(nodes: Iterable[Any], batch_size: int, rows_in: int) -> Iterator[int]:
     """Yields of how many numbers, or targets, each mean among ``nodes`` is that is one number. That of a few losses,
-    each of the whole batch, is none over examples, nor is one of columns over whose rows was added up before."""
+    each of the whole batch, is none over examples, nor is one of columns whose rows, in dimension ``rows_in``, were
+    added up before."""
     for node in nodes:
         if not _is_one_number(node):
             continue
         if type(node).__name__ in _MEANS:
             before = node.next_functions[0][0]
             of_losses = type(before).__name__ in _JOINED and all(_is_one_number(x) for x, _ in before.next_functions)
-            if node._saved_self_sym_sizes and not of_losses and not _adds_rows(before, batch_size):
+            if node._saved_self_sym_sizes and not of_losses and not _adds_rows(before, batch_size, rows_in):
                 yield node._saved_self_sym_numel
         elif type(node).__name__ in _NLL and node._saved_reduction == _MEAN:
             yield node._saved_target.numel()
@@ -123,15 +124,15 @@ def numbers_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[int]:
             yield node._saved_self.numel()
 
 
-def _adds_rows(node: Any, batch_size: int) -> bool:
-    """Whether a few nodes before this one, in a row, there is a sum or a mean over a dimension of the examples."""
+def _adds_rows(node: Any, batch_size: int, rows_in: int) -> bool:
+    """Whether a few nodes before this one, in a row, there is a sum or a mean over the examples."""
     for _ in range(_FEW):
         if node is None:
             return False
         if type(node).__name__ in _ADDED:
             sizes = node._saved_self_sym_sizes
-            dims = node._saved_dim or range(len(sizes))
-            if any(sizes[dim if dim < len(sizes) else dim - 2**64] == batch_size for dim in dims):
+            dims = [dim if dim < len(sizes) else dim - 2**64 + len(sizes) for dim in node._saved_dim]
+            if (not dims or rows_in in dims) and sizes[rows_in : rows_in + 1] == (batch_size,):
                 return True
         node = next((before for before, _ in node.next_functions if before is not None), None)
     return False

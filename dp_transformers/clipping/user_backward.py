@@ -94,7 +94,7 @@ class UserBackward:
                 "(criterion(outputs.float(), targets)), hand make_private the criterion=, or take "
                 'loss_reduction="sum" and sums.'
             )
-        numbers = [*numbers_in_means(nodes, forward.batch_size)]
+        numbers = [*numbers_in_means(nodes, forward.batch_size, 0 if self._engine.batch_first else 1)]
         of_rows = len(numbers) >= forward.batch_size  # a mean for each, which the loop adds up
         if not of_rows and any(number % forward.batch_size for number in numbers):
             forward.conditions.expect(torch.zeros((), device=forward.probe.device), _refuse_mean)

@@ -250,6 +250,12 @@ def chosen(scores, labels):
     return F.mse_loss(scores[:, 0].sum(1)[labels[:, 0] == 0], torch.zeros(int((labels[:, 0] == 0).sum())))
 
 
+def chosen_of_as_many(scores, labels):
+    """The same of rows that have as many numbers as there are rows."""
+    wide = scores[:, 0].sum(1, keepdim=True).expand(-1, len(scores))
+    return wide[labels[:, 0] == 0].mean(-1).mean()
+
+
 def chosen_and_kept(scores, labels):
     """The same with the dimension of the rows kept."""
     return scores[labels[:, 0] == 0].square().mean((1, 2)).mean(0, keepdim=True).sum()
@@ -269,6 +275,7 @@ def counted(scores, labels):
         (weighted, [0, 0, 0]),
         (chosen, [0, 0, 0]),
         (chosen_and_kept, [0, 0, 0]),
+        (chosen_of_as_many, [0, 0, 0]),
         (counted, [0, 1, 2]),
     ],
 )
