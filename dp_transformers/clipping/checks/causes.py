@@ -12,17 +12,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...randomness import global_state, same_global_state
-from ..engine import ClippingEngine
 from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, named
-from .synthetic import LossFunction, evaluating, floating_tensors, kept_buffers, only_rows
+from .case import Case
+from .synthetic import evaluating, floating_tensors, kept_buffers
 
 
 @contextlib.contextmanager
-def true_causes(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
-) -> Iterator[None]:
+def true_causes(case: Case) -> Iterator[None]:
     """Inside, a check that fails for a reason which people know by another name raises an error that says that
     name."""
+    engine = case.engine
     try:
         yield
     except Exception as error:
@@ -51,8 +50,8 @@ def true_causes(
             engine.trainable.shards or engine.trainable.parallel or not engine.batch_first
         ):  # where a pass of this process's own would leave others waiting
             raise
-        dims, wrong_way = _seen_in_forward(engine, losses_of, args, kwargs, batch)
-        of_one, _ = _seen_in_forward(engine, losses_of, *only_rows([0], args, kwargs, batch), 1)
+        dims, wrong_way = _seen_in_forward(case)
+        of_one, _ = _seen_in_forward(case.only([0]))
         lost = [(a, b) for a, b in zip(dims, of_one, strict=False) if b < a]
         if wrong_way:
             raise SelfCheckError(
@@ -61,28 +60,28 @@ def true_causes(
             ) from error
         if lost:
             raise SelfCheckError(
-                f"the model's output has {lost[0][0]} dimensions for {batch} examples and {lost[0][1]} for one: "
+                f"the model's output has {lost[0][0]} dimensions for {case.batch} examples and {lost[0][1]} for one: "
                 "squeeze() takes the dimension of the batch too where it is 1. Name the dimension, as in squeeze(-1)."
             ) from error
         raise
 
 
-def draws_in_evaluation(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> bool:
+def draws_in_evaluation(case: Case) -> bool:
     """Returns True if the model, or its loss, draws random numbers where it evaluates; False, too, where a pass of
     this process's own would leave others waiting."""
+    engine = case.engine
     if engine.trainable.shards or engine.trainable.parallel:
         return False
     before = global_state(engine.trainable.device)
     with contextlib.suppress(Exception), engine.suspended(), evaluating(engine.model), kept_buffers(engine.model):
-        losses_of(*args, **kwargs)
+        case.losses()
     return not same_global_state(global_state(engine.trainable.device), before)
 
 
-def _seen_in_forward(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int
-) -> tuple[list[int], list[str]]:
+def _seen_in_forward(case: Case) -> tuple[list[int], list[str]]:
     """Returns how many dimensions the model's outputs have, and the modules that expect the batch second and are given
     it first."""
+    engine = case.engine
     dims: list[int] = []
     wrong_way: list[str] = []
 
@@ -91,7 +90,7 @@ def _seen_in_forward(
 
     def note_input(path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-        if x is not None and x.dim() == 3 and x.shape[0] == batch != x.shape[1]:
+        if x is not None and x.dim() == 3 and x.shape[0] == case.batch != x.shape[1]:
             wrong_way.append(named(path, module))
 
     with contextlib.ExitStack() as stack:
@@ -102,5 +101,5 @@ def _seen_in_forward(
         stack.enter_context(engine.suspended())
         stack.enter_context(kept_buffers(engine.model))
         with contextlib.suppress(Exception):  # what the model does before it fails is enough
-            losses_of(*args, **kwargs)
+            case.losses()
     return dims, wrong_way

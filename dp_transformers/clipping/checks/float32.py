@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from ..engine import ClippingEngine
 from ..graph import dtypes_in_graph
 from ..precision import HALF, full_products, product_settings, without_autocast
-from .synthetic import LossFunction, evaluating, kept_buffers
+from .synthetic import evaluating, kept_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,15 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
 
 
 def in_float32_if_possible(
-    engine: ClippingEngine, losses_of: LossFunction, example: tuple[tuple, dict], compare: Callable[[], Any]
+    engine: ClippingEngine, losses: Callable[[], torch.Tensor], compare: Callable[[], Any]
 ) -> tuple[Any, list[str]]:
     """Returns what ``compare`` gives in float32 (None where the model does not run in it), and what was replaced to
-    make it run. One ``example`` shows whether it runs: what a module casts does not depend on how many there are."""
+    make it run. The ``losses`` of float32 inputs show whether it runs; those of one example do, since what a module
+    casts does not depend on how many there are."""
     replaced = ["weights"]
     try:
         with _in_float32(engine) as replaced:
-            if _stays_in_float32(engine, losses_of, replaced, *with_float32(example)):
+            if _stays_in_float32(engine, losses, replaced):
                 return compare(), replaced
     except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
         pass
@@ -99,9 +100,7 @@ def with_float32(structure: Any) -> Any:
     return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x, structure)
 
 
-def _stays_in_float32(
-    engine: ClippingEngine, losses_of: LossFunction, replaced: list[str], args: tuple, kwargs: dict
-) -> bool:
+def _stays_in_float32(engine: ClippingEngine, losses: Callable[[], torch.Tensor], replaced: list[str]) -> bool:
     """Returns True if the model runs in float32 now, without casting to less by itself: the graph that one pass leaves
     shows it. Where something was ``replaced``, it must also be able to go backward like that."""
     if engine.trainable.low_precision in HALF:
@@ -116,10 +115,10 @@ def _stays_in_float32(
         with engine.suspended(), evaluating(engine.model), kept_buffers(engine.model):
             for p in frozen:
                 p.requires_grad_()  # so that the graph shows what they compute in
-            losses = losses_of(*args, **kwargs)
-            low = dtypes_in_graph(losses) & {*HALF}
-            if losses.requires_grad and replaced:
-                torch.autograd.grad(losses.sum(), wholes, allow_unused=True)
+            losses_b = losses()
+            low = dtypes_in_graph(losses_b) & {*HALF}
+            if losses_b.requires_grad and replaced:
+                torch.autograd.grad(losses_b.sum(), wholes, allow_unused=True)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # anything else is what the comparison will stumble over too, and say

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..model_state import version_of
 from ..recorded_call import ForwardPass
+from .case import Case
 from .reference import (
     TOLERANCE,
     ClippedSum,
@@ -29,38 +32,31 @@ from .reference import (
 )
 from .shared_numbers import dropouts_for_all_rows, watched_draws
 from .spread_numbers import spread_numbers
-from .synthetic import LossFunction, by_example, has_batch, kept_buffers, only_rows, projected, replace_example
+from .synthetic import by_example, has_batch, kept_buffers, projected
 
 logger = logging.getLogger(__name__)
 
 
-def locality_as_trained(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    batch: int,
-    others: Callable[[int], tuple[tuple, dict]],
-) -> tuple[float, float]:
+def locality_as_trained(case: Case) -> tuple[float, float]:
     """Locality in the training mode the model is in, every pass with the same random numbers, and nothing frozen may
-    change; and how much (relative) the sum of all gradients differs from autograd's there. ``others(rows)`` gives
-    other inputs like these.
+    change; and how much (relative) the sum of all gradients differs from autograd's there.
 
     The dropout inside torch's recurrent layers draws for the rows of a packed sequence in the order of their lengths,
     so that other lengths give a row other numbers. It takes part in the sum alone.
     """
+    engine = case.engine
     recurrent = (m for m in engine.model.modules() if isinstance(m, nn.RNNBase) and m.training)
     drops = [m for m in recurrent if isinstance(m.dropout, (int, float)) and m.dropout]
     with _without_dropout(drops):
-        error, sum_error = _locality(engine, losses_of, args, kwargs, batch, others)
+        error, sum_error = _locality(case)
     if not drops:
         return error, sum_error
     with forked_generators(engine.trainable.device), kept_buffers(engine.model):
         torch.manual_seed(0)
         numbers = global_state(engine.trainable.device)
-        summed = unclipped(engine, losses_of, args, kwargs)
+        summed = unclipped(engine, case.losses)
         set_global_state(engine.trainable.device, numbers)
-        return error, max(sum_error, _error_of_sum(engine, losses_of, args, kwargs, summed, numbers))
+        return error, max(sum_error, _error_of_sum(case, summed, numbers))
 
 
 @contextlib.contextmanager
@@ -75,41 +71,31 @@ def _without_dropout(modules: Sequence[nn.RNNBase]) -> Iterator[None]:
             m.dropout = rate
 
 
-def _locality(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    batch: int,
-    others: Callable[[int], tuple[tuple, dict]],
-) -> tuple[float, float]:
+def _locality(case: Case) -> tuple[float, float]:
+    engine = case.engine
     engine.trainable.shards.reshard()
     before = {name: (id(t), version_of(t)) for name, t in _untrained(engine.model)}
 
-    def replay() -> None:
-        set_global_state(engine.trainable.device, numbers)
-
     def replayed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        replay()
-        return losses_of(*args, **kwargs)
+        set_global_state(engine.trainable.device, numbers)
+        return case.losses_of(*args, **kwargs)
 
+    again = replace(case, losses_of=replayed)
     with forked_generators(engine.trainable.device), kept_buffers(engine.model):
         torch.manual_seed(0)
         numbers = global_state(engine.trainable.device)
-        summed = unclipped(engine, replayed, args, kwargs)
-        losses_b, norms_b, low_precision = summed.losses_b, summed.norms_b, summed.low_precision
-        engine.require_tapped(lambda: replayed(*args, **kwargs))
-        changes = [*_changes_beside_a_copy(engine, replayed, args, kwargs, batch, losses_b, norms_b)]
+        summed = unclipped(engine, again.losses)
+        losses_b, tolerance = summed.losses_b, TOLERANCE[summed.low_precision]
+        engine.require_tapped(again.losses)
+        changes = [*_changes_beside_a_copy(again, summed)]
         if any(owner.runs_by_example for owner in engine.owners):  # there it draws in another order, and cannot mix
             with engine.suspended():
-                losses_b = replayed(*args, **kwargs).detach()
-        for beside in _beside_others(args, kwargs, batch, others):
-            moved = _loss_beside_others(engine, replayed, beside)
-            changes.append(_change(moved.detach(), losses_b[beside.kept], _largest(losses_b)))
+                losses_b = again.losses().detach()
+        for kept, beside in _beside_others(again):
+            moved = _loss_of(beside, kept)
+            changes.append(_change(moved.detach(), losses_b[kept], _largest(losses_b)))
         # of the last ones, which are large and negated, the gradient is compared too
-        sum_error, change = _errors_of_gradients(
-            engine, replayed, args, kwargs, summed, beside, moved, replay, numbers
-        )
+        sum_error, change = _errors_of_gradients(again, summed, beside, kept, moved, numbers)
         changes.append(torch.tensor(change))
         error = float(torch.stack([change.cpu() for change in changes]).max())
         engine.trainable.shards.reshard()
@@ -125,9 +111,9 @@ def _locality(
             "without noise. Switch that off (running statistics: track_running_stats=False; embeddings: no max_norm), "
             "or take the module out."
         )
-    require_locality(error, TOLERANCE[low_precision])
-    elsewhere = _change_in_another_place(engine, losses_of, args, kwargs, batch, summed)
-    require_locality(elsewhere, TOLERANCE[low_precision], "was left out, or others had its place in the batch")
+    require_locality(error, tolerance)
+    elsewhere = _change_in_another_place(case, summed)
+    require_locality(elsewhere, tolerance, "was left out, or others had its place in the batch")
     return error, sum_error
 
 
@@ -137,37 +123,28 @@ def _untrained(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _error_of_sum(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, summed: ClippedSum, numbers: Any
-) -> float:
+def _error_of_sum(case: Case, summed: ClippedSum, numbers: Any) -> float:
     """How much (relative) the sum of all gradients differs from autograd's, in the mode that the model is in, which
     may do something in training alone. Where modules run one example at a time random numbers are drawn in another
     order, so that a model which draws some is not looked at."""
+    engine = case.engine
     if not engine.model.training or summed.reentrant:
         return 0.0
     with engine.suspended(), torch.enable_grad():
-        losses = losses_of(*args, **kwargs)
+        losses = case.losses()
         draws = not same_global_state(global_state(engine.trainable.device), numbers)
         if draws and any(owner.runs_by_example for owner in engine.owners):
             return 0.0
         return error_against_autograd(engine, losses, summed)
 
 
-def _changes_beside_a_copy(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    batch: int,
-    losses_b: torch.Tensor,
-    norms_b: torch.Tensor,
-) -> Iterator[torch.Tensor]:
+def _changes_beside_a_copy(case: Case, summed: ClippedSum) -> Iterator[torch.Tensor]:
     """How much (relative) the other examples' losses and norms move when the last example is replaced, and when the
     first one is."""
-    for replaced, source in ((batch - 1, 0), (0, batch - 1)):  # a model may look back only, or ahead only
-        moved_args, moved_kwargs = replace_example(args, kwargs, batch, replaced, source)
-        moved_losses_b, moved_norms_b, _ = measure(engine, losses_of, moved_args, moved_kwargs)
-        others = torch.arange(batch, device=norms_b.device) != replaced
+    losses_b, norms_b, last = summed.losses_b, summed.norms_b, case.batch - 1
+    for replaced, source in ((last, 0), (0, last)):  # a model may look back only, or ahead only
+        moved_losses_b, moved_norms_b = measure(case.engine, case.with_copy(replaced, source).losses)
+        others = torch.arange(case.batch, device=norms_b.device) != replaced
         yield _change(moved_norms_b, norms_b, norms_b)[others].max()
         yield _change(moved_losses_b, losses_b, _largest(losses_b))[others].max()
 
@@ -181,75 +158,57 @@ _NEGLIGIBLE = 1e-12
 _FACTORS = (100.0, -0.1, -100.0)
 
 
-class _BesideOthers(NamedTuple):
-    """An example with others than its own beside it."""
-
-    kept: int
-    args: tuple
-    kwargs: dict
-
-
-def _beside_others(
-    args: tuple, kwargs: dict, batch: int, others: Callable[[int], tuple[tuple, dict]]
-) -> Iterator[_BesideOthers]:
-    """One example after the other with all others replaced, also by large numbers."""
+def _beside_others(case: Case) -> Iterator[tuple[int, Case]]:
+    """One example after the other, by its number, with all others replaced, also by large numbers."""
     for number, factor in enumerate(_FACTORS, start=1):
-        kept = number % batch
+        kept, others = number % case.batch, case.others(case.batch)
 
         def beside(x: Any, other: Any, kept: int = kept, factor: float = factor) -> Any:
-            if not has_batch(x, batch) or x.shape != other.shape:
+            if not has_batch(x, case.batch) or x.shape != other.shape:
                 return x
             if x.is_floating_point():  # what is not made up anew (masks, positions) stays as it is
                 other = torch.where(other == x, x, (x if factor < 0 else other) * factor)
             return torch.cat([other[:kept], x[kept : kept + 1], other[kept + 1 :]])
 
-        yield _BesideOthers(kept, *tree_map(beside, (args, kwargs), others(batch), is_leaf=is_ragged))
+        inputs = tree_map(beside, (case.args, case.kwargs), (others.args, others.kwargs), is_leaf=is_ragged)
+        yield kept, case.on(inputs)
 
 
-def _loss_beside_others(engine: ClippingEngine, losses_of: LossFunction, beside: _BesideOthers) -> torch.Tensor:
-    """An example's loss beside others. A sign, or a threshold over the batch, may move it and no norms."""
-    with engine.suspended():
-        return losses_of(*beside.args, **beside.kwargs)[beside.kept]
+def _loss_of(case: Case, example: int) -> torch.Tensor:
+    """One example's loss. A sign, or a threshold over the batch, may move it and no norms."""
+    with case.engine.suspended():
+        return case.losses()[example]
 
 
 def _errors_of_gradients(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    summed: ClippedSum,
-    beside: _BesideOthers,
-    moved: torch.Tensor,
-    replay: Callable[[], None],
-    numbers: Any,
+    case: Case, summed: ClippedSum, beside: Case, kept: int, moved: torch.Tensor, numbers: Any
 ) -> tuple[float, float]:
-    """How much (relative) the sum of all gradients differs from autograd's, and how much one example's gradient moves
-    beside others, where its loss is ``moved``.
+    """How much (relative) the sum of all gradients differs from autograd's, and how much the gradient of the ``kept``
+    example moves ``beside`` others, where its loss is ``moved``.
 
     One backward pass shows both where they are right: that of all losses, with this one in its place. Otherwise each
     is looked at by itself.
     """
-    reentrant = summed.reentrant  # nobody may ask autograd for gradients there
+    engine, reentrant = case.engine, summed.reentrant  # nobody may ask autograd for gradients there
+    replay = partial(set_global_state, engine.trainable.device, numbers)
     if engine.model.training and not reentrant and not any(owner.runs_by_example for owner in engine.owners):
         with engine.suspended():
-            losses = losses_of(*args, **kwargs)
-            losses = torch.cat([losses[: beside.kept], moved.view(1), losses[beside.kept + 1 :]])
+            losses = case.losses()
+            losses = torch.cat([losses[:kept], moved.view(1), losses[kept + 1 :]])
             replay()
-            error = error_against_autograd(engine, losses, summed, largest_scale=summed.norms_b[beside.kept])
+            error = error_against_autograd(engine, losses, summed, largest_scale=summed.norms_b[kept])
         if error <= TOLERANCE[summed.low_precision]:
             return error, error
-        summed = unclipped(engine, losses_of, args, kwargs)  # the sum was used up, and so was the graph
-        moved = _loss_beside_others(engine, losses_of, beside)
-    sum_error = _error_of_sum(engine, losses_of, args, kwargs, summed, numbers)
+        summed = unclipped(engine, case.losses)  # the sum was used up, and so was the graph
+        moved = _loss_of(beside, kept)
+    sum_error = _error_of_sum(case, summed, numbers)
     if reentrant:
         return sum_error, 0.0
     with engine.suspended():
-        return sum_error, change_of_gradient(engine, moved, lambda: losses_of(*args, **kwargs)[beside.kept], replay)
+        return sum_error, change_of_gradient(engine, moved, lambda: case.losses()[kept], replay)
 
 
-def _change_in_another_place(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, summed: ClippedSum
-) -> float:
+def _change_in_another_place(case: Case, summed: ClippedSum) -> float:
     """How much (relative to the largest) losses, and the gradient of all of them, move when the examples come in the
     opposite order and without the last one, with random numbers that do not depend on how many there are; 0 where some
     are drawn of which that is not known. In evaluation a part of exactness is that an example is the same alone.
@@ -257,10 +216,11 @@ def _change_in_another_place(
 
     Under ``reentrant`` activation checkpointing nobody may ask autograd for gradients.
     """
+    engine, batch = case.engine, case.batch
     if not engine.model.training:
         return 0.0
     order = [*reversed(range(batch - 1))]
-    fewer_args, fewer_kwargs = only_rows(order, args, kwargs, batch)
+    fewer = case.only(order)
     try:
         with (
             forked_generators(engine.trainable.device),
@@ -269,10 +229,10 @@ def _change_in_another_place(
             spread_numbers({batch, batch - 1}, reordered=True) as draws_no_others,
         ):
             with watched_draws(keeps_inputs=True) as drawn:
-                own_b = losses_of(*args, **kwargs)[order]
+                own_b = case.losses()[order]
                 of_all = drawn()
             with watched_draws(keeps_inputs=True) as drawn:
-                moved_b = losses_of(*fewer_args, **fewer_kwargs)
+                moved_b = fewer.losses()
                 engine.share_dropouts(dropouts_for_all_rows(of_all, drawn()))
             weights_b = torch.arange(1, batch).to(own_b)  # so that no two of them cancel out
             norm = 0.0 if summed.reentrant else gradient_norm(engine, own_b @ weights_b - moved_b @ weights_b)

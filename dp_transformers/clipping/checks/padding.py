@@ -91,11 +91,11 @@ def check_padding(
         )
         given = None if loss_function is None else losses_of
         with _comparable(engine, losses_of, padded, {len(own_t), int(own_t.sum())}):
+            args, kwargs = with_float32(padded)
             found, _ = in_float32_if_possible(
                 engine,
-                losses_of,
-                padded,
-                lambda: _change_by_padding(engine, given, with_float32(padded), with_float32(alone), own_t),
+                partial(losses_of, *args, **kwargs),
+                lambda: _change_by_padding(engine, given, (args, kwargs), with_float32(alone), own_t),
             )
             change, low_precision = found or _change_by_padding(engine, given, padded, alone, own_t)
     tolerance = PADDING_TOLERANCE if found else TOLERANCE[low_precision]
@@ -190,14 +190,14 @@ def _change_by_padding(
     with perturbed(engine):
         try:
             losses_of = loss_function or _own_output_loss(engine, padded, alone, own_t)
-            without = clip(engine, losses_of, *alone).total
+            without = clip(engine, partial(losses_of, *alone[0], **alone[1])).total
         except (RuntimeError, ValueError, IndexError) as error:
             raise SelfCheckError(
                 f"an example with {int(own_t.sum())} positions of its own, padded to {len(own_t)}, cannot be computed "
                 f"without the padding ({str(error).splitlines()[0]}), so nobody knows what the padding does to its "
                 "gradient. Leave out examples that are so short, or pad all to one length (padding='max_length')."
             ) from error
-        with_padding = clip(engine, losses_of, *padded)
+        with_padding = clip(engine, partial(losses_of, *padded[0], **padded[1]))
         change = distance(with_padding.total, without) / length_of(without).clamp(min=1e-12)
         return float(change), with_padding.low_precision
 

@@ -19,7 +19,7 @@ from ..groups import ParameterGroup
 from ..parallel.dtensor import as_dtensor_like, full_tensors, is_dtensor, to_local
 from ..precision import sum_dtype
 from ..terms.arithmetic import flat_norm
-from .synthetic import LossFunction, only_rows
+from .case import Case
 
 # Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is
 # caught in fp32, which is where exactness and locality are decided: in bf16 a model may attend over the whole batch
@@ -67,15 +67,15 @@ class ClippedSum(NamedTuple):
     reentrant: bool = False
 
 
-def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> ClippedSum:
+def clip(engine: ClippingEngine, losses: Callable[[], torch.Tensor]) -> ClippedSum:
     """Clip each of the engine's groups by itself, to the median of its norms, which leaves one example as it is."""
-    losses, low_precision = _forward(engine, losses_of, args, kwargs)
+    losses_b, low_precision = _forward(engine, losses)
     functions = [_AtTheMedian() for _ in engine.groups]
     groups = [group._replace(clipping=each) for group, each in zip(engine.groups, functions, strict=True)]
-    norms_b = engine.backward(losses, groups=groups)
+    norms_b = engine.backward(losses_b, groups=groups)
     parameters = engine.trainable.parameters
     return ClippedSum(
-        losses.detach(),
+        losses_b.detach(),
         norms_b,
         [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters],
         [each.bound for each in functions],
@@ -84,14 +84,14 @@ def clip(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: d
     )
 
 
-def unclipped(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict) -> ClippedSum:
+def unclipped(engine: ClippingEngine, losses: Callable[[], torch.Tensor]) -> ClippedSum:
     """The same with every example's gradient as it is, all parameters together."""
-    losses, low_precision = _forward(engine, losses_of, args, kwargs)
+    losses_b, low_precision = _forward(engine, losses)
     parameters, reentrant = engine.trainable.parameters, engine.forward is not None and engine.forward.reentrant
-    norms_b = engine.backward(losses, groups=[ParameterGroup(parameters)])
+    norms_b = engine.backward(losses_b, groups=[ParameterGroup(parameters)])
     total = [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters]
     bounds = [math.inf] * len(engine.groups)
-    return ClippedSum(losses.detach(), norms_b, total, bounds, [None] * len(parameters), low_precision, reentrant)
+    return ClippedSum(losses_b.detach(), norms_b, total, bounds, [None] * len(parameters), low_precision, reentrant)
 
 
 def error_against_autograd(
@@ -135,29 +135,26 @@ def gradient_norm(engine: ClippingEngine, loss: torch.Tensor) -> float:
     return float(norm.nan_to_num(nan=0.0, posinf=0.0))
 
 
-def measure(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict
-) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
-    """(B,) losses, (B,) norms, and the lowest precision seen. Nothing is summed."""
-    losses, low_precision = _forward(engine, losses_of, args, kwargs)
-    return losses.detach(), engine.backward(losses, norms_only=True), low_precision
+def measure(engine: ClippingEngine, losses: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B,) losses and (B,) norms. Nothing is summed."""
+    losses_b, _ = _forward(engine, losses)
+    return losses_b.detach(), engine.backward(losses_b, norms_only=True)
 
 
-def _forward(engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict):
+def _forward(engine: ClippingEngine, losses: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.dtype]:
+    """(B,) losses with their graph, and the lowest precision seen."""
     for p in engine.trainable.parameters:
         p.grad = None
-    losses = losses_of(*args, **kwargs)
+    losses_b = losses()
     seen = (
-        losses.dtype,
+        losses_b.dtype,
         engine.trainable.low_precision,
         engine.forward.low_precision if engine.forward else torch.float32,
     )
-    return losses, max(seen, key=TOLERANCE.__getitem__)
+    return losses_b, max(seen, key=TOLERANCE.__getitem__)
 
 
-def errors_against_one_at_a_time(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, batch: int, clipped: ClippedSum
-) -> tuple[float, float, float]:
+def errors_against_one_at_a_time(case: Case, clipped: ClippedSum) -> tuple[float, float, float]:
     """Worst relative errors of the norms, of the sum and of the samples in ``clipped``, of which each group is clipped
     to the bound that it has there.
 
@@ -167,14 +164,14 @@ def errors_against_one_at_a_time(
     torch (2.13, on the CPU) computes another gradient behind such a layer for a batch of one whose gradient comes
     transposed.
     """
+    engine = case.engine
     copies = 1 + any(isinstance(m, _BatchNorm) for m in engine.model.modules())
     parameters = engine.trainable.parameters
     rest, length = dict(zip(parameters, clipped.total, strict=True)), length_of(clipped.total)
     norms, errors = [], [torch.zeros(())]
     with engine.suspended():
-        for i in range(batch):
-            one_args, one_kwargs = only_rows([i] * copies, args, kwargs, batch)
-            norm, error = _take_away(engine, losses_of(*one_args, **one_kwargs)[0], i, clipped, rest)
+        for i in range(case.batch):
+            norm, error = _take_away(engine, case.only([i] * copies).losses()[0], i, clipped, rest)
             norms.append(norm)
             errors += error
     single_b, missing = torch.stack(norms), length_of(rest.values())

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from ...ragged import unpacked
 from ...randomness import forked_generators, random_state
@@ -40,8 +40,9 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
 from ..modes import MODES, choose_mode
 from ..owners import reassign_to_parents, warn_about_fallback
+from .case import Case
 from .causes import draws_in_evaluation, true_causes
-from .float32 import in_float32_if_possible, with_float32
+from .float32 import in_float32_if_possible
 from .locality import locality_as_trained
 from .lookups import tables_of_ids
 from .reference import (
@@ -61,7 +62,6 @@ from .synthetic import (
     evaluating,
     has_batch,
     on_packed,
-    only_rows,
     random_output_loss,
     second_dimension_first,
     synthetic_inputs,
@@ -244,13 +244,13 @@ def run_checks(
     args: tuple,
     kwargs: dict,
     loss_function: LossFunction | None = None,
-    others: Callable[[int], tuple[tuple, dict]] | None = None,
+    draw: Callable[[int], tuple[tuple, dict]] | None = None,
 ) -> CheckReport:
     """Canary, exactness and locality on exactly this input. Gradients, training mode and the clipping bound are left
     as they were.
 
-    The errors reported are those in float32, where the model runs in it. ``others(rows)`` gives other inputs like
-    these for :func:`discover_owners` to run on; default: these examples again.
+    The errors reported are those in float32, where the model runs in it. ``draw(rows)`` gives arguments like these
+    of so many other examples; default: these examples again.
     """
     start = time.perf_counter()
     args, kwargs = unpacked(engine.model, args, kwargs)
@@ -258,33 +258,19 @@ def run_checks(
     batch = batch_size_of(engine.model, args, kwargs)
     if batch < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")
-    others = others or (lambda rows: _recycled(args, kwargs, batch, rows))
-    with engine.trial(), true_causes(engine, losses_of, args, kwargs, batch):
-        inputs: tuple[tuple, dict] = with_float32((args, kwargs))
-        errors, replaced = in_float32_if_possible(
-            engine,
-            losses_of,
-            only_rows([0], *inputs, batch),
-            lambda: _compare(engine, losses_of, *inputs, batch, lambda rows: with_float32(others(rows))),
-        )
+    case = Case(engine, losses_of, args, kwargs, batch, draw)
+    in_float32 = case.in_float32()
+    with engine.trial(), true_causes(case):
+        errors, replaced = in_float32_if_possible(engine, in_float32.only([0]).losses, lambda: _compare(in_float32))
         if replaced or errors is None:
-            as_trained = _compare(engine, losses_of, args, kwargs, batch, others, locality=errors is None)
+            as_trained = _compare(case, locality=errors is None)
             errors = errors or as_trained
     warn_about_fallback(engine.owners)
     norm_error, sum_error, locality_error, gradient_error = errors
     return CheckReport(norm_error, sum_error, locality_error, time.perf_counter() - start, gradient_error)
 
 
-def _compare(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    batch: int,
-    others: Callable[[int], tuple[tuple, dict]],
-    *,
-    locality: bool = True,
-) -> tuple[float, float, float, float]:
+def _compare(case: Case, *, locality: bool = True) -> tuple[float, float, float, float]:
     """Worst errors of norms, sums, locality and per-example gradients, in the precision that this runs in; raises if
     one is too large.
 
@@ -294,19 +280,16 @@ def _compare(
 
     Low precision adds nothing to what is known of locality, so it need not be looked at twice.
     """
-
-    def compare(mode: Callable[[nn.Module], contextlib.AbstractContextManager]) -> tuple[float, float, float, float]:
-        return _compare_in(mode, engine, losses_of, args, kwargs, batch, others, locality=locality)
-
+    engine, compare = case.engine, partial(_compare_in, case=case, locality=locality)
     try:
         return compare(evaluating)
     except torch.OutOfMemoryError:
         raise
     except SelfCheckError:
-        if not draws_in_evaluation(engine, losses_of, args, kwargs):
+        if not draws_in_evaluation(case):
             raise
         engine.begin_anew()
-        return compare(partial(_evaluating_with_same_numbers, batch=batch))
+        return compare(partial(_evaluating_with_same_numbers, batch=case.batch))
     except Exception as error:
         if not _can_be_checked_in_training(engine):
             raise
@@ -343,32 +326,21 @@ def _can_be_checked_in_training(engine: ClippingEngine) -> bool:
 
 
 def _compare_in(
-    mode: Callable[[nn.Module], contextlib.AbstractContextManager],
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    batch: int,
-    others: Callable[[int], tuple[tuple, dict]],
-    *,
-    locality: bool,
+    mode: Callable[[nn.Module], contextlib.AbstractContextManager], case: Case, locality: bool
 ) -> tuple[float, float, float, float]:
     """:func:`_compare` with the model in this mode."""
+    engine = case.engine
 
     def clipped_sum() -> ClippedSum:
-        engine.require_tapped(lambda: losses_of(*args, **kwargs))
-        return clip(engine, losses_of, args, kwargs)
+        engine.require_tapped(case.losses)
+        return clip(engine, case.losses)
 
     with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient
         with mode(engine.model):
-            clipped = _until_all_can_be_run(
-                engine,
-                lambda: _discover(engine, losses_of, args, kwargs, batch, others),
-                clipped_sum,
-            )
+            clipped = _until_all_can_be_run(engine, lambda: _discover(case), clipped_sum)
         locality_error, error_as_trained = 0.0, 0.0
         if locality:
-            locality_error, error_as_trained = locality_as_trained(engine, losses_of, args, kwargs, batch, others)
+            locality_error, error_as_trained = locality_as_trained(case)
         if not bool(torch.isfinite(clipped.norms_b).all()):
             raise SelfCheckError(
                 "the gradient of an example of random numbers is not finite, so nothing can be checked. Look for nan "
@@ -379,8 +351,8 @@ def _compare_in(
         tolerance = TOLERANCE[clipped.low_precision]
         _require_equal_replicas(engine, clipped.total, tolerance)
         with mode(engine.model):
-            _require_same_with_all_kept(engine, losses_of, args, kwargs, clipped, tolerance)
-            errors = errors_against_one_at_a_time(engine, losses_of, args, kwargs, batch, clipped)
+            _require_same_with_all_kept(case, clipped, tolerance)
+            errors = errors_against_one_at_a_time(case, clipped)
     norm_error, sum_error, gradient_error = errors
     if not all(error <= tolerance for error in errors):
         raise SelfCheckError(
@@ -405,15 +377,14 @@ def _compare_in(
     return norm_error, sum_error, locality_error, gradient_error
 
 
-def _require_same_with_all_kept(
-    engine: ClippingEngine, losses_of: LossFunction, args: tuple, kwargs: dict, clipped: ClippedSum, tolerance: float
-) -> None:
+def _require_same_with_all_kept(case: Case, clipped: ClippedSum, tolerance: float) -> None:
     """Raise SelfCheckError if a ``memory_budget`` would change the sum, which is formed in another way where more is
     kept. How much that is differs between batches, so none and all of it are looked at."""
+    engine = case.engine
     if engine.memory is None:
         return
     with engine.keeping_all():
-        kept = clip(engine, losses_of, args, kwargs)
+        kept = clip(engine, case.losses)
     error = float(distance(kept.total, clipped.total) / length_of(clipped.total).clamp(min=1e-12))
     if not error <= tolerance:
         raise SelfCheckError(
@@ -457,29 +428,23 @@ def _until_all_can_be_run(
                 raise first from (None if first is error else error)
 
 
-def _discover(
-    engine: ClippingEngine,
-    losses_of: LossFunction,
-    args: tuple,
-    kwargs: dict,
-    batch: int,
-    others: Callable[[int], tuple[tuple, dict]],
-) -> None:
+def _discover(case: Case) -> None:
     """Discover the owners on this input, so that every use of every parameter is seen by a module whose outputs have a
     batch."""
+    engine, args, kwargs, batch = case.engine, case.args, case.kwargs, case.batch
     taken = {n for x in tree_leaves((args, kwargs)) if has_batch(x, batch) for n in x.shape[1:]}
     size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
-    inputs = {n: others(n) for n in (size, other_size)}
+    cases = {n: case.others(n) for n in (size, other_size)}
 
     def plain(size: int, is_padded: bool) -> torch.Tensor:
-        args, kwargs = _padded(*inputs[size], size) if is_padded else inputs[size]
+        given = _padded(cases[size]) if is_padded else cases[size]
         with engine.suspended():
-            return losses_of(*args, **kwargs)
+            return given.losses()
 
     def tapped() -> None:
         engine.install_hooks()
         try:
-            losses_of(*inputs[size][0], **inputs[size][1])
+            cases[size].losses()
         except BaseException:
             engine.trainable.shards.recover()
             raise
@@ -505,22 +470,15 @@ def _discover(
         engine.install_hooks()
 
 
-def _recycled(args: tuple, kwargs: dict, batch: int, size: int) -> tuple[tuple, dict]:
-    """``size`` examples made of the given ones, the first in another place."""
-    return tree_map(
-        lambda x: x[torch.arange(1, size + 1, device=x.device) % batch] if has_batch(x, batch) else x, (args, kwargs)
-    )
-
-
-def _padded(args: tuple, kwargs: dict, batch: int) -> tuple[tuple, dict]:
+def _padded(case: Case) -> Case:
     """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen
     to do so."""
 
     def make(path: tuple, x: Any) -> Any:
-        if not has_batch(x, batch) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):
+        if not has_batch(x, case.batch) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):
             return x
         x = x.clone()
         x[0, ..., -1] = 0
         return x
 
-    return tree_map_with_path(make, (args, kwargs))
+    return case.on(tree_map_with_path(make, (case.args, case.kwargs)))
