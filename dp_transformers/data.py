@@ -7,7 +7,7 @@ batches counts private steps. It consists of *physical batches*, which are colla
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,6 +149,8 @@ class LogicalBatches(Dataset):
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
         # columns with their shortest and longest lengths, to within a factor of two, of which a row was collated alone
         self._collated_alone: set[tuple[Any, int, int]] = set()
+        # the columns of batches by those of their examples that hold something; some were then collated alone
+        self._columns: dict[frozenset, frozenset[tuple[str, str]] | None] = {}
         self._columns_of_mask: Mapping[str, tuple[int, ...]] | None = (
             None  # that are padded like it, once that is known
         )
@@ -244,11 +246,15 @@ class LogicalBatches(Dataset):
 
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
         alone = {row: rows.copied(examples[row]) for row in self._rows_to_collate_alone(examples)}
+        of_kinds = _by_filled_columns(examples)
+        new = {kind: rows.copied(of_kind[:_ALONE]) for kind, of_kind in of_kinds.items() if kind not in self._columns}
         name, loaded = rows.main_input(examples[0]), LoadedRows.of_examples(examples)
         batch = self._source.collate(examples)
         require_unseeded("the collator")
         loaded.refuse_mixed(batch, "collator")
         rows.refuse_packed(batch, examples)
+        if len(examples) > 1:
+            self._require_same_columns(rows.columns_of(batch, len(examples)), of_kinds, new)
         paddings = [
             padding
             for row, example in alone.items()
@@ -273,6 +279,21 @@ class LogicalBatches(Dataset):
             paddings = [replace(before, by_others=self._pads_draws, columns=self._columns_like_mask(batch, before))]
         return PhysicalBatch(batch, len(examples), tuple(paddings), rows.traits_of(batch, len(examples)))
 
+    def _require_same_columns(
+        self,
+        columns: frozenset[tuple[str, str]] | None,
+        kinds: Collection[frozenset],
+        new: Mapping[frozenset, Sequence[Any]],
+    ) -> None:
+        """Raise ValueError unless each example of a batch brings all its columns: some of a ``new`` kind are collated
+        without others, and batches of a kind that is known have the columns that they had before."""
+        for kind, examples in new.items():
+            for example in examples:
+                rows.refuse_other_columns(columns, rows.columns_of(self._source.collate(_copies(example, 2)), 2))
+            self._columns[kind] = columns
+        for kind in kinds:
+            rows.refuse_other_columns(columns, self._columns[kind])
+
     def _columns_like_mask(self, batch: Any, padding: Padding) -> Mapping[str, tuple[int, ...]] | None:
         """Return the columns that are padded where the mask says so. Targets that go on there happen to be as long."""
         columns = self._columns_of_mask or {}
@@ -292,6 +313,16 @@ class LogicalBatches(Dataset):
                 self._collated_alone.add(kind)
                 found[min(range(len(sizes)), key=lambda row: (of_column[row], sum(sizes[row].values())))] = None
         return list(found)
+
+
+def _by_filled_columns(examples: Sequence[Any]) -> dict[frozenset, list[Any]]:
+    kinds: dict[frozenset, list[Any]] = {}
+    for example in examples:
+        kinds.setdefault(rows.filled_columns(example), []).append(example)
+    return kinds
+
+
+_ALONE = 16  # examples of a new kind that are collated without others
 
 
 def _copies(example: Any, count: int) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_map_with_path
 
+from .clipping.checks.redrawn_numbers import refuse_numbers_of_some_rows, shares_numbers
 from .clipping.checks.shared_numbers import Drawn, for_all_rows, watched_draws
 from .data import PhysicalBatch
 from .randomness import seeded_global_generators
@@ -93,20 +94,38 @@ def drawn_for_all_rows(
     Args:
         loss, given, losses, seed: As in :func:`refuse_losses_of_other_rows`.
         known: Modules whose numbers are the same in all batches of a draw.
+
+    Raises:
+        SelfCheckError: some rows share numbers, and others do not.
     """
+    size, drawn_for = len(losses), dict[int | None, Drawn]()
 
     def draw(rows: slice, number: int) -> Drawn:
         with torch.no_grad(), seeded_global_generators([seed, number], losses.device), watched_draws() as drawn:
-            loss(*_with_rows(given, len(losses), rows))
-            return drawn()
+            loss(*_with_rows(given, size, rows))
+            found = drawn()
+        drawn_for.setdefault(rows.stop if rows.start is None else None, found)
+        return found
 
+    def run() -> list[torch.Tensor]:
+        with torch.no_grad(), seeded_global_generators([seed, 0], losses.device):
+            return [loss(*_with_rows(given, size, slice(size)))]
+
+    def moved(own: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
+        return ~torch.isclose(own[0], others[0], rtol=1e-3, atol=1e-6, equal_nan=True).view(size, -1).all(1).cpu()
+
+    found, are_some = [], False
     try:
-        found = for_all_rows(draw, len(losses), known) if len(losses) > 1 else []
+        found = for_all_rows(draw, size, known) if size > 1 else []
+        if not found and (of_half := drawn_for.get(size // 2)) is not None:
+            found, are_some = shares_numbers(run, moved, size, of_half.by_torch, known)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         logger.info("whose numbers a loss draws was not looked at: %s: %s", type(error).__name__, error)
         return []
+    if are_some:
+        refuse_numbers_of_some_rows("the loss")
     names = (x if isinstance(x, str) else "the loss" if x is None else type(x).__name__ for x in found)
     return [*dict.fromkeys(names)]
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from .clipping.checks.shared_numbers import Call, Drawn, called_alike, watched_draws
 from .ragged import bag_columns, is_ragged, unpacked_sequence, with_rows_for_bags
 from .randomness import generators_apart
 from .rows import Collate, copied, leaves, same_numbers, size_of
@@ -102,9 +103,17 @@ def _refuse_mixed(collate: Collate, whole: list[Any], reseed: Callable[[str], No
     if not drew:
         edits += [([last, *between, last], len(whole) - 1), ([last] * len(whole), 1)]
     edited = [(made(part), stay) for part, stay in edits]
+    of_others = [part for part, _ in edited]
+    if drew:
+        same_size = [x for x in whole[1:] if size_of(x) == size_of(first)]
+        made(whole)
+        states, part = generators_apart(), made([(same_size or whole)[-1], *between, last])
+        of_others.append(part)
+        if same_size and generators_apart() == states:  # so that the numbers of later rows are the same ones
+            edited.append((part, len(whole) - 1))
     not_drawn = {name for name, x in batch.items() if same_numbers(x, with_other_numbers.get(name, x))}
     for_all = _for_all_rows(batch, without_first, not_drawn - rows_in.keys() - _in_lists(batch, len(whole)))
-    if changed := next((name for part, _ in edited for name in for_all if _is_another(name, batch, part)), None):
+    if changed := next((name for part in of_others for name in for_all if _is_another(name, batch, part)), None):
         raise ValueError(
             f"'{changed}', which the {who} gives for the whole batch and not for each row, is another one when an "
             "example of the batch is replaced (a mean, a scale, weights of classes, a number of tokens). All rows "
@@ -162,7 +171,8 @@ def _refuse_shared_rows(
 
 def drawn_for_all_rows(collate: Collate, example: Any, reseed: Callable[[str], None]) -> str | None:
     """Return the name of a column in which the rows of a batch share random numbers: copies of one example are always
-    alike in a batch, and others in another one. None if there is none."""
+    alike in a batch, and others in another one; or the generator of which some are drawn for all rows, and some for
+    each. None if there is none."""
 
     def made(number: int) -> dict[str, torch.Tensor]:
         reseed(f"mixing, coin {number}")
@@ -174,7 +184,18 @@ def drawn_for_all_rows(collate: Collate, example: Any, reseed: Callable[[str], N
         rows = [row for x in columns if (row := _row_of_all(x, _COPIES)) is not None]
         if len(rows) == _COINS and any(not same_numbers(row, rows[0]) for row in rows[1:]):
             return name
-    return None
+
+    def draw(rows: slice, seed: int) -> Drawn:
+        reseed(f"mixing, coin {seed}")
+        with watched_draws() as drawn:
+            collate([copied(example) for _ in range(_COPIES)[rows]])
+            return drawn()
+
+    def calls_of(drawn: Drawn) -> dict[Call, int]:
+        return {**drawn.calls, **{("torch", "", shape): len(drew) for shape, drew in drawn.by_torch.items()}}
+
+    called = called_alike(draw, _COPIES, None, calls_of)
+    return called[0][0] if called else None
 
 
 def refuse_drawn_for_all_rows(name: str) -> None:
@@ -347,8 +368,8 @@ def _same_rows(x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _tensors(batch: Any) -> dict[str, torch.Tensor]:
-    """The tensors and numbers of a batch, and its lists of numbers and words. A list is one that default_collate makes
-    of tuples, or has a row for each example."""
+    """The tensors, numbers and words of a batch, its lists of them, and those that objects in it hold. A list is one
+    that default_collate makes of tuples, or has a row for each example."""
     columns = _as_batch(batch) if isinstance(batch, list) else {}
     batch = (
         {"batch": batch}
@@ -359,10 +380,27 @@ def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     )
     batch = tree_map(unpacked_sequence, batch, is_leaf=is_ragged)
     found = leaves(tree_map(_as_column, batch, is_leaf=lambda x: x is not batch and _is_plain(x)))
-    return columns | {name: _as_tensor(x) for name, x in found if isinstance(x, (torch.Tensor, numbers.Real))}
+    return columns | {name: _as_tensor(x) for each in found for name, x in _opened(*each) if isinstance(x, _NUMBERS)}
+
+
+_NUMBERS = (torch.Tensor, numbers.Complex, str, bytes)
+_DEPTH = 3  # of objects in objects that are looked into
+
+
+def _opened(name: str, x: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """It, or what an object of a class of the user's holds."""
+    if isinstance(x, (*_NUMBERS, torch.nn.Module)) or not hasattr(x, "__dict__") or depth == _DEPTH:
+        yield name, x
+        return
+    for part, y in leaves(x):
+        yield from _opened(f"{name}/{part}", y, depth + 1)
 
 
 def _as_tensor(x: Any) -> torch.Tensor:
+    if isinstance(x, (str, bytes)):
+        return torch.tensor(hash(x))
+    if isinstance(x, torch.Tensor) and x.layout != torch.strided and not x.is_nested:
+        return x.to_dense()
     is_long = isinstance(x, int) and abs(x) >= 2**63
     return torch.as_tensor(float(x) if is_long else x)
 

@@ -30,7 +30,7 @@ class NoisedShare:
         # the ranks of a tensor-parallel group work on the same examples, of which one counts them
         self._counts = not clipper.parallel or clipper.parallel.mesh.get_local_rank() == 0
         self._noise = GaussianNoise(secure=secure, entropy=None if dp_seed is None else [dp_seed, _STREAM])
-        self._sum = torch.zeros(1, device=clipper.device)
+        self._sum = torch.zeros(1, dtype=torch.float32, device=clipper.device)
 
     def begin_draw(self) -> None:
         """Forget what was counted of the draw before."""

@@ -296,6 +296,51 @@ def _size_of_column(x: Any) -> int:
     return len(x) if hasattr(x, "__len__") else 1
 
 
+def filled_columns(example: Any) -> frozenset:
+    """The columns of an example that hold something."""
+    columns = (
+        example.items()
+        if isinstance(example, Mapping)
+        else enumerate(example if isinstance(example, (tuple, list)) else [example])
+    )
+    return frozenset(name for name, x in columns if x is not None and _size_of_column(x))
+
+
+def columns_of(batch: Any, size: int) -> frozenset[tuple[str, str]] | None:
+    """The names and types of what a batch of ``size`` rows holds; None for a list that may be one of columns, or of
+    rows. Places in other lists, which may have an entry for each row, are no names."""
+    may_be_rows = isinstance(batch, list) and len(batch) == size
+    if may_be_rows and not all(isinstance(x, torch.Tensor) and x.dim() and len(x) == size for x in batch):
+        return None
+    is_named = isinstance(batch, (list, tuple))
+
+    def name_of(path: list[str]) -> str:
+        return "/".join(part for i, part in enumerate(path) if not part.isdigit() or (i == 0 and is_named))
+
+    def type_of(x: Any) -> str:
+        return str(x.dtype) if isinstance(x, torch.Tensor) and x.numel() else ""  # that of no numbers says nothing
+
+    return frozenset((name_of(name.split("/")), type_of(x)) for name, x in leaves(batch) if x is not None)
+
+
+def refuse_other_columns(
+    columns: frozenset[tuple[str, str]] | None, others: frozenset[tuple[str, str]] | None
+) -> None:
+    """Raise ValueError unless a batch has the same columns, of the same types, as one of other examples, as far as
+    both are known."""
+    if columns is None or others is None:
+        return
+    if differing := sorted(columns ^ others):
+        name = differing[0][0]
+        what = "of what type" if {name} <= dict(columns).keys() & dict(others).keys() else "whether"
+        raise ValueError(
+            f"{what} '{name}' is in a batch depends on what examples are in it: the collator returns it where some "
+            "example has one, or needs one, or as the first of them has it. So each example has a say in what is "
+            "computed for the others, beyond the clipping bound. Return it in every batch alike, with a constant for "
+            "examples that have none, or take physical batches of one row."
+        )
+
+
 def mask_of(batch: Any) -> torch.Tensor | None:
     """(B, T) bool: which positions are not padding, as the batch itself says."""
     found = dict(leaves(batch)).get("attention_mask") if isinstance(batch, Mapping) else None
@@ -352,6 +397,8 @@ def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: C
                 place = follows_mask.place
                 if bool(place[1].all()):  # of random rows that happen to be as long
                     continue
+                if not is_random and not _holds_the_same(*both, *place):
+                    place = None
             else:
                 place = _found_again(*both, row)
         if place is None:
@@ -359,6 +406,9 @@ def paddings_by_others(batch: Any, size: int, row: int, example: Any, collate: C
         else:
             columns.setdefault((place[0], *place[1].tolist()), {})[name] = (*lengths,)
     known = {(len(own), sum(own)) for _, *own in columns}
+    for name, x in () if is_random else leaves(batch):
+        if _beside(x, alone.get(name), size) is None:
+            _require_beginning(name, x, alone.get(name), known)
     for name, x, y, lengths in others:
         if len(lengths) == 1 or not known.issuperset(lengths.values()):  # no mask of pairs of positions
             raise ValueError(
@@ -423,6 +473,36 @@ def _beside(x: Any, alone: Any, size: int) -> tuple[torch.Tensor, torch.Tensor] 
         return None
     dim = next((d for d in (0, 1) if x.shape[d] == size and alone.shape[d] == 2), None)
     return None if dim is None else (x.movedim(dim, 0), alone.movedim(dim, 0))
+
+
+def _require_beginning(name: str, x: Any, alone: Any, lengths: Collection[tuple[int, int]]) -> None:
+    """Raise ValueError if a column without rows, as long as the longest row, does not begin, or end, with what it is
+    for a row ``alone``.
+
+    Args:
+        lengths: How long columns with rows are in the batch, and where that row is alone.
+    """
+    if not (isinstance(x, torch.Tensor) and isinstance(alone, torch.Tensor) and x.dim() == alone.dim()):
+        return
+    pairs = [*zip(x.shape, alone.shape, strict=True)]
+    if x.shape == alone.shape or not all(n == own or (n, own) in lengths for n, own in pairs):
+        return
+    first, last = (tuple(slice(own) for own in alone.shape), tuple(slice(n - own, n) for n, own in pairs))
+    if not any(same_numbers(x[part], alone) for part in (first, last)):
+        raise ValueError(
+            f"'{name}', which the collator gives for the whole batch, holds other numbers where the longest row is a "
+            "longer one, and not more of them: all rows would be computed with what one of them decides, beyond the "
+            "clipping bound. Compute it for each row by itself, from its own length."
+        )
+
+
+def _holds_the_same(x: torch.Tensor, alone: torch.Tensor, row: int, own_t: torch.Tensor) -> bool:
+    """Whether a row of a column holds at these positions the numbers that it has ``alone``, where it has as many."""
+    dim = next(d for d in range(1, alone.dim()) if x.shape[d] != alone.shape[d])
+    if (len(own_t), int(own_t.sum())) != (x.shape[dim], alone.shape[dim]):
+        return True
+    own = own_t.nonzero().flatten().to(x.device)
+    return same_numbers(x[row].index_select(dim - 1, own), alone[0])
 
 
 def _found_again(x: torch.Tensor, alone: torch.Tensor, row: int) -> tuple[int, torch.Tensor] | None:

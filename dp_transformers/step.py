@@ -471,11 +471,12 @@ def _refuse_numbers_for_all_rows(names: Sequence[str]) -> None:
     others = f" and {len(names) - 3} more" if len(names) > 3 else ""
     raise ValueError(
         f"the model draws random numbers that all rows of a physical batch share ({', '.join(names[:3])}{others}), or "
-        "its loss does: a coin that leaves a layer out (layerdrop), one dropout mask for every row, noise on a "
-        "weight, one temperature. This draw has several physical batches, here or with other processes, and which "
-        "rows share a number depends on the other examples, which clipping does not bound. Set that probability to 0 "
-        "(layerdrop=0.0 in the configuration, p = 0.0 of such a dropout), let the module draw for each row, or let a "
-        "physical batch of one process hold every draw (per_device_train_batch_size, max_physical_batch_size)."
+        "its loss does: a coin that leaves a layer out (layerdrop), a number of masked spans (SpecAugment), one "
+        "dropout mask for every row, noise on a weight, one temperature. This draw has several physical batches, here "
+        "or with other processes, and which rows share a number depends on the other examples, which clipping does "
+        "not bound. Set that probability to 0 (layerdrop=0.0 and mask_time_prob=0.0 in the configuration, p = 0.0 of "
+        "such a dropout), let the module draw for each row, or let a physical batch of one process hold every draw "
+        "(per_device_train_batch_size, max_physical_batch_size)."
     )
 
 

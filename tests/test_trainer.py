@@ -39,6 +39,7 @@ from transformers import (
     XLNetForSequenceClassification,
     set_seed,
 )
+from transformers.optimization import GreedyLR
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
 from dp_transformers.checkpoint import STATE_NAME
@@ -369,6 +370,7 @@ FOLLOWS = [  # arguments, callbacks, and what follows the metrics of evaluation
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, [], "the learning rate"),
     ({"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}, [], "the best checkpoint"),
     ({"save_strategy": "best", "save_steps": 1}, [], "which checkpoints are kept"),
+    ({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}, [], "which checkpoints are kept"),
     ({}, [STOPS], "when training stops"),
 ]
 
@@ -387,6 +389,16 @@ def test_training_rows_choose_nothing_without_noise(tmp_path, changes, callbacks
     options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss", **changes}
     trainer = trainer_for(tmp_path, data=data, callbacks=callbacks, eval_data=inside(data), **options)
     with pytest.raises(ValueError, match=rf"the training rows would choose .*{what}.*Evaluate on other rows"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("make", [torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR])
+def test_training_rows_choose_no_learning_rate_of_a_scheduler_that_is_handed_over(tmp_path, make):
+    data, model = dataset(), build("bert")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, metric_for_best_model="eval_loss")
+    trainer = DPTrainer(model, args, collate, data, data, optimizers=(optimizer, make(optimizer)))
+    with pytest.raises(ValueError, match=rf"the training rows would choose the learning rate \({make.__name__}\)"):
         trainer.train()
 
 

@@ -287,10 +287,15 @@ class _Functions(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> torch.Tensor | None:
-        """The output of the layer; None where ``weight`` is no copy, or the layer would be refused."""
+        """The output of the layer; None where the layer would be refused, or where ``weight`` is no copy and has no
+        padding. Where it has, vmap (torch 2.13) leaves out the gradient of that id for the first example alone."""
         if max_norm is not None or scale_grad_by_freq or sparse:
             return None
-        return self._layer(input, [weight], _embedding_layer, padding_idx)
+        found = self._layer(input, [weight], _embedding_layer, padding_idx)
+        if found is not None or padding_idx is None:
+            return found
+        found = functional.embedding(input, weight)
+        return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), found.detach(), found)
 
     def _linear(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None

@@ -512,7 +512,8 @@ class PerExampleClipper:
         """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""
         if forward.calls:
             looks = looks_at_calls(self._engine, forward, self._model_looks.number)
-            self._drawn_for_all_rows = list(dict.fromkeys(self._drawn_for_all_rows + draw_for_all_rows(looks)))
+            drawn = draw_for_all_rows(self._engine, looks)
+            self._drawn_for_all_rows = list(dict.fromkeys(self._drawn_for_all_rows + drawn))
             require_same_beside_others(self._engine, looks, losses)
 
 

@@ -59,7 +59,7 @@ def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:
         return FlatClipping(float(bound))
     if isinstance(clipping, GroupedClipping):
         return clipping  # whose groups are looked at when they are made
-    norms_b = torch.cat((torch.zeros(1), torch.logspace(-12, 12, 4801)))
+    norms_b = torch.cat((torch.zeros(1, dtype=torch.float32), torch.logspace(-12, 12, 4801, dtype=torch.float32)))
     coef_b = clipping.coefficients(norms_b)
     if coef_b.shape != norms_b.shape or not bool(
         ((coef_b >= 0) & (coef_b * norms_b <= bound * (1 + 1e-5)) & coef_b.isfinite()).all()

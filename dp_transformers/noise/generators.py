@@ -150,7 +150,7 @@ def standard_normal(bits: Bits, count: int) -> torch.Tensor:
     A pair of them, r·cos θ and r·sin θ, takes r = √(-2 log u) from 64 random bits, so tails reach to 9.4, and θ from
     32 others. Both are rounded to the 24 bits of float32. In chunks that stay in the processor's cache.
     """
-    numbers = torch.empty(count)
+    numbers = torch.empty(count, dtype=torch.float32)
     for chunk in numbers.split(_CHUNK) if count else ():
         pairs = (len(chunk) + 1) // 2
         random = bits(pairs + (pairs + 1) // 2)
@@ -163,7 +163,7 @@ def standard_normal(bits: Bits, count: int) -> torch.Tensor:
 
 def summed_normal(bits: Bits, count: int) -> torch.Tensor:
     """(count,) float32: independent N(0, 1) numbers, each of several draws of :func:`standard_normal`."""
-    numbers = torch.zeros(count)
+    numbers = torch.zeros(count, dtype=torch.float32)
     for chunk in numbers.split(_CHUNK) if count else ():
         for _ in range(_SUMMED):
             chunk += standard_normal(bits, len(chunk))

@@ -281,7 +281,10 @@ class DPTrainerMixin(Base):
     def _chosen_by_evaluation(self) -> list[str]:
         """What of the training follows the metrics of evaluation, in words."""
         stops = any(isinstance(each, EarlyStoppingCallback) for each in self.callback_handler.callbacks)
-        return [*_choices(self.args), *(["when training stops (EarlyStoppingCallback)"] if stops else [])]
+        return [
+            *_choices(self.args, self.lr_scheduler),
+            *(["when training stops (EarlyStoppingCallback)"] if stops else []),
+        ]
 
     def _say(self, text: str) -> None:
         """Show a sentence once, on rank 0, also in scripts that configure no logging."""
@@ -589,13 +592,22 @@ def _evaluates_on(train_dataset: Any, eval_dataset: Any, metric: str | None = No
     return any(have_rows_in_common(train_dataset, several[name]) for name in of_metric or several)
 
 
-def _choices(args: DPTrainingArguments) -> list[str]:
-    """What of a training with these arguments follows the metrics of evaluation, in words."""
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+_FOLLOW_METRICS = {"ReduceLROnPlateau", "GreedyLR"}  # schedulers that Trainer steps with a metric
+
+
+def _choices(args: DPTrainingArguments, scheduler: Any = None) -> list[str]:
+    """What of a training with these arguments, and with a scheduler that was handed over, follows the metrics of
+    evaluation, in words."""
+    schedule, saves = (str(getattr(x, "value", x)) for x in (args.lr_scheduler_type, args.save_strategy))
+    own = next((cls.__name__ for cls in type(scheduler).__mro__ if cls.__name__ in _FOLLOW_METRICS), None)
+    keeps_best = args.metric_for_best_model is not None and args.save_total_limit is not None and saves != "no"
     choices = {
         "the best checkpoint (load_best_model_at_end)": args.load_best_model_at_end,
-        'which checkpoints are kept (save_strategy="best")': str(getattr(args.save_strategy, "value", "")) == "best",
+        'which checkpoints are kept (save_strategy="best")': saves == "best",
+        "which checkpoints are kept (metric_for_best_model with save_total_limit)": keeps_best
+        and not args.load_best_model_at_end,
         f"the learning rate (lr_scheduler_type={schedule!r})": schedule in ("reduce_lr_on_plateau", "greedy"),
+        f"the learning rate ({own})": own is not None,
     }
     return [what for what, follows in choices.items() if follows]
 

@@ -786,3 +786,28 @@ def test_operations_that_torch_cannot_vectorise_are_no_cause_for_a_warning(recwa
     assert not recwarn
     with pytest.warns(UserWarning, match="performance drop"):  # of the user's own
         torch.func.vmap(lambda x: torch._weight_norm(x, x[:, :1], 0))(x)
+
+
+class AdaptedWords(nn.Module):
+    """Words with the transposed tables of an adapter, and an id of theirs that learns nothing, as peft adapts them."""
+
+    def __init__(self, padding_idx):
+        super().__init__()
+        self.words, self.padding_idx = nn.Embedding(9, D, padding_idx=padding_idx).requires_grad_(False), padding_idx
+        self.a, self.b = nn.Parameter(torch.randn(2, 9)), nn.Parameter(torch.randn(D, 2))
+
+    def forward(self, ids):
+        lookup = nn.functional.embedding(ids, self.a.T, self.padding_idx)
+        return self.words(ids) + lookup @ self.b.T
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("padding_idx", [0, -2, None])
+def test_the_padding_id_of_a_transposed_table_learns_nothing_in_any_row(padding_idx, mode):
+    """vmap itself leaves its gradient out for the first row alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(AdaptedWords(padding_idx), nn.Flatten(), nn.Linear(5 * D, 3))
+    ids = torch.randint(0, 9, (4, 5))
+    ids[:, 1:3] = 0
+    ids[:, 3] = 7
+    check(model, ids, mode=mode)

@@ -20,6 +20,7 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
 from ..recorded_call import ForwardPass, ModelCall
+from .redrawn_numbers import refuse_numbers_of_some_rows, shares_numbers
 from .reference import TOLERANCE
 from .shared_numbers import Drawn, for_all_rows, watched_draws
 from .spread_numbers import spread_numbers
@@ -73,15 +74,23 @@ def require_same_beside_others(engine: ClippingEngine, looks: Sequence[Look], lo
             )
 
 
-def draw_for_all_rows(looks: Sequence[Look]) -> list[str]:
+def draw_for_all_rows(engine: ClippingEngine, looks: Sequence[Look]) -> list[str]:
     """Return which modules, or generators, draw random numbers that all rows share (:mod:`.shared_numbers`), where the
-    model is run again on what it was called with."""
+    model is run again on what it was called with.
+
+    Raises:
+        SelfCheckError: some rows share numbers, and others do not.
+    """
     found: list[str] = []
     for look in looks:
         try:
             found += look.draw_for_all_rows()
         except Exception as error:  # as of the looks above
             logger.info("it was not looked at which numbers rows share: %s: %s", type(error).__name__, error)
+        if look.shares_some:
+            engine.trainable.drop_gradients()
+            engine.forget()
+            refuse_numbers_of_some_rows(look.where)
     return found
 
 
@@ -95,6 +104,7 @@ class Look:
         self._evaluates = not engine.model.training
         self._own: list[torch.Tensor] | None = None  # once the model ran on the rows as they were
         self.where = type(engine.model).__name__
+        self.shares_some = False  # whether some rows are found to share random numbers, and others not
 
     def _halves(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Which rows stay, and which row is in each place. Neighbours are, so that what is sorted stays sorted."""
@@ -107,6 +117,8 @@ class Look:
         if self._evaluates:
             return []
 
+        drawn_for = dict[int | None, Drawn]()
+
         def draw(rows: slice, seed: int) -> Drawn:
             args, kwargs = self._with_rows(torch.arange(self._size)[rows], spares_squares=False)
             with torch.no_grad(), self._as_it_was(seed), watched_draws() as drawn:
@@ -115,11 +127,29 @@ class Look:
                 found, drew_none = drawn(), same_global_state(before, global_state(device))
             if rows == slice(self._size) and drew_none and not found.by_torch:
                 self._own = self._sampled(output)  # as any other run would find it
+            drawn_for.setdefault(rows.stop if rows.start is None else None, found)
             return found
 
         device, known = self._engine.trainable.device, self._engine.dropouts_for_all_rows
         names = {module: name or "the model itself" for name, module in self._engine.model.named_modules()}
-        return [x if isinstance(x, str) else names.get(x, "the model") for x in for_all_rows(draw, self._size, known)]
+        found = for_all_rows(draw, self._size, known)
+        if not found and (of_half := drawn_for.get(self._size // 2)) is not None:
+            found, self.shares_some = shares_numbers(
+                self._as_trained, self._moved_rows, self._size, of_half.by_torch, known
+            )
+        return [x if isinstance(x, str) else names.get(x, "the model") for x in found]
+
+    @torch.no_grad()
+    def _as_trained(self) -> list[torch.Tensor]:
+        """The outputs with the random numbers of training."""
+        args, kwargs = self._with_rows(torch.arange(self._size), spares_squares=False)
+        with self._as_it_was():
+            return self._sampled(self._engine.model(*args, **kwargs))
+
+    def _moved_rows(self, own: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
+        """(B,) bool, for which rows some output is another one."""
+        changes = self._changes(others, torch.arange(self._size), own=own)
+        return torch.stack([torch.zeros(self._size, dtype=torch.bool), *(each.cpu() for each in changes)]).any(0)
 
     def finds(self) -> bool:
         """Whether some row that stays is moved by what is beside it."""
@@ -168,18 +198,22 @@ class Look:
         ]
 
     def _changes(
-        self, found: list[torch.Tensor], kept: torch.Tensor, used: Sequence[torch.Tensor | None] | None = None
+        self,
+        found: list[torch.Tensor],
+        kept: torch.Tensor,
+        used: Sequence[torch.Tensor | None] | None = None,
+        own: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        changes = []
-        for own, other, mask in zip(self._own or [], found, used or [None] * len(found), strict=True):
-            if own.shape != other.shape:  # as long as the longest row
+        changes, before = [], (self._own or []) if own is None else own
+        for given, other, mask in zip(before, found, used or [None] * len(found), strict=True):
+            if given.shape != other.shape:  # as long as the longest row
                 continue
-            kept = kept.to(own.device)
-            own_b, other_b = own[kept], other[kept]
+            kept = kept.to(given.device)
+            own_b, other_b = given[kept], other[kept]
             differs = ~equal_or_nan(own_b, other_b)
             differs = differs if mask is None else differs & mask[kept]
             change_b = torch.where(differs, other_b - own_b, 0.0).norm(dim=1)
-            length_b = own.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm(dim=1)
+            length_b = given.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm(dim=1)
             scale_b = length_b[kept].clamp(min=_LEAST * float(length_b.max())).clamp(min=1e-12)
             changes.append(~(change_b <= self._tolerance * scale_b))
         return changes

@@ -57,7 +57,8 @@ def check_padding(
         engine: Attached to the model as it trains; the model was checked.
         args: Positional arguments of the model, tensors with the batch first. Those that have T in a later dimension
             are cut to the example's own positions; where they are padding, they keep the numbers they have.
-        kwargs: Keyword arguments likewise. Lengths, integers of shape (B,), stay true.
+        kwargs: Keyword arguments likewise. Lengths, integers of shape (B,), stay true, and so does T where it is given
+            as one number for all rows.
         own_bt: (B, T), or (B, ..., T), of which one is enough: which positions are each example's own, as a mask says
             or lengths do.
         loss_function: As of :func:`check_model`; default: a random linear function of every output at the example's
@@ -258,11 +259,14 @@ def _with_and_without_padding(
         return drawn
 
     def own_positions(path: tuple, given: Any, x: Any) -> Any:
+        if _is_number(given, length):  # the longest row decides it, as it does the padding
+            return own_t.sum().to(x) if isinstance(x, torch.Tensor) else int(own_t.sum())
         if not isinstance(given, torch.Tensor) or not given.dim():
             return x
         if is_of_lengths(path, given):
             return x.where(x != length, own_t.sum().to(x))
-        for dim in position_dims(path, given):
+        of_all = [0] if given.dim() == 1 and len(given) == length != size else []  # one row for all of them
+        for dim in [*of_all, *position_dims(path, given)]:
             x = x.index_select(dim, own_t.nonzero().flatten().to(x.device))
         return x
 
@@ -271,6 +275,13 @@ def _with_and_without_padding(
     drawn = synthetic_inputs(model, args, kwargs, 1, table_of=tables_of_ids(engine, losses_of, args, kwargs))
     padded = tree_map_with_path(in_place, given, drawn)
     return padded, tree_map_with_path(own_positions, given, padded)
+
+
+def _is_number(x: Any, length: int) -> bool:
+    """Whether it is a whole number for all rows together, and this one."""
+    if isinstance(x, torch.Tensor):
+        return not x.dim() and not x.is_floating_point() and x.dtype != torch.bool and int(x) == length
+    return isinstance(x, int) and not isinstance(x, bool) and x == length
 
 
 def _own_output_loss(engine: ClippingEngine, padded: tuple, alone: tuple, own_t: torch.Tensor) -> LossFunction:

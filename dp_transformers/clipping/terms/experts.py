@@ -48,7 +48,7 @@ class Routed:
         little more.
         """
         b = len(self.ids)
-        norm_sq_b = torch.zeros(b, device=self.left.device)
+        norm_sq_b = torch.zeros(b, dtype=torch.float32, device=self.left.device)
         pair_of_slot = (self.ids + torch.arange(b, device=self.ids.device)[:, None] * self.num_experts).flatten()
         pairs, order = pair_of_slot.sort()
         pairs, sizes = pairs.unique_consecutive(return_counts=True)

@@ -1,6 +1,8 @@
 """Random numbers that all rows of a physical batch share: refused in both loops where a draw has several batches."""
 
+import contextlib
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from transformers import (
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.clipping.checks.shared_numbers import for_all_rows, watched_draws
+from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.step import PrivateStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
@@ -55,12 +58,44 @@ SHARED = {
     "noise on a weight": (lambda m, h: h + h @ torch.randn(6, 6) * 0.1, "the model itself"),
     "one vector, beside dropout": (lambda m, h: F.dropout(h, 0.1) + torch.randn(6), "the model itself"),
 }
+
+
+def beside_own(m, h):
+    np.random.rand(len(h))
+    return h if np.random.rand() < 0.5 else h * 2
+
+
+def as_spec_augment(m, h):
+    """One number for all rows, and then some for each row, as transformers' audio models mask spans."""
+    shared = np.random.rand(1).item()
+    spans = [np.random.choice(np.arange(6), 2, replace=False) for _ in h]
+    return h * (1 + shared * torch.tensor(np.array(spans)).float().mean(1, keepdim=True))
+
+
+SHARED |= {
+    "a coin beside the rows' own": (beside_own, "numpy.random"),
+    "a number beside the rows' own spans": (as_spec_augment, "numpy.random"),
+    "a coin of Python beside coins": (lambda m, h: h * python_coins(len(h) + 1)[0], "Python's random"),
+    "the first row's number": (lambda m, h: h * torch.rand(len(h))[0], "the model itself"),
+    "the first row's noise": (lambda m, h: h + torch.randn_like(h)[:1], "the model itself"),
+    "a mean of the rows' own": (lambda m, h: h * torch.rand(len(h), 1).mean(), "the model itself"),
+}
 OWN = {
     "dropout": lambda m, h: F.dropout(h, 0.5),
     "a mask for each row": lambda m, h: h * torch.bernoulli(torch.full((len(h), 1), 0.5)),
     "noise": lambda m, h: h + torch.randn_like(h),
     "flattened": lambda m, h: F.dropout(h.flatten(), 0.5).view_as(h),
     "coins of Python": lambda m, h: h * python_coins(len(h)),
+    "one row after the other": lambda m, h: h * torch.stack([torch.rand(1) for _ in h]),
+    "spans, one row after the other": lambda m, h: (
+        h * torch.tensor([[float(np.random.choice(np.arange(6), 2, replace=False).sum())] for _ in h])
+    ),
+    "as many for each as there are rows": lambda m, h: torch.einsum(
+        "bi,bij->bj", h[:, :4], F.dropout(torch.ones(len(h) * 4, 6), 0.5).view(-1, 4, 6)[..., :6]
+    ),
+    "noise as wide as there are rows": lambda m, h: (
+        h + F.dropout(torch.ones(len(h) * 6, 4), 0.5).view(-1, 6, 4).sum(2)
+    ),
     "a seed of its own": lambda m, h: h * np.random.RandomState(0).rand() + 0 * _seeded_anew(),
     "nothing": lambda m, h: h.tanh(),
 }
@@ -104,6 +139,66 @@ def test_a_batch_that_is_the_whole_draw_may_share_them(drawn, loop):
 @pytest.mark.parametrize("drawn", OWN)
 def test_numbers_of_the_rows_own_are_taken(drawn, loop):
     train(loop, task(OWN[drawn], physical=4))
+
+
+def antithetic(m, h):
+    half = torch.rand(len(h) // 2 + 1, 1)
+    return h * torch.cat([half, 1 - half])[: len(h)]
+
+
+def antithetic_steps(m, h):
+    half = torch.randint(0, 1000, (len(h) // 2 + 1, 1))
+    return h * torch.cat([half, 999 - half])[: len(h)] / 999
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("physical", [4, 16])
+@pytest.mark.parametrize("change", [antithetic, antithetic_steps])
+def test_numbers_of_two_rows_are_refused_whatever_the_draw_has(change, physical, loop):
+    with pytest.raises(SelfCheckError, match="one is taken for several rows of the batch, and not for all"):
+        train(loop, task(change, physical=physical))
+
+
+@pytest.mark.parametrize(
+    ("steps_of", "error"),
+    [
+        (lambda n: torch.rand(n), None),
+        (lambda n: torch.cat([torch.rand(1) for _ in range(n)]), None),
+        (lambda n: torch.rand(n)[:1].expand(n), "all rows of a physical batch share"),
+    ],
+    ids=["of rows", "one row after the other", "the first row's"],
+)
+def test_numbers_that_a_loss_draws_before_the_model(steps_of, error):
+    """f(model, inputs), as a diffusion loss."""
+
+    def loss(model, inputs):
+        steps = steps_of(len(inputs["x"])) if model.training else torch.full((len(inputs["x"]),), 0.9)
+        return model(inputs["x"] * steps[:, None]).square().sum(1)
+
+    given = Task(
+        lambda: nn.Sequential(Scores(lambda m, h: h)),
+        [{"x": row["x"]} for row in ROWS],
+        loss=loss,
+        steps=2,
+        physical=4,
+    )
+    with contextlib.nullcontext() if error is None else pytest.raises(ValueError, match=error):
+        train("trainer", given)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("draw", [lambda: np.random.rand(), lambda: random.random(), lambda: float(torch.rand(()))])
+def test_a_collator_that_draws_for_all_rows_beside_each(draw, loop):
+    def collate(rows, shared=True):
+        flip = draw() < 0.5 if shared else False
+        signs = torch.tensor([[1.0 if draw() < 0.5 else -1.0] for _ in rows])
+        x = torch.stack([row["x"] for row in rows]) * signs * (-1 if flip else 1)
+        return {"x": x, "labels": torch.stack([row["labels"] for row in rows])}
+
+    given = task(lambda m, h: h, physical=4, collate=collate)
+    with pytest.raises(ValueError, match="the collator draws random numbers that all rows of a batch share"):
+        train(loop, given)
+    train(loop, task(lambda m, h: h, physical=4, collate=partial(collate, shared=False)))
 
 
 MASKS = []  # what a model keeps is put back
