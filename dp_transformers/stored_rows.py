@@ -1,22 +1,23 @@
-"""Which stored row stands behind an index of a data set, told by where it lies and without reading it.
+"""Which stored row stands behind an index of a data set, told by where it lies and without making it.
 
 Data sets are often views: one index after another may stand for a row of another data set, or for the same row again.
 Here a row has a name, a pair of numbers (base, row), which two indices share if and only if one stored row stands
 behind both. Looked through are ``Subset`` and ``ConcatDataset`` of torch, lists and tuples of objects, and
-``datasets.Dataset``, whose rows are named by where the memory, or the file, of their table holds them. In any other
-data set each index is a row of its own, and so is what ``map`` or a copy wrote anew. Of those that come together in a
+``datasets.Dataset``, whose rows are named by where the memory, or the file, of their table holds their columns: any of
+them tells the row, so a view with fewer columns, or with new ones beside them, has the same rows. In any other data
+set each index is a row of its own, and so is what ``map`` or a copy wrote anew. Of those that come together in a
 draw it is seen when they are loaded that they are one row: :func:`refuse_rows_loaded_from_one`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import count
 from numbers import Number
 from typing import Any
 
@@ -24,15 +25,29 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-Bases = defaultdict[Hashable, int]  # the number of each base, given when it is first asked for
 _MAY_BE_SHARED = (str, bytes, Number, np.generic, Enum, type(None))  # Python may keep equal ones as one object
+
+
+class Bases(defaultdict[Hashable, int]):
+    """The number of each base, given when it is first asked for, and what is known of the memory of tables.
+
+    Attributes:
+        columns: the pieces of memory, by their numbers, that the columns of each base lie in, and by how many rows the
+            row of a piece is behind the row of a name.
+        parts: the arrays that lie in each piece of memory, by their offset and length.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(itertools.count().__next__)
+        self.columns: dict[int, dict[int, int]] = {}
+        self.parts: defaultdict[int, dict[tuple[int, int], Any]] = defaultdict(dict)
 
 
 def most_frequent_row(dataset: Any) -> tuple[int, int]:
     """Return the first index of the stored row that is there most often, and how often that is; (0, 0) where the data
     set has no rows, or no length."""
-    names = _names(dataset, _bases())
-    order, is_same = _sorted(names)
+    bases = Bases()
+    order, is_same = _sorted(_joined(_names(dataset, bases), bases))
     if not len(order):
         return 0, 0
     starts = np.flatnonzero(~np.append(False, is_same))
@@ -42,9 +57,9 @@ def most_frequent_row(dataset: Any) -> tuple[int, int]:
 
 def have_rows_in_common(first: Any, second: Any) -> bool:
     """Whether some stored row is in both data sets. One without a length has none."""
-    bases = _bases()
+    bases = Bases()
     names, others = _names(first, bases), _names(second, bases)
-    order, is_same = _sorted(np.concatenate([names, others], axis=1))
+    order, is_same = _sorted(_joined(np.concatenate([names, others], axis=1), bases))
     is_other = order >= names.shape[1]
     return bool((is_same & (is_other[1:] != is_other[:-1])).any())
 
@@ -112,10 +127,6 @@ def _place_of_numbers(x: Any) -> Hashable | None:
     if type(x) is torch.Tensor:
         return (x.data_ptr(), len(x) if x.dim() else 1) if x.layout is torch.strided and x.numel() else None
     return (x.__array_interface__["data"][0], x.shape) if isinstance(x, np.ndarray) and x.size else None
-
-
-def _bases() -> Bases:
-    return defaultdict(count().__next__)
 
 
 def _sorted(names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -196,7 +207,9 @@ def _table_class() -> Any:
 
 
 def _names_in_table(dataset: Any, index: np.ndarray, bases: Bases) -> np.ndarray:
-    """Name rows by the memory of the first column that holds something there, and their place in it.
+    """Name rows by the memory of all columns together that hold something there, and their place in it.
+
+    :func:`_joined` then finds the rows that have only some of these columns in common.
 
     Selecting, shuffling, joining and slicing leave that memory as it is.
     """
@@ -205,15 +218,137 @@ def _names_in_table(dataset: Any, index: np.ndarray, bases: Bases) -> np.ndarray
     files, batches = _files(dataset.data), dataset.data.table.to_batches()
     base, offset = np.zeros(len(batches), np.int64), np.zeros(len(batches), np.int64)
     for i, batch in enumerate(batches):
-        column = next((each for each in batch.columns if each.null_count < len(each)), None)
-        if column is None:
-            base[i] = bases["empty batch", id(dataset), i]
+        pieces = _pieces(batch, files, bases)
+        if pieces:
+            _, offset[i] = pieces[0]
+            shifts = tuple((piece, at - int(offset[i])) for piece, at in pieces)
+            base[i] = bases["columns", shifts]
+            bases.columns[int(base[i])] = dict(shifts)
         else:
-            base[i] = bases[tuple(_place(buffer, files) for buffer in column.buffers())]
-            offset[i] = column.offset
+            base[i] = bases["empty batch", id(dataset), i]
     starts = np.cumsum([0, *map(len, batches)])
     at = np.searchsorted(starts, index, side="right") - 1
     return np.stack([base[at], index - starts[at] + offset[at]])
+
+
+def _pieces(batch: Any, files: dict[int, str], bases: Bases) -> list[tuple[int, int]]:
+    """Return the pieces of memory that the columns of a batch lie in, by their numbers, and which row of the piece is
+    the first row of the batch. Of columns in one piece (x[:-1] beside x[1:]) the one that begins first counts."""
+    offsets: dict[int, int] = {}
+    for column in itertools.chain.from_iterable(map(_unpacked, batch.columns)):
+        if (memory := _memory_of_column(column, files)) is not None:
+            piece = bases[memory]
+            offsets[piece] = min(column.offset, offsets.get(piece, column.offset))
+            bases.parts[piece][column.offset, len(column)] = column
+    return sorted(offsets.items())
+
+
+def _unpacked(column: Any) -> Iterator[Any]:
+    """Return the columns that a column of structs consists of, or itself; none where all of its rows are null.
+
+    Of a dictionary the indices count, since the words belong to many rows.
+    """
+    import pyarrow as pa
+
+    if column.null_count == len(column):
+        return
+    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    if isinstance(column, pa.StructArray):
+        for i in range(column.type.num_fields):
+            yield from _unpacked(column.field(i))
+    else:
+        yield column.indices if isinstance(column, pa.DictionaryArray) else column
+
+
+def _memory_of_column(column: Any, files: dict[int, str]) -> Hashable | None:
+    """Return where the values of a column lie; None where they take no memory, as those without a length.
+
+    What columns of other rows may share does not count: here the bits that say which rows are null.
+    """
+    buffers = column.buffers()[1:]
+    if not any(buffer is not None and buffer.size for buffer in buffers):
+        return None
+    begins, inner = [], column
+    while (inner := getattr(inner, "values", None)) is not None:  # of lists, which may begin anywhere in their memory
+        begins.append(inner.offset)
+    return (*(_place(buffer, files) for buffer in buffers), *begins)
+
+
+def _joined(names: np.ndarray, bases: Bases) -> np.ndarray:
+    """Return names which are equal, too, where the rows of tables have only some columns in the same memory, or are
+    both in this way one row with a third."""
+    pieces = _joining_pieces(bases)
+    joined, others = names.copy(), []
+    for layer in range(max(map(len, pieces.values()), default=0)):
+        piece, shift = np.full(len(bases), -1), np.zeros(len(bases), np.int64)
+        for base, its in pieces.items():
+            if layer < len(its):
+                piece[base], shift[base] = its[layer], bases.columns[base][its[layer]]
+        rows = np.flatnonzero(piece[names[0]] >= 0)
+        base, row = names[:, rows]
+        place = np.stack([piece[base], row + shift[base]])
+        if layer:
+            others.append((rows, place))
+        else:
+            joined[:, rows] = place
+    return _linked(joined, others) if others else joined
+
+
+def _joining_pieces(bases: Bases) -> dict[int, list[int]]:
+    """Return for the bases which have a column in the same memory as others the pieces of memory that join their rows,
+    without those that join no more than another one."""
+    found: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    for base, columns in bases.columns.items():
+        for piece, shift in columns.items():
+            found[piece][base] = shift
+    kept: defaultdict[int, list[int]] = defaultdict(list)
+    for piece, shifts in sorted(found.items(), key=lambda each: -len(each[1])):
+        some = next(iter(shifts))
+        is_known = len(shifts) == 1 or any(_is_within(shifts, found[other], some) for other in kept[some])
+        if not is_known and _tells_rows(piece, shifts, bases):
+            for base in shifts:
+                kept[base].append(piece)
+    return kept
+
+
+def _tells_rows(piece: int, shifts: dict[int, int], bases: Bases) -> bool:
+    """Whether those are one row which have this piece of memory in common.
+
+    They are not where all values of the piece are equal, as weights of 1 that two data sets were given, and each has
+    columns which the other has not. Only then values are looked at.
+    """
+    columns = [bases.columns[base] for base in shifts]
+    most = max(columns, key=len)
+    if all(_is_within(each, most, piece) for each in columns):
+        return True
+    parts = [_bits(part) for part in bases.parts[piece].values()]
+    value = parts[0][0]
+    return not all(part[0].equals(value) and part[1:].equals(part[:-1]) for part in parts)
+
+
+def _bits(column: Any) -> Any:
+    """Return a column of floats as integers, of which NaN is equal to itself."""
+    import pyarrow as pa
+
+    return column.view(f"int{column.type.bit_width}") if pa.types.is_floating(column.type) else column
+
+
+def _is_within(some: dict[int, int], more: dict[int, int], start: int) -> bool:
+    """Whether all keys of one dict are in the other, with values as far from that of ``start``."""
+    return all(key in more and more[key] - more[start] == value - some[start] for key, value in some.items())
+
+
+def _linked(names: np.ndarray, others: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Return names of rows, some of which have other names, too: two rows with one name get the same."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    count = names.shape[1]
+    rows = np.concatenate([np.arange(count), *(rows for rows, _ in others)])
+    order, is_same = _sorted(np.concatenate([names, *(place for _, place in others)], axis=1))
+    links = rows[order[:-1][is_same]], rows[order[1:][is_same]]
+    _, linked = connected_components(coo_array((np.ones(len(links[0]), bool), links), (count, count)), directed=False)
+    return np.stack([np.zeros_like(linked), linked])
 
 
 def _files(table: Any) -> dict[int, str]:
