@@ -7,6 +7,7 @@ half-written (or half-deleted) and is never loaded.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -115,6 +116,16 @@ class PrivacyState:
                     f"'{file}' {state}, it was saved with {size} bytes: the checkpoint is not complete.{_WAY_OUT}"
                 )
         return loaded
+
+    def most_steps_beside(self, folder: str | os.PathLike) -> int:
+        """Return the largest number of steps that the ledger held of this run when one of the checkpoints in a folder
+        was saved, whether they are complete or not."""
+        most = 0
+        for path in Path(folder).glob(f"*/{STATE_NAME}"):
+            with contextlib.suppress(OSError, KeyError, TypeError, ValueError):  # of something else, or torn
+                content = json.loads(path.read_text())
+                most = max(most, int(content["ledger_steps"]) if content["run_id"] == self.run_id else 0)
+        return most
 
     @staticmethod
     def facts(folder: str | os.PathLike) -> dict[str, Any]:

@@ -7,30 +7,50 @@ import hashlib
 import operator
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 
 import numpy as np
 
 _WORDS = struct.Struct("<512Q")  # numbers of 64 bits that are made at once
 
 
+_STREAM = 2**37  # bytes that are taken of one key, half of those that it has
+
+
 def chacha20(entropy: Sequence[int]) -> Callable[[bytes], bytes]:
-    """Return what encrypts zeros, as many at a time as are given, to the keystream under a key of 256 bits that is
+    """Return what encrypts zeros, as many at a time as are given, to the keystream under keys of 256 bits that are
     made of ``entropy``.
 
     Raises:
         ImportError: the ``cryptography`` package is missing.
     """
+    streams = _streams(entropy)
+    encrypted, left = next(streams), _STREAM
+
+    def keystream(zeros: bytes) -> bytes:
+        nonlocal encrypted, left
+        if left < len(zeros):
+            encrypted, left = next(streams), _STREAM
+        left -= len(zeros)
+        return encrypted(zeros)
+
+    return keystream
+
+
+def _streams(entropy: Sequence[int]) -> Iterator[Callable[[bytes], bytes]]:
+    """The same for one key after the other, each of which has one stream alone, and an end."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError as error:
         raise ImportError(
             "secure_rng=True needs the 'cryptography' package: install it (pip install cryptography)."
         ) from error
-    key = hashlib.sha256(repr(list(entropy)).encode()).digest()
-    return Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update  # a key has one stream only
+    for number in count():
+        name = f"{list(entropy)}, key {number}" if number else repr(list(entropy))
+        key = hashlib.sha256(name.encode()).digest()
+        yield Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update
 
 
 def secure_generator(entropy: Sequence[int]) -> np.random.Generator:
@@ -39,7 +59,7 @@ def secure_generator(entropy: Sequence[int]) -> np.random.Generator:
     Raises:
         ImportError: the ``cryptography`` package is missing.
     """
-    return np.random.Generator(_KeystreamBits(chacha20(entropy)))  # pyrefly: ignore[bad-argument-type]
+    return np.random.Generator(_KeystreamBits(_streams(entropy)))  # pyrefly: ignore[bad-argument-type]
 
 
 class _Functions(ctypes.Structure):
@@ -58,11 +78,13 @@ class _KeystreamBits:
     """What ``np.random.Generator`` needs of a bit generator.
 
     NumPy calls the functions from C, where an exception would be lost and a 0 returned in its place. So they run
-    nothing but compiled code, in which Python raises no KeyboardInterrupt.
+    nothing but compiled code, in which Python raises no KeyboardInterrupt, unless a key is used up.
     """
 
-    def __init__(self, keystream: Callable[[bytes], bytes]):
-        words = chain.from_iterable(map(_WORDS.unpack, map(keystream, repeat(bytes(_WORDS.size)))))
+    def __init__(self, streams: Iterator[Callable[[bytes], bytes]]):
+        zeros, each = bytes(_WORDS.size), _STREAM // _WORDS.size
+        pieces = chain.from_iterable(map(encrypted, repeat(zeros, each)) for encrypted in streams)
+        words = chain.from_iterable(map(_WORDS.unpack, pieces))
         doubles = map((2.0**-53).__mul__, map(operator.rshift, words, repeat(11)))
         word, double = partial(next, words), partial(next, doubles)
         kinds = [field[1] for field in _Functions._fields_[1:]]

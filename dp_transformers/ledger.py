@@ -11,6 +11,7 @@ kept elsewhere: the digest of the whole file in ``privacy.json``, and the signat
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -77,7 +78,7 @@ class Ledger:
     def __init__(self, output_dir: str | os.PathLike):
         self.path = Path(output_dir) / LEDGER_NAME
         self._file: io.FileIO | None = None
-        self._before = hashlib.sha256()  # of everything in the open file
+        self._before, self._size = hashlib.sha256(), 0  # of everything in the open file
 
     def run_ids(self) -> list[str]:
         """Return the runs of which the file holds lines, in order."""
@@ -165,7 +166,7 @@ class Ledger:
                 file.seek(-1, os.SEEK_END)
                 if file.read() != b"\n":
                     file.write(b"\n")  # a torn line stays, and stays alone
-            self._before = _digest_of(file)
+            self._before, self._size = _digest_of(file), os.fstat(file.fileno()).st_size
             flush_to_disk(self.path.parent)
         except BaseException:
             file.close()
@@ -195,14 +196,34 @@ class Ledger:
 
         Raises:
             OSError: it could not be written (the disk is full, say); the step must not be taken.
+            PrivacyStateError: somebody else changed, replaced or removed the file.
         """
         self._append({"run": run_id, "step": step, **parameters._asdict()})
 
+    def require_own_file(self) -> None:
+        """Raise PrivacyStateError unless the path still names the file that is written here, with nothing but what was
+        written. (A copy that is put in its place, as tools that synchronise or restore folders do, would be read by
+        whoever asks what was spent.)"""
+        if self._file is None:
+            return
+        own = os.fstat(self._file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), own) and own.st_size == self._size:
+                return
+        raise PrivacyStateError(
+            f"'{self.path}' was changed, replaced or removed by something else while this training was writing it, so "
+            "it no longer says what was spent. Let nothing write to that folder meanwhile (a backup that is restored, "
+            "a tool that synchronises folders, a second training), restore the file as it was, or train the original "
+            "model anew in another folder. What this training spent counts all the same."
+        )
+
     def _append(self, entry: Mapping[str, Any]) -> None:
         assert self._file is not None, "the ledger is not open"
+        self.require_own_file()
         line = json.dumps({**entry, "before": self._before.hexdigest()}).encode() + b"\n"
         written = self._file.write(line)
         self._before.update(line[:written])
+        self._size += written
         if written != len(line):
             raise OSError(
                 errno.ENOSPC,

@@ -49,6 +49,20 @@ def test_tails_and_pairs(secure):
             assert abs(torch.corrcoef(pair)[0, 1]) < 5 / len(b) ** 0.5
 
 
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_changes_no_number(dtype, secure):
+    """Numbers in bf16 would leave the low bits of a float32 sum as they are."""
+    expected = noise([(1000,)], 1.0, secure=secure, entropy=[3])[0]
+    numbers = torch.zeros(1000)
+    try:
+        torch.set_default_dtype(dtype)
+        GaussianNoise(secure=secure, entropy=[3]).add_([numbers], 1.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(numbers, expected) and len(numbers.unique()) > 990
+
+
 def test_secure_numbers_are_sums_of_four_draws():
     """Of the same keystream, in the order in which it comes."""
     entropy, numbers = [1, 2], torch.zeros(100_001)

@@ -45,6 +45,7 @@ from dp_transformers.mechanism import Mechanism
 from dp_transformers.noise import BandedInverseNoise, BandedNoise
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.noise.streams import CorrelatedStream
+from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling
 from dp_transformers.step import PrivateStep
 
@@ -596,6 +597,65 @@ def lines(folder):
     return Ledger(folder).path.read_text().count('"step"')
 
 
+class Meddles(TrainerCallback):
+    """Something else writes to the folder after a step."""
+
+    def __init__(self, folder, how, step):
+        self.path, self.how, self.step = Ledger(folder).path, how, step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.copy = self.path.read_bytes()
+        if state.global_step == self.step:
+            if self.how == "replaces":
+                (self.path.parent / "new").write_bytes(self.copy)
+                os.replace(self.path.parent / "new", self.path)
+            elif self.how == "removes":
+                self.path.unlink()
+            else:
+                self.path.write_bytes(self.copy)
+
+
+@pytest.mark.parametrize("step", [4, 6])
+@pytest.mark.parametrize("how", ["replaces", "removes", "cuts"])
+def test_a_ledger_that_something_else_changes_ends_the_training(tmp_path, how, step):
+    """At the next step, or after the last one: the certificate is made of it."""
+    with pytest.raises(PrivacyStateError, match="was changed, replaced or removed by something else"):
+        build(DPTrainer, tmp_path, [Meddles(tmp_path, how, step)], max_steps=6).train()
+
+
+def test_a_loop_whose_ledger_was_replaced_writes_no_certificate(tmp_path):
+    engine = PrivacyEngine(ledger_dir=tmp_path)
+    model = Classifier()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=torch.utils.data.DataLoader(rows(), 8, collate_fn=collate),
+        noise_multiplier=1.0, max_grad_norm=1.0, loss_reduction="none",
+    )  # fmt: skip
+    for batch in loader:
+        engine.clipper.backward(per_example_loss(model(batch["x"]), batch["labels"]))
+        optimizer.step()
+    path = Ledger(tmp_path).path
+    path.with_suffix(".old").write_bytes(path.read_bytes()[:-1])
+    os.replace(path.with_suffix(".old"), path)
+    with pytest.raises(PrivacyStateError, match="was changed, replaced or removed by something else"):
+        engine.write_certificate(DELTA)
+    engine.detach()
+
+
+def test_newer_checkpoints_beside_it_tell_of_a_ledger_from_a_backup(tmp_path):
+    backup = {}
+
+    class Backup(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            backup.setdefault(LEDGER_NAME, (tmp_path / LEDGER_NAME).read_bytes())
+
+    build(DPTrainer, tmp_path, [Backup()], max_steps=9, save_total_limit=None).train()
+    (tmp_path / LEDGER_NAME).write_bytes(backup[LEDGER_NAME])
+    (tmp_path / CERTIFICATE_NAME).unlink()
+    with pytest.raises(PrivacyStateError, match="holds 3 steps of this run, which has executed 9 at least"):
+        build(DPTrainer, tmp_path, max_steps=9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -905,8 +965,8 @@ def test_a_dead_worker_is_an_error_and_no_hang(tmp_path, monkeypatch, train, how
     previous = signal.signal(signal.SIGALRM, hangs)
     signal.alarm(60)
     try:
-        # the second error is torch's where the worker dies while a tensor is on its way
-        with pytest.raises((RuntimeError, ConnectionError), match="DataLoader worker|Connection reset"):
+        # the other errors are torch's where the worker dies while a tensor is on its way
+        with pytest.raises((RuntimeError, ConnectionError, EOFError), match="DataLoader worker|Connection reset|^$"):
             train(tmp_path, Deadly(how), steps=STEPS, batch_size=20, workers=1)
     finally:
         signal.alarm(0)

@@ -12,7 +12,7 @@ from test_resume import Classifier, rows
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_transformers import PrivacyEngine, sampling
+from dp_transformers import PrivacyEngine, keystream, sampling
 from dp_transformers.keystream import chacha20, secure_generator
 from dp_transformers.sampling import (
     BallsInBinsSampling,
@@ -46,13 +46,25 @@ def test_its_bits_are_the_keystream():
     """Checked against ChaCha20 of RFC 8439, whose key and counter are zeros in appendix A.1."""
     zeros = Cipher(algorithms.ChaCha20(bytes(32), bytes(16)), mode=None).encryptor().update(bytes(64))
     assert zeros.hex().startswith("76b8e0ada0f13d90405d6ae55386bd28") and zeros.hex().endswith("c387b669b2ee6586")
-    keystream = np.frombuffer(chacha20([5, 6])(bytes(8 * 3000)), "<u8")
+    stream = np.frombuffer(chacha20([5, 6])(bytes(8 * 3000)), "<u8")
     generator = secure_generator([5, 6])
-    assert (words(generator, 1000) == keystream[:1000]).all()
-    assert (generator.random(1000) == (keystream[1000:2000] >> np.uint64(11)) * 2.0**-53).all()
+    assert (words(generator, 1000) == stream[:1000]).all()
+    assert (generator.random(1000) == (stream[1000:2000] >> np.uint64(11)) * 2.0**-53).all()
     halves = generator.integers(0, 2**32 - 1, 1000, dtype=np.uint32, endpoint=True)
-    assert (halves == (keystream[2000:] & np.uint64(2**32 - 1))).all()
-    assert not set(words(secure_generator([5, 7]), 1000)) & set(keystream)
+    assert (halves == (stream[2000:] & np.uint64(2**32 - 1))).all()
+    assert not set(words(secure_generator([5, 7]), 1000)) & set(stream)
+
+
+def test_a_key_that_is_used_up_is_followed_by_another(monkeypatch):
+    """What raises in NumPy's functions would be lost there, and draws would go on with zeros."""
+    whole = np.frombuffer(chacha20([5])(bytes(2 * 4096)), "<u8")
+    monkeypatch.setattr(keystream, "_STREAM", 2 * 4096)
+    generator, pieces = secure_generator([5]), chacha20([5])
+    drawn = words(generator, 4000)
+    assert (drawn[:1024] == whole).all() and len(set(drawn)) == 4000
+    assert (drawn[:3072] == np.frombuffer(b"".join(pieces(bytes(4096)) for _ in range(6)), "<u8")).all()
+    others = [words(secure_generator(entropy), 1024) for entropy in ([5, 1], [5, 2])]
+    assert not set(drawn[1024:]) & set(np.concatenate(others))
 
 
 def inclusions(scheme, generator, runs, steps):

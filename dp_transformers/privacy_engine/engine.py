@@ -393,12 +393,14 @@ class PrivacyEngine:
 
         Raises:
             ValueError: there is no ``ledger_dir``, or no delta is known.
+            PrivacyStateError: somebody else changed the ledger.
         """
         run = self._made_private().run
         if run.ledger is None:
             raise ValueError(
                 "a certificate is a summary of a ledger, and this engine keeps none: PrivacyEngine(ledger_dir=...)."
             )
+        distributed.call_on_rank_zero(run.ledger.require_own_file)
         folder, unfinished = run.ledger.path.parent, {run.state.run_id: run.unfinished}
         distributed.call_on_rank_zero(lambda: certificate.write(folder, delta=delta, unfinished=unfinished))
 

@@ -313,15 +313,21 @@ def disagreements(folder: str | os.PathLike, said: Mapping[str, Any]) -> list[st
 def require_intact(ledger: Ledger) -> None:
     """Raise PrivacyStateError if lines of the ledger were changed or taken out, by its own digests or by that in the
     certificate beside it, so that no run goes on from a false count and no certificate is written over that one."""
-    said = None
-    with contextlib.suppress(CertificateError):  # there is none, or of another version
-        said = read(ledger.path.parent)["ledger"]
-    if changes := _changes_of_ledger(ledger, said):
+    if changes := changes_of(ledger):
         raise PrivacyStateError(
             f"what was spent in '{ledger.path.parent}' is not known: {changes[0]} Restore both files from one backup, "
             "the latest, or choose another folder for a new run from the original model. What this one spent counts "
             "all the same."
         )
+
+
+def changes_of(ledger: Ledger) -> list[str]:
+    """What shows that lines of the ledger were changed or taken out, by its own digests or by the certificate beside
+    it, in sentences."""
+    said = None
+    with contextlib.suppress(CertificateError):  # there is none, or of another version
+        said = read(ledger.path.parent)["ledger"]
+    return _changes_of_ledger(ledger, said)
 
 
 def _faults_of_ledger(ledger: Ledger, said: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..ledger import Ledger
 from .attack import PrivacyCurve
+from .certificate import changes_of
 from .findings import Report, look
 from .words import paragraph, table
 
@@ -33,7 +34,10 @@ def add_to(card: Path, run_dir: str | os.PathLike) -> None:
     if not card.exists() or not Ledger(run_dir).run_ids():
         return
     try:
-        found = Report([replace(look(run_dir), faults=())])  # a model is saved before its certificate
+        folder = look(run_dir)
+        if not changes_of(Ledger(run_dir)):  # what else differs is that a model is saved before its certificate
+            folder = replace(folder, faults=())
+        found = Report([folder])
         put_into(card, section(found.certificate, found.curve))
     except (OSError, ValueError) as error:
         logger.warning("'%s' says nothing of privacy: %s", card, error)

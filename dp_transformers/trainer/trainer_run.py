@@ -135,9 +135,12 @@ class TrainerRun:
             self._set_budget(folder)
             self._begin()
             yield folder
+            distributed.call_on_rank_zero(self._ledger.require_own_file)
         finally:
-            self.write_certificate()
-            self._ledger.close()
+            try:
+                self.write_certificate()
+            finally:  # torch raises that a worker died wherever the program is
+                self._ledger.close()
 
     def write_certificate(self) -> None:
         """Write ``privacy.json`` by what the ledger holds now, on rank 0. Training does not end where that fails."""
@@ -168,7 +171,8 @@ class TrainerRun:
             )
         state = replace(state, mechanism=mechanism)  # with the steps of now
         self.run = self._run_of(state)
-        at_least = [Counter({state.mechanism.at(0): steps_at_save})]
+        beside = distributed.call_on_rank_zero(lambda: state.most_steps_beside(self._output_dir))
+        at_least = [Counter({state.mechanism.at(0): max(steps_at_save, beside)})]
         self.run.take_over(state, at_least, facts=PrivacyState.facts(checkpoint))
         # The flag is a whole number, as HfArgumentParser reads `int | None` alone, but a mechanism's need not be one.
         # pyrefly: ignore[bad-assignment]

@@ -3,6 +3,7 @@
 import pytest
 from recorded import record
 
+from dp_transformers.ledger import Ledger
 from dp_transformers.reports.findings import Report, look
 from dp_transformers.reports.model_card import add_to, put_into, section
 
@@ -41,6 +42,18 @@ def test_the_section_is_put_in_the_place_of_an_older_one(tmp_path, card):
     )
     put_into(card, r"<!-- privacy: begin -->\1 \g<0><!-- privacy: end -->")
     assert r"\1 \g<0>" in card.read_text()
+
+
+def test_a_ledger_of_which_lines_are_missing_gives_no_figure(tmp_path, card):
+    record(tmp_path / "run")
+    path = Ledger(tmp_path / "run").path
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept in ([*lines[:4], *lines[-1:]], lines[:4]):  # out of the middle, and off the end
+        path.write_bytes(b"".join(kept))
+        add_to(card, tmp_path / "run")
+        found = Report([look(tmp_path / "run")])
+        assert found.faults and section(found.certificate, found.curve) in card.read_text()
+        assert "The training was differentially private" not in card.read_text()
 
 
 def test_what_is_not_private_says_so(tmp_path, card):
