@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_map_with_path
 
-from .clipping.checks.redrawn_numbers import refuse_numbers_of_some_rows, shares_numbers
+from .clipping.checks.redrawn_numbers import change_something, refuse_numbers_of_some_rows, shares_numbers
 from .clipping.checks.shared_numbers import Drawn, for_all_rows, watched_draws
 from .data import PhysicalBatch
 from .randomness import seeded_global_generators
@@ -116,7 +116,8 @@ def drawn_for_all_rows(
 
     found, are_some = [], False
     try:
-        found = for_all_rows(draw, size, known) if size > 1 else []
+        matter = partial(change_something, run, moved)
+        found = for_all_rows(draw, size, known, matter) if size > 1 else []
         if not found and (of_half := drawn_for.get(size // 2)) is not None:
             found, are_some = shares_numbers(run, moved, size, of_half.by_torch, known)
     except torch.OutOfMemoryError:

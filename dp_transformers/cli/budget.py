@@ -139,6 +139,11 @@ def _in_words(plan: Plan, answer: dict[str, Any], *, delta_was_chosen: bool) -> 
         lines.append("Without noise nothing is private: give a --sigma above 0, or --epsilon.")
     else:
         lines.append("The flags of a recipe that trains so:\n  " + _flags(plan, answer["found"]))
+        if answer["found"] != "sigma":
+            lines.append(
+                "This epsilon is of the gradients alone. With these flags DPTrainer spends a little more, for the "
+                "loss that it logs; with --target_epsilon in the place of --noise_multiplier both are in it."
+            )
     return "\n".join(lines)
 
 

@@ -188,7 +188,11 @@ def test_words_say_who_is_protected_and_which_flags_train_so(capsys):
     assert (
         "--target_epsilon 8 --target_delta 0.0001 --expected_batch_size 50 --max_steps 40 --max_grad_norm 1\n" in text
     )
-    assert "Nothing will be learned" in text
+    assert "Nothing will be learned" in text and "of the gradients alone" not in text
+    with pytest.raises(SystemExit):
+        main(["budget", "--examples", "1000", "--batch", "50", "--sigma", "0.8", "--epsilon", "8"])
+    text = capsys.readouterr().out
+    assert "--noise_multiplier 0.8" in text and "This epsilon is of the gradients alone." in text
     with pytest.raises(SystemExit):
         main(["budget", "--examples", "1000", "--batch", "50", "--epochs", "2", "--sigma", "0"])
     text = capsys.readouterr().out

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
 from ..recorded_call import ForwardPass, ModelCall
-from .redrawn_numbers import refuse_numbers_of_some_rows, shares_numbers
+from .redrawn_numbers import change_something, refuse_numbers_of_some_rows, shares_numbers
 from .reference import TOLERANCE
 from .shared_numbers import Drawn, for_all_rows, watched_draws
 from .spread_numbers import spread_numbers
@@ -132,7 +133,8 @@ class Look:
 
         device, known = self._engine.trainable.device, self._engine.dropouts_for_all_rows
         names = {module: name or "the model itself" for name, module in self._engine.model.named_modules()}
-        found = for_all_rows(draw, self._size, known)
+        matter = partial(change_something, self._as_trained, self._moved_rows)
+        found = for_all_rows(draw, self._size, known, matter)
         if not found and (of_half := drawn_for.get(self._size // 2)) is not None:
             found, self.shares_some = shares_numbers(
                 self._as_trained, self._moved_rows, self._size, of_half.by_torch, known

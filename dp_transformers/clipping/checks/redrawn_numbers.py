@@ -83,6 +83,51 @@ class _Redrawn(TorchDispatchMode):
         return (*shape[:dim], self._size // 2, *shape[dim + 1 :]) in self._of_half
 
 
+class _AllThisNumber(TorchDispatchMode):
+    """Inside, uniform random numbers of some shapes are all this one.
+
+    Attributes:
+        draws_others: Whether some of these shapes are of other numbers.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, shapes: Collection[tuple[int, ...]], number: float):
+        super().__init__()
+        self._shapes, self._number, self.draws_others = shapes, number, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        drawn = func(*args, **(kwargs or {}))
+        for x in tree_leaves(drawn) if returns_random_numbers(func) else ():
+            if isinstance(x, torch.Tensor) and tuple(x.shape) in self._shapes:
+                is_uniform = getattr(func, "overloadpacket", None) in _UNIFORM
+                self.draws_others |= not is_uniform
+                if is_uniform:
+                    x.fill_(self._number)
+        return drawn
+
+
+_UNIFORM = (torch.ops.aten.rand, torch.ops.aten.rand_like)
+
+
+def change_something(
+    run: Callable[[], Outputs], moved: Callable[[Outputs, Outputs], torch.Tensor], shapes: Collection[tuple[int, ...]]
+) -> bool:
+    """Return whether numbers of these shapes have an effect: False where all are uniform and none has, at either end
+    or between (a coin for a layer that is left out with probability 0). The arguments are those of
+    :func:`shares_numbers`."""
+    first = None
+    for number in (2.0**-24, 0.25, 0.5, 0.75, 1 - 2.0**-24):
+        with _AllThisNumber(shapes, number) as mode:
+            found = run()
+        if mode.draws_others or (first is not None and bool(moved(first, found).any())):
+            return True
+        first = found if first is None else first
+    return False
+
+
 def refuse_numbers_of_some_rows(who: str) -> None:
     """Raise SelfCheckError for random numbers of which one is taken for several rows."""
     raise SelfCheckError(

@@ -79,7 +79,10 @@ _OF_TORCH = nn.Dropout.__module__  # where its dropout modules are
 
 
 def for_all_rows(
-    draw: Callable[[slice, int], Drawn], size: int, known: Collection[nn.Module] = ()
+    draw: Callable[[slice, int], Drawn],
+    size: int,
+    known: Collection[nn.Module] = (),
+    matter: Callable[[Collection[tuple[int, ...]]], bool] = lambda shapes: True,
 ) -> list[nn.Module | str | None]:
     """Return who draws numbers that all ``size`` rows share: modules, or generators by their name.
 
@@ -89,6 +92,7 @@ def for_all_rows(
     Args:
         draw: ``f(rows, seed)`` runs the model on some rows.
         known: Modules whose numbers are the same in all batches of a draw. They may draw none that rows have apart.
+        matter: Whether numbers of torch of these shapes have an effect.
     """
     whole = draw(slice(size), 0)
     if not whole.by_others and not whole.by_torch:
@@ -109,6 +113,7 @@ def for_all_rows(
     found = [module for shape in shared for module in whole.by_torch[shape]]
     shapes = whole.shapes
     found = [m for m in found if m not in known or not shapes[m] <= {*shared}]
+    found = found if found and matter(shared) else []
     states = {name: [each.by_others.get(name) for each in (*parts, again)] for name in whole.by_others}
     alike = [name for name, (a, b, other) in states.items() if whole.by_others[name] == a == b != other]
     is_seeded = [name for name, (_, _, other) in states.items() if whole.by_others[name] == other]

@@ -73,6 +73,12 @@ def as_spec_augment(m, h):
 
 
 SHARED |= {
+    "a coin that nearly always falls alike": (lambda m, h: h if torch.rand(1) > 1e-6 else h * 2, "the model itself"),
+    "a scale": (lambda m, h: h * torch.rand(1), "the model itself"),
+    "beside a coin that always falls alike": (
+        lambda m, h: (h if torch.rand(1) > 0.0 else h * 2) + torch.randn(1),
+        "the model itself",
+    ),
     "a coin beside the rows' own": (beside_own, "numpy.random"),
     "a number beside the rows' own spans": (as_spec_augment, "numpy.random"),
     "a coin of Python beside coins": (lambda m, h: h * python_coins(len(h) + 1)[0], "Python's random"),
@@ -96,6 +102,7 @@ OWN = {
     "noise as wide as there are rows": lambda m, h: (
         h + F.dropout(torch.ones(len(h) * 6, 4), 0.5).view(-1, 6, 4).sum(2)
     ),
+    "a coin that always falls alike": lambda m, h: h if torch.rand(1) > 0.0 else h * 2,
     "a seed of its own": lambda m, h: h * np.random.RandomState(0).rand() + 0 * _seeded_anew(),
     "nothing": lambda m, h: h.tanh(),
 }
