@@ -150,7 +150,7 @@ class LogicalBatches(Dataset):
         # columns with their shortest and longest lengths, to within a factor of two, of which a row was collated alone
         self._collated_alone: set[tuple[Any, int, int]] = set()
         # the columns of batches by those of their examples that hold something; some were then collated alone
-        self._columns: dict[frozenset, frozenset[tuple[str, str]] | None] = {}
+        self._columns: dict[frozenset, Mapping[str, str] | None] = {}
         self._columns_of_mask: Mapping[str, tuple[int, ...]] | None = (
             None  # that are padded like it, once that is known
         )
@@ -281,7 +281,7 @@ class LogicalBatches(Dataset):
 
     def _require_same_columns(
         self,
-        columns: frozenset[tuple[str, str]] | None,
+        columns: Mapping[str, str] | None,
         kinds: Collection[frozenset],
         new: Mapping[frozenset, Sequence[Any]],
     ) -> None:

@@ -306,38 +306,39 @@ def filled_columns(example: Any) -> frozenset:
     return frozenset(name for name, x in columns if x is not None and _size_of_column(x))
 
 
-def columns_of(batch: Any, size: int) -> frozenset[tuple[str, str]] | None:
-    """The names and types of what a batch of ``size`` rows holds; None for a list that may be one of columns, or of
-    rows. Places in other lists, which may have an entry for each row, are no names."""
+def columns_of(batch: Any, size: int) -> dict[str, str] | None:
+    """The names of what a batch of ``size`` rows holds, with the types of tensors that have numbers ("" elsewhere);
+    None for a list that may be one of columns, or of rows. What a list holds, which may be an entry for each row, has
+    no name, but for those of a batch that is itself a list of columns."""
     may_be_rows = isinstance(batch, list) and len(batch) == size
     if may_be_rows and not all(isinstance(x, torch.Tensor) and x.dim() and len(x) == size for x in batch):
         return None
-    is_named = isinstance(batch, (list, tuple))
+    firsts = 1 if isinstance(batch, (list, tuple)) else 0  # parts of a path that may be a place
+    columns: dict[str, str] = {}
+    for path, x in leaves(batch):
+        parts = path.split("/")
+        place = next((i for i, part in enumerate(parts) if i >= firsts and part.isdigit()), len(parts))
+        is_typed = place == len(parts) and isinstance(x, torch.Tensor) and x.numel()
+        if x is not None:
+            columns["/".join(parts[:place])] = str(x.dtype) if is_typed else ""
+    return columns
 
-    def name_of(path: list[str]) -> str:
-        return "/".join(part for i, part in enumerate(path) if not part.isdigit() or (i == 0 and is_named))
 
-    def type_of(x: Any) -> str:
-        return str(x.dtype) if isinstance(x, torch.Tensor) and x.numel() else ""  # that of no numbers says nothing
-
-    return frozenset((name_of(name.split("/")), type_of(x)) for name, x in leaves(batch) if x is not None)
-
-
-def refuse_other_columns(
-    columns: frozenset[tuple[str, str]] | None, others: frozenset[tuple[str, str]] | None
-) -> None:
+def refuse_other_columns(columns: Mapping[str, str] | None, others: Mapping[str, str] | None) -> None:
     """Raise ValueError unless a batch has the same columns, of the same types, as one of other examples, as far as
     both are known."""
     if columns is None or others is None:
         return
-    if differing := sorted(columns ^ others):
-        name = differing[0][0]
-        what = "of what type" if {name} <= dict(columns).keys() & dict(others).keys() else "whether"
+    names = columns.keys() ^ others.keys()
+    types = {
+        name for name in columns.keys() - names if columns[name] and others[name] and columns[name] != others[name]
+    }
+    if differing := sorted(names) or sorted(types):
         raise ValueError(
-            f"{what} '{name}' is in a batch depends on what examples are in it: the collator returns it where some "
-            "example has one, or needs one, or as the first of them has it. So each example has a say in what is "
-            "computed for the others, beyond the clipping bound. Return it in every batch alike, with a constant for "
-            "examples that have none, or take physical batches of one row."
+            f"{'whether' if names else 'of what type'} '{differing[0]}' is in a batch depends on what examples are in "
+            "it: the collator returns it where some example has one, or needs one, or as the first of them has it. So "
+            "each example has a say in what is computed for the others, beyond the clipping bound. Return it in every "
+            "batch alike, with a constant for examples that have none, or take physical batches of one row."
         )
 
 

@@ -96,14 +96,16 @@ def test_the_first_row_decides_over_no_columns():
 
 
 def test_names_and_types_of_columns():
-    batch = {"x": torch.zeros(2, 3), "texts": ["a", "b"], "none": None, "empty": torch.zeros(2, 0), "n": 3}
-    names = {("x", "torch.float32"), ("texts", ""), ("empty", ""), ("n", "")}
+    batch = {"x": torch.zeros(2, 3), "texts": ["a", "b"], "none": None, "empty": torch.zeros(2, 0), "n": 3,
+             "of rows": [{"a": torch.zeros(1)}, {"b": torch.zeros(1).long()}], "nested": {"y": torch.zeros(2).long()}}  # fmt: skip
+    names = {"x": "torch.float32", "texts": "", "empty": "", "n": "", "of rows": "", "nested/y": "torch.int64"}
     assert columns_of(batch, 2) == names
-    assert columns_of([torch.zeros(3, 1), torch.zeros(3).long()], 3) == {("0", "torch.float32"), ("1", "torch.int64")}
-    assert columns_of((torch.zeros(3, 1), [1, 2, 3]), 3) == {("0", "torch.float32"), ("1", "")}
+    assert columns_of([torch.zeros(3, 1), torch.zeros(3).long()], 3) == {"0": "torch.float32", "1": "torch.int64"}
+    assert columns_of((torch.zeros(3, 1), [1, 2, 3]), 3) == {"0": "torch.float32", "1": ""}
     assert columns_of([{"x": torch.zeros(1)}] * 2, 2) is None
     assert filled_columns({"x": [], "y": None, "z": 0, "t": "", "u": torch.zeros(())}) == {"z", "u"}
-    refuse_other_columns(columns_of(batch, 2), frozenset(names))
+    refuse_other_columns(names, {**names, "empty": "torch.int64"})
+    refuse_other_columns(names, None)
 
 
 # ---- the length of the longest row ----
