@@ -195,7 +195,10 @@ def test_a_ledger_that_was_cut_off_is_not_gone_on_from(tmp_path, loop, resume):
     for name, content in kept.items():
         (tmp_path / name).write_bytes(content)
     before = (tmp_path / CERTIFICATE_NAME).read_bytes()
-    with pytest.raises(PrivacyStateError, match="was cut off by [34] lines after privacy.json was written"):
+    tells = "was cut off by [34] lines after privacy.json was written"
+    if loop == "trainer" and resume:
+        tells = "holds 2 steps of this run, which has executed 4 at least"  # by the checkpoint beside that one
+    with pytest.raises(PrivacyStateError, match=tells):
         train(loop, tmp_path, 6, resume=resume and str(tmp_path / ("checkpoint-2" if loop == "trainer" else "c.pt")))
     assert (tmp_path / CERTIFICATE_NAME).read_bytes() == before
 

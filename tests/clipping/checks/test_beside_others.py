@@ -283,7 +283,7 @@ def test_numbers_that_are_drawn_hide_no_condition(model):
     [
         (Reads, 3),  # as it was, and for either half
         (DropsInside, 4),  # and without those numbers
-        (lambda: Reads(p=0.2), 5),  # and the numbers of all, and of a half
+        (lambda: Reads(p=0.2), 7),  # and the numbers of all, and of a half, and all but one row's drawn anew, or not
     ],
     ids=["draws nothing", "draws in one operation", "dropout"],
 )
