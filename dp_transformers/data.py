@@ -246,15 +246,14 @@ class LogicalBatches(Dataset):
 
     def _collated(self, examples: list[Any]) -> PhysicalBatch:
         alone = {row: rows.copied(examples[row]) for row in self._rows_to_collate_alone(examples)}
-        of_kinds = _by_filled_columns(examples)
+        of_kinds = _by_filled_columns(examples) if len(examples) > 1 else {}  # one row has columns of its own
         new = {kind: rows.copied(of_kind[:_ALONE]) for kind, of_kind in of_kinds.items() if kind not in self._columns}
         name, loaded = rows.main_input(examples[0]), LoadedRows.of_examples(examples)
         batch = self._source.collate(examples)
         require_unseeded("the collator")
         loaded.refuse_mixed(batch, "collator")
         rows.refuse_packed(batch, examples)
-        if len(examples) > 1:
-            self._require_same_columns(rows.columns_of(batch, len(examples)), of_kinds, new)
+        self._require_same_columns(rows.columns_of(batch, len(examples)), of_kinds, new)
         paddings = [
             padding
             for row, example in alone.items()
