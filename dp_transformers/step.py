@@ -408,17 +408,20 @@ class PrivateStep:
         if clipper.shards:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
         summed = bool(clipper.shards or clipper.parallel)
+        relative_std = self.run.mechanism.noise.relative_std(self._released)
+        self._released += 1
         add_noise_and_divide(
             clipper.parameters,
             self._noise,
             std=used.noise_std,
+            relative_std=relative_std,
             divisor=used.expected_batch_size,
             scales=clipper.noise_scales,
             sharded=summed,
         )
         if self._private_loss is not None:
             self.loss = self._private_loss.release(used.expected_batch_size)
-        self._say_noise((used.noise_std / used.expected_batch_size) ** 2)
+        self._say_noise((relative_std * used.noise_std / used.expected_batch_size) ** 2)
         if self._share is not None:
             clipping = cast(AdaptiveClipping, self._clipping)
             self.run.move(clipping.moved(self._share.release(clipping, used.expected_batch_size)))
@@ -427,10 +430,8 @@ class PrivateStep:
         if given is not None:
             given.stage = _Stage.DONE
 
-    def _say_noise(self, independent: float) -> None:
-        """Attach to the gradients the variance of their noise, whose independent part has the given one."""
-        variance = independent * self.run.mechanism.noise.relative_std(self._released) ** 2
-        self._released += 1
+    def _say_noise(self, variance: float) -> None:
+        """Attach to the gradients the variance of their noise, given that of parameters whose noise is not scaled."""
         for p, scale in zip(self.clipper.parameters, self.clipper.noise_scales, strict=True):
             set_noise_variance(cast(torch.Tensor, p.grad), variance * scale**2)
 

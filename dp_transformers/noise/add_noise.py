@@ -12,6 +12,7 @@ from .. import distributed
 from ..clipping.parallel.dtensor import to_local
 from ..clipping.precision import set_gradient, sum_dtype
 from . import NoiseSource
+from .grid import round_to_grid
 
 
 def add_noise_and_divide(
@@ -20,6 +21,7 @@ def add_noise_and_divide(
     *,
     std: float,
     divisor: float,
+    relative_std: float = 1.0,
     scales: Sequence[float] = (),
     sharded: bool = False,
 ) -> None:
@@ -27,11 +29,16 @@ def add_noise_and_divide(
 
     A missing gradient is zero, so that an empty draw becomes a step that is only noise.
 
-    Noise and sums are in float32; the result is cast to the parameter's dtype last. ``scales``: one for each
-    parameter, default 1. The sum is divided by it before it is noised and multiplied with it afterwards, so that the
-    noise itself, which may be correlated, is the same for all. ``sharded``: gradients are DTensors, summed already.
-    The step must be accounted for before this is called. Per-example gradients (``p.grad_sample``) are gone
-    afterwards.
+    Noise and sums are in float32, and what is noised is rounded to a grid (:mod:`~dp_transformers.noise.grid`); the
+    result is cast to the parameter's dtype last. The step must be accounted for before this is called. Per-example
+    gradients (``p.grad_sample``) are gone afterwards.
+
+    Args:
+        std: The standard deviation of the noise's independent part.
+        relative_std: What :meth:`Noise.relative_std <dp_transformers.noise.Noise.relative_std>` says of this step.
+        scales: One for each parameter, default 1. The sum is divided by it before it is noised and multiplied with
+            it afterwards, so that the noise itself, which may be correlated, is the same for all.
+        sharded: Gradients are DTensors, summed already.
     """
     for p in parameters:
         if p.grad is None:
@@ -47,6 +54,7 @@ def add_noise_and_divide(
             torch._foreach_mul_(grads, list(scales))
     if not sharded:
         distributed.sum_over_ranks(grads)
+    round_to_grid(grads, [relative_std * std * scale for scale in scales or (1.0,) * len(grads)])
     torch._foreach_div_(grads, divisor)
     for p, grad in zip(parameters, wholes, strict=True):
         set_gradient(p, grad.to(p.dtype))

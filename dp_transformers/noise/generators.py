@@ -36,8 +36,8 @@ class GaussianNoise:
     ChaCha20 holds. What it does not claim: that sums of floating-point numbers with this noise are as private as real
     ones. A number has 24 bits, as have its radius and angle before, so a single draw can be recognised by the values
     that it takes (Mironov 2012; Jin et al. 2021, arXiv 2112.05307). Adding four up makes it costly to find those that
-    give a number (Holohan and Braghin 2021, arXiv 2107.10138, with n = 2), which is no proof, and does nothing
-    against what the spacing of results tells (Haney et al. 2022, arXiv 2207.13793).
+    give a number (Holohan and Braghin 2021, arXiv 2107.10138, with n = 2), which is no proof. What the spacing of
+    results tells is another matter, which :mod:`~dp_transformers.noise.grid` sees to.
 
     Args:
         dp_seed: Fixed seed for tests. The noise can then be subtracted by whoever knows it: the run is not private,
