@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_map_with_path
 
-from .clipping.checks.redrawn_numbers import change_something, refuse_numbers_of_some_rows, shares_numbers
-from .clipping.checks.shared_numbers import Drawn, for_all_rows, watched_draws
+from .clipping.checks.redrawn_numbers import drawn_for_rows, refuse_numbers_of_some_rows
+from .clipping.checks.shared_numbers import Drawn, watched_draws
 from .data import PhysicalBatch
 from .randomness import seeded_global_generators
 from .rows import Padding
@@ -98,14 +98,12 @@ def drawn_for_all_rows(
     Raises:
         SelfCheckError: some rows share numbers, and others do not.
     """
-    size, drawn_for = len(losses), dict[int | None, Drawn]()
+    size = len(losses)
 
     def draw(rows: slice, number: int) -> Drawn:
         with torch.no_grad(), seeded_global_generators([seed, number], losses.device), watched_draws() as drawn:
             loss(*_with_rows(given, size, rows))
-            found = drawn()
-        drawn_for.setdefault(rows.stop if rows.start is None else None, found)
-        return found
+            return drawn()
 
     def run() -> list[torch.Tensor]:
         with torch.no_grad(), seeded_global_generators([seed, 0], losses.device):
@@ -116,10 +114,8 @@ def drawn_for_all_rows(
 
     found, are_some = [], False
     try:
-        matter = partial(change_something, run, moved)
-        found = for_all_rows(draw, size, known, matter) if size > 1 else []
-        if not found and (of_half := drawn_for.get(size // 2)) is not None:
-            found, are_some = shares_numbers(run, moved, size, of_half.by_torch, known)
+        if size > 1:
+            found, are_some = drawn_for_rows(draw, run, moved, size, known)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
 from ..recorded_call import ForwardPass, ModelCall
-from .redrawn_numbers import change_something, refuse_numbers_of_some_rows, shares_numbers
+from .redrawn_numbers import drawn_for_rows, refuse_numbers_of_some_rows
 from .reference import TOLERANCE
-from .shared_numbers import Drawn, for_all_rows, watched_draws
+from .shared_numbers import Drawn, watched_draws
 from .spread_numbers import spread_numbers
 from .synthetic import evaluating, examples_first, floating_tensors, kept_buffers, with_rows
 
@@ -118,8 +117,6 @@ class Look:
         if self._evaluates:
             return []
 
-        drawn_for = dict[int | None, Drawn]()
-
         def draw(rows: slice, seed: int) -> Drawn:
             args, kwargs = self._with_rows(torch.arange(self._size)[rows], spares_squares=False)
             with torch.no_grad(), self._as_it_was(seed), watched_draws() as drawn:
@@ -128,17 +125,11 @@ class Look:
                 found, drew_none = drawn(), same_global_state(before, global_state(device))
             if rows == slice(self._size) and drew_none and not found.by_torch:
                 self._own = self._sampled(output)  # as any other run would find it
-            drawn_for.setdefault(rows.stop if rows.start is None else None, found)
             return found
 
         device, known = self._engine.trainable.device, self._engine.dropouts_for_all_rows
         names = {module: name or "the model itself" for name, module in self._engine.model.named_modules()}
-        matter = partial(change_something, self._as_trained, self._moved_rows)
-        found = for_all_rows(draw, self._size, known, matter)
-        if not found and (of_half := drawn_for.get(self._size // 2)) is not None:
-            found, self.shares_some = shares_numbers(
-                self._as_trained, self._moved_rows, self._size, of_half.by_torch, known
-            )
+        found, self.shares_some = drawn_for_rows(draw, self._as_trained, self._moved_rows, self._size, known)
         return [x if isinstance(x, str) else names.get(x, "the model") for x in found]
 
     @torch.no_grad()

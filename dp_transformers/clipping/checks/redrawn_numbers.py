@@ -8,6 +8,7 @@ stay. Where numbers have no dimension for the rows, one of them is drawn anew, a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import SelfCheckError
-from .shared_numbers import entered_modules, returns_random_numbers
+from .shared_numbers import Drawn, entered_modules, for_all_rows, returns_random_numbers
 
 _ALONE = 2  # shapes without rows of which single numbers are drawn anew, in two places each
 
@@ -112,12 +113,39 @@ class _AllThisNumber(TorchDispatchMode):
 _UNIFORM = (torch.ops.aten.rand, torch.ops.aten.rand_like)
 
 
-def change_something(
+def drawn_for_rows(
+    draw: Callable[[slice, int], Drawn],
+    run: Callable[[], Outputs],
+    moved: Callable[[Outputs, Outputs], torch.Tensor],
+    size: int,
+    known: Collection[nn.Module] = (),
+) -> tuple[list[nn.Module | str | None], bool]:
+    """Return who draws numbers that all rows share: modules, or generators by their name; and whether one number is
+    taken for some rows and not for others.
+
+    Args:
+        draw, size, known: As in :func:`~.shared_numbers.for_all_rows`.
+        run: Computes what there is for each row, from the same seed each time.
+        moved: ``f(outputs, others) -> (B,)`` bool, for which rows they differ.
+    """
+    drawn_for = dict[int | None, Drawn]()
+
+    def noted(rows: slice, seed: int) -> Drawn:
+        drawn = draw(rows, seed)
+        drawn_for.setdefault(rows.stop if rows.start is None else None, drawn)
+        return drawn
+
+    found = for_all_rows(noted, size, known, partial(_change_something, run, moved))
+    of_half = drawn_for.get(size // 2)
+    return (found, False) if found or of_half is None else _shares_numbers(run, moved, size, of_half.by_torch, known)
+
+
+def _change_something(
     run: Callable[[], Outputs], moved: Callable[[Outputs, Outputs], torch.Tensor], shapes: Collection[tuple[int, ...]]
 ) -> bool:
     """Return whether numbers of these shapes have an effect: False where all are uniform and none has, at either end
     or between (a coin for a layer that is left out with probability 0). The arguments are those of
-    :func:`shares_numbers`."""
+    :func:`drawn_for_rows`."""
     first = None
     for number in (2.0**-24, 0.25, 0.5, 0.75, 1 - 2.0**-24):
         with _AllThisNumber(shapes, number) as mode:
@@ -138,23 +166,15 @@ def refuse_numbers_of_some_rows(who: str) -> None:
     )
 
 
-def shares_numbers(
+def _shares_numbers(
     run: Callable[[], Outputs],
     moved: Callable[[Outputs, Outputs], torch.Tensor],
     size: int,
     of_half: Collection[tuple[int, ...]],
     known: Collection[nn.Module],
-) -> tuple[list[nn.Module | None], bool]:
-    """Return who draws numbers with a place for each row that other rows are computed with, too; and whether one
-    number is taken for some rows and not for others.
-
-    Args:
-        run: Computes what there is for each row, from the same seed each time.
-        moved: ``f(outputs, others) -> (B,)`` bool, for which rows they differ.
-        size: B.
-        of_half: The shapes that are drawn for the first half of the rows.
-        known: Modules whose numbers are the same in all batches of a draw.
-    """
+) -> tuple[list[nn.Module | str | None], bool]:
+    """As :func:`drawn_for_rows`, of numbers with a place for each row that other rows are computed with, too.
+    ``of_half``: the shapes that are drawn for the first half of the rows."""
 
     def outputs(chosen: torch.Tensor | None = None, place: tuple[int, int] | None = None) -> tuple[Outputs, _Redrawn]:
         with entered_modules() as modules, _Redrawn(size, of_half, modules, known, chosen, place) as mode:
