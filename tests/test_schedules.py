@@ -41,7 +41,7 @@ from dp_transformers.clipping.clipping_functions import (
 )
 from dp_transformers.ledger import LEDGER_NAME, Ledger
 from dp_transformers.mechanism import Mechanism
-from dp_transformers.noise import BandedNoise, Noise, ScheduledNoise, grid
+from dp_transformers.noise import BandedNoise, Noise, ScheduledNoise
 from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, Sampling, ScheduledPoissonSampling
 from dp_transformers.schedules import (
     ConstantSchedule,
@@ -194,12 +194,12 @@ def test_sensitivity_in_200_adversarial_batches_while_the_bound_moves(function):
 # ---- both loops ----
 
 
+@pytest.mark.usefixtures("fine_grid")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_step_clips_noises_and_divides_by_its_own(tmp_path, loop, monkeypatch):
     """One example is in every draw, and is longer than every bound."""
     one = replace(EMPTY, indices=[7])
     monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(one, number=next(sampler._number)))
-    monkeypatch.setattr(grid, "DIGITS", 20)  # what is released is to be as exact as what is compared
     moving = replace(ALL, noise=ShiftingBySchedule(4.0, StepSchedule(0.5, 4)))
     moving = replace(moving, clipping=ScheduledClipping(NormalisedClipping(0.7), ExponentialSchedule(0.1, STEPS)))
     spent, gradients = train(loop, tmp_path, moving)
