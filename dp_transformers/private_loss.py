@@ -14,8 +14,8 @@ import torch
 from . import distributed
 from .clipping import PerExampleClipper
 from .mechanism import Mechanism, Release
+from .noise.digits import round_digits
 from .noise.generators import GaussianNoise
-from .noise.grid import round_to_grid
 
 LOSS = "loss"  # the name of the release
 _STREAM = 0x10551055  # tells its numbers from those of gradients where both have the same fixed seed
@@ -70,7 +70,7 @@ class PrivateLoss:
         if distributed.rank() == 0:
             self._noise.add_([self._sum], std=self._release.noise_std)
         distributed.sum_over_ranks([self._sum])
-        round_to_grid([self._sum], [self._release.noise_std])
+        round_digits([self._sum], [self._release.noise_std])
         return (self._sum[0] / divisor + self._release.center).float()
 
 

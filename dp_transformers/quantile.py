@@ -9,8 +9,8 @@ from . import distributed
 from .clipping import PerExampleClipper
 from .clipping.clipping_functions import AdaptiveClipping
 from .mechanism import Mechanism
+from .noise.digits import round_digits
 from .noise.generators import GaussianNoise
-from .noise.grid import round_to_grid
 
 _STREAM = 0x5A4E5A4E  # tells its numbers from those of gradients where both have the same fixed seed
 
@@ -47,7 +47,7 @@ class NoisedShare:
         if distributed.rank() == 0:
             self._noise.add_([self._sum], std=clipping.count_noise)
         distributed.sum_over_ranks([self._sum])
-        round_to_grid([self._sum], [clipping.count_noise])
+        round_digits([self._sum], [clipping.count_noise])
         return 0.5 + float(self._sum) / divisor
 
 

@@ -15,7 +15,6 @@ from model_table import ModelTable
 
 from dp_transformers.accounting import accountants
 from dp_transformers.clipping import precision
-from dp_transformers.noise import grid
 
 torch.set_num_threads(1)
 
@@ -78,9 +77,3 @@ def model_table(request):
     yield table
     if request.config.getoption("--write-tables"):
         table.write()
-
-
-@pytest.fixture
-def fine_grid(monkeypatch):
-    """What is released is as exact as float32, for tests that compute it themselves."""
-    monkeypatch.setattr(grid, "DIGITS", 22)

@@ -132,7 +132,7 @@ def test_noise_has_the_planned_deviation_and_is_new_each_time():
         seen.append(float(loss.release(8)))
     off = (torch.tensor(seen, dtype=torch.float64) - 2) * 8 / (3.0 * 2)
     assert abs(off.mean()) < 5 / math.sqrt(4000) and abs(off.std() - 1) < 5 / math.sqrt(8000)
-    assert (off[1:] == off[:-1]).sum() < 30 and abs(torch.corrcoef(torch.stack([off[1:], off[:-1]]))[0, 1]) < 0.08
+    assert len(set(seen)) > 3990 and abs(torch.corrcoef(torch.stack([off[1:], off[:-1]]))[0, 1]) < 0.08
 
 
 # ---- in DPTrainer ----

@@ -194,7 +194,6 @@ def test_sensitivity_in_200_adversarial_batches_while_the_bound_moves(function):
 # ---- both loops ----
 
 
-@pytest.mark.usefixtures("fine_grid")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_step_clips_noises_and_divides_by_its_own(tmp_path, loop, monkeypatch):
     """One example is in every draw, and is longer than every bound."""

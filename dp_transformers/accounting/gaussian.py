@@ -83,6 +83,7 @@ def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
     return min(bound, _mixture_epsilon(phases, rows, delta))
 
 
+@functools.lru_cache(maxsize=256)  # one of them may take a second, and plans ask for the same again
 def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> float:
     from dp_accounting.pld import privacy_loss_distribution as pld
 

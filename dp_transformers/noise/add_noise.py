@@ -12,7 +12,7 @@ from .. import distributed
 from ..clipping.parallel.dtensor import to_local
 from ..clipping.precision import set_gradient, sum_dtype
 from . import NoiseSource
-from .grid import round_to_grid
+from .digits import round_digits
 
 
 def add_noise_and_divide(
@@ -29,9 +29,9 @@ def add_noise_and_divide(
 
     A missing gradient is zero, so that an empty draw becomes a step that is only noise.
 
-    Noise and sums are in float32, and what is noised is rounded to a grid (:mod:`~dp_transformers.noise.grid`); the
-    result is cast to the parameter's dtype last. The step must be accounted for before this is called. Per-example
-    gradients (``p.grad_sample``) are gone afterwards.
+    Noise and sums are in float32, and what is noised is rounded to digits that the noise has, too
+    (:mod:`~dp_transformers.noise.digits`); the result is cast to the parameter's dtype last. The step must be
+    accounted for before this is called. Per-example gradients (``p.grad_sample``) are gone afterwards.
 
     Args:
         std: The standard deviation of the noise's independent part.
@@ -54,7 +54,7 @@ def add_noise_and_divide(
             torch._foreach_mul_(grads, list(scales))
     if not sharded:
         distributed.sum_over_ranks(grads)
-    round_to_grid(grads, [relative_std * std * scale for scale in scales or (1.0,) * len(grads)])
+    round_digits(grads, [relative_std * std * scale for scale in scales or (1.0,) * len(grads)])
     torch._foreach_div_(grads, divisor)
     for p, grad in zip(parameters, wholes, strict=True):
         set_gradient(p, grad.to(p.dtype))

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from ..keystream import chacha20
+from .digits import DITHER
 
 Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
 _CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at once for several tensors
 _PIECE = 2**22  # numbers of a tensor that are made before they are added, a multiple of _CHUNK
+_DITHER_STREAM = 0xD17D17  # tells the numbers that dither from normal ones of the same entropy
 _SUMMED = 4  # draws that are added up to one number where noise is secure
 
 
@@ -37,7 +39,7 @@ class GaussianNoise:
     ones. A number has 24 bits, as have its radius and angle before, so a single draw can be recognised by the values
     that it takes (Mironov 2012; Jin et al. 2021, arXiv 2112.05307). Adding four up makes it costly to find those that
     give a number (Holohan and Braghin 2021, arXiv 2107.10138, with n = 2), which is no proof. What the spacing of
-    results tells is another matter, which :mod:`~dp_transformers.noise.grid` sees to.
+    results tells is another matter, which :mod:`~dp_transformers.noise.digits` sees to.
 
     Args:
         dp_seed: Fixed seed for tests. The noise can then be subtracted by whoever knows it: the run is not private,
@@ -58,7 +60,8 @@ class GaussianNoise:
         self._entropy = list(entropy)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._is_secure, self._process = secure, os.getpid()
-        self._bits = (_chacha20 if secure else _pcg64)(self._entropy)
+        bits = _chacha20 if secure else _pcg64
+        self._bits, self._dither_bits = bits(self._entropy), bits([*self._entropy, _DITHER_STREAM])
 
     def __getstate__(self) -> None:
         raise TypeError(
@@ -70,14 +73,28 @@ class GaussianNoise:
     def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
         """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws
         nothing."""
-        if std == 0:
+        tensors = list(tensors)
+        self.add_normal_(tensors, std)
+        self.dither_(tensors, std)
+
+    def add_normal_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
+        """Add normal numbers as they are drawn, where what is added up is dithered later."""
+        self._add_drawn(self._standard_normal, tensors, std)
+
+    def dither_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
+        """Add independent uniform numbers between -2⁻⁹ and 2⁻⁹ ``std``, in place: see :mod:`~.noise.digits`."""
+        self._add_drawn(self._uniform, tensors, DITHER * std)
+
+    def _add_drawn(
+        self, draw: Callable[[int, torch.device], torch.Tensor], tensors: Sequence[torch.Tensor], scale: float
+    ) -> None:
+        if scale == 0:
             return
         if os.getpid() != self._process:
             raise RuntimeError(
                 "this process was forked from the one that made the noise, and would draw the same numbers: call "
                 "train() or make_private (or make GaussianNoise) in the process that trains."
             )
-        tensors = list(tensors)
         for tensor in tensors:
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise TypeError(
@@ -86,9 +103,9 @@ class GaussianNoise:
                 )
         for group in _groups(piece for tensor in tensors for piece in _pieces(tensor)):
             sizes = [tensor.numel() for tensor in group]
-            numbers = self._standard_normal(sum(sizes), group[0].device).split(sizes)
+            numbers = draw(sum(sizes), group[0].device).split(sizes)
             torch._foreach_add_(
-                group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std
+                group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=scale
             )
             del numbers  # before the next are drawn
 
@@ -103,11 +120,20 @@ class GaussianNoise:
             return summed_normal(self._bits, count).to(device)
         if device.type == "cpu":
             return standard_normal(self._bits, count)
+        return torch.randn(count, generator=self._generator(device), device=device, dtype=torch.float32)
+
+    def _uniform(self, count: int, device: torch.device) -> torch.Tensor:
+        if self._is_secure or device.type == "cpu":
+            return uniform(self._dither_bits, count).to(device)
+        generator = self._generator(device)
+        return torch.rand(count, generator=generator, device=device, dtype=torch.float32).sub_(0.5)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             # the number keeps two devices of one process apart, and is the same on ranks that must add equal noise
             state = np.random.SeedSequence([*self._entropy, len(self._generators)]).generate_state(1, np.uint64)
             self._generators[device] = torch.Generator(device).manual_seed(int(state[0] >> np.uint64(1)))
-        return torch.randn(count, generator=self._generators[device], device=device, dtype=torch.float32)
+        return self._generators[device]
 
 
 def check_noise_source(*, dp_seed: int | None, secure: bool) -> None:
@@ -168,6 +194,14 @@ def summed_normal(bits: Bits, count: int) -> torch.Tensor:
         for _ in range(_SUMMED):
             chunk += standard_normal(bits, len(chunk))
     return numbers.mul_(_SUMMED**-0.5)
+
+
+def uniform(bits: Bits, count: int) -> torch.Tensor:
+    """(count,) float32: independent uniform numbers between -1/2 and 1/2, each of 16 bits, on the CPU."""
+    numbers = torch.empty(count, dtype=torch.float32)
+    for chunk in numbers.split(_CHUNK) if count else ():
+        chunk.copy_(bits((len(chunk) + 3) // 4).view(torch.int16)[: len(chunk)]).mul_(2.0**-16)
+    return numbers
 
 
 def _pcg64(entropy: Sequence[int]) -> Bits:
