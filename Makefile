@@ -1,7 +1,7 @@
 .PHONY: test lint format bench
 
 test:
-	python -m pytest -n 2 --dist loadfile
+	python -m pytest -n 2 --dist loadfile --whole-tables
 
 lint:
 	ruff check .

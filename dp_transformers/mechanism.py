@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .accounting.accountants import Accountant, check_accountant, known_accountants
 from .accounting.calibration import largest_within, smallest_noise
-from .accounting.events import event_epsilon, unsupported
+from .accounting.events import event_epsilon, phases_of_groups, unsupported
 from .clipping.clipping_functions import ClippingFunction
 from .noise import Noise
 from .sampling import Sampling
@@ -165,8 +165,7 @@ class Mechanism:
                 f"{relation!r}. Let event() of the sampling return an event that an accountant of dp_accounting "
                 "supports for that relation, or take PoissonSampling."
             )
-        if self.unit.max_examples_per_person > 1:
-            self.epsilon(0.5, executed=[Counter([self.at(0)])], rows=self.unit.max_examples_per_person)
+        self._require_bound(self.unit.max_examples_per_person)
 
     # ---- what a step uses ----
 
@@ -245,15 +244,23 @@ class Mechanism:
             rows: With more than one, for so many rows added or removed together.
         """
         segments = (self.planned(),) if executed is None else tuple(executed)
-        if rows > 1 and self.sampling.min_separation > 1:
+        self._require_bound(rows)
+        if not segments:
+            return 0.0
+        return event_epsilon(self.event(*segments), delta, accountant, relation=self.sampling.relation, rows=rows)
+
+    def _require_bound(self, rows: int) -> None:
+        """Raise ValueError if nothing is known of groups of so many rows."""
+        if rows == 1:
+            return
+        if self.sampling.min_separation > 1:
             raise ValueError(
                 f"there is no bound for groups of {rows} rows (max_examples_per_person) of sampling "
                 f"{self.sampling.kind!r}, by which rows of one person have different steps. Take PoissonSampling, or "
                 "leave max_examples_per_person at 1, which protects one row."
             )
-        if not segments:
-            return 0.0
-        return event_epsilon(self.event(*segments), delta, accountant, relation=self.sampling.relation, rows=rows)
+        event = self.event(Counter([self.at(0)]))
+        phases_of_groups(event, "pld", relation=self.sampling.relation, rows=rows)
 
     def calibrated(
         self, *, target_epsilon: float, target_delta: float, accountant: str | Accountant = "pld"

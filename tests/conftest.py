@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import secrets
+from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,16 +60,33 @@ def bf16_products(request, monkeypatch):
     return request.param
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # of what -k and -m choose
+def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available() and "DP_TEST_DEVICE" not in os.environ:
         why = "no CUDA device; DP_TEST_DEVICE=simulated runs it on one that is simulated"
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=why))
+    if not any(map(config.getoption, ("--whole-tables", "--write-tables"))):
+        _leave_out_of_tables(config, items)
+
+
+def _leave_out_of_tables(config, items):
+    """Run every third case of the tests that are marked as a table."""
+    seen, kept, left = Counter(), [], []
+    for item in items:
+        if item.get_closest_marker("table"):
+            (left if seen[item.parent, item.originalname] % 3 else kept).append(item)
+            seen[item.parent, item.originalname] += 1
+        else:
+            kept.append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 def pytest_addoption(parser):
     parser.addoption("--write-tables", action="store_true", help="write docs/*.md from what these tests measure")
+    parser.addoption("--whole-tables", action="store_true", help="run all cases of tests that are marked as a table")
 
 
 @pytest.fixture(scope="session")

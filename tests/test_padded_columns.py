@@ -129,6 +129,7 @@ def class_loss(outputs, labels):
     return F.cross_entropy(outputs, labels, reduction="none")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("collate", [padded_with({}), with_mask("query"), with_mask("document")], ids=["no mask", "query", "document"])  # fmt: skip
 @pytest.mark.parametrize("queries", [(6,), (5, 7, 6), (20,), (5, 20, 3)])  # the longest document has 20
 @pytest.mark.parametrize("loop", LOOPS)

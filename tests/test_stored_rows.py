@@ -397,6 +397,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
     "kind",

@@ -39,14 +39,23 @@ def event_epsilon(
     if rows == 1:
         epsilon = float(accountant_named(name).epsilon(event, delta, relation))
         return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
-    phases = _phases(event) if relation == "add_or_remove_one" and name in ACCOUNTANTS else None
+    return epsilon_of_phases(phases_of_groups(event, name, relation=relation, rows=rows), delta, name, rows=rows)
+
+
+def phases_of_groups(event: DpEvent, accountant: str, *, relation: str, rows: int) -> list[Phase]:
+    """The phases of an event, for a bound on groups of so many rows.
+
+    Raises:
+        ValueError: There is no such bound.
+    """
+    phases = _phases(event) if relation == "add_or_remove_one" and accountant in ACCOUNTANTS else None
     if phases is None:
         raise ValueError(
             f"there is no bound for groups of {rows} rows (max_examples_per_person) and {type(event).__name__} for "
-            f"neighbours by {relation!r} by accountant {name!r}; only Poisson sampling by 'add_or_remove_one' has "
-            "one, by 'pld' and 'rdp'. Take these, or leave max_examples_per_person at 1, which protects one row."
+            f"neighbours by {relation!r} by accountant {accountant!r}; only Poisson sampling by 'add_or_remove_one' "
+            "has one, by 'pld' and 'rdp'. Take these, or leave max_examples_per_person at 1, which protects one row."
         )
-    return epsilon_of_phases(phases, delta, name, rows=rows)
+    return phases
 
 
 def phases_epsilon(phases: Iterable[Phase], delta: float, accountant: str = "pld", *, rows: int = 1) -> float:

@@ -101,6 +101,7 @@ def test_trajectory_is_that_of_one_example_at_a_time_in_every_mode(name, lora, t
         assert distance(trainable(model), trainable(reference)) <= 1e-5 * moved, mode
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_sensitivity(name, mode):
@@ -628,6 +629,7 @@ def test_second_derivatives_are_refused(mode):
         clipper.backward(model(x).squeeze(1))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_bf16_parameters(mode, tied, bf16_products):

@@ -278,6 +278,7 @@ SETTINGS = [  # kind, width, tokens, examples, mode, part of plain's peak; what 
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("kind", "width", "tokens", "size", "mode", "part"), SETTINGS)
 def test_a_peak_is_never_over_budget(benchmark, kind, width, tokens, size, mode, part):
     figures = within(benchmark, kind, Shape(width, 1, 50, tokens, size, 4), mode, part)
