@@ -165,7 +165,10 @@ class Mechanism:
                 f"{relation!r}. Let event() of the sampling return an event that an accountant of dp_accounting "
                 "supports for that relation, or take PoissonSampling."
             )
-        self._require_bound(self.unit.max_examples_per_person)
+        rows = self.unit.max_examples_per_person
+        self._require_bound(rows)
+        if rows > 1:
+            phases_of_groups(event, "pld", relation=relation, rows=rows)
 
     # ---- what a step uses ----
 
@@ -250,17 +253,13 @@ class Mechanism:
         return event_epsilon(self.event(*segments), delta, accountant, relation=self.sampling.relation, rows=rows)
 
     def _require_bound(self, rows: int) -> None:
-        """Raise ValueError if nothing is known of groups of so many rows."""
-        if rows == 1:
-            return
-        if self.sampling.min_separation > 1:
+        """Raise ValueError if nothing is known of groups of so many rows because of who takes part when."""
+        if rows > 1 and self.sampling.min_separation > 1:
             raise ValueError(
                 f"there is no bound for groups of {rows} rows (max_examples_per_person) of sampling "
                 f"{self.sampling.kind!r}, by which rows of one person have different steps. Take PoissonSampling, or "
                 "leave max_examples_per_person at 1, which protects one row."
             )
-        event = self.event(Counter([self.at(0)]))
-        phases_of_groups(event, "pld", relation=self.sampling.relation, rows=rows)
 
     def calibrated(
         self, *, target_epsilon: float, target_delta: float, accountant: str | Accountant = "pld"

@@ -15,7 +15,7 @@ from . import distributed
 from .clipping import PerExampleClipper
 from .mechanism import Mechanism, Release
 from .noise.digits import round_digits
-from .noise.generators import GaussianNoise
+from .noise.generators import Dither, GaussianNoise
 
 LOSS = "loss"  # the name of the release
 _STREAM = 0x10551055  # tells its numbers from those of gradients where both have the same fixed seed
@@ -49,6 +49,7 @@ class PrivateLoss:
         # the ranks of a tensor-parallel group work on the same examples, of which one counts them
         self._counts = not clipper.parallel or clipper.parallel.mesh.get_local_rank() == 0
         self._noise = GaussianNoise(secure=secure, entropy=None if dp_seed is None else [dp_seed, _STREAM])
+        self._dither = Dither(secure=secure, entropy=[distributed.shared_secret(dp_seed), _STREAM])
         dtype = torch.float32 if clipper.device.type == "mps" else torch.float64
         self._sum = torch.zeros(1, dtype=dtype, device=clipper.device)
 
@@ -70,7 +71,8 @@ class PrivateLoss:
         if distributed.rank() == 0:
             self._noise.add_([self._sum], std=self._release.noise_std)
         distributed.sum_over_ranks([self._sum])
-        round_digits([self._sum], [self._release.noise_std])
+        self._dither.add_([self._sum], std=self._release.noise_std)
+        round_digits([self._sum], self._release.noise_std)
         return (self._sum[0] / divisor + self._release.center).float()
 
 

@@ -10,7 +10,7 @@ from .clipping import PerExampleClipper
 from .clipping.clipping_functions import AdaptiveClipping
 from .mechanism import Mechanism
 from .noise.digits import round_digits
-from .noise.generators import GaussianNoise
+from .noise.generators import Dither, GaussianNoise
 
 _STREAM = 0x5A4E5A4E  # tells its numbers from those of gradients where both have the same fixed seed
 
@@ -31,6 +31,7 @@ class NoisedShare:
         # the ranks of a tensor-parallel group work on the same examples, of which one counts them
         self._counts = not clipper.parallel or clipper.parallel.mesh.get_local_rank() == 0
         self._noise = GaussianNoise(secure=secure, entropy=None if dp_seed is None else [dp_seed, _STREAM])
+        self._dither = Dither(secure=secure, entropy=[distributed.shared_secret(dp_seed), _STREAM])
         self._sum = torch.zeros(1, dtype=torch.float32, device=clipper.device)
 
     def begin_draw(self) -> None:
@@ -47,7 +48,8 @@ class NoisedShare:
         if distributed.rank() == 0:
             self._noise.add_([self._sum], std=clipping.count_noise)
         distributed.sum_over_ranks([self._sum])
-        round_digits([self._sum], [clipping.count_noise])
+        self._dither.add_([self._sum], std=clipping.count_noise)
+        round_digits([self._sum], clipping.count_noise)
         return 0.5 + float(self._sum) / divisor
 
 

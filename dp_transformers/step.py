@@ -34,6 +34,8 @@ from .data import LogicalBatch, LogicalBatches, PhysicalBatch
 from .loaded_rows import LoadedRows, PlacesOfRows
 from .mechanism import Mechanism
 from .noise.add_noise import add_noise_and_divide
+from .noise.generators import Dither
+from .noise.sharded import ShardedNoise
 from .optimizers import set_noise_variance
 from .private_gradients import PrivateGradients
 from .private_loss import LOSS, private_loss_of
@@ -120,6 +122,11 @@ class PrivateStep:
         self.clipper, self.run, self._seeds, self._data = clipper, run, seeds, data
         source = {"dp_seed": run.dp_seed, "secure": secure}
         self._noise = run.mechanism.noise.source(clipper, **source)
+        self._dither = (
+            ShardedNoise(clipper, **source, warn=False, stream=Dither, same=True)
+            if getattr(self._noise, "is_dithered", False)
+            else None
+        )
         self._private_loss = private_loss_of(run.mechanism, clipper, **source)
         self._share = noised_share_of(run.mechanism, clipper, **source)
         self.gradients = PrivateGradients(clipper, own_optimizer)
@@ -409,16 +416,17 @@ class PrivateStep:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
         summed = bool(clipper.shards or clipper.parallel)
         relative_std = self.run.mechanism.noise.relative_std(self._released)
-        self._released += 1
         add_noise_and_divide(
             clipper.parameters,
             self._noise,
+            dither=self._dither,
             std=used.noise_std,
             relative_std=relative_std,
             divisor=used.expected_batch_size,
             scales=clipper.noise_scales,
             sharded=summed,
         )
+        self._released += 1
         if self._private_loss is not None:
             self.loss = self._private_loss.release(used.expected_batch_size)
         self._say_noise((relative_std * used.noise_std / used.expected_batch_size) ** 2)

@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import secrets
-from collections import Counter
+import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -72,14 +72,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leave_out_of_tables(config, items):
-    """Run every third case of the tests that are marked as a table."""
-    seen, kept, left = Counter(), [], []
+    """Run a third of the cases of the tests that are marked as a table, the first one and others as their names fall."""
+    seen, kept, left = set(), [], []
     for item in items:
-        if item.get_closest_marker("table"):
-            (left if seen[item.parent, item.originalname] % 3 else kept).append(item)
-            seen[item.parent, item.originalname] += 1
-        else:
-            kept.append(item)
+        test = (item.parent, item.originalname)
+        is_left = item.get_closest_marker("table") and test in seen and zlib.crc32(item.name.encode()) % 3
+        seen.add(test)
+        (left if is_left else kept).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
 

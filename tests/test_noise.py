@@ -5,7 +5,6 @@ import os
 import random
 import time
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from scipy import stats
 
 from dp_transformers.noise import generators
-from dp_transformers.noise.digits import DITHER
 from dp_transformers.noise.generators import GaussianNoise, _chacha20, standard_normal
 from dp_transformers.randomness import _TWISTER, SecretSeeds, forked_generators, seed_worker, seeded_global_generators
 
@@ -68,7 +66,7 @@ def test_the_default_dtype_changes_no_number(dtype, secure):
 def test_secure_numbers_are_sums_of_four_draws():
     """Of the same keystream, in the order in which it comes."""
     entropy, numbers = [1, 2], torch.zeros(100_001)
-    GaussianNoise(secure=True, entropy=entropy).add_normal_([numbers], 2.0)
+    GaussianNoise(secure=True, entropy=entropy).add_([numbers], 2.0)
     bits, expected = _chacha20(entropy), []
     for chunk in numbers.split(2**16):
         expected.append(sum(standard_normal(bits, len(chunk)) for _ in range(4)))
@@ -84,37 +82,15 @@ def test_a_key_is_all_that_secure_numbers_come_from():
     assert _chacha20([5])(8).numpy().tobytes() == stream
 
 
-def test_noise_takes_a_few_times_what_weak_numbers_take():
-    """By the processor's time, beside torch's generator, which keeps 32 bits of its seed."""
-    x = torch.zeros(5_000_000)
-    ways = [lambda: x.add_(torch.randn(len(x)))]
-    ways += [partial(GaussianNoise(secure=secure).add_, [x], 1.0) for secure in (False, True)]
-    times = [[] for _ in ways]
-    for _ in range(5):
-        for add, its in zip(ways, times, strict=True):
+def test_a_hundred_million_numbers_take_two_seconds_on_two_cores():
+    """By the processor's time for a twentieth of them: 4 seconds at most, also for secure ones."""
+    for secure in (False, True):
+        x, source, times = torch.zeros(5_000_000), GaussianNoise(secure=secure), []
+        for _ in range(3):
             begin = time.process_time()
-            add()
-            its.append(time.process_time() - begin)
-    weak, noise, secure = map(min, times)
-    assert noise < 3.5 * weak and secure < 9 * weak, times
-
-
-@pytest.mark.parametrize("secure", [False, True])
-def test_the_dither_is_uniform_and_independent_of_what_it_dithers(secure):
-    n, std, source = 400_000, 0.37, GaussianNoise(secure=secure)
-    normal, dither = torch.zeros(n), torch.zeros(n)
-    source.add_normal_([normal], std)
-    source.dither_([dither], std)
-    u = dither.double().numpy() / (DITHER * std)
-    assert len(np.unique(u)) > 65_000 and abs(u).max() < 0.5 + 1e-7
-    assert stats.kstest(u, "uniform", args=(-0.5, 1)).pvalue > 1e-4
-    for x in (normal.numpy()[:-1], normal.numpy()[1:], u[1:]):
-        assert abs(np.corrcoef(u[:-1], x)[0, 1]) < 5 / np.sqrt(n)
-    both = torch.zeros(n)
-    GaussianNoise(secure=secure, entropy=[7]).add_([both], std)
-    for draw in ("add_normal_", "dither_"):
-        getattr(GaussianNoise(secure=secure, entropy=[7]), draw)([both], -std)
-    assert both.abs().max() < 1e-6 * std
+            source.add_([x], 1.0)
+            times.append(time.process_time() - begin)
+        assert 20 * min(times) < 4, f"secure={secure}: {times}"
 
 
 @pytest.mark.parametrize("word", [0, 1, -1, 2**63 - 1, -(2**63)])
@@ -153,7 +129,7 @@ def test_noise_of_a_large_tensor_is_added_in_pieces(monkeypatch, layout):
     tensors = [torch.zeros(5), torch.zeros(2**9, 2**9 + 1), torch.zeros(7)]
     if layout == "transposed":
         tensors[1] = tensors[1].T
-    GaussianNoise(dp_seed=3).add_normal_(tensors, 1.0)
+    GaussianNoise(dp_seed=3).add_(tensors, 1.0)
     assert drawn == ([5, 2**17, 2**17, 2**9 + 7] if layout == "in order" else [5, 2**9 * (2**9 + 1), 7])
     whole = GaussianNoise(dp_seed=3)
     first, second = (draw(whole, count, torch.device("cpu")) for count in (5, 2**18))

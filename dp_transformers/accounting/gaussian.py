@@ -66,20 +66,18 @@ def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
         rows: Size of the group, at least 1.
         delta: The δ of (ε, δ)-DP, in (0, 1).
     """
-    rows = check_rows(rows)
+    rows, delta = check_rows(rows), check_delta("delta", delta)
     phases = _with_limits(phases)
     if not phases:
         return 0.0
     if _say_nothing(phases):
         return math.inf
     if rows == 1:
-        return epsilon_of_phases(phases, check_delta("delta", delta), "pld")
+        return epsilon_of_phases(phases, delta, "pld")
     phases = _merge_similar(phases)
     # the worst case of a group, as if each of its draws took all its rows, at the rate of drawing any: looser, and
     # always to be had
-    bound = _rdp_epsilon(
-        tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases), check_delta("delta", delta)
-    )
+    bound = _rdp_epsilon(tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases), delta)
     return min(bound, _mixture_epsilon(phases, rows, delta))
 
 
@@ -139,7 +137,9 @@ def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str = "
 
 
 def _with_limits(phases: Iterable[Phase]) -> tuple[Phase, ...]:
-    return tuple((min(sigma, MAX_NOISE_MULTIPLIER), round_rate_up(q), n) for sigma, q, n in phases if q * n != 0)
+    return tuple(
+        (min(float(sigma), MAX_NOISE_MULTIPLIER), round_rate_up(float(q)), n) for sigma, q, n in phases if q * n != 0
+    )
 
 
 def _say_nothing(phases: Iterable[Phase]) -> bool:

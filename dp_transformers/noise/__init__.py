@@ -23,7 +23,11 @@ N = TypeVar("N", bound="Noise")
 
 
 class NoiseSource(Protocol):
-    """What draws the noise of one process. It holds secrets and is neither copied nor pickled."""
+    """What draws the noise of one process. It holds secrets and is neither copied nor pickled.
+
+    One that draws numbers as floats says so by an attribute ``is_dithered`` that is true, as the library's own do:
+    what a step releases is then dithered beside them (:mod:`~dp_transformers.noise.digits`).
+    """
 
     def add_(self, grads: Sequence[Tensor], /, std: float) -> None:
         """Add the noise of the next step, whose independent part has this standard deviation, in place. Gradients are

@@ -19,6 +19,7 @@ def add_noise_and_divide(
     parameters: Sequence[nn.Parameter],
     noise: NoiseSource,
     *,
+    dither: NoiseSource | None = None,
     std: float,
     divisor: float,
     relative_std: float = 1.0,
@@ -34,10 +35,11 @@ def add_noise_and_divide(
     accounted for before this is called. Per-example gradients (``p.grad_sample``) are gone afterwards.
 
     Args:
+        dither: Adds the same on all ranks that hold the same sum.
         std: The standard deviation of the noise's independent part.
         relative_std: What :meth:`Noise.relative_std <dp_transformers.noise.Noise.relative_std>` says of this step.
         scales: One for each parameter, default 1. The sum is divided by it before it is noised and multiplied with
-            it afterwards, so that the noise itself, which may be correlated, is the same for all.
+            it at the end, so that the noise itself, which may be correlated, is the same for all.
         sharded: Gradients are DTensors, summed already.
     """
     for p in parameters:
@@ -45,16 +47,18 @@ def add_noise_and_divide(
             set_gradient(p, torch.zeros_like(p, dtype=sum_dtype(p)))
     wholes = [cast(torch.Tensor, p.grad) for p in parameters]
     grads = [to_local(grad) for grad in wholes]
+    if is_scaled := any(scale != 1 for scale in scales):
+        torch._foreach_div_(grads, list(scales))
     # every rank noises its own shards; replicas are noised once, before they are summed
     if sharded or distributed.rank() == 0:
-        if is_scaled := any(scale != 1 for scale in scales):
-            torch._foreach_div_(grads, list(scales))
         noise.add_(grads, std=std)
-        if is_scaled:
-            torch._foreach_mul_(grads, list(scales))
     if not sharded:
         distributed.sum_over_ranks(grads)
-    round_digits(grads, [relative_std * std * scale for scale in scales or (1.0,) * len(grads)])
+    if dither is not None:
+        dither.add_(grads, std=relative_std * std)
+    round_digits(grads, relative_std * std)
+    if is_scaled:
+        torch._foreach_mul_(grads, list(scales))
     torch._foreach_div_(grads, divisor)
     for p, grad in zip(parameters, wholes, strict=True):
         set_gradient(p, grad.to(p.dtype))

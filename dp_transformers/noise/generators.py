@@ -22,7 +22,7 @@ from .digits import DITHER
 Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
 _CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at once for several tensors
 _PIECE = 2**22  # numbers of a tensor that are made before they are added, a multiple of _CHUNK
-_DITHER_STREAM = 0xD17D17  # tells the numbers that dither from normal ones of the same entropy
+_DITHER_STREAM = 2**63 + 1  # tells the numbers that dither from normal ones of the same entropy; no step's number
 _SUMMED = 4  # draws that are added up to one number where noise is secure
 
 
@@ -38,8 +38,8 @@ class GaussianNoise:
     ChaCha20 holds. What it does not claim: that sums of floating-point numbers with this noise are as private as real
     ones. A number has 24 bits, as have its radius and angle before, so a single draw can be recognised by the values
     that it takes (Mironov 2012; Jin et al. 2021, arXiv 2112.05307). Adding four up makes it costly to find those that
-    give a number (Holohan and Braghin 2021, arXiv 2107.10138, with n = 2), which is no proof. What the spacing of
-    results tells is another matter, which :mod:`~dp_transformers.noise.digits` sees to.
+    give a number (Holohan and Braghin 2021, arXiv 2107.10138, with n = 2), which is no proof. What the last digits of
+    results tell is another matter, which :mod:`~dp_transformers.noise.digits` sees to.
 
     Args:
         dp_seed: Fixed seed for tests. The noise can then be subtracted by whoever knows it: the run is not private,
@@ -60,8 +60,7 @@ class GaussianNoise:
         self._entropy = list(entropy)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._is_secure, self._process = secure, os.getpid()
-        bits = _chacha20 if secure else _pcg64
-        self._bits, self._dither_bits = bits(self._entropy), bits([*self._entropy, _DITHER_STREAM])
+        self._bits = (_chacha20 if secure else _pcg64)(self._entropy)
 
     def __getstate__(self) -> None:
         raise TypeError(
@@ -73,28 +72,14 @@ class GaussianNoise:
     def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
         """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws
         nothing."""
-        tensors = list(tensors)
-        self.add_normal_(tensors, std)
-        self.dither_(tensors, std)
-
-    def add_normal_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
-        """Add normal numbers as they are drawn, where what is added up is dithered later."""
-        self._add_drawn(self._standard_normal, tensors, std)
-
-    def dither_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
-        """Add independent uniform numbers between -2⁻⁹ and 2⁻⁹ ``std``, in place: see :mod:`~.noise.digits`."""
-        self._add_drawn(self._uniform, tensors, DITHER * std)
-
-    def _add_drawn(
-        self, draw: Callable[[int, torch.device], torch.Tensor], tensors: Sequence[torch.Tensor], scale: float
-    ) -> None:
-        if scale == 0:
+        if std == 0:
             return
         if os.getpid() != self._process:
             raise RuntimeError(
                 "this process was forked from the one that made the noise, and would draw the same numbers: call "
                 "train() or make_private (or make GaussianNoise) in the process that trains."
             )
+        tensors = list(tensors)
         for tensor in tensors:
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise TypeError(
@@ -103,9 +88,9 @@ class GaussianNoise:
                 )
         for group in _groups(piece for tensor in tensors for piece in _pieces(tensor)):
             sizes = [tensor.numel() for tensor in group]
-            numbers = draw(sum(sizes), group[0].device).split(sizes)
+            numbers = self._standard_normal(sum(sizes), group[0].device).split(sizes)
             torch._foreach_add_(
-                group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=scale
+                group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std
             )
             del numbers  # before the next are drawn
 
@@ -122,18 +107,30 @@ class GaussianNoise:
             return standard_normal(self._bits, count)
         return torch.randn(count, generator=self._generator(device), device=device, dtype=torch.float32)
 
-    def _uniform(self, count: int, device: torch.device) -> torch.Tensor:
-        if self._is_secure or device.type == "cpu":
-            return uniform(self._dither_bits, count).to(device)
-        generator = self._generator(device)
-        return torch.rand(count, generator=generator, device=device, dtype=torch.float32).sub_(0.5)
-
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
             # the number keeps two devices of one process apart, and is the same on ranks that must add equal noise
             state = np.random.SeedSequence([*self._entropy, len(self._generators)]).generate_state(1, np.uint64)
             self._generators[device] = torch.Generator(device).manual_seed(int(state[0] >> np.uint64(1)))
         return self._generators[device]
+
+
+class Dither(GaussianNoise):
+    """Independent uniform numbers, :data:`~.digits.DITHER` times as wide as ``std`` is long, in the place of normal
+    ones. Ranks that dither the same sum are given the same entropy, which no noise has."""
+
+    def __init__(self, *, secure: bool = False, entropy: Sequence[int]):
+        super().__init__(secure=secure, entropy=[*entropy, _DITHER_STREAM])
+
+    def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
+        super().add_(tensors, DITHER * 2.0**-32 * std)
+
+    def _standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+        """(count,) int32."""
+        if self._is_secure or device.type == "cpu":
+            return self._bits((count + 1) // 2).view(torch.int32)[:count].to(device)
+        generator = self._generator(device)
+        return torch.randint(-(2**31), 2**31, (count,), generator=generator, device=device, dtype=torch.int32)
 
 
 def check_noise_source(*, dp_seed: int | None, secure: bool) -> None:
@@ -194,14 +191,6 @@ def summed_normal(bits: Bits, count: int) -> torch.Tensor:
         for _ in range(_SUMMED):
             chunk += standard_normal(bits, len(chunk))
     return numbers.mul_(_SUMMED**-0.5)
-
-
-def uniform(bits: Bits, count: int) -> torch.Tensor:
-    """(count,) float32: independent uniform numbers between -1/2 and 1/2, each of 16 bits, on the CPU."""
-    numbers = torch.empty(count, dtype=torch.float32)
-    for chunk in numbers.split(_CHUNK) if count else ():
-        chunk.copy_(bits((len(chunk) + 3) // 4).view(torch.int16)[: len(chunk)]).mul_(2.0**-16)
-    return numbers
 
 
 def _pcg64(entropy: Sequence[int]) -> Bits:

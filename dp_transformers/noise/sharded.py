@@ -26,7 +26,10 @@ class ShardedNoise:
         dp_seed, secure: As in ``GaussianNoise``.
         warn: Whether to warn that noise with a ``dp_seed`` is not private; False if the caller has warned already.
         stream: Makes what draws one random stream, given ``secure`` and ``entropy``.
+        same: Whether ranks that each hold a whole sum add the same numbers to it, too.
     """
+
+    is_dithered = True  # beside it, see NoiseSource
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class ShardedNoise:
         secure: bool = False,
         warn: bool = True,
         stream: Callable[..., NoiseSource] = GaussianNoise,
+        same: bool = False,
     ):
         if warn:
             check_noise_source(dp_seed=dp_seed, secure=secure)
@@ -45,8 +49,8 @@ class ShardedNoise:
             if key not in self._streams:
                 replicas = None if is_dtensor(clipper.shards.unsharded(p)) else clipper.parallel.group
                 entropy = distributed.noise_entropy(p, dp_seed, layout=len(self._streams), replicas=replicas)
-                if entropy is None and dp_seed is not None:
-                    entropy = [dp_seed]
+                if entropy is None and (same or dp_seed is not None):
+                    entropy = [distributed.shared_secret(dp_seed)]
                 self._streams[key] = stream(secure=secure, entropy=entropy)
 
     def add_(self, grads: Sequence[torch.Tensor], std: float) -> None:

@@ -33,18 +33,15 @@ class CorrelatedStream:
                 "IndependentNoise."
             )
         self._std = std
-        tensors = list(tensors)
-        # the sums, since floats that are added up to noise keep no finer digits
-        self._normal.dither_(tensors, self._add(tensors, std))
+        self._add(list(tensors), std)
 
-    def _add(self, tensors: Tensors, std: float) -> float:
-        """Return the standard deviation of what this step alone adds."""
+    def _add(self, tensors: Tensors, std: float) -> None:
         raise NotImplementedError
 
     def _fresh(self, tensors: Tensors, std: float) -> Tensors:
         """z_t."""
         noise = [torch.zeros_like(tensor) for tensor in tensors]
-        self._normal.add_normal_(noise, std)
+        self._normal.add_(noise, std)
         return noise
 
 
@@ -56,14 +53,13 @@ class BandedStream(CorrelatedStream):
         self._coefficients = coefficients
         self._past: deque[Tensors] = deque(maxlen=len(coefficients) - 1)
 
-    def _add(self, tensors: Tensors, std: float) -> float:
+    def _add(self, tensors: Tensors, std: float) -> None:
         first, *later = self._coefficients
         noise = self._fresh(tensors, std / first)
         for c, past in zip(later, self._past, strict=False):
             torch._foreach_add_(noise, past, alpha=-c / first)
         self._past.appendleft(noise)
         torch._foreach_add_(tensors, noise)
-        return std / first
 
 
 class RegeneratedStream(CorrelatedStream):
@@ -73,11 +69,10 @@ class RegeneratedStream(CorrelatedStream):
         super().__init__(**options)
         self._coefficients, self._step = coefficients, 0
 
-    def _add(self, tensors: Tensors, std: float) -> float:
+    def _add(self, tensors: Tensors, std: float) -> None:
         for back, m in enumerate(self._coefficients[: self._step + 1]):
-            self._normal.of_step(self._step - back).add_normal_(tensors, m * std)
+            self._normal.of_step(self._step - back).add_(tensors, m * std)
         self._step += 1
-        return std * self._coefficients[0]
 
 
 class BufferedStream(CorrelatedStream):
@@ -88,7 +83,7 @@ class BufferedStream(CorrelatedStream):
         self._weights, self._decays = weights, decays
         self._buffers: list[Tensors] = []
 
-    def _add(self, tensors: Tensors, std: float) -> float:
+    def _add(self, tensors: Tensors, std: float) -> None:
         noise = self._fresh(tensors, std)
         self._buffers = self._buffers or [[torch.zeros_like(x) for x in noise] for _ in self._weights]
         for weight, buffer in zip(self._weights, self._buffers, strict=True):
@@ -97,4 +92,3 @@ class BufferedStream(CorrelatedStream):
             torch._foreach_mul_(buffer, decay)
             torch._foreach_add_(buffer, noise)
         torch._foreach_add_(tensors, noise)
-        return std
