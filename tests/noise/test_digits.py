@@ -91,6 +91,15 @@ def test_the_sum_of_all_ranks_is_what_is_dithered(monkeypatch):
     )
 
 
+def test_the_loss_and_the_count_are_dithered_after_the_sum(monkeypatch):
+    seen, add, clipper = [], Dither.add_, PerExampleClipper(nn.Linear(3, 2), 1.0)
+    monkeypatch.setattr(distributed, "sum_over_ranks", lambda sums: seen.append("sum"))
+    monkeypatch.setattr(Dither, "add_", lambda self, sums, std: (seen.append(std), add(self, sums, std)))
+    PrivateLoss(Release("loss", 1.0, 3.3), clipper).release(1.0)
+    NoisedShare(clipper).release(AdaptiveClipping(0.5, count_noise=1.99), 1.0)
+    assert seen == ["sum", 3.3, "sum", 1.99]
+
+
 def test_without_noise_nothing_is_rounded():
     parameters = parameters_with_gradients(torch.float32)
     before = [p.grad.clone() for p in parameters]
