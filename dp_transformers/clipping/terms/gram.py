@@ -18,8 +18,9 @@ LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
 # Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its
 # input, is long.
 SHORTEST = 2.0**-57
-# From so many positions on, products are formed above the diagonal only, in so many rows of blocks: fewer do not pay.
-# On an accelerator, which small products leave idle, from twice as many on.
+# From so many positions on, products are formed below the diagonal only, in so many columns of blocks: fewer do not
+# pay. Blocks are tall, since BLAS takes up to twice as long for wide ones. On an accelerator, which small products leave
+# idle, from twice as many on.
 MANY_POSITIONS, BLOCKS = 128, 4
 
 
@@ -53,8 +54,8 @@ def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
     products_bts = torch.empty(batch, positions, positions, device=x_btd.device, dtype=torch.float32)
     ends = [positions * i // BLOCKS for i in range(BLOCKS + 1)]
     for start, end in pairwise(ends):
-        products_bts[:, start:end, start:] = product(x_btd[:, start:end], x_btd[:, start:].mT, bf16=bf16)
-        products_bts[:, end:, start:end] = products_bts[:, start:end, end:].mT
+        products_bts[:, start:, start:end] = product(x_btd[:, start:], x_btd[:, start:end].mT, bf16=bf16)
+        products_bts[:, start:end, end:] = products_bts[:, end:, start:end].mT
     return Gram(products_bts)
 
 
