@@ -17,7 +17,7 @@ from torch import nn
 
 from dp_transformers import FlatClipping, PerExampleClipper, PerLayerClipping
 from dp_transformers.noise.add_noise import add_noise_and_divide
-from dp_transformers.noise.generators import GaussianNoise
+from dp_transformers.noise.generators import Dither, GaussianNoise
 
 from .harness import Contender, Phase
 from .models import Losses
@@ -66,7 +66,7 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
     clipper = PerExampleClipper(model, clipping, mode=mode, memory_budget=memory_budget)
     clipper.follow(OneDraw(), None)
     steps = itertools.count(1)
-    noise, std = GaussianNoise(), NOISE_MULTIPLIER * clipping.sensitivity
+    noise, dither, std = GaussianNoise(), Dither(entropy=[0]), NOISE_MULTIPLIER * clipping.sensitivity
 
     def backward() -> None:
         optimizer.zero_grad()
@@ -75,7 +75,9 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
     def step() -> None:
         clipper.end_draw()
         clipper.conditions.require()
-        add_noise_and_divide(clipper.parameters, noise, std=std, divisor=task.size, scales=clipper.noise_scales)
+        add_noise_and_divide(
+            clipper.parameters, noise, dither=dither, std=std, divisor=task.size, scales=clipper.noise_scales
+        )
         optimizer.step()
         clipper.begin_draw(numbers=0)
         clipper.look_at_memory(next(steps), int)  # of one rank, the least is its own

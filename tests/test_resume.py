@@ -185,7 +185,7 @@ class Attempt:
             cut=("in a deletion", half_a_folder),
             after="after a deletion",
         )
-        draw_noise = GaussianNoise._standard_normal
+        draw_noise = GaussianNoise._numbers
 
         def noted(noise, count, device):
             values = draw_noise(noise, count, device)
@@ -197,7 +197,7 @@ class Attempt:
             self.at("between noise and optimizer")
             return values
 
-        GaussianNoise._standard_normal = noted
+        GaussianNoise._numbers = noted
         add = CorrelatedStream.add_
 
         def noted_add(stream, tensors, std):

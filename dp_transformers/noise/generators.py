@@ -88,7 +88,7 @@ class GaussianNoise:
                 )
         for group in _groups(piece for tensor in tensors for piece in _pieces(tensor)):
             sizes = [tensor.numel() for tensor in group]
-            numbers = self._standard_normal(sum(sizes), group[0].device).split(sizes)
+            numbers = self._numbers(sum(sizes), group[0].device).split(sizes)
             torch._foreach_add_(
                 group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std
             )
@@ -100,7 +100,8 @@ class GaussianNoise:
         again._process = self._process
         return again
 
-    def _standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+    def _numbers(self, count: int, device: torch.device) -> torch.Tensor:
+        """(count,): what is multiplied with a standard deviation and added."""
         if self._is_secure:
             return summed_normal(self._bits, count).to(device)
         if device.type == "cpu":
@@ -125,7 +126,7 @@ class Dither(GaussianNoise):
     def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
         super().add_(tensors, DITHER * 2.0**-32 * std)
 
-    def _standard_normal(self, count: int, device: torch.device) -> torch.Tensor:
+    def _numbers(self, count: int, device: torch.device) -> torch.Tensor:
         """(count,) int32."""
         if self._is_secure or device.type == "cpu":
             return self._bits((count + 1) // 2).view(torch.int32)[:count].to(device)

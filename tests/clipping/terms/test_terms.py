@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -133,13 +133,21 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("positions", [127, 128, 129, 302])
+@pytest.mark.parametrize("positions", [1, 127, 128, 129, 302])
 def test_inner_products_of_many_positions_are_formed_on_one_side_of_the_diagonal(positions, bf16):
-    x = torch.randn(2, positions, 40, generator=torch.Generator().manual_seed(positions))
-    found = gram_of(x, bf16=bf16).products_bts
-    rounded = x.bfloat16().double() if bf16 else x.double()
-    torch.testing.assert_close(found.double(), rounded @ rounded.mT, rtol=1e-5, atol=1e-4)
-    assert positions < 128 or torch.equal(found, found.mT)
+    g = torch.Generator().manual_seed(positions)
+    factors = [torch.randn(2, positions, width, generator=g) for width in (40, 24)]
+    grams = [gram_of(x, bf16=bf16) for x in factors]
+    rounded = [x.bfloat16().double() if bf16 else x.double() for x in factors]
+    expected = [x @ x.mT for x in rounded]
+    for found, whole in zip(grams, expected, strict=True):
+        starts = [0, *accumulate(column.shape[2] for column in found.columns)]
+        assert len(found.columns) == (4 if positions >= 128 else 1) and starts[-1] == positions
+        for column, (start, end) in zip(found.columns, pairwise(starts), strict=True):
+            torch.testing.assert_close(column.double(), whole[:, start:, start:end], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found.lengths_bt.double(), whole.diagonal(dim1=1, dim2=2).sqrt(), rtol=1e-6, atol=0)
+    value, reach = (expected[0] * expected[1]).sum((1, 2)), (expected[0] * expected[1]).abs().sum((1, 2))
+    assert ((grams[0].inner_product(grams[1]).value.double() - value).abs() <= 2e-6 * reach).all()
 
 
 @pytest.mark.parametrize(("device", "positions", "products"), [("cpu", 128, 4), ("meta", 128, 1), ("meta", 256, 4)])
