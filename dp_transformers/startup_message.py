@@ -7,10 +7,9 @@ import math
 from dataclasses import dataclass
 
 from .clipping import PerExampleClipper
-from .mechanism import Release
+from .mechanism import HOPELESS, Release
 from .run import UNIT, PrivateRun
 
-HOPELESS = 2.0  # noise over signal, both summed over the whole training
 _NEIGHBOURS = {
     "add_or_remove_one": "adding or removing it",
     "replace_special": "replacing it by a row without gradient (not N)",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from ..mechanism import HOPELESS
 from ..reports.words import up
 from .extras import missing_extra
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from ..planner import MechanismPlan
     from .planning import Plan
 
-HOPELESS = 2.0  # noise over signal, both summed over the whole training
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 NAMES = {
     "epsilon": "epsilon",
