@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Steps = Mapping[StepParameters, int]  # how many steps used these parameters
 
 NO_BOUND = "epsilon is infinite: there is no bound for so little noise"  # why nothing is private all the same
-HOPELESS = 2.0  # noise over signal, both summed over a whole training, beyond which nothing is learned
 
 
 @dataclass(frozen=True)

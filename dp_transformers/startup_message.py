@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 
 from .clipping import PerExampleClipper
-from .mechanism import HOPELESS, Release
+from .mechanism import Release
 from .run import UNIT, PrivateRun
+from .values import HOPELESS
 
 _NEIGHBOURS = {
     "add_or_remove_one": "adding or removing it",

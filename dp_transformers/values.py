@@ -9,6 +9,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 V = TypeVar("V", bound="Value")
 
+HOPELESS = 2.0  # noise over signal, both summed over a whole training, beyond which nothing is learned
+
 
 class StepParameters(NamedTuple):
     """What one step uses, and what its line in the ledger says.

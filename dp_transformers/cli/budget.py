@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from ..mechanism import HOPELESS
 from ..reports.words import up
+from ..values import HOPELESS
 from .extras import missing_extra
 
 if TYPE_CHECKING:
