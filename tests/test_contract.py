@@ -291,6 +291,7 @@ class SeedsItself(Scores):
         return super().forward(x)
 
 
+@pytest.mark.table
 @both_loops
 @pytest.mark.parametrize("source", ["numpy", "python", "own"])
 @pytest.mark.parametrize("model", [Scores, SeedsItself])

@@ -132,6 +132,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("loop", "mode", "by"), WAYS, ids=["-".join(way) for way in WAYS])
 def test_a_filled_training_is_the_same_training(tmp_path, monkeypatch, silent, sizes, loop, mode, by):
     """Gradients, private losses and the count that the bound follows; also where fillers are not finite, or where

@@ -60,6 +60,7 @@ def padded_with(fill):
     return collate
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("sources", [(6,), (4, 6, 5), (12,)])  # the last is as long as the longest target
 @pytest.mark.parametrize("model", [t5, bart])
 def test_targets_that_the_loss_ignores_where_they_are_padded(model, sources):

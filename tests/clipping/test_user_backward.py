@@ -174,6 +174,7 @@ class Borrowed(nn.Module):
         return self.out(self.norm(self.layer(self.layer(x).tanh())))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("first", [Gate, Keeps, Checkpointed, Borrowed, ReadByParent, ReadInTraining])
 @pytest.mark.parametrize("physical", [None, 3])
 @pytest.mark.parametrize("mode", ["book_keeping", "per_sample"])
