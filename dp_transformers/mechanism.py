@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Steps = Mapping[StepParameters, int]  # how many steps used these parameters
 
 NO_BOUND = "epsilon is infinite: there is no bound for so little noise"  # why nothing is private all the same
+UNIT = "one row of the training data"  # what is protected, unless a person has several
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,12 @@ from .accounting.events import unsupported
 from .checkpoint import PrivacyState
 from .clipping.clipping_functions import AdaptiveClipping, ClippingFunction
 from .ledger import Ledger, PrivacyStateError
-from .mechanism import NO_BOUND, Mechanism, PrivacyUnit
+from .mechanism import NO_BOUND, UNIT, Mechanism, PrivacyUnit
 from .reports.certificate import require_intact
 from .reports.recompute import is_other_data
 from .values import StepParameters
 
 logger = logging.getLogger(__name__)
-
-UNIT = "one row of train_dataset"
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class PrivacySpent:
         ... )
         >>> spent = PrivacySpent(mechanism.epsilon(1e-5), 1e-5, 1, mechanism, "pld")  # as trainer.privacy_spent() does
         >>> spent.unit, spent.sample_rate, spent.noise_multiplier
-        ('one row of train_dataset (N = 1000)', 0.05, 2.0)
+        ('one row of the training data (N = 1000)', 0.05, 2.0)
     """
 
     epsilon: float

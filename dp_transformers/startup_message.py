@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from .clipping import PerExampleClipper
-from .mechanism import Release
-from .run import UNIT, PrivateRun
+from .mechanism import UNIT, Release
+from .run import PrivateRun
 from .values import HOPELESS
 
 _NEIGHBOURS = {

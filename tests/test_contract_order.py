@@ -603,7 +603,7 @@ def test_the_start_says_what_is_protected(tmp_path, caplog):
         return trainer.privacy_spent()
 
     spent()
-    assert "protects: one row of train_dataset (N = 12)" in caplog.text
+    assert "protects: one row of the training data (N = 12)" in caplog.text
     assert "A person with k rows is hidden less" in caplog.text
     of_two = spent(max_examples_per_person=2)
     assert "All rows of one person, 2 at most, are hidden together" in caplog.text

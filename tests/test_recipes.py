@@ -415,7 +415,7 @@ def test_causal_lm_launched_with_two_processes(language, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     for line in ("perplexity after", "sample after"):
         assert result.stdout.count(line) == 1
-    assert result.stderr.count("one row of train_dataset (N = 120)") == 1
+    assert result.stderr.count("one row of the training data (N = 120)") == 1
     report = json.loads((tmp_path / "privacy_report.json").read_text())
     assert report["num_examples"] == 120
     assert report["steps"] == 2

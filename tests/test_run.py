@@ -44,7 +44,7 @@ def test_what_was_spent():
     spent = run.spent()
     assert spent.epsilon == compute_epsilon(1.0, 0.05, 3, 1e-5) and spent.steps == 3
     assert (
-        spent.unit == "one row of train_dataset (N = 1000)"
+        spent.unit == "one row of the training data (N = 1000)"
         and spent.private
         and spent.verified
         and spent.epsilon_per_person == spent.epsilon
@@ -261,7 +261,7 @@ def test_plan_in_words():
     run = run_of(target_epsilon=8.0, rows=30)
     text = describe(run, 100, replace(TRAINED, parameters=10_000))
     assert (
-        "one row of train_dataset (N = 1000)" in text
+        "one row of the training data (N = 1000)" in text
         and "30 at most" in text
         and "10,000 of 20 parameters are trained" in text
     )

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ..ledger import LEDGER_NAME, Ledger, PrivacyStateError, flush_to_disk
-from ..mechanism import NO_BOUND
+from ..mechanism import NO_BOUND, UNIT
 from .recompute import RecordedRun, Spent, recorded_runs, spent
 
 CERTIFICATE_NAME = "privacy.json"
 SCHEMA, VERSION = "dp-transformers/privacy", 1
-UNIT = "one row of the training data"
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets", "dp-accounting", "numpy", "scipy")
 TOLERANCE = 2e-3  # of ε, relative: another machine or release of dp_accounting may round in another way
 
