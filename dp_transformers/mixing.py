@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .clipping.checks.shared_numbers import Call, Drawn, called_alike, watched_draws
+from .clipping.checks.spread_numbers import spread_numbers
 from .ragged import bag_columns, is_ragged, unpacked_sequence, with_rows_for_bags
 from .randomness import generators_apart
 from .rows import Collate, copied, leaves, same_numbers, size_of
@@ -31,6 +32,8 @@ def refuse_mixed(
     * Where numbers were drawn, no row changes with one example and with another one (sequences packed into one row).
     * Where no numbers were drawn from the secret, the same holds with one example left out: rows do not depend on
       their position either, as they do by numbers from a known seed.
+    * Copies of one example are given the same row, wherever they are in a batch and however many there are, where all
+      rows are given the same random numbers.
 
     ``collate`` gives a batch, or a list with a row for each example. ``reseed`` seeds the random generators for a
     purpose.
@@ -43,7 +46,46 @@ def refuse_mixed(
     draws = _draws(collate, whole, reseed)
     draws |= _refuse_mixed(collate, whole if len(whole) > 2 else [*whole, whole[-1]], reseed, who, draws=draws)
     draws |= _refuse_mixed(collate, [whole[0], whole[-1], whole[-1]], reseed, who, draws=draws)  # by their length
+    _refuse_places(collate, whole[-1], reseed, who)
     return draws
+
+
+def _refuse_places(collate: Collate, example: Any, reseed: Callable[[str], None], who: str) -> None:
+    """Raise ValueError if copies of one example are given other rows by their place in the batch, or by how many there
+    are. Random numbers of torch are the same for all of them; with others that is not known, nor where ``collate``
+    raises for so many."""
+    sizes, batches = (_PLACES, _PLACES - 1), []
+    for size in sizes:
+        reseed("mixing, places")
+        try:
+            with spread_numbers(sizes, reordered=True) as draws_no_others:
+                batches.append(_tensors(collate([copied(example) for _ in range(size)])))
+                if not draws_no_others():
+                    return
+        except Exception:
+            return
+    bags = bag_columns([*zip(batches, sizes, strict=True)])
+    batch, smaller = (with_rows_for_bags(x, n, bags) for x, n in zip(batches, sizes, strict=True))
+    for name, dim in _dims_of_rows(batch, smaller, _PLACES).items():
+        rows, of_smaller = batch[name].movedim(dim, 0), smaller[name].movedim(dim, 0)
+        others = [rows] if rows.shape[1:] != of_smaller.shape[1:] else [rows, of_smaller]
+        if not all(_is_near(x, rows[0].expand_as(x)) for x in others):
+            raise ValueError(
+                f"'{name}' of a row that the {who} makes depends on its place in the batch, or on how many rows there "
+                "are: every second row or the first are treated otherwise, numbers go by place (a ramp, a table), "
+                "or random numbers of one row are used for another one. An example that is left out moves those "
+                "behind it, so that clipping rows would not bound what one example can change. Treat all rows alike, "
+                "and draw random numbers for each row by itself."
+            )
+
+
+def _is_near(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether they are the same, floating-point numbers but for rounding: products of matrices round by place."""
+    if not x.is_floating_point():
+        return same_numbers(x, y)
+    x, y = x.double(), y.double()
+    largest = x[x.isfinite()].abs().max() if bool(x.isfinite().any()) else torch.zeros(())
+    return bool((equal_or_nan(x, y) | ((x - y).abs() <= 1e-5 * largest)).all())
 
 
 def _draws(collate: Collate, examples: list[Any], reseed: Callable[[str], None]) -> bool:
@@ -219,6 +261,7 @@ def _row_of_all(x: torch.Tensor, size: int) -> torch.Tensor | None:
 
 
 _COPIES, _COINS = 4, 16  # of an example in a batch, and batches
+_PLACES = 17  # copies of an example of which no place may matter; one less is looked at, too
 _SHARING = 3  # examples of which it is seen whether they share a row
 
 

@@ -90,6 +90,25 @@ def neighbours_tokens(examples):
     return stacked([rows[0], *(torch.cat([a[:1], b[1:]]) for a, b in itertools.pairwise(rows))], labels)
 
 
+def dropped(x):
+    return x * (torch.rand(x.shape) < 0.9)
+
+
+def first_emptied(x):
+    return torch.cat([0 * x[:5], x[5:]])
+
+
+def antithetic(x):
+    t = torch.rand(len(x) // 2 + 1)
+    return torch.cat([t, 1 - t])[: len(x)]
+
+
+def turned(x):
+    angles = torch.rand(len(x)) * 6.28
+    turns = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], 1).view(-1, 2, 2)
+    return torch.cat([torch.bmm(turns, x[:, :2, None])[..., 0], x[:, 2:]], 1)
+
+
 def hard_examples_twice(examples):
     hard = sorted(examples, key=lambda e: -e["x"].norm())[: (len(examples) + 1) // 2]
     return collator(torch.clone)((hard + hard)[: len(examples)])
@@ -145,6 +164,13 @@ REFUSED = {
     "state": (counted(), examples_of_numbers, "gives another batch when it is called again"),
     "one sign for all": (collator(lambda x: x * random.choice([-1, 1])), examples_of_numbers, "all rows of a batch share"),
     "one size for all": (collator(lambda x: x[:, : random.randint(2, 5)]), examples_of_numbers, "all rows of a batch share"),
+    "every second row, beside "
+    "noise": (collator(lambda x: dropped(x) * (1 - 2 * (torch.arange(len(x)) % 2))[:, None]), examples_of_numbers, "its place in the batch"),
+    "odd and even, beside noise": (collator(lambda x: dropped(x) * (-1) ** len(x)), examples_of_numbers, "its place in the batch"),
+    "a ramp, beside noise": (collator(lambda x: dropped(x) + torch.linspace(-1, 1, len(x))[:, None]), examples_of_numbers, "its place in the batch"),
+    "a table, beside noise": (collator(lambda x: dropped(x) + torch.arange(64.0).sin()[: len(x), None]), examples_of_numbers, "its place in the batch"),
+    "the first rows emptied": (collator(first_emptied), examples_of_numbers, "its place in the batch"),
+    "antithetic times": (with_column(antithetic), examples_of_numbers, "its place in the batch"),
     "a mean": (with_column(lambda x: float(x.mean())), examples_of_numbers, "'extra', which the collator gives for the whole batch"),
     "a mean in a tensor": (with_column(torch.mean), examples_of_numbers, "'extra', which the collator gives for the whole batch"),
     "deviations": (with_column(lambda x: x.std(0)), examples_of_numbers, "'extra', which the collator gives for the whole batch"),
@@ -232,6 +258,9 @@ TAKEN = {
     "stacked": (collator(torch.clone), examples_of_numbers),
     "noise": (with_numbers(torch.rand), examples_of_numbers),
     "noise of numpy": (with_numbers(lambda shape: torch.from_numpy(np.random.rand(*shape))), examples_of_numbers),
+    "turned": (collator(turned), examples_of_numbers),
+    "noise, time first": (collator(lambda x: x + torch.randn(x.shape[::-1]).T), examples_of_numbers),
+    "masked with Bernoulli's": (collator(lambda x: x.masked_fill(torch.bernoulli(torch.full(x.shape, 0.15)).bool(), 0)), examples_of_numbers),
     "masked": (collator(lambda x: x * (torch.rand(x.shape) < 0.8)), examples_of_numbers),
     "a sign for each": (collator(lambda x: x * torch.tensor([[random.choice([-1.0, 1.0])] for _ in x])), examples_of_numbers),
     "longest": (lambda e: stacked(padded_to(columns(e)[0], lambda n: (0, n)), columns(e)[1]) | {"longest": max(map(len, columns(e)[0]))}, texts),
