@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -258,6 +259,8 @@ TAKEN = {
     "stacked": (collator(torch.clone), examples_of_numbers),
     "noise": (with_numbers(torch.rand), examples_of_numbers),
     "noise of numpy": (with_numbers(lambda shape: torch.from_numpy(np.random.rand(*shape))), examples_of_numbers),
+    "products, which round by place, "
+    "beside noise": (collator(lambda x: torch.rand(len(x), 1) + x @ torch.arange(64.0).sin()[:, None]), partial(examples_of_numbers, width=64)),
     "turned": (collator(turned), examples_of_numbers),
     "noise, time first": (collator(lambda x: x + torch.randn(x.shape[::-1]).T), examples_of_numbers),
     "masked with Bernoulli's": (collator(lambda x: x.masked_fill(torch.bernoulli(torch.full(x.shape, 0.15)).bool(), 0)), examples_of_numbers),
