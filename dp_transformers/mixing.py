@@ -55,8 +55,8 @@ def _refuse_places(collate: Collate, example: Any, reseed: Callable[[str], None]
     are. Random numbers of torch are the same for all of them; with others that is not known, nor where ``collate``
     raises for so many."""
     sizes, batches = (_PLACES, _PLACES - 1), []
-    for size in sizes:
-        reseed("mixing, places")
+    for size, purpose in [*((size, "mixing, places") for size in sizes), (_PLACES, "mixing, places, other numbers")]:
+        reseed(purpose)
         try:
             with spread_numbers(sizes, reordered=True) as draws_no_others:
                 batches.append(_tensors(collate([copied(example) for _ in range(size)])))
@@ -64,6 +64,8 @@ def _refuse_places(collate: Collate, example: Any, reseed: Callable[[str], None]
                     return
         except Exception:
             return
+    if not _agree(batches[0], batches.pop()):  # a generator of its own draws
+        return
     bags = bag_columns([*zip(batches, sizes, strict=True)])
     batch, smaller = (with_rows_for_bags(x, n, bags) for x, n in zip(batches, sizes, strict=True))
     for name, dim in _dims_of_rows(batch, smaller, _PLACES).items():
