@@ -1,11 +1,12 @@
-"""Contenders taking turns in one process: what every benchmark here runs through.
+"""Contenders taking turns: what every benchmark here runs through.
 
 A *contender* is a function that builds what it needs and returns the *phases* of one step, callables that are timed
 one by one. In every repeat each contender has one turn, so a slow minute of the machine slows all of them; medians and
 quartiles are over the repeats, and ratios are taken inside a repeat: time of the first contender / time of this one,
 so 1.00 is as fast as the first (the ``factor`` is its inverse).
-Times are process times where one CPU thread works, wall times otherwise. What a contender cannot do is a result too,
-its `failed`.
+Where one CPU thread works, times are process times, and each contender has a process of its own, as in a training: in
+one heap the memory of the others lies between its own, which made products up to twice as slow. Otherwise times are
+wall times, in this process. What a contender cannot do is a result too, its `failed`.
 
 A result is a flat row ``{case..., "contender": name, figures...}``; ``x_low`` and ``x_high`` are the quartiles of
 ``x``.
@@ -18,14 +19,17 @@ import ctypes
 import gc
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from datetime import datetime, timezone
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 Phase = Callable[[], object]
 Contender = Callable[[], Sequence[Phase]]
 Row = dict[str, Any]
+Turn = tuple[list[float], list[float]]  # seconds of every phase, by the benchmark's clock and by the wall clock
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "numpy", "opacus", "jax")
 WARM_UP = 5  # turns that are not counted: more is checked in passes 1, 2, 3, 5, 9, 17, ...
@@ -80,9 +85,9 @@ class Benchmark:
         torch.manual_seed(0)
         if args.allocator == "keep":
             keep_freed_memory()
-        on_one_thread = args.device == "cpu" and args.threads == 1
-        self.clock = time.process_time if on_one_thread else time.perf_counter
-        self.machine = machine(self.device) | {"clock": "process time" if on_one_thread else "wall time"}
+        self.on_one_thread = args.device == "cpu" and args.threads == 1
+        self.clock = time.process_time if self.on_one_thread else time.perf_counter
+        self.machine = machine(self.device) | {"clock": "process time" if self.on_one_thread else "wall time"}
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         self.settings = {k: v for k, v in settings.items() if k != "json"}
         print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in (self.machine | self.settings).items()), flush=True)
@@ -108,20 +113,21 @@ class Benchmark:
         together.
         """
         gc.collect()
-        ready, failures = prepare(contenders)
-        times = {name: [] for name in ready}
-        walls = {name: [] for name in ready}
-        for repeat in range(self.repeats + WARM_UP):
-            for name in list(ready):
-                try:
-                    seconds, wall = self.turn(ready[name])
-                except Exception as error:
-                    failures[name] = explain(error)
-                    del ready[name], times[name], walls[name]
-                    continue
-                if repeat >= WARM_UP:
-                    times[name].append(seconds)
-                    walls[name].append(wall)
+        times: dict[str, list[list[float]]] = {name: [] for name in contenders}
+        walls: dict[str, list[list[float]]] = {name: [] for name in contenders}
+        failures: dict[str, str] = {}
+        with ExitStack() as stack:
+            turns = {name: stack.enter_context(closing(self.apart(each))) for name, each in contenders.items()}
+            for repeat in range(-WARM_UP - 1, self.repeats):  # the first is to build
+                for name in [name for name in contenders if name not in failures]:
+                    taken = next(turns[name])
+                    if isinstance(taken, str):
+                        failures[name] = taken
+                    elif repeat >= 0:
+                        times[name].append(taken[0])
+                        walls[name].append(taken[1])
+        for name in failures:
+            del times[name], walls[name]
         figures: dict[str, Row] = {}
         for part, weights in (parts or {"": None}).items():
 
@@ -129,8 +135,8 @@ class Benchmark:
                 return sum(phases) if w is None else sum(a * b for a, b in zip(phases, w, strict=True))
 
             weighed = [
-                {name: [weigh(phases) for phases in turns] for name, turns in taken.items()}
-                for taken in (times, walls)
+                {name: [weigh(phases) for phases in taken] for name, taken in by_name.items()}
+                for by_name in (times, walls)
             ]
             figures = summarise(next(iter(contenders)), *weighed) | {
                 name: {"failed": failures[name]} for name in failures
@@ -139,8 +145,23 @@ class Benchmark:
                 self.add({**case, "part": part} if part else case, name, figures[name])
         return figures
 
-    def turn(self, phases: Sequence[Phase]) -> tuple[list[float], list[float]]:
-        """Seconds of every phase, by the benchmark's clock and by the wall clock."""
+    def apart(self, contender: Contender) -> Generator[Turn | str]:
+        """:meth:`turns`, where one CPU thread works those of a process of its own."""
+        return in_process_of_its_own(self.turns(contender)) if self.on_one_thread else self.turns(contender)
+
+    def turns(self, contender: Contender) -> Generator[Turn | str]:
+        """Build the contender, and then take one turn after the other; the text of an error is the last that it
+        gives."""
+        try:
+            phases = contender()
+            yield [], []
+            while True:
+                yield self.turn(phases)
+        except Exception as error:
+            yield explain(error)
+
+    def turn(self, phases: Sequence[Phase]) -> Turn:
+        """Take one turn."""
         seconds, walls = [], []
         for phase in phases:
             self.synchronise()
@@ -182,14 +203,28 @@ class Benchmark:
         return peak
 
 
-def prepare(contenders: Mapping[str, Contender]) -> tuple[dict[str, Sequence[Phase]], dict[str, str]]:
-    ready, failures = {}, {}
-    for name, contender in contenders.items():
-        try:
-            ready[name] = contender()
-        except Exception as error:
-            failures[name] = explain(error)
-    return ready, failures
+def in_process_of_its_own(turns: Iterator[Turn | str]) -> Generator[Turn | str]:
+    """The same turns, taken in a fork of this process, which ends with the iterator."""
+    asks, answers = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_answer, args=(answers, turns), daemon=True)
+    process.start()
+    answers.close()
+    try:
+        while True:
+            asks.send(None)
+            yield asks.recv()
+    except (EOFError, ConnectionError):
+        process.join()
+        yield f"its process ended with exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(pipe: Connection, turns: Iterator[Turn | str]) -> None:
+    for taken in turns:
+        pipe.recv()
+        pipe.send(taken)
 
 
 def warmed_up(contender: Contender) -> Sequence[Phase]:

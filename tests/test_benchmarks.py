@@ -2,7 +2,11 @@
 it says."""
 
 import json
+import os
+import signal
+import time
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +129,30 @@ def test_a_contender_that_fails_is_a_result(benchmark):
         {}, {"a": lambda: (lambda: None,), "builds not": cannot, "runs not": lambda: (cannot,)}
     )
     assert [figures[name].get("failed") for name in figures] == [None, "RuntimeError: no", "RuntimeError: no"]
+
+
+def test_on_one_thread_each_contender_has_a_process_of_its_own(benchmark, tmp_path):
+    def writes(name):
+        def contender():
+            (tmp_path / name).write_text(str(os.getpid()))
+            return (lambda: time.sleep(0.01),)
+
+        return contender
+
+    figures = benchmark.compare(
+        {}, {"a": writes("a"), "b": writes("b"), "dies": lambda: (lambda: os.kill(os.getpid(), signal.SIGKILL),)}
+    )
+    assert figures["dies"] == {"failed": "its process ended with exit code -9"}
+    assert figures["b"]["wall_ms"] >= 10
+    ids = {int((tmp_path / name).read_text()) for name in "ab"}
+    assert len(ids | {os.getpid()}) == 3
+    assert not any(Path(f"/proc/{i}").exists() for i in ids)
+
+
+def test_on_several_threads_they_take_turns_here(benchmark):
+    benchmark.on_one_thread, seen = False, []
+    benchmark.compare({}, {"a": lambda: (lambda: seen.append("a"),), "b": lambda: (lambda: seen.append("b"),)})
+    assert seen == ["a", "b"] * (3 + harness.WARM_UP)
 
 
 def test_peak_counts_what_is_held_and_what_is_freed_again(benchmark):
