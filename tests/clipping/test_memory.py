@@ -29,6 +29,7 @@ def planned(model, budget, mode, positions, seed=0):
 WIDTH, BUDGETS = 160, (0, 1e6, 2e6, 1e9)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("positions", [4, 90])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("mode", MODES)

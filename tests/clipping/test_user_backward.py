@@ -295,6 +295,7 @@ def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
     assert train_with_loss(tokens, [1, 1, 1]).steps == 3
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("loss", "ignored", "options"),
     [
