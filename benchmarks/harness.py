@@ -222,9 +222,9 @@ def in_process_of_its_own(turns: Iterator[Turn | str]) -> Generator[Turn | str]:
 
 
 def _answer(pipe: Connection, turns: Iterator[Turn | str]) -> None:
-    for taken in turns:
+    while True:
         pipe.recv()
-        pipe.send(taken)
+        pipe.send(next(turns))
 
 
 def warmed_up(contender: Contender) -> Sequence[Phase]:

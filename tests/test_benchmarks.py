@@ -149,6 +149,24 @@ def test_on_one_thread_each_contender_has_a_process_of_its_own(benchmark, tmp_pa
     assert not any(Path(f"/proc/{i}").exists() for i in ids)
 
 
+def test_no_two_take_their_turns_at_once(benchmark, tmp_path):
+    seen = tmp_path / "seen"
+
+    def tells(name):
+        def phase():
+            with seen.open("a") as file:
+                file.write(f"{name} begins\n")
+                file.flush()
+                time.sleep(0.02)
+                file.write(f"{name} ends\n")
+
+        return lambda: (phase,)
+
+    benchmark.compare({}, {"a": tells("a"), "b": tells("b")})
+    in_turn = ["a begins", "a ends", "b begins", "b ends"]
+    assert seen.read_text().splitlines() == in_turn * (3 + harness.WARM_UP)
+
+
 def test_on_several_threads_they_take_turns_here(benchmark):
     benchmark.on_one_thread, seen = False, []
     benchmark.compare({}, {"a": lambda: (lambda: seen.append("a"),), "b": lambda: (lambda: seen.append("b"),)})
