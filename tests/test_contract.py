@@ -499,7 +499,6 @@ def alone(mode, model, **options):
     return Task(model, points(1), None, mean_cross_entropy, bound=0.01, steps=12, mode=mode, **options)
 
 
-@pytest.mark.table
 @both_loops
 @pytest.mark.parametrize("mode", ["ghost", "fast_gradient", "book_keeping"])
 @pytest.mark.parametrize("source", ["torch", "numpy"])

@@ -14,7 +14,7 @@ Reentrant activation checkpointing builds its graph only in backward, and so hid
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -92,72 +92,10 @@ def leaves_of_losses(roots: Iterable[Node | None]) -> set[torch.Tensor]:
     return {node.variable for node in nodes_of_losses(roots, ()) if type(node) is _LEAF}
 
 
-def weights_in_means(nodes: Iterable[Any], batch_size: int) -> Iterator[torch.Tensor]:
-    """Yields, for each mean of a negative log-likelihood among ``nodes``, (B,) the weights in it of each example's
-    targets together: ones, or those of their classes, and 0 where they are ignored."""
-    for node in nodes:
-        if type(node).__name__ not in _NLL or node._saved_reduction != _MEAN:
-            continue
-        target, weight = node._saved_target, node._saved_weight
-        if target.numel() % max(batch_size, 1):  # which targets are whose is not known
-            continue
-        counts = target != (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # saved without its sign
-        own = counts.float() if weight is None else weight[target.where(counts, 0)].float() * counts
-        yield own.reshape(batch_size, -1).sum(1)
-
-
-def numbers_in_means(nodes: Iterable[Any], batch_size: int, rows_in: int) -> Iterator[int]:
-    """Yields of how many numbers, or targets, each mean among ``nodes`` is that is one number. That of a few losses,
-    each of the whole batch, is none over examples, nor is one of columns whose rows, in dimension ``rows_in``, were
-    added up before."""
-    for node in nodes:
-        if not _is_one_number(node):
-            continue
-        if type(node).__name__ in _MEANS:
-            before = node.next_functions[0][0]
-            of_losses = type(before).__name__ in _JOINED and all(_is_one_number(x) for x, _ in before.next_functions)
-            if node._saved_self_sym_sizes and not of_losses and not _adds_rows(before, batch_size, rows_in):
-                yield node._saved_self_sym_numel
-        elif type(node).__name__ in _NLL and node._saved_reduction == _MEAN:
-            yield node._saved_target.numel()
-        elif type(node).__name__ in _DIFFERENCES and node._saved_reduction == _MEAN:
-            yield node._saved_self.numel()
-
-
-def _adds_rows(node: Any, batch_size: int, rows_in: int) -> bool:
-    """Whether a few nodes before this one, in a row, there is a sum or a mean over the examples."""
-    for _ in range(_FEW):
-        if node is None:
-            return False
-        if type(node).__name__ in _ADDED:
-            sizes = node._saved_self_sym_sizes
-            dims = [dim if dim < len(sizes) else dim - 2**64 + len(sizes) for dim in node._saved_dim]
-            if (not dims or rows_in in dims) and sizes[rows_in : rows_in + 1] == (batch_size,):
-                return True
-        node = next((before for before, _ in node.next_functions if before is not None), None)
-    return False
-
-
-def _is_one_number(node: Any) -> bool:
-    return node is None or math.prod(node._input_metadata[0].shape) == 1
-
-
 def low_precision_of_one_number(nodes: Iterable[Any]) -> torch.dtype | None:
     """The dtype of less than float32 in which something among ``nodes`` is that is one number, such as a mean."""
     dtypes = (x.dtype for node in nodes for x in node._input_metadata if math.prod(x.shape) == 1)
     return next((dtype for dtype in dtypes if dtype in HALF), None)
-
-
-_ADDED, _FEW = ("MeanBackward1", "SumBackward1"), 8
-_MEANS, _JOINED = ("MeanBackward0", "MeanBackward1"), ("StackBackward0", "CatBackward0")
-_NLL, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
-_DIFFERENCES = (
-    "MseLossBackward0",
-    "SmoothL1LossBackward0",
-    "HuberLossBackward0",
-    "BinaryCrossEntropyBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0",
-)
 
 
 def _leaf(node: Any) -> torch.Tensor | None:

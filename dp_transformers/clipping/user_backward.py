@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
-from .graph import leaves_of_losses, low_precision_of_one_number, nodes_of_losses, numbers_in_means, weights_in_means
+from .graph import leaves_of_losses, low_precision_of_one_number, nodes_of_losses
+from .means import LossMeans
 from .precision import HALF, without_autocast
 from .recorded_call import BackwardPass, ForwardPass, differentiable_leaves, is_differentiable
 from .tap import TAPS
@@ -84,7 +85,7 @@ class UserBackward:
     def _look_at_mean(self, nodes: list[Any], forward: ForwardPass) -> None:
         """Refuse a mean that was formed in low precision, and, before anything is released, one in which the examples'
         weights depend on each other."""
-        if forward.batch_size == 1:  # whose 1/B is exact, and whose weight is no matter of others
+        if forward.batch_size <= 1:  # whose 1/B is exact, and whose weight is no matter of others
             return
         if (dtype := low_precision_of_one_number(nodes)) is not None:
             self._engine.forget()
@@ -94,11 +95,15 @@ class UserBackward:
                 "(criterion(outputs.float(), targets)), hand make_private the criterion=, or take "
                 'loss_reduction="sum" and sums.'
             )
-        numbers = [*numbers_in_means(nodes, forward.batch_size, 0 if self._engine.batch_first else 1)]
-        of_rows = len(numbers) >= forward.batch_size  # a mean for each, which the loop adds up
-        if not of_rows and any(number % forward.batch_size for number in numbers):
-            forward.conditions.expect(torch.zeros((), device=forward.probe.device), _refuse_mean)
-        for weights_b in weights_in_means(nodes, forward.batch_size) if self._engine.batch_first else ():
+        means = LossMeans(nodes, TAPS, forward.batch_size, 0 if self._engine.batch_first else 1)
+        refusals = {
+            _refuse_mean: any(number % forward.batch_size for number in means.numbers()),
+            _refuse_hidden_mean: means.is_hidden,
+            _refuse_sum: means.is_sum,
+        }
+        for refuse in (refuse for refuse, refused in refusals.items() if refused):
+            forward.conditions.expect(torch.zeros((), device=forward.probe.device), refuse)
+        for weights_b in means.weights():
             are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
             forward.conditions.expect(are_equal, _refuse_mean)
 
@@ -170,4 +175,21 @@ def _refuse_mean() -> NoReturn:
         "find_example_losses(model)(batch).mean() for a model of transformers, or hand make_private a criterion= and "
         "keep the labels out of the model, or call engine.clipper.backward(losses) with losses of shape (B,), and "
         "loss_reduction='none'."
+    )
+
+
+def _refuse_hidden_mean() -> NoReturn:
+    raise ValueError(
+        "the loss is one number that a compiled function, or a torch.autograd.Function, makes of the whole batch, so "
+        "whether it is a mean over examples cannot be seen. Leave the loss uncompiled, have the function return one "
+        "loss for each example and take their mean outside of it, or hand make_private a criterion= or call "
+        "engine.clipper.backward(losses) with losses of shape (B,), and loss_reduction='none'."
+    )
+
+
+def _refuse_sum() -> NoReturn:
+    raise ValueError(
+        "the loss is a sum over the batch and is divided by nothing, but loss_reduction is 'mean', so that the "
+        "gradient of each example would grow with the number of others. Hand make_private loss_reduction='sum', or "
+        "take the mean."
     )

@@ -268,6 +268,41 @@ def counted(scores, labels):
     return F.cross_entropy(scores[counts], labels[counts], reduction="none").mean()
 
 
+def picked_and_stacked(scores, labels):
+    """A mean of losses that are taken one by one."""
+    losses = scores[:, 0].square().sum(1)
+    return torch.stack([losses[i] for i in range(len(labels)) if i == 0 or labels[i, 0] == 0]).mean()
+
+
+def of_tasks(scores, labels):
+    """A mean for each task, of the rows that have a label of it: as many as there are rows, and more."""
+    has = (labels[..., None] != torch.arange(3)) | (torch.arange(len(labels)) == 0)[:, None, None]
+    return torch.stack([scores[has[:, k, c], k, c].mean() for k in range(3) for c in range(3)] * 4).mean()
+
+
+def turned(scores, labels):
+    """Targets, and scores, in the order of positions."""
+    return F.cross_entropy(scores.transpose(0, 1).reshape(-1, 3), labels.t().reshape(-1))
+
+
+class Fused(torch.autograd.Function):
+    """A loss that computes its gradient in its forward pass."""
+
+    @staticmethod
+    def forward(ctx, scores, labels, loss):
+        with torch.enable_grad():
+            given = scores.detach().requires_grad_()
+            value = loss(given, labels)
+            (gradient,) = torch.autograd.grad(value.sum(), given)
+        ctx.save_for_backward(gradient)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.reshape(-1, *[1] * (gradient.dim() - 1)), None, None
+
+
 @pytest.mark.parametrize(
     ("loss", "ignored"),
     [
@@ -278,6 +313,9 @@ def counted(scores, labels):
         (chosen_and_kept, [0, 0, 0]),
         (chosen_of_as_many, [0, 0, 0]),
         (counted, [0, 1, 2]),
+        (picked_and_stacked, [0, 0, 0]),
+        (of_tasks, [0, 0, 0]),
+        (turned, [0, 1, 2]),
     ],
 )
 @pytest.mark.parametrize("reads", ["loss", "loop"])
@@ -285,6 +323,129 @@ def test_a_mean_in_which_examples_have_different_weights_is_refused(loss, ignore
     """Whether the model computes it or the loop does."""
     with pytest.raises(ValueError, match=r"a mean over all targets.*find_example_losses.*criterion=.*\(B,\)"):
         train_with_loss(loss, ignored, reads=reads)
+
+
+def train_in_loop(loss):
+    """Three steps with a loss that the model knows nothing of."""
+    torch.manual_seed(0)
+    model, engine = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), PrivacyEngine(dp_seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3))), 8),
+    )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return engine
+
+
+def of_each(scores, labels):
+    return F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean(1)
+
+
+COMPILED = torch.compile(of_each, backend="aot_eager")
+HIDDEN = {
+    "fused": lambda s, y: Fused.apply(s, y, weighted),
+    "compiled": torch.compile(weighted, backend="aot_eager"),
+    "checkpointed": lambda s, y: checkpoint(weighted, s, y, use_reentrant=True),
+}
+SHOWN = {
+    "fused": lambda s, y: Fused.apply(s, y, of_each).mean(),
+    "fused, of a row": lambda s, y: sum(Fused.apply(s[i], y[i], F.cross_entropy) for i in range(len(y))) / len(y),
+    "compiled": lambda s, y: COMPILED(s, y).mean(),
+}
+by_dynamo = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@by_dynamo
+@pytest.mark.parametrize("loss", HIDDEN)
+def test_one_number_of_a_function_that_the_graph_does_not_show_is_refused(loss):
+    with pytest.raises(ValueError, match=r"a compiled function, or a torch.autograd.Function.*criterion=.*\(B,\)"):
+        train_in_loop(HIDDEN[loss])
+
+
+@by_dynamo
+@pytest.mark.parametrize("loss", SHOWN)
+def test_a_loss_for_each_example_of_such_a_function_is_not(loss):
+    assert train_in_loop(SHOWN[loss]).steps == 3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda s, y: F.cross_entropy(s[:, 0], y[:, 0], reduction="sum"),
+        lambda s, y: s.square().sum(),
+        lambda s, y: F.mse_loss(s, torch.ones_like(s), reduction="sum") + s.sum((1, 2)).sum(),
+        lambda s, y: sum(F.cross_entropy(s[i], y[i], reduction="sum") for i in range(len(y))) + s.sum(),
+    ],
+)
+def test_a_sum_in_the_place_of_a_mean_is_refused(loss):
+    with pytest.raises(ValueError, match="a sum over the batch.*loss_reduction='sum'"):
+        train_with_loss(loss, [0, 0, 0])
+    assert train_with_loss(loss, [0, 0, 0], reduction="sum").steps == 3
+
+
+class TimeFirst(nn.Module):
+    """Positions before examples, in what it is given and in what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.GRU(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0])
+
+
+WEIGHTS = torch.tensor([1.0, 9.0, 1.0])
+TIME_FIRST = {
+    "tokens": lambda s, y: F.cross_entropy(s.reshape(-1, 3), y.reshape(-1)),
+    "planes": lambda s, y: F.cross_entropy(s.transpose(1, 2), y),
+    "turned": lambda s, y: F.cross_entropy(s.transpose(0, 1).reshape(-1, 3), y.t().reshape(-1)),
+    "last": lambda s, y: F.cross_entropy(s[-1], y[-1]),
+    "row by row": lambda s, y: sum(F.cross_entropy(s[:, i], y[:, i]) for i in range(s.shape[1])) / s.shape[1],
+}
+WEIGHTED = {
+    "classes": lambda s, y: F.cross_entropy(s.reshape(-1, 3), y.reshape(-1), weight=WEIGHTS),
+    "classes of the last": lambda s, y: F.cross_entropy(s[-1], y[-1], weight=WEIGHTS),
+}
+
+
+def train_time_first(loss, lengths):
+    """Three steps on rows of which each has so many positions that count."""
+    torch.manual_seed(0)
+    model = TimeFirst()
+    labels = torch.randint(3, (24, 20)).masked_fill(torch.arange(20) >= torch.tensor(lengths * 8)[:, None], -100)
+    rows = list(zip(torch.randn(24, 20, 4), labels, strict=True))
+    engine = PrivacyEngine(dp_seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, batch_first=False,
+        data_loader=DataLoader(rows, 8, collate_fn=lambda rows: tuple(torch.stack(x, 1) for x in zip(*rows, strict=True))),
+    )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return engine
+
+
+@pytest.mark.parametrize("loss", TIME_FIRST)
+def test_means_are_looked_at_where_positions_come_first(loss):
+    loss = TIME_FIRST[loss]
+    assert train_time_first(loss, [20, 20, 20]).steps == 3
+
+
+@pytest.mark.parametrize("loss", ["tokens", "planes", "turned"])
+def test_lengths_where_positions_come_first(loss):
+    assert train_time_first(TIME_FIRST[loss], [17, 17, 17]).steps == 3
+    with pytest.raises(ValueError, match="a mean over all targets"):
+        train_time_first(TIME_FIRST[loss], [2, 4, 20])
+
+
+@pytest.mark.parametrize("loss", WEIGHTED)
+def test_classes_where_positions_come_first(loss):
+    with pytest.raises(ValueError, match="a mean over all targets"):
+        train_time_first(WEIGHTED[loss], [20, 20, 20])
 
 
 def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
@@ -295,7 +456,6 @@ def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
     assert train_with_loss(tokens, [1, 1, 1]).steps == 3
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(
     ("loss", "ignored", "options"),
     [
@@ -314,11 +474,18 @@ def test_a_mean_is_looked_at_in_every_pass(monkeypatch):
         (lambda s, y: F.l1_loss(s.sum((1, 2)), y[:, 0].float()) + F.huber_loss(s[..., 0], y.float()), [0, 0, 0], {}),
         (lambda s, y: torch.stack([F.cross_entropy(s[i], y[i]) for i in range(len(y))]).mean(), [0, 0, 0], {}),
         (lambda s, y: sum(F.cross_entropy(s[i, :1], y[i, :1]) for i in range(len(y))) / len(y), [0, 0, 0], {}),
+        (lambda s, y: torch.stack([F.cross_entropy(s[i], y[i]) for i in range(len(y))]).mean(), [0, 1, 2], {}),
+        (lambda s, y: sum(t.square().mean() for t in s.unbind()) / len(y), [0, 0, 0], {}),
+        (lambda s, y: sum(t.square().mean() for t in s.flatten(0, 1).split([3] * len(s))) / len(y), [0, 0, 0], {}),
+        (lambda s, y: sum(s[i : i + 1].square().mean() for i in range(len(y))) / len(y), [0, 0, 0], {}),
+        (turned, [1, 1, 1], {}),
+        (lambda s, y: s.square().sum() / len(s), [0, 0, 0], {}),
+        (lambda s, y: (s / len(s)).sum(), [0, 0, 0], {}),
         (lambda s, y: (s - 1).square().mean(0).mean(), [0, 0, 0], {}),
         (lambda s, y: (F.mse_loss(s, torch.ones_like(s), reduction="none").mean(0)[:, 0] * torch.rand(3)).mean(), [0, 0, 0], {}),
         (lambda s, y: (s.square().sum(0) / len(s)).mean(), [0, 0, 0], {}),
     ],
-    ids=["tokens", "equal counts", "a sum of two", "bce", "sum", "not differentiated", "of one", "of three", "smoothed", "kl", "variances", "ctc", "l1", "row by row", "rows added up", "columns", "weighted columns", "summed columns"],
+    ids=["tokens", "equal counts", "a sum of two", "bce", "sum", "not differentiated", "of one", "of three", "smoothed", "kl", "variances", "ctc", "l1", "row by row", "rows added up", "ragged rows", "unbound", "split", "sliced", "turned", "divided", "parts", "columns", "weighted columns", "summed columns"],
 )  # fmt: skip
 def test_a_mean_of_equal_weights_is_not_refused(loss, ignored, options):
     assert train_with_loss(loss, ignored, **options).steps == 3
