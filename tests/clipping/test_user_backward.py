@@ -402,6 +402,7 @@ TIME_FIRST = {
     "tokens": lambda s, y: F.cross_entropy(s.reshape(-1, 3), y.reshape(-1)),
     "planes": lambda s, y: F.cross_entropy(s.transpose(1, 2), y),
     "turned": lambda s, y: F.cross_entropy(s.transpose(0, 1).reshape(-1, 3), y.t().reshape(-1)),
+    "joined": lambda s, y: F.cross_entropy(torch.cat([*s]), torch.cat([*y])),
     "last": lambda s, y: F.cross_entropy(s[-1], y[-1]),
     "row by row": lambda s, y: sum(F.cross_entropy(s[:, i], y[:, i]) for i in range(s.shape[1])) / s.shape[1],
 }
@@ -411,12 +412,14 @@ WEIGHTED = {
 }
 
 
-def train_time_first(loss, lengths):
+def train_time_first(loss, lengths, positions=20):
     """Three steps on rows of which each has so many positions that count."""
     torch.manual_seed(0)
     model = TimeFirst()
-    labels = torch.randint(3, (24, 20)).masked_fill(torch.arange(20) >= torch.tensor(lengths * 8)[:, None], -100)
-    rows = list(zip(torch.randn(24, 20, 4), labels, strict=True))
+    labels = torch.randint(3, (24, positions)).masked_fill(
+        torch.arange(positions) >= torch.tensor(lengths * 8)[:, None], -100
+    )
+    rows = list(zip(torch.randn(24, positions, 4), labels, strict=True))
     engine = PrivacyEngine(dp_seed=0)
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, batch_first=False,
@@ -435,11 +438,17 @@ def test_means_are_looked_at_where_positions_come_first(loss):
     assert train_time_first(loss, [20, 20, 20]).steps == 3
 
 
-@pytest.mark.parametrize("loss", ["tokens", "planes", "turned"])
+@pytest.mark.parametrize("loss", ["tokens", "planes", "turned", "joined"])
 def test_lengths_where_positions_come_first(loss):
     assert train_time_first(TIME_FIRST[loss], [17, 17, 17]).steps == 3
     with pytest.raises(ValueError, match="a mean over all targets"):
         train_time_first(TIME_FIRST[loss], [2, 4, 20])
+
+
+@pytest.mark.parametrize("loss", ["tokens", "planes", "joined"])
+def test_as_many_positions_as_rows(loss):
+    """In some draw."""
+    assert train_time_first(TIME_FIRST[loss], [4, 4, 4], positions=5).steps == 3
 
 
 @pytest.mark.parametrize("loss", WEIGHTED)
