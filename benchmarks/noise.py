@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from torch import nn
 from dp_transformers import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, PerExampleClipper
 from dp_transformers.noise import Noise
 
-from .harness import Benchmark, Phase, parser
+from .harness import Benchmark, Contender, Phase, parser
 
 WIDTH = 1000  # of a layer, which has the square of it
 
@@ -35,29 +36,27 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-class Kept:
-    """Makes the phases of contenders, and remembers what each keeps."""
+def bytes_kept(contender: Contender) -> int:
+    """What is there besides after it has begun."""
+    before = live_bytes()
+    phases = contender()
+    kept = live_bytes() - before
+    del phases
+    return kept
 
-    def __init__(self, clipper: PerExampleClipper, gradients: Sequence[torch.Tensor]):
-        self.clipper, self.gradients = clipper, gradients
-        self.bytes: dict[str, int] = {}
 
-    def contender(self, name: str, noise: Noise, steps: int, *, secure: bool = False) -> Callable[[], Sequence[Phase]]:
-        """Whose noise is what it stays after so many ``steps``."""
+def noisy(
+    clipper: PerExampleClipper, gradients: Sequence[torch.Tensor], noise: Noise, steps: int, *, secure: bool = False
+) -> Sequence[Phase]:
+    """Adds the noise of a step, as what it keeps stays after so many ``steps``."""
+    source = noise.source(clipper, secure=secure)
 
-        def begin() -> Sequence[Phase]:
-            before = live_bytes()
-            source = noise.source(self.clipper, secure=secure)
+    def step() -> None:
+        source.add_(gradients, std=1.0)
 
-            def step() -> None:
-                source.add_(self.gradients, std=1.0)
-
-            for _ in range(steps):
-                step()
-            self.bytes[name] = live_bytes() - before
-            return [step]
-
-        return begin
+    for _ in range(steps):
+        step()
+    return [step]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -81,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         layers = max(1, round(millions * 1e6 / WIDTH**2))
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to(benchmark.device)
         gradients = [torch.zeros_like(p) for p in model.parameters()]
-        kept = Kept(PerExampleClipper(model, 1.0, self_check=False), gradients)
-        contenders = {
-            name: kept.contender(name, *what, secure=name == "secure_rng")
+        clipper = PerExampleClipper(model, 1.0, self_check=False)
+        contenders: dict[str, Contender] = {
+            name: partial(noisy, clipper, gradients, *what, secure=name == "secure_rng")
             for name, what in {
                 "independent": (IndependentNoise(1.0), 1),
                 "secure_rng": (IndependentNoise(1.0), 1),
@@ -95,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         case = {"parameters": f"{layers * WIDTH**2:,}"}
         benchmark.compare(case, contenders, {"a step": (1,)})
-        for name, size in kept.bytes.items():
+        for name, contender in contenders.items():
+            size = bytes_kept(contender)
             figures = {"mb": size / 1e6, "bytes_per_parameter": size / (layers * WIDTH**2)}
             benchmark.add({**case, "part": "kept"}, name, figures)
 
