@@ -108,3 +108,19 @@ class OverTwoSteps(Noise):
     kind: ClassVar[str] = "over two steps"
     noise_multiplier: float
     bands: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class Shifting(Noise):
+    """No noise: every coordinate moves by the standard deviation."""
+
+    kind: ClassVar[str] = "shifting"
+    noise_multiplier: float
+
+    def source(self, clipper, *, dp_seed=None, secure=False):
+        class Source:
+            def add_(self, grads, std):
+                for grad in grads:
+                    grad.add_(std)
+
+        return Source()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from adversarial import SIZE, Net, adversarial
+from mechanisms import Shifting
 from oracle import distance, trainable
 from scipy import stats
 from test_mechanism_in_loops import (
@@ -17,7 +18,6 @@ from test_mechanism_in_loops import (
     LOOPS,
     STEPS,
     N,
-    Shifting,
     Stop,
     by_engine,
     by_trainer,

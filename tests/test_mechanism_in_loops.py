@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from mechanisms import Automatic, Capped, EverybodyInTurn, Halving
+from mechanisms import Automatic, Capped, EverybodyInTurn, Halving, Shifting
 from test_resume import DELTA, Classifier, build, rows
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
@@ -26,7 +26,7 @@ from dp_transformers.clipping.clipping_functions import (
 from dp_transformers.clipping.coefficients import checked_clipping, coefficients
 from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
-from dp_transformers.noise import IndependentNoise, Noise
+from dp_transformers.noise import IndependentNoise
 from dp_transformers.sampling import DrawSampler, PoissonSampling
 from dp_transformers.values import StepParameters
 
@@ -173,22 +173,6 @@ def test_an_accountant_that_cannot_account_for_it_is_refused(tmp_path):
 
 
 # ---- parts that a user wrote ----
-
-
-@dataclass(frozen=True)
-class Shifting(Noise):
-    """No noise: every coordinate moves by the standard deviation."""
-
-    kind: ClassVar[str] = "shifting"
-    noise_multiplier: float
-
-    def source(self, clipper, *, dp_seed=None, secure=False):
-        class Source:
-            def add_(self, grads, std):
-                for grad in grads:
-                    grad.add_(std)
-
-        return Source()
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from adversarial import SIZE, Net, adversarial
+from mechanisms import Shifting
 from oracle import distance, trainable
 from scipy import stats
 from test_mechanism_in_loops import (
@@ -18,7 +19,6 @@ from test_mechanism_in_loops import (
     EXPECTED,
     LOOPS,
     STEPS,
-    Shifting,
     Stop,
     by_engine,
     by_trainer,
