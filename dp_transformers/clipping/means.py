@@ -68,8 +68,8 @@ class LossMeans:
 
     @cached_property
     def is_hidden(self) -> bool:
-        """Whether a function that the graph does not show (a compiled one, a torch.autograd.Function) makes one number
-        of the batch."""
+        """Whether a function that the graph does not show (a compiled one, a torch.autograd.Function) makes fewer
+        numbers than rows of the batch."""
         return any(self._hides_numbers(node) for node in self._nodes)
 
     @cached_property
@@ -100,7 +100,9 @@ class LossMeans:
     def _hides_numbers(self, node: Any) -> bool:
         if not isinstance(node, BackwardCFunction) or type(node) in self._taps:
             return False
-        made, given = ([math.prod(x.shape) == 1 for x in each] for each in (_outputs(node), _inputs(node)))
+        made, given = (
+            [math.prod(x.shape) < self._batch_size for x in each] for each in (_outputs(node), _inputs(node))
+        )
         return sum(made) > sum(given) and not all(given) and self._row(node) is None
 
     def _row(self, node: Any, output: int = 0) -> int | None:
@@ -123,13 +125,7 @@ class LossMeans:
     def _picked(self, node: Any, output: int) -> int | None:
         """The row that this output of a node is, where the node takes the batch apart."""
         name = type(node).__name__
-        if name not in (
-            "SelectBackward0",
-            "SliceBackward0",
-            "UnbindBackward0",
-            "SplitBackward0",
-            "SplitWithSizesBackward0",
-        ):
+        if name not in (*_PICKS, *_PARTS):
             return None
         sizes = _inputs(node)[0].shape
         if (node._saved_dim + 2**63) % 2**64 - 2**63 not in (self._rows_in, self._rows_in - len(sizes)):

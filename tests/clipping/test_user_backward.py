@@ -331,14 +331,12 @@ def test_a_mean_in_which_examples_have_different_weights_is_refused(loss, ignore
         train_with_loss(loss, ignored, reads=reads)
 
 
-def train_in_loop(loss):
+def trained(model, loader, loss, **options):
     """Three steps with a loss that the model knows nothing of."""
-    torch.manual_seed(0)
-    model, engine = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), PrivacyEngine(dp_seed=0)
+    engine, optimizer = PrivacyEngine(dp_seed=0), torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
-        data_loader=DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3))), 8),
-    )  # fmt: skip
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, **options
+    )
     for x, y in loader:
         optimizer.zero_grad()
         loss(model(x), y).backward()
@@ -346,14 +344,22 @@ def train_in_loop(loss):
     return engine
 
 
+def train_in_loop(loss):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return trained(model, DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3))), 8), loss)
+
+
 def of_each(scores, labels):
     return F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean(1)
 
 
 COMPILED = torch.compile(of_each, backend="aot_eager")
+TWO = torch.compile(lambda s, y: torch.stack([weighted(s, y), s.mean()]), backend="aot_eager")
 HIDDEN = {
     "fused": lambda s, y: Fused.apply(s, y, weighted),
     "compiled": torch.compile(weighted, backend="aot_eager"),
+    "two compiled": lambda s, y: TWO(s, y).sum(),
     "checkpointed": lambda s, y: checkpoint(weighted, s, y, use_reentrant=True),
 }
 SHOWN = {
@@ -426,16 +432,8 @@ def train_time_first(loss, lengths, positions=20):
         torch.arange(positions) >= torch.tensor(lengths * 8)[:, None], -100
     )
     rows = list(zip(torch.randn(24, positions, 4), labels, strict=True))
-    engine = PrivacyEngine(dp_seed=0)
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, batch_first=False,
-        data_loader=DataLoader(rows, 8, collate_fn=lambda rows: tuple(torch.stack(x, 1) for x in zip(*rows, strict=True))),
-    )  # fmt: skip
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss(model(x), y).backward()
-        optimizer.step()
-    return engine
+    loader = DataLoader(rows, 8, collate_fn=lambda rows: tuple(torch.stack(x, 1) for x in zip(*rows, strict=True)))
+    return trained(model, loader, loss, batch_first=False)
 
 
 @pytest.mark.parametrize("loss", TIME_FIRST)
