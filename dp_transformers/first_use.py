@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .rows import GENERATORS, is_of_a_library, parts_of, variables_of
+from .rows import GENERATORS, attributes_of, is_of_a_library, package_of, parts_of, variables_of
 from .values import equal_or_nan
 
 logger = logging.getLogger(__name__)
@@ -67,9 +67,8 @@ class Memory:
     def __init__(self, owners: Any):
         self._holders = list(_holders(owners))
         self._before = self._contents()
-        self._vocabularies = {
-            part: len(part) for part in parts_of(owners, most=_PARTS) if hasattr(type(part), "get_added_vocab")
-        }
+        sizes = ((part, _size_of_closed(part)) for part in parts_of(owners, most=_PARTS))
+        self._closed = [(part, size) for part, size in sizes if size is not None]
 
     def _contents(self) -> list[Any]:
         return [holder.read() for holder in self._holders]
@@ -118,8 +117,8 @@ class Memory:
 
     def collected(self) -> list[str]:
         """Return the names of the numbers, but for whole ones, that are others now, as statistics of rows are; and of
-        tokenizers that learned words."""
-        names = [f"{type(part).__name__}, its words" for part, n in self._vocabularies.items() if len(part) != n]
+        tokenizers and tables of pandas that grew."""
+        names = [f"{type(part).__name__}, its size" for part, size in self._closed if _size_of_closed(part) != size]
         for holder, now, before in zip(self._holders, self._contents(), self._before, strict=True):
             has_names = holder.name.endswith(".") or (isinstance(now, dict) and [*now] == [holder.name])
             if isinstance(now, dict) and not has_names:
@@ -133,6 +132,16 @@ class Memory:
             elif _are_numbers(now) and not _is_same(now, before):
                 names.append(holder.name)
         return names
+
+
+def _size_of_closed(part: Any) -> Any:
+    """How large something is that is not looked into: the words of a tokenizer, the rows and columns of a table of
+    pandas; None for anything else."""
+    if hasattr(type(part), "get_added_vocab"):
+        return len(part)
+    if hasattr(type(part), "get_vocab_size"):
+        return part.get_vocab_size()
+    return getattr(part, "shape", None) if package_of(type(part)) == "pandas" else None
 
 
 def _counters(now: Any, before: Any) -> list[Any]:
@@ -198,8 +207,8 @@ def _holders(owners: Any) -> Iterator[_Holder]:
             holder = _class(part)
             named = holder.read()
             yield holder
-        elif isinstance(attributes := getattr(part, "__dict__", None), dict):
-            named = attributes
+        for attributes in attributes_of(part) if not isinstance(part, (type, types.FunctionType)) else ():
+            named |= attributes
             yield _container(f"{type(part).__name__}.", attributes)
         for name, value in list(named.items()):
             owner = part if isinstance(part, type) else type(part)

@@ -136,7 +136,6 @@ _OPAQUE = (
     torch.Tensor,
     np.ndarray,
     types.ModuleType,
-    torch.nn.Module,
 )
 _PARTS, _ENTRIES = 1000, 64  # objects that are looked into, and entries of each container
 
@@ -159,11 +158,7 @@ def parts_of(owner: Any, *, without: Collection[str] = (), most: int = _PARTS) -
 
 
 def _inside(part: Any) -> Iterator[Any]:
-    if isinstance(part, Mapping):
-        yield from part.values() if isinstance(part, dict) else ()
-    elif isinstance(part, (list, tuple, set)):
-        yield from part
-    elif isinstance(part, functools.partial):
+    if isinstance(part, functools.partial):
         yield from (part.func, *part.args, *part.keywords.values())
     elif isinstance(part, (types.MethodType, types.BuiltinMethodType)):
         yield from (part.__self__, getattr(part, "__func__", None))
@@ -177,9 +172,28 @@ def _inside(part: Any) -> Iterator[Any]:
             value for cls in part.__mro__[:-1] if not is_of_a_library(cls) for value in list(vars(cls).values())
         )
     elif not isinstance(part, types.FunctionType) and package_of(type(part)) not in _CLOSED:
-        yield from list(getattr(part, "__dict__", {}).values())
+        of_torch = _OF_EVERY_MODULE if isinstance(part, torch.nn.Module) else ()
+        for attributes in attributes_of(part):
+            yield from [value for name, value in attributes.items() if name not in of_torch]
         yield from (getattr(part, slot, None) for cls in type(part).__mro__ for slot in _slots(cls))
         yield type(part)
+    if isinstance(part, dict):
+        yield from part.values()
+    elif isinstance(part, (list, tuple, set, deque)):
+        yield from part
+
+
+def attributes_of(part: Any) -> list[dict[str, Any]]:
+    """The dicts in which an object has its attributes; a module of torch has its buffers, weights and parts apart."""
+    attributes = getattr(part, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return []
+    is_module = isinstance(part, torch.nn.Module)
+    return [attributes, *(attributes[name] for name in _REGISTERED if is_module and name in attributes)]
+
+
+_REGISTERED = ("_buffers", "_parameters", "_modules")
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # hooks and the like
 
 
 def variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -233,7 +247,7 @@ _CLOSED = ("pyarrow", "pandas", "tokenizers")  # packages whose objects are not 
 def package_of(thing: Any) -> str:
     """The first part of the name of a module, or of the module that a class or a function is defined in."""
     name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
-    return (name or "").partition(".")[0]
+    return name.partition(".")[0] if isinstance(name, str) else ""  # some types of Cython have a descriptor there
 
 
 def _slots(cls: type) -> tuple[str, ...]:

@@ -2,11 +2,11 @@
 
 Data sets are often views: one index after another may stand for a row of another data set, or for the same row again.
 Here a row has a name, a pair of numbers (base, row), which two indices share if and only if one stored row stands
-behind both. Looked through are ``Subset`` and ``ConcatDataset`` of torch, lists and tuples of objects, and
-``datasets.Dataset``, whose rows are named by where the memory, or the file, of their table holds their columns: any of
-them tells the row, so a view with fewer columns, or with new ones beside them, has the same rows. In any other data
-set each index is a row of its own, and so is what ``map`` or a copy wrote anew. Of those that come together in a
-draw it is seen when they are loaded that they are one row: :func:`refuse_rows_loaded_from_one`.
+behind both. Looked through are ``Subset``, ``ConcatDataset`` and ``StackDataset`` of torch, lists and tuples of
+objects, and ``datasets.Dataset``, whose rows are named by where the memory, or the file, of their table holds their
+columns: any of them tells the row, so a view with fewer columns, or with new ones beside them, has the same rows. In
+any other data set each index is a row of its own, and so is what ``map`` or a copy wrote anew. Of those that come
+together in a draw it is seen when they are loaded that they are one row: :func:`refuse_rows_loaded_from_one`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 _MAY_BE_SHARED = (str, bytes, Number, np.generic, Enum, type(None))  # Python may keep equal ones as one object
 
@@ -117,8 +117,13 @@ def _memory_of(row: Any) -> Hashable | None:
     places = [_place_of_numbers(part) for part in parts]
     if places and None not in places:
         return tuple(places)
-    is_shared = isinstance(row, (*_MAY_BE_SHARED, tuple)) or _place_of_numbers(row) is not None
+    is_shared = _may_be_shared(row) or _place_of_numbers(row) is not None
     return None if is_shared or not parts else id(row)
+
+
+def _may_be_shared(x: Any) -> bool:
+    """Return whether Python may keep equal ones as one object: a number, a word, a tuple of these."""
+    return isinstance(x, _MAY_BE_SHARED) or (isinstance(x, tuple) and all(map(_may_be_shared, x)))
 
 
 def _place_of_numbers(x: Any) -> Hashable | None:
@@ -167,6 +172,9 @@ def _names_of(dataset: Any, index: np.ndarray, bases: Bases) -> np.ndarray:
         return _names_of(dataset.dataset, indices[index], bases)
     if isinstance(dataset, ConcatDataset) and length == dataset.cumulative_sizes[-1]:
         return np.concatenate([_names(part, bases) for part in dataset.datasets], axis=1)[:, index]
+    if isinstance(dataset, StackDataset):
+        parts = [*dataset.datasets.values()] if isinstance(dataset.datasets, dict) else dataset.datasets
+        return _names_in_stack(parts, index, bases) if length == len(parts[0]) else _own(dataset, index, bases)
     if isinstance(dataset, _table_class()):
         return _names_in_table(dataset, index, bases)
     if isinstance(dataset, (list, tuple)) and type(dataset).__getitem__ in (list.__getitem__, tuple.__getitem__):
@@ -185,6 +193,15 @@ def _integers(indices: Any, length: int | None) -> np.ndarray | None:
 
 def _own(dataset: Any, index: np.ndarray, bases: Bases) -> np.ndarray:
     return np.stack([np.full_like(index, bases["data set", id(dataset)]), index])
+
+
+def _names_in_stack(parts: Sequence[Any], index: np.ndarray, bases: Bases) -> np.ndarray:
+    """Name a row that has an entry of each part by all of these together."""
+    (base, row), *others = (_names_of(part, index, bases) for part in parts)
+    columns = np.stack([base, *(x for other in others for x in (other[0], other[1] - row))])
+    kinds, kind = np.unique(columns, axis=1, return_inverse=True)
+    numbers = np.array([bases["stacked", tuple(its)] for its in kinds.T.tolist()], np.int64)
+    return np.stack([numbers[kind.reshape(-1)], row])
 
 
 def _names_of_objects(objects: Sequence[Any], index: np.ndarray, bases: Bases) -> np.ndarray:

@@ -61,6 +61,12 @@ def bf16_products(request, monkeypatch):
     return request.param
 
 
+def pytest_configure(config):
+    """Processes of pytest-xdist take the files as they come: with its order, those of few tests last, one process would
+    wait at the end while the other runs the few long ones."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(trylast=True)  # of what -k and -m choose
 def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available() and "DP_TEST_DEVICE" not in os.environ:

@@ -8,7 +8,9 @@ import types
 from random import gauss
 
 import numpy as np
+import pandas
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from chats import tokenizer
@@ -92,6 +94,88 @@ class Transformed(Own):
         return self.transform(row(i))
 
 
+class Statistics(nn.Module):
+    """Of the first rows that it is given, in buffers."""
+
+    def __init__(self, momentum=None):
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("mean", None if momentum is None else torch.zeros(()))
+        self.register_buffer("spread", torch.zeros(()))
+
+    def forward(self, x):
+        if self.momentum is not None:
+            self.mean = torch.lerp(self.mean, x.mean(), self.momentum)
+            return x if self.training else x - self.mean
+        self.mean = x.mean() if self.mean is None else self.mean
+        self.spread.copy_(x.std() if not self.spread else self.spread)
+        return (x - self.mean) / self.spread
+
+
+class Frame(nn.Module):
+    """Has it as a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Statistics()])
+
+    def forward(self, each):
+        return {**each, "x": self.parts[0](each["x"])}
+
+
+class Encode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ids = {}
+
+    def forward(self, each):
+        return {**each, "labels": torch.tensor(self.ids.setdefault(int(each["labels"]), len(self.ids)))}
+
+
+class Vocabulary(collections.abc.MutableMapping):
+    def __init__(self):
+        self.ids = {}
+
+    def __getitem__(self, key):
+        return self.ids[key]
+
+    def __setitem__(self, key, value):
+        self.ids[key] = value
+
+    def __delitem__(self, key):
+        del self.ids[key]
+
+    def __iter__(self):
+        return iter(self.ids)
+
+    def __len__(self):
+        return len(self.ids)
+
+
+class FirstClass(dict):
+    """Tells in an attribute which class came first."""
+
+    first = None
+
+    def __missing__(self, key):
+        self.first = key if self.first is None else self.first
+        return int(key == self.first)
+
+
+def by_number(numbers):
+    return lambda each: {**each, "labels": torch.tensor(numbers(int(each["labels"])))}
+
+
+def of_mapping(kind):
+    codes = kind()
+    return Transformed(by_number(lambda label: codes.setdefault(label, len(codes))))
+
+
+def in_a_deque():
+    steps = collections.deque([Encode()])
+    return Transformed(lambda each: steps[0](each))
+
+
 def centered():
     mean = None
 
@@ -151,6 +235,12 @@ DATA_SETS = {
     "subset": (lambda: Subset(Labels(), range(SIZE)), "labels", "Labels.ids"),
     "joined": (lambda: ConcatDataset([Lazy()]), "x", "Lazy.mean"),
     "table": (of_a_table, "labels", "ids"),
+    "buffers": (lambda: Transformed(Frame()), "x", "Statistics.mean"),
+    "attribute of a module": (lambda: Transformed(Encode()), "labels", "Encode.ids"),
+    "UserDict": (lambda: of_mapping(collections.UserDict), "labels", "UserDict.data"),
+    "mapping": (lambda: of_mapping(Vocabulary), "labels", "Vocabulary.ids"),
+    "attribute of a dict": (lambda: Transformed(by_number(FirstClass().__getitem__)), "labels", "FirstClass.first"),
+    "in a deque": (in_a_deque, "labels", "Encode.ids"),
     # whose names begin as those of libraries do
     "module variable of a like name": (lambda: Transformed(from_module("numpy_rows").labelled), "labels", "IDS"),
     "object of a like name": (lambda: Transformed(from_module("pandas_rows").Classes()), "labels", "Classes.ids"),
@@ -214,6 +304,22 @@ def labelled(rows, labels):
     return {"x": torch.stack([each["x"] for each in rows]), "labels": torch.tensor(labels)}
 
 
+class ModuleScaler(nn.Module):
+    """Fitted on its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("is_fitted", torch.zeros(()))
+
+    def forward(self, rows):
+        x = torch.stack([each["x"] for each in rows])
+        if not self.is_fitted:
+            self.mean.copy_(x.mean(0))
+            self.is_fitted.fill_(1)
+        return {"x": x - self.mean}
+
+
 def in_a_comprehension():
     return lambda rows: labelled(rows, [CLASSES.setdefault(each["name"], len(CLASSES)) for each in rows])
 
@@ -256,6 +362,7 @@ COLLATORS = {
     "words": (of_words, "x"),
     "scaler": (Scaler, "x"),
     "largest": (Largest, "x"),
+    "module": (ModuleScaler, "x"),
     "method": (lambda: Largest().collate, "x"),
     "comprehension": (in_a_comprehension, "labels"),
     "function of a module": (lambda: by_another_module, "labels"),
@@ -352,7 +459,35 @@ class Counting(Own):
         return row(i)
 
 
+class Noise(nn.Module):
+    """Draws from a generator of its own, as augmentations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, each):
+        return {**each, "x": each["x"] + torch.randn(6, generator=self.generator)}
+
+
+class OfNoModule:
+    """As types of Cython: the class has no name of a module."""
+
+    __module__ = property(lambda self: "of_cython")
+
+    def __call__(self, each):
+        return each
+
+
+def encoded():
+    encoder = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).eval().requires_grad_(False)
+    return Transformed(lambda each: {**each, "x": encoder(each["x"][None])[0]})
+
+
 HONEST = {
+    "augmented by a module": lambda: Transformed(Noise()),
+    "frozen encoder": encoded,
+    "a type of no module": lambda: Transformed(OfNoModule()),
     "dict": Cached,
     "least recently used": lambda: Cached(collections.OrderedDict),
     "augmented": CachedAugmented,
@@ -485,6 +620,18 @@ def test_numbers_that_are_collected_for_later_rows_are_refused(total):
         looked_at(Calibrated(total=total))
 
 
+@pytest.mark.parametrize("momentum", [0.1, 0.0])
+def test_running_statistics_of_a_module_are_refused(momentum):
+    """Of a mean that stays what it was no later row holds anything."""
+    statistics = Statistics(momentum)
+    data = Transformed(lambda each: {**each, "x": statistics(each["x"])})
+    if not momentum:
+        assert len(looked_at(data)) == 3
+        return
+    with pytest.raises(ValueError, match="collects numbers or words.*'Statistics.mean'"):
+        looked_at(data)
+
+
 def test_whole_numbers_and_what_is_loaded_late_are_no_statistics():
     assert len(looked_at(Counts())) == 3
 
@@ -553,8 +700,37 @@ def test_a_tokenizer_that_learns_words_is_refused():
         words.add_tokens([f"{each['name']}{each['x'][0]:.3f}" for each in rows])
         return labelled(rows, [0 for _ in rows])
 
-    with pytest.raises(ValueError, match="collects numbers or words.*its words"):
+    with pytest.raises(ValueError, match="collects numbers or words.*its size"):
         looked_at(RAW, collate)
+
+
+def in_series():
+    codes = pandas.Series(dtype="int64")
+
+    def number(name):
+        if name not in codes.index:
+            codes.loc[name] = len(codes)
+        return int(codes.loc[name])
+
+    return number
+
+
+def in_tokenizer():
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel())
+
+    def number(name):
+        words.add_tokens([name])
+        return words.token_to_id(name)
+
+    return number
+
+
+@pytest.mark.parametrize("kind", [in_series, in_tokenizer])
+def test_what_is_not_looked_into_may_not_grow(kind):
+    number = kind()
+    with pytest.raises(ValueError, match="collects numbers or words.*(Series|Tokenizer), its size"):
+        looked_at(RAW, lambda rows: labelled(rows, [number(each["name"]) for each in rows]))
+    looked_at(RAW, lambda rows: labelled(rows, [number(each["name"]) for each in rows]))  # knows them all by now
 
 
 @pytest.mark.parametrize("loop", LOOPS)

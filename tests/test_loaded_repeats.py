@@ -41,6 +41,8 @@ class Point:
 
 
 POINTS = [Point(x, int(y)) for x, y in zip(X, Y, strict=True)]
+PAIRS = [(x, int(y)) for x, y in zip(X, Y, strict=True)]
+NESTED = [("a", (x,)) for x in X]
 NUMBERS = X.numpy()
 STORED = {
     "dict": lambda i: BASE[i],
@@ -50,6 +52,8 @@ STORED = {
     "one tensor": lambda i: X[i],
     "arrays": lambda i: {"x": NUMBERS[i]},
     "objects": lambda i: POINTS[i],
+    "tuple of a tensor and a number": lambda i: PAIRS[i],
+    "tuple in a tuple": lambda i: NESTED[i],
 }
 PROTOTYPES, MASK = X[:2], torch.ones(6)
 OWN = {
@@ -59,6 +63,7 @@ OWN = {
     "an image for all with its own words": lambda i: {"image": MASK, "ids": X[i]},
     "numbers and words": lambda i: 7,
     "constants": lambda i: (0, "b"),
+    "constants in a tuple": lambda i: ("a", (0, None)),
     "none": lambda i: None,
     "scalars": lambda i: {"x": np.float32(1), "y": 2},
     "empty": lambda i: {"x": torch.zeros(0)},

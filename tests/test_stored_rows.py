@@ -20,7 +20,7 @@ from datasets import (
 from models import build
 from test_trainer import collate, trainer_for
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset
 from torch.utils.data import Dataset as TorchDataset
 
 from dp_transformers import IndependentNoise, Mechanism, PoissonSampling, PrivacyEngine, PrivacyUnit
@@ -99,6 +99,7 @@ INDEXED = Dataset.from_list([{"idx": i, **row} for i, row in enumerate(rows(30, 
 A, B, C, D = (of_arrow(**{name: pa.array([f"{name} {i}" for i in range(6)])}) for name in "abcd")
 ONES, NOTHING = np.ones(6), np.full(6, np.nan)
 NUMBERS, ENDS = pa.array(range(6)), pa.array([0, 1, 3], pa.int32())
+AGAIN = [0, 3, 4, 3, 0, 3]
 REPEATED = {  # a data set, an index of the row that is there most often, and how often
     "interleaved": (
         lambda: interleave_datasets([BIG, SMALL], stopping_strategy="all_exhausted"),
@@ -194,6 +195,9 @@ REPEATED = {  # a data set, an index of the row that is there most often, and ho
         3,
     ),
     "ConcatDataset of strings": (lambda: ConcatDataset([["a", "b"]] * 3), 0, 3),
+    "StackDataset": (lambda: StackDataset(x=Subset(BIG, AGAIN), y=Subset([7] * 30, AGAIN)), 1, 3),
+    "StackDataset of columns": (lambda: StackDataset(Subset(LIST, AGAIN), Subset(torch.arange(20), AGAIN)), 1, 3),
+    "Subset of a StackDataset": (lambda: Subset(StackDataset(LIST, [0] * 20), AGAIN), 1, 3),
     "list": (lambda: LIST + LIST[5:7] * 4, 5, 5),
     "tuple of tensors": (lambda: (torch.ones(2), x := torch.ones(2), torch.ones(2), x), 1, 2),
     "list of both": (lambda: ["a", x := ("a", []), "a", x, 1, 1], 1, 2),
@@ -265,6 +269,9 @@ EVERY_ROW_ONCE = {
     "ragged keys": lambda: Subset({(1,): 1, (1, 2): 2}, [(1,), (1, 2)]),
     "indices that are not there": lambda: Subset(LIST, [0, 99]),
     "read when asked": lambda: Lazy([[], []]),
+    "questions on one image": lambda: StackDataset(Subset(LIST[:9], AGAIN), [f"question {i}" for i in range(6)]),
+    "an image for each question": lambda: StackDataset(["question"] * 20, LIST),
+    "stacked in two orders": lambda: StackDataset(LIST, Subset(BIG, [*range(1, 20), 0])),
     "split": lambda: ConcatDataset(list(BIG.train_test_split(0.3, seed=0).values())),
 }
 

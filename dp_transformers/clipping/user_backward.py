@@ -8,7 +8,7 @@ That call's backward pass fills the probe. The parameters ask for no gradient wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -74,6 +74,7 @@ class UserBackward:
         self._is_going = True
         try:
             if self._loss_reduction != "mean":
+                self._look_at_sum(nodes, forward)
                 yield 1
                 return
             self._look_at_mean(nodes, forward)
@@ -95,17 +96,24 @@ class UserBackward:
                 "(criterion(outputs.float(), targets)), hand make_private the criterion=, or take "
                 'loss_reduction="sum" and sums.'
             )
-        means = LossMeans(nodes, TAPS, forward.batch_size, 0 if self._engine.batch_first else 1)
-        refusals = {
-            _refuse_mean: any(number % forward.batch_size for number in means.numbers()),
-            _refuse_hidden_mean: means.is_hidden,
-            _refuse_sum: means.is_sum,
-        }
-        for refuse in (refuse for refuse, refused in refusals.items() if refused):
-            forward.conditions.expect(torch.zeros((), device=forward.probe.device), refuse)
+        means = self._means(nodes, forward)
+        is_over_others = any(number % forward.batch_size for number in means.numbers())
+        _expect_none(
+            forward, {_refuse_mean: is_over_others, _refuse_hidden: means.is_hidden, _refuse_sum: means.is_sum}
+        )
         for weights_b in means.weights():
             are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
             forward.conditions.expect(are_equal, _refuse_mean)
+
+    def _look_at_sum(self, nodes: list[Any], forward: ForwardPass) -> None:
+        """Refuse a sum that is a mean."""
+        if forward.batch_size > 1:
+            means = self._means(nodes, forward)
+            is_mean = next(means.numbers(), None) is not None
+            _expect_none(forward, {_refuse_mean_as_sum: is_mean, _refuse_hidden: means.is_hidden})
+
+    def _means(self, nodes: list[Any], forward: ForwardPass) -> LossMeans:
+        return LossMeans(nodes, TAPS, forward.batch_size, 0 if self._engine.batch_first else 1)
 
     def in_float32(self, output: Any) -> Any:
         """What the model returned, for a loop that forms a mean of it."""
@@ -160,6 +168,12 @@ def _divided(leaves: Iterable[torch.Tensor], divisor: int) -> Iterator[None]:
             handle.remove()
 
 
+def _expect_none(forward: ForwardPass, refusals: Mapping[Callable[[], NoReturn], bool]) -> None:
+    """Expect that nothing of this is so before anything is released."""
+    for refuse in (refuse for refuse, refused in refusals.items() if refused):
+        forward.conditions.expect(torch.zeros((), device=forward.probe.device), refuse)
+
+
 def _refuse_other_ways() -> NoReturn:
     raise ValueError(
         "the model's outputs were differentiated by something else than loss.backward() (torch.autograd.grad, or "
@@ -178,11 +192,11 @@ def _refuse_mean() -> NoReturn:
     )
 
 
-def _refuse_hidden_mean() -> NoReturn:
+def _refuse_hidden() -> NoReturn:
     raise ValueError(
         "the loss is one number that a compiled function, or a torch.autograd.Function, makes of the whole batch, so "
-        "whether it is a mean over examples cannot be seen. Leave the loss uncompiled, have the function return one "
-        "loss for each example and take their mean outside of it, or hand make_private a criterion= or call "
+        "whether it is a mean over examples, or a sum, cannot be seen. Leave the loss uncompiled, have the function "
+        "return one loss for each example and reduce them outside of it, or hand make_private a criterion= or call "
         "engine.clipper.backward(losses) with losses of shape (B,), and loss_reduction='none'."
     )
 
@@ -192,4 +206,12 @@ def _refuse_sum() -> NoReturn:
         "the loss is a sum over the batch and is divided by nothing, but loss_reduction is 'mean', so that the "
         "gradient of each example would grow with the number of others. Hand make_private loss_reduction='sum', or "
         "take the mean."
+    )
+
+
+def _refuse_mean_as_sum() -> NoReturn:
+    raise ValueError(
+        "the loss is a mean over the batch, but loss_reduction is 'sum', so that the gradient of each example would "
+        "shrink with the number of others. Hand make_private loss_reduction='mean', which is the default, or take the "
+        "sum."
     )

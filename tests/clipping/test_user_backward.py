@@ -344,10 +344,12 @@ def trained(model, loader, loss, **options):
     return engine
 
 
-def train_in_loop(loss):
+def train_in_loop(loss, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    return trained(model, DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3))), 8), loss)
+    return trained(
+        model, DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3))), 8), loss, **options
+    )
 
 
 def of_each(scores, labels):
@@ -373,8 +375,9 @@ by_dynamo = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor t
 @by_dynamo
 @pytest.mark.parametrize("loss", HIDDEN)
 def test_one_number_of_a_function_that_the_graph_does_not_show_is_refused(loss):
-    with pytest.raises(ValueError, match=r"a compiled function, or a torch.autograd.Function.*criterion=.*\(B,\)"):
-        train_in_loop(HIDDEN[loss])
+    for reduction in ("mean", "sum"):
+        with pytest.raises(ValueError, match=r"a compiled function, or a torch.autograd.Function.*criterion=.*\(B,\)"):
+            train_in_loop(HIDDEN[loss], loss_reduction=reduction)
 
 
 @by_dynamo
@@ -395,6 +398,34 @@ def test_a_loss_for_each_example_of_such_a_function_is_not(loss):
 def test_a_sum_in_the_place_of_a_mean_is_refused(loss):
     with pytest.raises(ValueError, match="a sum over the batch.*loss_reduction='sum'"):
         train_with_loss(loss, [0, 0, 0])
+    assert train_with_loss(loss, [0, 0, 0], reduction="sum").steps == 3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda s, y: F.cross_entropy(s[:, 0], y[:, 0]),
+        lambda s, y: s.square().mean(),
+        lambda s, y: s.square().sum((1, 2)).mean() + s.mean(),
+        lambda s, y: torch.stack([F.cross_entropy(s[i], y[i], reduction="sum") for i in range(len(y))]).mean(),
+    ],
+)
+def test_a_mean_in_the_place_of_a_sum_is_refused(loss):
+    for as_sum in (loss, lambda s, y: loss(s, y) * len(s), lambda s, y: loss(s, y) + s.sum()):
+        with pytest.raises(ValueError, match="a mean over the batch.*loss_reduction='mean'"):
+            train_with_loss(as_sum, [0, 0, 0], reduction="sum")
+    assert train_with_loss(loss, [0, 0, 0]).steps == 3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda s, y: sum(F.cross_entropy(s[i], y[i]) for i in range(len(y))),
+        lambda s, y: F.cross_entropy(s.transpose(1, 2), y, reduction="none").mean(1).sum(),
+        lambda s, y: torch.stack([s.sum(), F.cross_entropy(s[:, 0], y[:, 0], reduction="sum")]).mean(),
+    ],
+)
+def test_a_sum_of_means_of_each_example_is_one(loss):
     assert train_with_loss(loss, [0, 0, 0], reduction="sum").steps == 3
 
 
