@@ -364,6 +364,8 @@ class PerExampleClipper:
         """
         self._engine.begin_draw(numbers)
         self._engine.state.give_draw()
+        if self._user_backward is not None:
+            self._user_backward.begin_draw()
 
     def hold_weights(self, *, is_last: bool) -> None:
         """A physical batch of a draw was summed: expect that its weights are those of the others."""

@@ -2,7 +2,8 @@
 
 A mean over the batch gives each of B examples the weight 1/B, so it is over B numbers, or over as many for each
 example. In any other the gradients of all examples have a factor that follows what the others hold, or how many there
-are.
+are. So they have where the loss is another function of a mean or of a sum than a multiple (its root, a power), or
+another multiple in another physical batch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -28,7 +29,54 @@ _DIFFERENCES = (
 _PICKS = ("SelectBackward0", "SliceBackward0")
 _PARTS = ("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0")
 _FLATTENED = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+# What makes numbers of one number each, or adds up some, and changes nothing but their factors
+_LINEAR = (
+    *_MEANS,
+    *_SUMS,
+    *_JOINED,
+    *_PICKS,
+    *_PARTS,
+    *_FLATTENED,
+    "AddBackward0",
+    "AddBackward1",
+    "AliasBackward0",
+    "CloneBackward0",
+    "ExpandBackward0",
+    "NegBackward0",
+    "RsubBackward0",
+    "RsubBackward1",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SubBackward0",
+    "SubBackward1",
+    "ToCopyBackward0",
+    "UnsqueezeBackward0",
+)
+_COMPARING = ("Amax", "Amin", "LinalgVectorNorm", "Logsumexp", "Max", "Median", "Min", "Norm", "Prod", "Std", "Var")
+_PRODUCTS, _QUOTIENTS = ("MulBackward0", "MulBackward1"), ("DivBackward0", "DivBackward1")
+_ADDING, _WAYS = (*_SUMS, "NansumBackward0"), 10_000
 _DIVIDED = ("Div", "Mul", "Mean", "Dot", "Mv", "Mm", "Bmm", "Addmm", "Addmv", "Baddbmm", "Addcdiv", "Addcmul", "Lerp")
+
+
+class Factor(NamedTuple):
+    """What a mean, or a sum, over examples is multiplied with in a loss.
+
+    Attributes:
+        is_sum: Whether it is a sum.
+        by: The factor; a tensor of one number, or a number.
+    """
+
+    is_sum: bool
+    by: Any
+
+    def is_that_of(self, other: Factor, sizes: tuple[int, int], *, may_be_means: bool) -> torch.Tensor:
+        """Whether both give examples the same weight, in batches of these sizes: a sum may be divided by the size
+        where a mean is expected."""
+        mine, others = torch.as_tensor(self.by).float(), torch.as_tensor(other.by).float()
+        same = torch.isclose(mine, others, rtol=1e-4)
+        if self.is_sum and may_be_means:
+            same = same | torch.isclose(mine * sizes[0], others * sizes[1], rtol=1e-4)
+        return same
 
 
 class LossMeans:
@@ -65,6 +113,38 @@ class LossMeans:
             number = self._number(node) if _is_one_number(node) else None
             if number is not None and self._row(node) is None:
                 yield number
+
+    def factors(self, roots: Sequence[Any]) -> Iterator[Factor | None]:
+        """Yields what the loss multiplies each mean and sum over examples with, in an order of the graph; None for one
+        of which it is no multiple."""
+        todo: list[tuple[Any, Any]] = [(root, 1.0) for root in roots]
+        for _ in range(_WAYS):
+            if not todo:
+                return
+            node, factor = todo.pop()
+            name = type(node).__name__
+            if node is None or type(node) in self._taps or isinstance(node, BackwardCFunction):
+                continue
+            before = [each for each, _ in node.next_functions]
+            if not all(map(_is_of_one_numbers, before)):  # of several numbers
+                if name.startswith(_COMPARING) and self._is_of_examples(node):
+                    yield None
+                elif (name in _ADDING or self._number(node) is not None) and self._is_of_examples(node):
+                    yield Factor(name in _ADDING, factor)
+            elif name in _LINEAR:
+                inner = len(before[0].next_functions) if name in _MEANS and before[0] is not None else 1
+                todo += [(each, factor / max(inner, 1)) for each in before]
+            elif name in (*_PRODUCTS, *_QUOTIENTS):
+                of_examples = [i for i, each in enumerate(before) if self._is_of_examples(each)]
+                if of_examples == [0]:
+                    other = torch.as_tensor(node._saved_other).detach()
+                    todo.append((before[0], factor * other if name in _PRODUCTS else factor / other))
+                elif of_examples == [1] and name in _PRODUCTS:
+                    todo.append((before[1], factor * node._saved_self.detach()))
+                elif of_examples:
+                    yield None
+            elif self._is_of_examples(node):
+                yield None
 
     @cached_property
     def is_hidden(self) -> bool:
@@ -107,6 +187,16 @@ class LossMeans:
 
     def _row(self, node: Any, output: int = 0) -> int | None:
         """The row, if it is one, that all is of which this output of a node has from the model."""
+        rows = self._rows(node, output)
+        return next(iter(rows)) if rows is not None and len(rows) == 1 else None
+
+    def _is_of_examples(self, node: Any) -> bool:
+        """Whether a node has something from the model that is not of one row alone."""
+        rows = self._rows(node)
+        return rows is None or len(rows) > 1
+
+    def _rows(self, node: Any, output: int = 0) -> set[int] | None:
+        """The rows that this output of a node has something of; None for all."""
         todo, seen, rows = [(node, output)], set(), set[int]()
         while todo:
             each = node, output = todo.pop()
@@ -120,7 +210,7 @@ class LossMeans:
                 todo += node.next_functions
             else:
                 rows.add(row)
-        return rows.pop() if len(rows) == 1 else None
+        return rows
 
     def _picked(self, node: Any, output: int) -> int | None:
         """The row that this output of a node is, where the node takes the batch apart."""
@@ -187,6 +277,13 @@ def _is_sum(node: Any) -> bool:
     if name in (*_NLL, *_DIFFERENCES):
         return node._saved_reduction == _SUM
     return name in _SUMS and _is_one_number(node) and math.prod(node._saved_self_sym_sizes) > 1
+
+
+def _is_of_one_numbers(node: Any) -> bool:
+    """Whether a node gives one number, or joins numbers each of which is one."""
+    if type(node).__name__ in _JOINED:
+        return all(_is_one_number(each) for each, _ in node.next_functions)
+    return _is_one_number(node)
 
 
 def _is_one_number(node: Any) -> bool:

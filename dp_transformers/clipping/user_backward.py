@@ -19,7 +19,7 @@ from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
 from .graph import leaves_of_losses, low_precision_of_one_number, nodes_of_losses
-from .means import LossMeans
+from .means import Factor, LossMeans
 from .precision import HALF, without_autocast
 from .recorded_call import BackwardPass, ForwardPass, differentiable_leaves, is_differentiable
 from .tap import TAPS
@@ -52,6 +52,11 @@ class UserBackward:
             )
         self._engine, self._loss_reduction, self._look = engine, loss_reduction, look
         self._is_going = False  # a backward pass that the user asked for
+        self._factors: tuple[list[Factor], int] | None = None  # of the draw's first loss, and its B
+
+    def begin_draw(self) -> None:
+        """A physical batch is the first of its draw."""
+        self._factors = None
 
     @contextlib.contextmanager
     def during_backward(self, roots: Sequence[Any]) -> Iterator[int | None]:
@@ -73,6 +78,7 @@ class UserBackward:
             return
         self._is_going = True
         try:
+            self._look_at_factors(nodes, beginnings, forward)
             if self._loss_reduction != "mean":
                 self._look_at_sum(nodes, forward)
                 yield 1
@@ -111,6 +117,25 @@ class UserBackward:
             means = self._means(nodes, forward)
             is_mean = next(means.numbers(), None) is not None
             _expect_none(forward, {_refuse_mean_as_sum: is_mean, _refuse_hidden: means.is_hidden})
+
+    def _look_at_factors(self, nodes: list[Any], roots: list[Any], forward: ForwardPass) -> None:
+        """Refuse a loss that is no multiple of its means and sums, or another multiple than in another batch of the
+        draw."""
+        if forward.batch_size <= 1:
+            return
+        found = [*self._means(nodes, forward).factors(roots)]
+        factors = [each for each in found if each is not None]
+        _expect_none(forward, {_refuse_nonlinear: len(factors) < len(found)})
+        if self._factors is None:
+            self._factors = factors, forward.batch_size
+        others, size = self._factors
+        if [each.is_sum for each in others] != [each.is_sum for each in factors]:
+            return  # of other parts, as losses of rows one by one
+        for factor, other in zip(factors, others, strict=True):
+            may_be_means = self._loss_reduction == "mean"
+            same = factor.is_that_of(other, (forward.batch_size, size), may_be_means=may_be_means)
+            if same.device == forward.probe.device or not same:
+                forward.conditions.expect(same.to(forward.probe.device), _refuse_other_factor)
 
     def _means(self, nodes: list[Any], forward: ForwardPass) -> LossMeans:
         return LossMeans(nodes, TAPS, forward.batch_size, 0 if self._engine.batch_first else 1)
@@ -214,4 +239,23 @@ def _refuse_mean_as_sum() -> NoReturn:
         "the loss is a mean over the batch, but loss_reduction is 'sum', so that the gradient of each example would "
         "shrink with the number of others. Hand make_private loss_reduction='mean', which is the default, or take the "
         "sum."
+    )
+
+
+def _refuse_nonlinear() -> NoReturn:
+    raise ValueError(
+        "the loss is not a multiple of a mean, or of a sum, over examples, but another function of it (a root, a "
+        "power, an exponential, a limit, a norm, a maximum), so that how much an example weighs depends on the losses "
+        "of the others. Apply that to the loss of each example and take the mean afterwards, or leave it out of what "
+        "goes backward; hand make_private a criterion=, or call engine.clipper.backward(losses) with losses of shape "
+        "(B,), and loss_reduction='none'."
+    )
+
+
+def _refuse_other_factor() -> NoReturn:
+    raise ValueError(
+        "the loss is multiplied, or divided, by another number than in another physical batch of the same draw, so "
+        "that how much an example weighs depends on which others are beside it, or on how many. Leave out what "
+        "corrects for the sizes of batches: the sum of a draw is divided by its expected size, whatever a physical "
+        "batch holds."
     )

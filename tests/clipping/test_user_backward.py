@@ -4,6 +4,7 @@ output."""
 from __future__ import annotations
 
 import inspect
+import itertools
 from copy import deepcopy
 from weakref import WeakSet
 
@@ -427,6 +428,76 @@ def test_a_mean_in_the_place_of_a_sum_is_refused(loss):
 )
 def test_a_sum_of_means_of_each_example_is_one(loss):
     assert train_with_loss(loss, [0, 0, 0], reduction="sum").steps == 3
+
+
+def focal(scores, labels):
+    loss = F.cross_entropy(scores[:, 0], labels[:, 0])
+    return (1 - torch.exp(-loss)) ** 2 * loss
+
+
+TEMPERATURE = nn.Parameter(torch.ones(()))
+NONLINEAR = {
+    "rmse": lambda s, y: F.mse_loss(s, torch.ones_like(s)).sqrt(),
+    "focal": focal,
+    "flooded": lambda s, y: (s.square().mean() - 0.1).abs() + 0.1,
+    "limited": lambda s, y: s.square().mean().clamp(max=1.0),
+    "perplexity": lambda s, y: F.cross_entropy(s[:, 0], y[:, 0]).exp() / 3,
+    "only if finite": lambda s, y: torch.nan_to_num(s.square().mean()),
+    "product": lambda s, y: s.square().mean() * s.abs().mean(),
+    "quotient": lambda s, y: s.square().mean() / s.abs().mean(),
+    "worst task": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]).max(),
+    "norm": lambda s, y: (s - 1).norm() / 3,
+    "hardest": lambda s, y: s.square().mean() + s.max(),
+    "log of a sum": lambda s, y: s.logsumexp((0, 1, 2)) / 3,
+}
+LINEAR = {
+    "weighted": lambda s, y: 0.3 * s.square().mean() + s.mean() / 4 - 1,
+    "uncertainty": lambda s, y: s.square().mean() * torch.exp(-TEMPERATURE) + TEMPERATURE,
+    "penalty": lambda s, y: s.square().mean() + TEMPERATURE.norm().sqrt(),
+    "of each row": lambda s, y: sum(F.mse_loss(s[i], s[i].detach() + 1).sqrt() for i in range(len(s))) / len(s),
+    "of each example": lambda s, y: s.square().mean((1, 2)).sqrt().mean(),
+    "smoothed": lambda s, y: F.cross_entropy(s.transpose(1, 2), y, label_smoothing=0.1),
+    "by a number of torch": lambda s, y: torch.mul(s.square().mean(), 0.5).sub(1.0),
+    "stacked": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]).sum().double(),
+    "by a vector": lambda s, y: s.square().mean((1, 2)) @ torch.full((len(s),), 1 / len(s)),
+    "weights that add up to one": lambda s, y: (s.square().mean((1, 2)) * torch.full((len(s),), 1 / len(s))).sum(),
+}
+
+
+@pytest.mark.parametrize("loss", NONLINEAR)
+def test_another_function_of_a_mean_than_a_multiple_is_refused(loss):
+    for reduction in ("mean", "sum") if loss == "norm" else ("mean",):
+        with pytest.raises(ValueError, match="not a multiple of a mean.*criterion="):
+            train_in_loop(NONLINEAR[loss], loss_reduction=reduction)
+
+
+@pytest.mark.parametrize("loss", LINEAR)
+def test_multiples_of_means_and_functions_of_each_example_are_not(loss):
+    assert train_in_loop(LINEAR[loss], max_physical_batch_size=3).steps == 3
+
+
+OTHER_FACTORS = {
+    "of rows": (lambda s, y: s.square().mean() * (len(s) / 8), "mean"),
+    "of rows, before": (lambda s, y: torch.tensor(len(s) / 8) * s.square().mean(), "mean"),
+    "one of two": (lambda s, y: s.mean() + s.square().mean() / len(s), "mean"),
+    "a count": (lambda s, y: s.square().sum() / (y.sum() + 1), "mean"),
+    "numbers that there are": (lambda s, y: s.where(y[..., None] > 0, torch.nan).square().nanmean(), "mean"),
+    "of a sum": (lambda s, y: s.square().sum() / len(s), "sum"),
+}
+
+
+@pytest.mark.parametrize("loss", OTHER_FACTORS)
+def test_another_factor_in_another_batch_of_a_draw_is_refused(loss):
+    function, reduction = OTHER_FACTORS[loss]
+    with pytest.raises(ValueError, match="by another number than in another physical batch of the same draw"):
+        train_in_loop(function, loss_reduction=reduction, max_physical_batch_size=3)
+
+
+def test_a_factor_may_be_another_one_in_the_next_draw():
+    """As a schedule of a weight has it."""
+    draws = itertools.count()
+    loss = lambda s, y: s.square().mean() * (1 + next(draws))  # noqa: E731
+    assert train_in_loop(loss).steps == 3
 
 
 class TimeFirst(nn.Module):
