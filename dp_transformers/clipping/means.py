@@ -132,8 +132,7 @@ class LossMeans:
                 elif (name in _ADDING or self._number(node) is not None) and self._is_of_examples(node):
                     yield Factor(name in _ADDING, factor)
             elif name in _LINEAR:
-                inner = len(before[0].next_functions) if name in _MEANS and before[0] is not None else 1
-                todo += [(each, factor / max(inner, 1)) for each in before]
+                todo += [(each, factor) for each in before]
             elif name in (*_PRODUCTS, *_QUOTIENTS):
                 of_examples = [i for i, each in enumerate(before) if self._is_of_examples(each)]
                 if of_examples == [0]:

@@ -8,7 +8,7 @@ That call's backward pass fills the probe. The parameters ask for no gradient wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -78,22 +78,35 @@ class UserBackward:
             return
         self._is_going = True
         try:
-            self._look_at_factors(nodes, beginnings, forward)
+            if forward.batch_size > 1:  # the weight of one example is no matter of others, and its 1/B is exact
+                self._look_at_loss(nodes, beginnings, forward)
             if self._loss_reduction != "mean":
-                self._look_at_sum(nodes, forward)
                 yield 1
                 return
-            self._look_at_mean(nodes, forward)
             with _divided(leaves_of_losses(beginnings) - {forward.probe, *forward.earlier_probes}, forward.batch_size):
                 yield forward.batch_size
         finally:
             self._is_going = False
 
-    def _look_at_mean(self, nodes: list[Any], forward: ForwardPass) -> None:
-        """Refuse a mean that was formed in low precision, and, before anything is released, one in which the examples'
-        weights depend on each other."""
-        if forward.batch_size <= 1:  # whose 1/B is exact, and whose weight is no matter of others
-            return
+    def _look_at_loss(self, nodes: list[Any], roots: list[Any], forward: ForwardPass) -> None:
+        """Refuse a loss in which the examples' weights depend on each other, before anything is released."""
+        means = LossMeans(nodes, TAPS, forward.batch_size, 0 if self._engine.batch_first else 1)
+        factors = [*means.factors(roots)]
+        refused = {_refuse_hidden: means.is_hidden, _refuse_nonlinear: None in factors}
+        if self._loss_reduction == "mean":
+            self._refuse_low_precision(nodes)
+            refused[_refuse_mean] = any(number % forward.batch_size for number in means.numbers())
+            refused[_refuse_sum] = means.is_sum
+            for weights_b in means.weights():
+                are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
+                forward.conditions.expect(are_equal, _refuse_mean)
+        else:
+            refused[_refuse_mean_as_sum] = any(True for _ in means.numbers())
+        for refuse in (refuse for refuse, is_refused in refused.items() if is_refused):
+            forward.conditions.expect(torch.zeros((), device=forward.probe.device), refuse)
+        self._look_at_factors([each for each in factors if each is not None], forward)
+
+    def _refuse_low_precision(self, nodes: list[Any]) -> None:
         if (dtype := low_precision_of_one_number(nodes)) is not None:
             self._engine.forget()
             raise ValueError(
@@ -102,43 +115,19 @@ class UserBackward:
                 "(criterion(outputs.float(), targets)), hand make_private the criterion=, or take "
                 'loss_reduction="sum" and sums.'
             )
-        means = self._means(nodes, forward)
-        is_over_others = any(number % forward.batch_size for number in means.numbers())
-        _expect_none(
-            forward, {_refuse_mean: is_over_others, _refuse_hidden: means.is_hidden, _refuse_sum: means.is_sum}
-        )
-        for weights_b in means.weights():
-            are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
-            forward.conditions.expect(are_equal, _refuse_mean)
 
-    def _look_at_sum(self, nodes: list[Any], forward: ForwardPass) -> None:
-        """Refuse a sum that is a mean."""
-        if forward.batch_size > 1:
-            means = self._means(nodes, forward)
-            is_mean = next(means.numbers(), None) is not None
-            _expect_none(forward, {_refuse_mean_as_sum: is_mean, _refuse_hidden: means.is_hidden})
-
-    def _look_at_factors(self, nodes: list[Any], roots: list[Any], forward: ForwardPass) -> None:
-        """Refuse a loss that is no multiple of its means and sums, or another multiple than in another batch of the
-        draw."""
-        if forward.batch_size <= 1:
-            return
-        found = [*self._means(nodes, forward).factors(roots)]
-        factors = [each for each in found if each is not None]
-        _expect_none(forward, {_refuse_nonlinear: len(factors) < len(found)})
+    def _look_at_factors(self, factors: list[Factor], forward: ForwardPass) -> None:
+        """Refuse other factors than those of another batch of the draw."""
         if self._factors is None:
             self._factors = factors, forward.batch_size
         others, size = self._factors
         if [each.is_sum for each in others] != [each.is_sum for each in factors]:
             return  # of other parts, as losses of rows one by one
+        may_be_means = self._loss_reduction == "mean"
         for factor, other in zip(factors, others, strict=True):
-            may_be_means = self._loss_reduction == "mean"
             same = factor.is_that_of(other, (forward.batch_size, size), may_be_means=may_be_means)
-            if same.device == forward.probe.device or not same:
+            if same.device == forward.probe.device or not same:  # what lies on the CPU is known without waiting
                 forward.conditions.expect(same.to(forward.probe.device), _refuse_other_factor)
-
-    def _means(self, nodes: list[Any], forward: ForwardPass) -> LossMeans:
-        return LossMeans(nodes, TAPS, forward.batch_size, 0 if self._engine.batch_first else 1)
 
     def in_float32(self, output: Any) -> Any:
         """What the model returned, for a loop that forms a mean of it."""
@@ -191,12 +180,6 @@ def _divided(leaves: Iterable[torch.Tensor], divisor: int) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _expect_none(forward: ForwardPass, refusals: Mapping[Callable[[], NoReturn], bool]) -> None:
-    """Expect that nothing of this is so before anything is released."""
-    for refuse in (refuse for refuse, refused in refusals.items() if refused):
-        forward.conditions.expect(torch.zeros((), device=forward.probe.device), refuse)
 
 
 def _refuse_other_ways() -> NoReturn:
