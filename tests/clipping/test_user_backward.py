@@ -445,6 +445,7 @@ NONLINEAR = {
     "only if finite": lambda s, y: torch.nan_to_num(s.square().mean()),
     "product": lambda s, y: s.square().mean() * s.abs().mean(),
     "quotient": lambda s, y: s.square().mean() / s.abs().mean(),
+    "inverse": lambda s, y: TEMPERATURE.detach() / (1 + s.square().mean()),
     "worst task": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]).max(),
     "norm": lambda s, y: (s - 1).norm() / 3,
     "hardest": lambda s, y: s.square().mean() + s.max(),
