@@ -8,6 +8,7 @@ another multiple in another physical batch.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
@@ -54,7 +55,7 @@ _LINEAR = (
 )
 _COMPARING = ("Amax", "Amin", "LinalgVectorNorm", "Logsumexp", "Max", "Median", "Min", "Norm", "Prod", "Std", "Var")
 _PRODUCTS, _QUOTIENTS = ("MulBackward0", "MulBackward1"), ("DivBackward0", "DivBackward1")
-_ADDING, _WAYS = (*_SUMS, "NansumBackward0"), 10_000
+_ADDING = (*_SUMS, "NansumBackward0")
 _DIVIDED = ("Div", "Mul", "Mean", "Dot", "Mv", "Mm", "Bmm", "Addmm", "Addmv", "Baddbmm", "Addcdiv", "Addcmul", "Lerp")
 
 
@@ -115,35 +116,44 @@ class LossMeans:
                 yield number
 
     def factors(self, roots: Sequence[Any]) -> Iterator[Factor | None]:
-        """Yields what the loss multiplies each mean and sum over examples with, in an order of the graph; None for one
-        of which it is no multiple."""
-        todo: list[tuple[Any, Any]] = [(root, 1.0) for root in roots]
-        for _ in range(_WAYS):
-            if not todo:
-                return
-            node, factor = todo.pop()
-            name = type(node).__name__
-            if node is None or type(node) in self._taps or isinstance(node, BackwardCFunction):
-                continue
-            before = [each for each, _ in node.next_functions]
-            if not all(map(_is_of_one_numbers, before)):  # of several numbers
-                if name.startswith(_COMPARING) and self._is_of_examples(node):
-                    yield None
-                elif (name in _ADDING or self._number(node) is not None) and self._is_of_examples(node):
-                    yield Factor(name in _ADDING, factor)
-            elif name in _LINEAR:
-                todo += [(each, factor) for each in before]
-            elif name in (*_PRODUCTS, *_QUOTIENTS):
-                of_examples = [i for i, each in enumerate(before) if self._is_of_examples(each)]
-                if of_examples == [0]:
-                    other = torch.as_tensor(node._saved_other).detach()
-                    todo.append((before[0], factor * other if name in _PRODUCTS else factor / other))
-                elif of_examples == [1] and name in _PRODUCTS:
-                    todo.append((before[1], factor * node._saved_self.detach()))
-                elif of_examples:
-                    yield None
-            elif self._is_of_examples(node):
-                yield None
+        """Yields what the loss multiplies each mean and sum over examples with (signs left out), the last one that was
+        computed first; None for one of which it is no multiple."""
+        factors, heap = dict.fromkeys((root for root in roots if root is not None), 1.0), list[tuple[int, int, Any]]()
+        for number, root in enumerate(factors):
+            heapq.heappush(heap, (-root._sequence_nr(), number, root))
+        while heap:  # a node comes after all that were computed from it
+            *_, node = heapq.heappop(heap)
+            parts = self._parts(node, factors[node])
+            for before, factor in parts if isinstance(parts, list) else ():
+                if before in factors:
+                    factors[before] = factors[before] + factor
+                elif before is not None:
+                    factors[before] = factor
+                    heapq.heappush(heap, (-before._sequence_nr(), len(factors), before))
+            if not isinstance(parts, list):
+                yield parts
+
+    def _parts(self, node: Any, factor: Any) -> list[tuple[Any, Any]] | Factor | None:
+        """The numbers that one, or several that are joined, is made of, with their factors where it has this one; or
+        the factor of a mean or of a sum over examples; None for another function of these."""
+        name = type(node).__name__
+        if type(node) in self._taps or isinstance(node, BackwardCFunction):
+            return []
+        before = [each for each, _ in node.next_functions]
+        if not all(map(_is_of_one_numbers, before)):  # it is of several numbers
+            is_compared, is_added = name.startswith(_COMPARING), name in _ADDING
+            if not (is_compared or is_added or self._number(node) is not None) or not self._is_of_examples(node):
+                return []
+            return None if is_compared else Factor(is_added, factor)
+        if name in _LINEAR:
+            return [(each, factor) for each in before]
+        of_examples = [i for i, each in enumerate(before) if self._is_of_examples(each)]
+        if of_examples == [0] and name in (*_PRODUCTS, *_QUOTIENTS):
+            other = torch.as_tensor(node._saved_other).detach()
+            return [(before[0], factor * other if name in _PRODUCTS else factor / other)]
+        if of_examples == [1] and name in _PRODUCTS:
+            return [(before[1], factor * node._saved_self.detach())]
+        return None if of_examples or self._is_of_examples(node) else []
 
     @cached_property
     def is_hidden(self) -> bool:

@@ -435,6 +435,13 @@ def focal(scores, labels):
     return (1 - torch.exp(-loss)) ** 2 * loss
 
 
+def again_and_again(scores, labels):
+    loss = scores.square().mean() / 2**40
+    for _ in range(40):
+        loss = loss + loss
+    return loss
+
+
 TEMPERATURE = nn.Parameter(torch.ones(()))
 NONLINEAR = {
     "rmse": lambda s, y: F.mse_loss(s, torch.ones_like(s)).sqrt(),
@@ -445,6 +452,8 @@ NONLINEAR = {
     "only if finite": lambda s, y: torch.nan_to_num(s.square().mean()),
     "product": lambda s, y: s.square().mean() * s.abs().mean(),
     "quotient": lambda s, y: s.square().mean() / s.abs().mean(),
+    "product of two rows": lambda s, y: s.square().mean() + s[0].mean() * s[1].mean() / len(s),
+    "larger of two rows": lambda s, y: s.square().mean() + torch.maximum(s[0].mean(), s[1].mean()) / len(s),
     "inverse": lambda s, y: TEMPERATURE.detach() / (1 + s.square().mean()),
     "worst task": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]).max(),
     "norm": lambda s, y: (s - 1).norm() / 3,
@@ -459,6 +468,7 @@ LINEAR = {
     "of each example": lambda s, y: s.square().mean((1, 2)).sqrt().mean(),
     "smoothed": lambda s, y: F.cross_entropy(s.transpose(1, 2), y, label_smoothing=0.1),
     "by a number of torch": lambda s, y: torch.mul(s.square().mean(), 0.5).sub(1.0),
+    "again and again": again_and_again,
     "stacked": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]).sum().double(),
     "by a vector": lambda s, y: s.square().mean((1, 2)) @ torch.full((len(s),), 1 / len(s)),
     "weights that add up to one": lambda s, y: (s.square().mean((1, 2)) * torch.full((len(s),), 1 / len(s))).sum(),
