@@ -21,7 +21,7 @@ class RowSource:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: SecretSeeds):
         self.dataset, self.collate, self.seeds = dataset, collate, seeds
-        self._parts: list[Any] = []  # the objects that the data set and the collator consist of in the current draw
+        self._generators: list[Any] = []  # those that the data set and the collator have in the current draw
 
     @property
     def loads_together(self) -> bool:
@@ -34,14 +34,15 @@ class RowSource:
         Raises:
             ValueError: one of their parts has a seed of its own.
         """
-        self._parts = list(rows.parts_of((self.collate, self.dataset)))
-        rows.require_known_to_nobody(self._parts)
+        parts = list(rows.parts_of((self.collate, self.dataset)))
+        rows.require_known_to_nobody(parts)
+        self._generators = rows.generators(parts)
 
     def reseed(self, purpose: str, seeds: SecretSeeds | None = None) -> None:
         """Seed all generators for a purpose, which gives the same numbers each time."""
         seeds = seeds or self.seeds
         seeds.reseed(purpose)
-        for generator in rows.generators(self._parts):
+        for generator in self._generators:
             seeds.reseed_generator(generator, purpose)
 
     def load(self, indices: Sequence[int]) -> list[Any]:

@@ -142,11 +142,11 @@ _PARTS, _ENTRIES = 1000, 64  # objects that are looked into, and entries of each
 
 def parts_of(owner: Any, *, without: Collection[str] = (), most: int = _PARTS) -> Iterator[Any]:
     """What ``owner`` is made of, nearest first: attributes, entries, closures, default arguments, module variables
-    that a function uses. Objects of the packages ``without`` are left out, and what they alone lead to, but for what
-    they call. After ``most`` objects it ends."""
-    seen, todo = set(), deque([owner])
-    while todo and len(seen) < most:
-        part = todo.popleft()
+    that a function uses; modules of torch, which may be large, after all else. Objects of the packages ``without`` are
+    left out, and what they alone lead to, but for what they call. After ``most`` objects it ends."""
+    seen, todo, modules = set(), deque([owner]), deque[Any]()
+    while (todo or modules) and len(seen) < most:
+        part = (todo or modules).popleft()
         if isinstance(part, _OPAQUE) or id(part) in seen:
             continue
         seen.add(id(part))
@@ -154,7 +154,8 @@ def parts_of(owner: Any, *, without: Collection[str] = (), most: int = _PARTS) -
             todo.extend(x for x in getattr(part, "__dict__", {}).values() if callable(x) and not isinstance(x, type))
             continue
         yield part
-        todo.extend(itertools.islice(_inside(part), _ENTRIES))
+        for inner in itertools.islice(_inside(part), _ENTRIES):
+            (modules if isinstance(inner, torch.nn.Module) else todo).append(inner)
 
 
 def _inside(part: Any) -> Iterator[Any]:

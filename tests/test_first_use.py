@@ -470,6 +470,17 @@ class Noise(nn.Module):
         return {**each, "x": each["x"] + torch.randn(6, generator=self.generator)}
 
 
+class BesideLargeModule(Own):
+    """Has more parts than are looked into, and an augmentation that lies deep."""
+
+    def __init__(self):
+        self.unused = nn.Sequential(*(nn.Sequential(*(nn.Identity() for _ in range(40))) for _ in range(40)))
+        self.steps = {"train": [[[[Noise()]]]]}
+
+    def __getitem__(self, i):
+        return self.steps["train"][0][0][0][0](row(i))
+
+
 class OfNoModule:
     """As types of Cython: the class has no name of a module."""
 
@@ -486,6 +497,7 @@ def encoded():
 
 HONEST = {
     "augmented by a module": lambda: Transformed(Noise()),
+    "augmented beside a large module": BesideLargeModule,
     "frozen encoder": encoded,
     "a type of no module": lambda: Transformed(OfNoModule()),
     "dict": Cached,
