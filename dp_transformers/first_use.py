@@ -258,4 +258,9 @@ def _numbers(name: str, x: Any) -> _Holder | None:
         return _Holder(name, x.copy, lambda content: x.__setitem__(..., content))
     if x.numel() > _NUMBERS or x.layout != torch.strided or x.requires_grad or x.is_meta:
         return None
-    return _Holder(name, x.clone, x.copy_)
+
+    def write(content: torch.Tensor) -> None:
+        if not _is_same(x, content):  # a tensor that is written to counts as changed, whatever is written
+            x.copy_(content)
+
+    return _Holder(name, x.clone, write)

@@ -564,6 +564,19 @@ def test_what_was_kept_is_kept_again():
     assert twin.cache == {}
 
 
+def test_a_module_that_was_not_changed_is_not_written_to():
+    """It may be the model that is trained, which a collator holds."""
+    module = nn.BatchNorm1d(3).requires_grad_(False)
+    versions = [x._version for x in (*module.buffers(), *module.parameters())]
+    memory = Memory(module)
+    assert memory.as_first(lambda: 1) == [1] and not memory.changed()
+    assert [x._version for x in (*module.buffers(), *module.parameters())] == versions
+    module.running_mean.add_(1)
+    assert memory.changed() == ["BatchNorm1d.running_mean"]
+    memory.put_back()
+    assert not module.running_mean.any()
+
+
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
 def test_a_number_that_is_none_from_now_on_has_changed(kind):
     dataset = Calibrated(total=kind([0.0, float("nan")]))
