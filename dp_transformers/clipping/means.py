@@ -86,7 +86,7 @@ class LossMeans:
     Args:
         nodes: Those of its graph, as far as the first taps on each way, these among them.
         taps: The types of the taps' nodes.
-        batch_size: B, at least 2.
+        batch_size: B, at least 1.
         rows_in: The dimension of the examples in what the model returns.
     """
 

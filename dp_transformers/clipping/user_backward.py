@@ -78,7 +78,7 @@ class UserBackward:
             return
         self._is_going = True
         try:
-            if forward.batch_size > 1:  # the weight of one example is no matter of others, and its 1/B is exact
+            if forward.batch_size:
                 self._look_at_loss(nodes, beginnings, forward)
             if self._loss_reduction != "mean":
                 yield 1
@@ -92,6 +92,9 @@ class UserBackward:
         """Refuse a loss in which the examples' weights depend on each other, before anything is released."""
         means = LossMeans(nodes, TAPS, forward.batch_size, 0 if self._engine.batch_first else 1)
         factors = [*means.factors(roots)]
+        self._look_at_factors([each for each in factors if each is not None], forward)
+        if forward.batch_size == 1:  # the weight of one example is no matter of others, and its 1/B is exact
+            return
         refused = {_refuse_hidden: means.is_hidden, _refuse_nonlinear: None in factors}
         if self._loss_reduction == "mean":
             self._refuse_low_precision(nodes)
@@ -104,7 +107,6 @@ class UserBackward:
             refused[_refuse_mean_as_sum] = any(True for _ in means.numbers())
         for refuse in (refuse for refuse, is_refused in refused.items() if is_refused):
             forward.conditions.expect(torch.zeros((), device=forward.probe.device), refuse)
-        self._look_at_factors([each for each in factors if each is not None], forward)
 
     def _refuse_low_precision(self, nodes: list[Any]) -> None:
         if (dtype := low_precision_of_one_number(nodes)) is not None:
@@ -119,7 +121,8 @@ class UserBackward:
     def _look_at_factors(self, factors: list[Factor], forward: ForwardPass) -> None:
         """Refuse other factors than those of another batch of the draw."""
         if self._factors is None:
-            self._factors = factors, forward.batch_size
+            self._factors = (factors, forward.batch_size) if forward.batch_size > 1 else None  # one's mean is none
+            return
         others, size = self._factors
         if [each.is_sum for each in others] != [each.is_sum for each in factors]:
             return  # of other parts, as losses of rows one by one

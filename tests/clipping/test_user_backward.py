@@ -504,6 +504,21 @@ def test_another_factor_in_another_batch_of_a_draw_is_refused(loss):
         train_in_loop(function, loss_reduction=reduction, max_physical_batch_size=3)
 
 
+def test_the_factor_of_a_batch_of_one_row_is_that_of_the_others():
+    sizes = []
+
+    def loss(scores, labels, is_counted):
+        sizes.append(len(scores))
+        return F.cross_entropy(scores.transpose(1, 2), labels) * (len(scores) / 2 if is_counted else 1)
+
+    loader = DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3))), 24)
+    for physical in (23, 12):  # a draw of all rows
+        trained(nn.Linear(4, 3), loader, lambda s, y: loss(s, y, False), max_physical_batch_size=physical)
+    assert sizes == [23, 1, 12, 12]
+    with pytest.raises(ValueError, match="by another number than in another physical batch of the same draw"):
+        trained(nn.Linear(4, 3), loader, lambda s, y: loss(s, y, True), max_physical_batch_size=23)
+
+
 def test_a_factor_may_be_another_one_in_the_next_draw():
     """As a schedule of a weight has it."""
     draws = itertools.count()
