@@ -64,19 +64,21 @@ class Factor(NamedTuple):
 
     Attributes:
         is_sum: Whether it is a sum.
-        by: The factor; a tensor of one number, or a number.
+        by: The factor; a number, or a tensor: of one number, or of as many as were joined before.
     """
 
     is_sum: bool
     by: Any
 
     def is_that_of(self, other: Factor, sizes: tuple[int, int], *, may_be_means: bool) -> torch.Tensor:
-        """Whether both give examples the same weight, in batches of these sizes: a sum may be divided by the size
-        where a mean is expected."""
-        mine, others = torch.as_tensor(self.by).float(), torch.as_tensor(other.by).float()
-        same = torch.isclose(mine, others, rtol=1e-4)
+        """Whether both give examples the same weight, in batches of these sizes, as a tensor of one number: a sum may
+        be divided by the size where a mean is expected."""
+        mine, others = (torch.as_tensor(each.by).float().flatten() for each in (self, other))
+        if mine.shape != others.shape:
+            return torch.zeros((), dtype=torch.bool)
+        same = torch.isclose(mine, others, rtol=1e-4).all()
         if self.is_sum and may_be_means:
-            same = same | torch.isclose(mine * sizes[0], others * sizes[1], rtol=1e-4)
+            same = same | torch.isclose(mine * sizes[0], others * sizes[1], rtol=1e-4).all()
         return same
 
 
@@ -140,7 +142,7 @@ class LossMeans:
         if type(node) in self._taps or isinstance(node, BackwardCFunction):
             return []
         before = [each for each, _ in node.next_functions]
-        if not all(map(_is_of_one_numbers, before)):  # it is of several numbers
+        if not all(map(self._is_of_one_numbers, before)):  # it is of several numbers
             is_compared, is_added = name.startswith(_COMPARING), name in _ADDING
             if not (is_compared or is_added or self._number(node) is not None) or not self._is_of_examples(node):
                 return []
@@ -198,6 +200,14 @@ class LossMeans:
         """The row, if it is one, that all is of which this output of a node has from the model."""
         rows = self._rows(node, output)
         return next(iter(rows)) if rows is not None and len(rows) == 1 else None
+
+    def _is_of_one_numbers(self, node: Any) -> bool:
+        """Whether a node gives one number, or joins numbers each of which is one. What is (1,) in a batch of one has a
+        number for each example."""
+        given = [each for each, _ in node.next_functions] if type(node).__name__ in _JOINED else [node]
+        if self._batch_size == 1:
+            return all(each is None or not _outputs(each)[0].shape for each in given)
+        return all(map(_is_one_number, given))
 
     def _is_of_examples(self, node: Any) -> bool:
         """Whether a node has something from the model that is not of one row alone."""
@@ -286,13 +296,6 @@ def _is_sum(node: Any) -> bool:
     if name in (*_NLL, *_DIFFERENCES):
         return node._saved_reduction == _SUM
     return name in _SUMS and _is_one_number(node) and math.prod(node._saved_self_sym_sizes) > 1
-
-
-def _is_of_one_numbers(node: Any) -> bool:
-    """Whether a node gives one number, or joins numbers each of which is one."""
-    if type(node).__name__ in _JOINED:
-        return all(_is_one_number(each) for each, _ in node.next_functions)
-    return _is_one_number(node)
 
 
 def _is_one_number(node: Any) -> bool:

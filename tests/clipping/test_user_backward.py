@@ -345,12 +345,11 @@ def trained(model, loader, loss, **options):
     return engine
 
 
-def train_in_loop(loss, **options):
+def train_in_loop(loss, batch_size=8, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    return trained(
-        model, DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3))), 8), loss, **options
-    )
+    rows = TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3)))
+    return trained(model, DataLoader(rows, batch_size), loss, **options)
 
 
 def of_each(scores, labels):
@@ -443,6 +442,7 @@ def again_and_again(scores, labels):
 
 
 TEMPERATURE = nn.Parameter(torch.ones(()))
+VECTOR = nn.Parameter(torch.tensor([0.3, 0.7]))
 NONLINEAR = {
     "rmse": lambda s, y: F.mse_loss(s, torch.ones_like(s)).sqrt(),
     "focal": focal,
@@ -470,6 +470,9 @@ LINEAR = {
     "by a number of torch": lambda s, y: torch.mul(s.square().mean(), 0.5).sub(1.0),
     "again and again": again_and_again,
     "stacked": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]).sum().double(),
+    "stacked and weighted": lambda s, y: (torch.stack([s.square().mean(), s.abs().mean()]) * VECTOR).sum(),
+    "by a parameter of a dimension": lambda s, y: (s.square().mean() / VECTOR[:1]).sum(),
+    "by each example's count": lambda s, y: (s.square().sum((1, 2)) / (1 + y.sum(1))).mean(),
     "by a vector": lambda s, y: s.square().mean((1, 2)) @ torch.full((len(s),), 1 / len(s)),
     "weights that add up to one": lambda s, y: (s.square().mean((1, 2)) * torch.full((len(s),), 1 / len(s))).sum(),
 }
@@ -485,6 +488,7 @@ def test_another_function_of_a_mean_than_a_multiple_is_refused(loss):
 @pytest.mark.parametrize("loss", LINEAR)
 def test_multiples_of_means_and_functions_of_each_example_are_not(loss):
     assert train_in_loop(LINEAR[loss], max_physical_batch_size=3).steps == 3
+    assert train_in_loop(LINEAR[loss], 24, max_physical_batch_size=23).steps == 1  # of all rows: 23 and 1
 
 
 OTHER_FACTORS = {
@@ -504,6 +508,20 @@ def test_another_factor_in_another_batch_of_a_draw_is_refused(loss):
         train_in_loop(function, loss_reduction=reduction, max_physical_batch_size=3)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_example_of_a_batch_of_one_row_may_have_its_own_factor(reduction):
+    """As a mean over its own positions has it."""
+    sizes = []
+
+    def loss(scores, labels):
+        sizes.append(len(scores))
+        losses = F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").sum(1) / (1 + labels.sum(1))
+        return getattr(losses, reduction)()
+
+    train_in_loop(loss, 24, loss_reduction=reduction, max_physical_batch_size=23)
+    assert sizes == [23, 1]
+
+
 def test_the_factor_of_a_batch_of_one_row_is_that_of_the_others():
     sizes = []
 
@@ -511,12 +529,11 @@ def test_the_factor_of_a_batch_of_one_row_is_that_of_the_others():
         sizes.append(len(scores))
         return F.cross_entropy(scores.transpose(1, 2), labels) * (len(scores) / 2 if is_counted else 1)
 
-    loader = DataLoader(TensorDataset(torch.randn(24, 3, 4), torch.randint(3, (24, 3))), 24)
     for physical in (23, 12):  # a draw of all rows
-        trained(nn.Linear(4, 3), loader, lambda s, y: loss(s, y, False), max_physical_batch_size=physical)
+        train_in_loop(lambda s, y: loss(s, y, False), 24, max_physical_batch_size=physical)
     assert sizes == [23, 1, 12, 12]
     with pytest.raises(ValueError, match="by another number than in another physical batch of the same draw"):
-        trained(nn.Linear(4, 3), loader, lambda s, y: loss(s, y, True), max_physical_batch_size=23)
+        train_in_loop(lambda s, y: loss(s, y, True), 24, max_physical_batch_size=23)
 
 
 def test_a_factor_may_be_another_one_in_the_next_draw():
