@@ -91,9 +91,10 @@ def test_a_backward_pass_that_was_cut_off_adds_nothing_twice(mode, monkeypatch):
 def test_arguments_that_are_set_later_change_nothing(tmp_path, caplog):
     trainer = trainer_for(tmp_path, max_steps=1)
     trainer.args.dp_seed, trainer.args.self_check, trainer.args.secure_rng = 5, False, True
+    trainer.args.expected_batch_size += 1
     trainer.train()
     told = [record.message for record in caplog.records if "after the trainer was made" in record.message]
-    assert [text.split()[0] for text in told] == ["dp_seed", "secure_rng", "self_check"]
+    assert [text.split()[0] for text in told] == ["dp_seed", "expected_batch_size", "secure_rng", "self_check"]
     assert trainer.privacy_spent().private and trainer._run.dp_seed is None and trainer._run.verified
     assert not trainer._training.secure
 

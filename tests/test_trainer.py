@@ -472,7 +472,7 @@ def test_resume_without_privacy_state_or_ledger_is_refused(trained):
         resume()
 
 
-def test_a_derived_batch_size_is_taken_from_the_checkpoint(tmp_path):
+def test_a_derived_batch_size_is_taken_from_the_checkpoint(tmp_path, caplog):
     options = {
         "max_steps": 4,
         "save_strategy": "steps",
@@ -484,6 +484,7 @@ def test_a_derived_batch_size_is_taken_from_the_checkpoint(tmp_path):
     resumed = trainer_for(tmp_path, per_device_train_batch_size=2, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.privacy_spent().expected_batch_size == 12
+    assert "after the trainer was made" not in caplog.text
 
 
 # ---- refusals at construction ----

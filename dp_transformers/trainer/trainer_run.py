@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 # The arguments that are read when the trainer is made.
 _READ_ONCE = (
-    "accountant", "clipping", "dp_seed", "loss_bound", "loss_noise_factor", "max_examples_per_person", "max_grad_norm",
-    "mechanism", "noise_multiplier", "sampling", "secure_rng", "self_check", "target_delta", "target_epsilon",
+    "accountant", "clipping", "dp_seed", "expected_batch_size", "loss_bound", "loss_noise_factor",
+    "max_examples_per_person", "max_grad_norm", "mechanism", "noise_multiplier", "sampling", "secure_rng",
+    "self_check", "target_delta", "target_epsilon",
 )  # fmt: skip
 
 
@@ -176,7 +177,7 @@ class TrainerRun:
         self.run.take_over(state, at_least, facts=PrivacyState.facts(checkpoint))
         # The flag is a whole number, as HfArgumentParser reads `int | None` alone, but a mechanism's need not be one.
         # pyrefly: ignore[bad-assignment]
-        args.expected_batch_size = state.mechanism.at(0).expected_batch_size
+        self._read["expected_batch_size"] = args.expected_batch_size = state.mechanism.at(0).expected_batch_size
         return checkpoint
 
     def _set_budget(self, checkpoint: str | None) -> None:
