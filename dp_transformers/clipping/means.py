@@ -3,7 +3,7 @@
 A mean over the batch gives each of B examples the weight 1/B, so it is over B numbers, or over as many for each
 example. In any other the gradients of all examples have a factor that follows what the others hold, or how many there
 are. So they have where the loss is another function of a mean or of a sum than a multiple (its root, a power), or
-another multiple in another physical batch.
+another multiple in another physical batch, or one that follows the number of examples.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
+
+from .factors import Factor
 
 _MEANS, _SUMS = ("MeanBackward0", "MeanBackward1"), ("SumBackward0", "SumBackward1")
 _ADDED, _JOINED, _FEW = ("MeanBackward1", "SumBackward1"), ("StackBackward0", "CatBackward0"), 8
@@ -56,30 +58,17 @@ _LINEAR = (
 _COMPARING = ("Amax", "Amin", "LinalgVectorNorm", "Logsumexp", "Max", "Median", "Min", "Norm", "Prod", "Std", "Var")
 _PRODUCTS, _QUOTIENTS = ("MulBackward0", "MulBackward1"), ("DivBackward0", "DivBackward1")
 _ADDING = (*_SUMS, "NansumBackward0")
-_DIVIDED = ("Div", "Mul", "Mean", "Dot", "Mv", "Mm", "Bmm", "Addmm", "Addmv", "Baddbmm", "Addcdiv", "Addcmul", "Lerp")
+# They may add up rows, with weights
+_PRODUCTS_OF_ROWS = ("Dot", "Mv", "Mm", "Bmm", "Addmm", "Addmv", "Addbmm", "Baddbmm")
 
 
-class Factor(NamedTuple):
-    """What a mean, or a sum, over examples is multiplied with in a loss.
+class _Before(NamedTuple):
+    """An output of a node (the one of this number) that a factor reaches over, and whether it was added up later, for
+    a sum or a mean."""
 
-    Attributes:
-        is_sum: Whether it is a sum.
-        by: The factor; a number, or a tensor: of one number, or of as many as were joined before.
-    """
-
-    is_sum: bool
-    by: Any
-
-    def is_that_of(self, other: Factor, sizes: tuple[int, int], *, may_be_means: bool) -> torch.Tensor:
-        """Whether both give examples the same weight, in batches of these sizes, as a tensor of one number: a sum may
-        be divided by the size where a mean is expected."""
-        mine, others = (torch.as_tensor(each.by).float().flatten() for each in (self, other))
-        if mine.shape != others.shape:
-            return torch.zeros((), dtype=torch.bool)
-        same = torch.isclose(mine, others, rtol=1e-4).all()
-        if self.is_sum and may_be_means:
-            same = same | torch.isclose(mine * sizes[0], others * sizes[1], rtol=1e-4).all()
-        return same
+    output: tuple[Any, int]
+    is_sum: bool | None
+    factor: Any
 
 
 class LossMeans:
@@ -119,60 +108,77 @@ class LossMeans:
 
     def factors(self, roots: Sequence[Any]) -> Iterator[Factor | None]:
         """Yields what the loss multiplies each mean and sum over examples with (signs left out), the last one that was
-        computed first; None for one of which it is no multiple."""
-        factors, heap = dict.fromkeys((root for root in roots if root is not None), 1.0), list[tuple[int, int, Any]]()
-        for number, root in enumerate(factors):
-            heapq.heappush(heap, (-root._sequence_nr(), number, root))
-        while heap:  # a node comes after all that were computed from it
-            *_, node = heapq.heappop(heap)
-            parts = self._parts(node, factors[node])
-            for before, factor in parts if isinstance(parts, list) else ():
-                if before in factors:
-                    factors[before] = factors[before] + factor
-                elif before is not None:
-                    factors[before] = factor
-                    heapq.heappush(heap, (-before._sequence_nr(), len(factors), before))
-            if not isinstance(parts, list):
-                yield parts
+        computed first, and at last that of losses of a row each, if it is one for all of several; None for a mean or a
+        sum of which the loss is no multiple."""
+        of_rows = dict[Any, list[Factor]]()
+        for factor in self._reached(roots):
+            if factor is None or not factor.of_row:
+                yield factor
+            else:
+                of_rows.setdefault((factor.is_sum, _number_on_cpu(factor.by)), []).append(factor)
+        if len(of_rows) == 1 and len(rows := next(iter(of_rows.values()))) > 1:
+            yield rows[0]
 
-    def _parts(self, node: Any, factor: Any) -> list[tuple[Any, Any]] | Factor | None:
-        """The numbers that one, or several that are joined, is made of, with their factors where it has this one; or
-        the factor of a mean or of a sum over examples; None for another function of these."""
-        name = type(node).__name__
+    def _reached(self, roots: Sequence[Any]) -> Iterator[Factor | None]:
+        """Yields the factors of all means and sums that the loss is made of."""
+        factors, heap = dict[Any, Any](), list[tuple[int, int, Any]]()
+        parts: list[_Before | Factor | None] = [_Before((root, 0), None, 1.0) for root in roots if root is not None]
+        while parts or heap:
+            for part in parts:
+                if not isinstance(part, _Before):
+                    yield part
+                    continue
+                key = part.output, part.is_sum
+                if key in factors:
+                    factors[key] = factors[key] + part.factor
+                else:
+                    factors[key] = part.factor
+                    heapq.heappush(heap, (-part.output[0]._sequence_nr(), len(factors), key))
+            parts = []
+            if heap:
+                *_, key = heapq.heappop(heap)  # after all that were computed from it
+                of, is_sum = key
+                parts = self._parts(of, is_sum, factors[key])
+
+    def _parts(self, of: tuple[Any, int], is_sum: bool | None, factor: Any) -> list[_Before | Factor | None]:
+        """What one number is made of (or several that are joined), or several that were added up (``is_sum``: for a
+        sum; else for a mean), which have this factor: what the factor reaches over, or a mean or a sum that has it;
+        None for one that something else is done with."""
+        node, name = of[0], type(of[0]).__name__
         if type(node) in self._taps or isinstance(node, BackwardCFunction):
-            return []
-        before = [each for each, _ in node.next_functions]
-        if not all(map(self._is_of_one_numbers, before)):  # it is of several numbers
-            is_compared, is_added = name.startswith(_COMPARING), name in _ADDING
-            if not (is_compared or is_added or self._number(node) is not None) or not self._is_of_examples(node):
+            return [] if is_sum is None else [Factor(is_sum, factor)]
+        if self._row(*of) is not None:
+            return [Factor(is_sum is not False, factor, of_row=True)]
+        before = node.next_functions
+        if is_sum is None and not all(self._is_of_one_numbers(each) for each, _ in before):
+            if not self._is_of_examples(*of):
                 return []
-            return None if is_compared else Factor(is_added, factor)
+            if name.startswith(_COMPARING):
+                return [None]
+            if (is_sum := _adds(node)) is None:
+                return []
+        if is_sum is not None and _adds(node) is not None and (name not in _ADDED or self._is_over_rows(node)):
+            is_sum = _adds(node)  # what adds up the examples is nearest to the model
+        followed = [i for i, each in enumerate(before) if self._is_of_examples(*each) or self._row(*each) is not None]
         if name in _LINEAR:
-            return [(each, factor) for each in before]
-        of_examples = [i for i, each in enumerate(before) if self._is_of_examples(each)]
-        if of_examples == [0] and name in (*_PRODUCTS, *_QUOTIENTS):
-            other = torch.as_tensor(node._saved_other).detach()
-            return [(before[0], factor * other if name in _PRODUCTS else factor / other)]
-        if of_examples == [1] and name in _PRODUCTS:
-            return [(before[1], factor * node._saved_self.detach())]
-        return None if of_examples or self._is_of_examples(node) else []
+            share = factor / _added_up(node) if is_sum is None and name in _MEANS else factor
+            return [_Before(before[i], is_sum, share) for i in followed]
+        if name in (*_PRODUCTS, *_QUOTIENTS) and len(followed) == 1 and (followed == [0] or name in _PRODUCTS):
+            other = torch.as_tensor(node._saved_other if followed == [0] else node._saved_self).detach()
+            if is_sum is not None and other.dim():  # each number has one of its own
+                if self._batch_size == 1:  # or it is one number, of a dimension
+                    return []
+                other = 1.0
+            return [_Before(before[followed[0]], is_sum, factor / other if name in _QUOTIENTS else factor * other)]
+        if is_sum is None:
+            return [None] if followed or self._is_of_examples(*of) else []
+        return [] if is_sum and name.startswith(_PRODUCTS_OF_ROWS) else [Factor(is_sum, factor)]
 
     @cached_property
     def is_hidden(self) -> bool:
         """Whether a function that the graph does not show (a compiled one, a torch.autograd.Function) makes fewer
         numbers than rows of the batch."""
         return any(self._hides_numbers(node) for node in self._nodes)
-
-    @cached_property
-    def is_sum(self) -> bool:
-        """Whether examples are added up, and nothing is divided by anything."""
-        names = [type(node).__name__ for node in self._nodes]
-        divided = any(
-            name.startswith(_DIVIDED) or isinstance(node, BackwardCFunction) or ("Loss" in name and not _is_sum(node))
-            for name, node in zip(names, self._nodes, strict=True)
-            if type(node) not in self._taps
-        )
-        return not divided and any(_is_sum(node) and self._row(node) is None for node in self._nodes)
 
     def _number(self, node: Any) -> int | None:
         name = type(node).__name__
@@ -209,15 +215,15 @@ class LossMeans:
             return all(each is None or not _outputs(each)[0].shape for each in given)
         return all(map(_is_one_number, given))
 
-    def _is_of_examples(self, node: Any) -> bool:
-        """Whether a node has something from the model that is not of one row alone."""
-        rows = self._rows(node)
+    def _is_of_examples(self, node: Any, output: int = 0) -> bool:
+        """Whether this output of a node has something from the model that is not of one row alone."""
+        rows = self._rows(node, output)
         return rows is None or len(rows) > 1
 
     def _rows(self, node: Any, output: int = 0) -> set[int] | None:
-        """The rows that this output of a node has something of; None for all."""
+        """The rows that this output of a node has something of, two of them if there are more; None for all."""
         todo, seen, rows = [(node, output)], set(), set[int]()
-        while todo:
+        while todo and len(rows) < 2:
             each = node, output = todo.pop()
             if node is None or each in seen:
                 continue
@@ -225,11 +231,23 @@ class LossMeans:
             if type(node) in self._taps:
                 return None
             row = self._picked(node, output)
-            if row is None:
+            if row is None or not self._is_of_model(node):
                 todo += node.next_functions
             else:
                 rows.add(row)
         return rows
+
+    def _is_of_model(self, node: Any) -> bool:
+        """Whether a tap is before a node."""
+        todo, seen = [node], set()
+        while todo:
+            each = todo.pop()
+            if type(each) in self._taps:
+                return True
+            if each is not None and each not in seen:
+                seen.add(each)
+                todo += [before for before, _ in each.next_functions]
+        return False
 
     def _picked(self, node: Any, output: int) -> int | None:
         """The row that this output of a node is, where the node takes the batch apart."""
@@ -250,15 +268,14 @@ class LossMeans:
 
     def _adds_rows(self, node: Any) -> bool:
         """Whether a few nodes before a mean, in a row, there is a sum or a mean over the examples."""
-        for before in _in_a_row(node):
-            if type(before).__name__ in _ADDED:
-                sizes = before._saved_self_sym_sizes
-                dims = [dim if dim < len(sizes) else dim - 2**64 + len(sizes) for dim in before._saved_dim]
-                if (not dims or self._rows_in in dims) and sizes[self._rows_in : self._rows_in + 1] == (
-                    self._batch_size,
-                ):
-                    return True
-        return False
+        return any(type(before).__name__ in _ADDED and self._is_over_rows(before) for before in _in_a_row(node))
+
+    def _is_over_rows(self, node: Any) -> bool:
+        """Whether a sum or a mean over some dimensions is one over the examples."""
+        sizes = node._saved_self_sym_sizes
+        dims = [dim if dim < len(sizes) else dim - 2**64 + len(sizes) for dim in node._saved_dim]
+        is_over = not dims or self._rows_in in dims
+        return is_over and sizes[self._rows_in : self._rows_in + 1] == (self._batch_size,)
 
     def _rows_first(self, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         """(B, -1) numbers that had these sizes, one of which is that of the examples: that in the dimension that they
@@ -290,12 +307,22 @@ def _in_a_row(node: Any) -> Iterator[Any]:
         node = next((before for before, _ in node.next_functions if before is not None), None)
 
 
-def _is_sum(node: Any) -> bool:
-    """Whether it makes one number of several by adding them."""
+def _adds(node: Any) -> bool | None:
+    """Whether a node makes a sum of several numbers (True) or their mean (False)."""
     name = type(node).__name__
-    if name in (*_NLL, *_DIFFERENCES):
-        return node._saved_reduction == _SUM
-    return name in _SUMS and _is_one_number(node) and math.prod(node._saved_self_sym_sizes) > 1
+    reduction = getattr(node, "_saved_reduction", _SUM if name in _ADDING else _MEAN if name in _MEANS else 0)
+    return reduction == _SUM if reduction in (_SUM, _MEAN) else None
+
+
+def _added_up(node: Any) -> float:
+    """Of how many numbers each number of a mean is the mean."""
+    return max(math.prod(node._saved_self_sym_sizes), 1) / max(math.prod(_outputs(node)[0].shape), 1)
+
+
+def _number_on_cpu(by: Any) -> Any:
+    """A factor as a number, where nobody has to wait for it."""
+    is_there = not isinstance(by, torch.Tensor) or (by.device.type == "cpu" and by.numel() == 1)
+    return float(by) if is_there else id(by)
 
 
 def _is_one_number(node: Any) -> bool:

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map
 from .clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
+from .factors import Factor, FactorsOfDraws
 from .graph import leaves_of_losses, low_precision_of_one_number, nodes_of_losses
-from .means import Factor, LossMeans
+from .means import LossMeans
 from .precision import HALF, without_autocast
 from .recorded_call import BackwardPass, ForwardPass, differentiable_leaves, is_differentiable
 from .tap import TAPS
@@ -52,11 +53,11 @@ class UserBackward:
             )
         self._engine, self._loss_reduction, self._look = engine, loss_reduction, look
         self._is_going = False  # a backward pass that the user asked for
-        self._factors: tuple[list[Factor], int] | None = None  # of the draw's first loss, and its B
+        self._factors = FactorsOfDraws(of_means=loss_reduction == "mean")
 
     def begin_draw(self) -> None:
         """A physical batch is the first of its draw."""
-        self._factors = None
+        self._factors.begin_draw()
 
     @contextlib.contextmanager
     def during_backward(self, roots: Sequence[Any]) -> Iterator[int | None]:
@@ -99,7 +100,7 @@ class UserBackward:
         if self._loss_reduction == "mean":
             self._refuse_low_precision(nodes)
             refused[_refuse_mean] = any(number % forward.batch_size for number in means.numbers())
-            refused[_refuse_sum] = means.is_sum
+            refused[_refuse_sum] = any(each is not None and each.is_sum and each.is_none for each in factors)
             for weights_b in means.weights():
                 are_equal = torch.isclose(weights_b, weights_b[:1], rtol=1e-4).all()
                 forward.conditions.expect(are_equal, _refuse_mean)
@@ -119,16 +120,10 @@ class UserBackward:
             )
 
     def _look_at_factors(self, factors: list[Factor], forward: ForwardPass) -> None:
-        """Refuse other factors than those of another batch of the draw."""
-        if self._factors is None:
-            self._factors = (factors, forward.batch_size) if forward.batch_size > 1 else None  # one's mean is none
-            return
-        others, size = self._factors
-        if [each.is_sum for each in others] != [each.is_sum for each in factors]:
-            return  # of other parts, as losses of rows one by one
-        may_be_means = self._loss_reduction == "mean"
-        for factor, other in zip(factors, others, strict=True):
-            same = factor.is_that_of(other, (forward.batch_size, size), may_be_means=may_be_means)
+        """Refuse other weights of examples than in another batch of the draw, and those that follow its size."""
+        if self._factors.follow_size(factors, forward.batch_size):
+            forward.conditions.expect(torch.zeros((), device=forward.probe.device), _refuse_factor_of_size)
+        for same in self._factors.are_same(factors, forward.batch_size):
             if same.device == forward.probe.device or not same:  # what lies on the CPU is known without waiting
                 forward.conditions.expect(same.to(forward.probe.device), _refuse_other_factor)
 
@@ -235,6 +230,16 @@ def _refuse_nonlinear() -> NoReturn:
         "of the others. Apply that to the loss of each example and take the mean afterwards, or leave it out of what "
         "goes backward; hand make_private a criterion=, or call engine.clipper.backward(losses) with losses of shape "
         "(B,), and loss_reduction='none'."
+    )
+
+
+def _refuse_factor_of_size() -> NoReturn:
+    raise ValueError(
+        "for three draws the weight of an example in the loss was as large as the number of examples, or its inverse: "
+        "a sum under loss_reduction='mean', or a count of the loop (len(x)), so that the gradient of each example "
+        "follows how many others are drawn. Take the mean under loss_reduction='mean' or the sum under 'sum', and "
+        "leave out what corrects for the size of the batch: the sum of a draw is divided by its expected size. The "
+        "steps until now had no valid epsilon: begin again from the original model."
     )
 
 

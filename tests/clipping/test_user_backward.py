@@ -393,6 +393,11 @@ def test_a_loss_for_each_example_of_such_a_function_is_not(loss):
         lambda s, y: s.square().sum(),
         lambda s, y: F.mse_loss(s, torch.ones_like(s), reduction="sum") + s.sum((1, 2)).sum(),
         lambda s, y: sum(F.cross_entropy(s[i], y[i], reduction="sum") for i in range(len(y))) + s.sum(),
+        lambda s, y: F.cross_entropy(s.transpose(1, 2), y, reduction="none").mean(1).sum(),
+        lambda s, y: sum(F.cross_entropy(s[i], y[i]) for i in range(len(y))),
+        lambda s, y: (F.cross_entropy(s.transpose(1, 2), y, reduction="none") * (y > 0)).sum(),
+        lambda s, y: s.square().sum() / 64 + torch.stack([x.square().mean() / 3 for x in s]).sum(),
+        lambda s, y: s.square().sum(0).mean() - s.abs().sum() / 3,
     ],
 )
 def test_a_sum_in_the_place_of_a_mean_is_refused(loss):
@@ -474,7 +479,12 @@ LINEAR = {
     "by a parameter of a dimension": lambda s, y: (s.square().mean() / VECTOR[:1]).sum(),
     "by each example's count": lambda s, y: (s.square().sum((1, 2)) / (1 + y.sum(1))).mean(),
     "by a vector": lambda s, y: s.square().mean((1, 2)) @ torch.full((len(s),), 1 / len(s)),
-    "weights that add up to one": lambda s, y: (s.square().mean((1, 2)) * torch.full((len(s),), 1 / len(s))).sum(),
+    "by a matrix": lambda s, y: (s.mean(1).t() @ torch.full((len(s), 1), 1 / len(s))).sum(),
+    "of columns": lambda s, y: (s.square().mean(0) / 2).sum() + (s.square() / len(s)).sum(0).sum() / 2,
+    "of two": lambda s, y: (s.square().mean((1, 2)) / 3 - s.abs().mean((1, 2)) / 2).sum() / len(s) * 5,
+    "joined rows": lambda s, y: torch.cat([*s]).square().mean() + torch.stack([*s]).mean(),
+    "rows one by one": lambda s, y: torch.stack([x.square().mean() * i for i, x in enumerate(s)]).mean() / 3,
+    "rows one by one, added up": lambda s, y: 0.5 * sum(F.mse_loss(x, x.detach() + 1) for x in s) / len(s),
 }
 
 
@@ -536,11 +546,38 @@ def test_the_factor_of_a_batch_of_one_row_is_that_of_the_others():
         train_in_loop(lambda s, y: loss(s, y, True), 24, max_physical_batch_size=23)
 
 
-def test_a_factor_may_be_another_one_in_the_next_draw():
+OF_SIZE = {
+    "a sum": (lambda s, y: s.square().sum() / 64, "mean"),
+    "a sum of rows": (lambda s, y: sum(x.square().mean() for x in s) / 64, "mean"),
+    "a sum of means": (lambda s, y: s.mean() + (s.square().mean((1, 2)) / 8).sum() / 8, "mean"),
+    "a mean": (lambda s, y: s.square().mean() * (len(s) / 64), "mean"),
+    "a mean, divided": (lambda s, y: s.square().mean((1, 2)).div(len(s)).mean(), "mean"),
+    "a divided sum": (lambda s, y: s.square().sum() / len(s), "sum"),
+}
+
+
+@pytest.mark.parametrize("loss", OF_SIZE)
+def test_a_factor_that_follows_the_size_of_draws_is_refused(loss):
+    """It is the same in all batches of a draw, where that has one."""
+    (function, reduction), sizes = OF_SIZE[loss], []
+
+    def watched(scores, labels):
+        sizes.append(len(scores))
+        return function(scores, labels)
+
+    with pytest.raises(ValueError, match="as large as the number of examples, or its inverse"):
+        train_in_loop(watched, 3, loss_reduction=reduction)
+    assert len(set(sizes) - {0, 1}) == 3
+    assert train_in_loop(function, 24, loss_reduction=reduction).steps == 1  # all rows, whoever is one of them
+
+
+@pytest.mark.parametrize("grows", [1, 0.5, 0.1])
+def test_a_factor_may_be_another_one_in_the_next_draw(grows):
     """As a schedule of a weight has it."""
     draws = itertools.count()
-    loss = lambda s, y: s.square().mean() * (1 + next(draws))  # noqa: E731
+    loss = lambda s, y: s.square().mean() * (1 + grows * next(draws))  # noqa: E731
     assert train_in_loop(loss).steps == 3
+    assert train_in_loop(loss, 3).steps == 8
 
 
 class TimeFirst(nn.Module):
