@@ -482,6 +482,7 @@ LINEAR = {
     "by a matrix": lambda s, y: (s.mean(1).t() @ torch.full((len(s), 1), 1 / len(s))).sum(),
     "of columns": lambda s, y: (s.square().mean(0) / 2).sum() + (s.square() / len(s)).sum(0).sum() / 2,
     "of two": lambda s, y: (s.square().mean((1, 2)) / 3 - s.abs().mean((1, 2)) / 2).sum() / len(s) * 5,
+    "one by chance": lambda s, y: s.square().sum() / len(s) * 3,  # in batches of three
     "joined rows": lambda s, y: torch.cat([*s]).square().mean() + torch.stack([*s]).mean(),
     "rows one by one": lambda s, y: torch.stack([x.square().mean() * i for i, x in enumerate(s)]).mean() / 3,
     "rows one by one, added up": lambda s, y: 0.5 * sum(F.mse_loss(x, x.detach() + 1) for x in s) / len(s),
@@ -504,6 +505,7 @@ def test_multiples_of_means_and_functions_of_each_example_are_not(loss):
 OTHER_FACTORS = {
     "of rows": (lambda s, y: s.square().mean() * (len(s) / 8), "mean"),
     "of rows, before": (lambda s, y: torch.tensor(len(s) / 8) * s.square().mean(), "mean"),
+    "of joined rows": (lambda s, y: torch.stack([*s]).mean() * (len(s) / 8), "mean"),
     "one of two": (lambda s, y: s.mean() + s.square().mean() / len(s), "mean"),
     "a count": (lambda s, y: s.square().sum() / (y.sum() + 1), "mean"),
     "numbers that there are": (lambda s, y: s.where(y[..., None] > 0, torch.nan).square().nanmean(), "mean"),
