@@ -534,6 +534,12 @@ def test_an_example_of_a_batch_of_one_row_may_have_its_own_factor(reduction):
     assert sizes == [23, 1]
 
 
+def test_batches_of_one_row_are_not_compared():
+    """What the loss is divided by is each row's own."""
+    loss = lambda s, y: F.cross_entropy(s.flatten(0, 1), y.flatten(), reduction="sum") / (1 + y.sum())  # noqa: E731
+    assert train_in_loop(loss, max_physical_batch_size=1).steps == 3
+
+
 def test_the_factor_of_a_batch_of_one_row_is_that_of_the_others():
     sizes = []
 
