@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_DRAWS = 3  # a schedule may follow the sizes of two draws by chance
+_SIZES = 3  # a schedule may follow the sizes of two batches by chance
 
 
 class Factor(NamedTuple):
@@ -39,7 +39,7 @@ class FactorsOfDraws:
     def __init__(self, *, of_means: bool):
         self._of_means = of_means
         self._first: tuple[list[Factor], int] | None = None  # of the draw's first batch, and its size
-        self._draws: list[tuple[list[torch.Tensor], int]] = []  # weights in the last ones, each of another size
+        self._last: list[tuple[list[torch.Tensor], int]] = []  # weights in the last batches, each of another size
 
     def begin_draw(self) -> None:
         """The next batch is the first one of a draw."""
@@ -57,16 +57,16 @@ class FactorsOfDraws:
             yield from (_are_close(*pair, rtol=1e-4) for pair in pairs)
 
     def follow_size(self, factors: list[Factor], size: int) -> bool:
-        """Whether the batch is the first one of a draw, and some weight was another one in each of the last draws, as
-        large as the number of examples, or its inverse. Weights on another device are not looked at."""
-        if self._first is not None or size < 2 or size in self._sizes:
+        """Whether some weight was another one in each of the last batches of different sizes, as large as the size, or
+        its inverse. Weights on another device are not looked at."""
+        if size < 2 or size in self._sizes:
             return False
         weights = [x if x.device.type == "cpu" else x.new_zeros(0, device="cpu") for x in self._weights(factors, size)]
-        if self._draws and [x.shape for x in weights] != [x.shape for x in self._draws[0][0]]:
-            self._draws = []
-        self._draws = [*self._draws, (weights, size)][-_DRAWS:]
-        of_each = zip(*(weights for weights, _ in self._draws), strict=True)
-        return len(self._draws) == _DRAWS and any(map(self._follows_size, of_each))
+        if self._last and [x.shape for x in weights] != [x.shape for x in self._last[0][0]]:
+            self._last = []
+        self._last = [*self._last, (weights, size)][-_SIZES:]
+        of_each = zip(*(weights for weights, _ in self._last), strict=True)
+        return len(self._last) == _SIZES and any(map(self._follows_size, of_each))
 
     def _follows_size(self, weights: tuple[torch.Tensor, ...]) -> bool:
         by_size = [weight / size for weight, size in zip(weights, self._sizes, strict=True)]
@@ -75,7 +75,7 @@ class FactorsOfDraws:
 
     @property
     def _sizes(self) -> list[int]:
-        return [size for _, size in self._draws]
+        return [size for _, size in self._last]
 
     def _weights(self, factors: list[Factor], size: int) -> list[torch.Tensor]:
         """What the loss that is expected is multiplied with: the mean, or the sum."""

@@ -235,11 +235,11 @@ def _refuse_nonlinear() -> NoReturn:
 
 def _refuse_factor_of_size() -> NoReturn:
     raise ValueError(
-        "for three draws the weight of an example in the loss was as large as the number of examples, or its inverse: "
-        "a sum under loss_reduction='mean', or a count of the loop (len(x)), so that the gradient of each example "
-        "follows how many others are drawn. Take the mean under loss_reduction='mean' or the sum under 'sum', and "
-        "leave out what corrects for the size of the batch: the sum of a draw is divided by its expected size. The "
-        "steps until now had no valid epsilon: begin again from the original model."
+        "in three batches the weight of an example in the loss was as large as the number of examples, or its "
+        "inverse: a sum under loss_reduction='mean', or a count of the loop (len(x)), so that the gradient of each "
+        "example follows how many others are drawn. Take the mean under loss_reduction='mean' or the sum under 'sum', "
+        "and leave out what corrects for the size of the batch: the sum of a draw is divided by its expected size. "
+        "The steps until now had no valid epsilon: begin again from the original model."
     )
 
 

@@ -573,7 +573,9 @@ def test_a_factor_that_follows_the_size_of_draws_is_refused(loss):
         sizes.append(len(scores))
         return function(scores, labels)
 
-    with pytest.raises(ValueError, match="as large as the number of examples, or its inverse"):
+    with pytest.raises(
+        ValueError, match="weight of an example in the loss was as large as the number of examples, or its inverse"
+    ):
         train_in_loop(watched, 3, loss_reduction=reduction)
     assert len(set(sizes) - {0, 1}) == 3
     assert train_in_loop(function, 24, loss_reduction=reduction).steps == 1  # all rows, whoever is one of them
@@ -586,6 +588,10 @@ def test_a_factor_may_be_another_one_in_the_next_draw(grows):
     loss = lambda s, y: s.square().mean() * (1 + grows * next(draws))  # noqa: E731
     assert train_in_loop(loss).steps == 3
     assert train_in_loop(loss, 3).steps == 8
+
+
+def test_a_factor_of_zero_follows_nothing():
+    assert train_in_loop(lambda s, y: s.square().mean() * 0, 3).steps == 8
 
 
 class TimeFirst(nn.Module):
