@@ -198,7 +198,8 @@ def test_the_seed_does_not_reproduce_the_noise(tmp_path):
 def test_neither_the_seed_nor_a_checkpoint_reproduces_dropout(tmp_path):
     """Who knows the masks knows sums that differ by more than C when one example is taken out: it moves the masks of
     others."""
-    q1 = {"noise_multiplier": 0.0, "seed": 42, "expected_batch_size": N, "save_strategy": "steps", "save_steps": 1}
+    q1 = {"noise_multiplier": 0.0, "seed": 42, "expected_batch_size": N, "per_device_train_batch_size": N,
+          "save_strategy": "steps", "save_steps": 1}  # fmt: skip
     runs, files, after = [], [], []
     for k in range(2):
         grads = Grads()
