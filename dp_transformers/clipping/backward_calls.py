@@ -16,9 +16,9 @@ import torch
 
 
 class Follower(Protocol):
-    def during_backward(self, roots: Sequence[Any]) -> AbstractContextManager[int | None]:
-        """A context for a backward pass from ``roots``; it gives the number that this shall begin with in the place of
-        1, None where it does not matter."""
+    def during_backward(self, roots: Sequence[Any], gradients: Sequence[Any]) -> AbstractContextManager[int | None]:
+        """A context for a backward pass from ``roots``, which begins with these ``gradients`` (None: 1). It gives the
+        number that they shall be multiplied with, None where it does not matter."""
         ...
 
 
@@ -46,8 +46,9 @@ def unfollow(follower: Follower) -> None:
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     assert _replaced is not None
     roots = _sequence(tensors)
+    gradients = [None] * len(roots) if grad_tensors is None else _sequence(grad_tensors)
     with ExitStack() as stack:
-        asked = [stack.enter_context(follower.during_backward(roots)) for follower in list(_followers)]
+        asked = [stack.enter_context(follower.during_backward(roots, gradients)) for follower in list(_followers)]
         factors = {factor for factor in asked if factor is not None}
         if len(factors) > 1:
             raise ValueError(
@@ -55,7 +56,6 @@ def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any)
                 "backward over a loss for each model, or over sums (loss_reduction='sum')."
             )
         for factor in factors - {1}:
-            gradients = [None] * len(roots) if grad_tensors is None else _sequence(grad_tensors)
             grad_tensors = [_multiplied(*each, factor) for each in zip(roots, gradients, strict=True)]
         _replaced(tensors, grad_tensors, *args, **kwargs)
 

@@ -15,18 +15,20 @@ class Factor(NamedTuple):
 
     Attributes:
         is_sum: Whether it is a sum.
-        by: The factor: 1.0 where there is none, or a tensor: of one number, or of as many as were joined before.
+        by: The factor: a tensor, of one number or of as many as were joined before; a number where none was given.
+        own: What each example's number is multiplied with before, where that is one number for all; else 1.
         of_row: Whether it is that of a loss of one row, which is added to those of others.
     """
 
     is_sum: bool
     by: Any
+    own: float = 1.0
     of_row: bool = False
 
     @property
     def is_none(self) -> bool:
         """Whether nothing is multiplied, or divided."""
-        return not isinstance(self.by, torch.Tensor) and self.by == 1
+        return not isinstance(self.by, torch.Tensor) and self.own == 1
 
 
 class FactorsOfDraws:
@@ -47,21 +49,25 @@ class FactorsOfDraws:
 
     def are_same(self, factors: list[Factor], size: int) -> Iterator[torch.Tensor]:
         """Yields, for each mean or sum, whether the weight of an example is that in the draw's first batch, as tensors
-        of one number each. A batch of one example is no first one: its mean is its sum."""
+        of one number each. A batch of one example is no first one: its mean is its sum. In one of other parts the
+        weights are those of the first one, or some of them, or these are some of its."""
         if self._first is None:
             self._first = (factors, size) if size > 1 else None
             return
-        others, other_size = self._first
-        if [each.is_sum for each in others] == [each.is_sum for each in factors]:  # else it is of other parts
-            pairs = zip(self._weights(factors, size), self._weights(others, other_size), strict=True)
-            yield from (_are_close(*pair, rtol=1e-4) for pair in pairs)
+        mine, others = self._both(factors, size), self._both(*self._first)
+        if [each.is_sum for each in self._first[0]] == [each.is_sum for each in factors]:
+            yield from (_is_among(each, [other]) for each, other in zip(mine, others, strict=True))
+        elif mine and others and all(x.device.type == "cpu" for pair in (*mine, *others) for x in pair):
+            fewer, more = sorted((mine, others), key=len)
+            yield torch.stack([_is_among(each, more) for each in fewer]).all()
 
     def follow_size(self, factors: list[Factor], size: int) -> bool:
         """Whether some weight was another one in each of the last batches of different sizes, as large as the size, or
         its inverse. Weights on another device are not looked at."""
         if size < 2 or size in self._sizes:
             return False
-        weights = [x if x.device.type == "cpu" else x.new_zeros(0, device="cpu") for x in self._weights(factors, size)]
+        weights = [with_own for _, with_own in self._both(factors, size)]
+        weights = [x if x.device.type == "cpu" else x.new_zeros(0, device="cpu") for x in weights]
         if self._last and [x.shape for x in weights] != [x.shape for x in self._last[0][0]]:
             self._last = []
         self._last = [*self._last, (weights, size)][-_SIZES:]
@@ -77,10 +83,20 @@ class FactorsOfDraws:
     def _sizes(self) -> list[int]:
         return [size for _, size in self._last]
 
-    def _weights(self, factors: list[Factor], size: int) -> list[torch.Tensor]:
-        """What the loss that is expected is multiplied with: the mean, or the sum."""
+    def _both(self, factors: list[Factor], size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the loss that is expected (the mean, or the sum) is multiplied with, without what is each example's own
+        and with it. Examples that have numbers of their own may have the same by chance."""
         by = [torch.as_tensor(each.by).float().flatten() for each in factors]
-        return [x * size if each.is_sum and self._of_means else x for each, x in zip(factors, by, strict=True)]
+        by = [x * size if each.is_sum and self._of_means else x for each, x in zip(factors, by, strict=True)]
+        return [(x, x * each.own) for each, x in zip(factors, by, strict=True)]
+
+
+def _is_among(
+    weights: tuple[torch.Tensor, torch.Tensor], others: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """Whether a weight is one of others, without what is each example's own or with it."""
+    close = [_are_close(mine, its, rtol=1e-4) for other in others for mine, its in zip(weights, other, strict=True)]
+    return torch.stack(close).any()
 
 
 def _are_all_close(weights: Sequence[torch.Tensor]) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from .loss_rows import shape_of
 from .precision import HALF
 from .recorded_call import RecordedCall
 
@@ -94,7 +95,7 @@ def leaves_of_losses(roots: Iterable[Node | None]) -> set[torch.Tensor]:
 
 def low_precision_of_one_number(nodes: Iterable[Any]) -> torch.dtype | None:
     """The dtype of less than float32 in which something among ``nodes`` is that is one number, such as a mean."""
-    dtypes = (x.dtype for node in nodes for x in node._input_metadata if math.prod(x.shape) == 1)
+    dtypes = (x.dtype for node in nodes for x in node._input_metadata if math.prod(shape_of(x)) == 1)
     return next((dtype for dtype in dtypes if dtype in HALF), None)
 
 

@@ -10,18 +10,33 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from .factors import Factor
+from .loss_rows import (
+    ALL,
+    COMPARING,
+    FLATTENED,
+    MEAN,
+    MEANS,
+    NLL,
+    PARTS,
+    PICKS,
+    SUMS,
+    LossRows,
+    adds,
+    inputs,
+    is_hidden,
+    is_one_number,
+    outputs,
+)
 
-_MEANS, _SUMS = ("MeanBackward0", "MeanBackward1"), ("SumBackward0", "SumBackward1")
-_ADDED, _JOINED, _FEW = ("MeanBackward1", "SumBackward1"), ("StackBackward0", "CatBackward0"), 8
-_NLL, _MEAN, _SUM = ("NllLossBackward0", "NllLoss2DBackward0"), 1, 2
+_FEW = 8
 _DIFFERENCES = (
     "MseLossBackward0",
     "SmoothL1LossBackward0",
@@ -29,46 +44,49 @@ _DIFFERENCES = (
     "BinaryCrossEntropyBackward0",
     "BinaryCrossEntropyWithLogitsBackward0",
 )
-_PICKS = ("SelectBackward0", "SliceBackward0")
-_PARTS = ("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0")
-_FLATTENED = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-# What makes numbers of one number each, or adds up some, and changes nothing but their factors
+_JOINED, _ADDITIONS = ("StackBackward0", "CatBackward0"), ("AddBackward0", "SubBackward0")
+# What gives each number of what it is given, or adds up some, and changes nothing but their factors
 _LINEAR = (
-    *_MEANS,
-    *_SUMS,
+    *MEANS,
+    *SUMS,
+    *PICKS,
+    *PARTS,
+    *FLATTENED,
     *_JOINED,
-    *_PICKS,
-    *_PARTS,
-    *_FLATTENED,
-    "AddBackward0",
+    *_ADDITIONS,
     "AddBackward1",
     "AliasBackward0",
     "CloneBackward0",
+    "CopySlices",
     "ExpandBackward0",
     "NegBackward0",
+    "PermuteBackward0",
     "RsubBackward0",
     "RsubBackward1",
     "SqueezeBackward0",
     "SqueezeBackward1",
-    "SubBackward0",
+    "SqueezeBackward2",
     "SubBackward1",
+    "TBackward0",
     "ToCopyBackward0",
+    "TransposeBackward0",
     "UnsqueezeBackward0",
 )
-_COMPARING = ("Amax", "Amin", "LinalgVectorNorm", "Logsumexp", "Max", "Median", "Min", "Norm", "Prod", "Std", "Var")
 _PRODUCTS, _QUOTIENTS = ("MulBackward0", "MulBackward1"), ("DivBackward0", "DivBackward1")
-_ADDING = (*_SUMS, "NansumBackward0")
+_DOT = "DotBackward0"
 # They may add up rows, with weights
-_PRODUCTS_OF_ROWS = ("Dot", "Mv", "Mm", "Bmm", "Addmm", "Addmv", "Addbmm", "Baddbmm")
+_PRODUCTS_OF_ROWS = (_DOT, "Mv", "Mm", "Bmm", "Addmm", "Addmv", "Addbmm", "Baddbmm")
 
 
 class _Before(NamedTuple):
-    """An output of a node (the one of this number) that a factor reaches over, and whether it was added up later, for
-    a sum or a mean."""
+    """An output of a node (the one of this number) that a factor reaches over, whether it was added up later, for a
+    sum or a mean, and the node that multiplied each of its numbers with one of its own."""
 
     output: tuple[Any, int]
     is_sum: bool | None
-    factor: Any
+    by: Any
+    own: float
+    via: Any = None
 
 
 class LossMeans:
@@ -83,15 +101,16 @@ class LossMeans:
 
     def __init__(self, nodes: Collection[Any], taps: Collection[type], batch_size: int, rows_in: int):
         self._nodes, self._taps, self._batch_size, self._rows_in = nodes, taps, batch_size, rows_in
+        self._rows = LossRows(nodes, taps, batch_size, rows_in)
 
     def weights(self) -> Iterator[torch.Tensor]:
         """Yields, for each mean of a negative log-likelihood, (B,) the weights in it of each example's targets
         together: ones, or those of their classes, and 0 where they are ignored."""
         for node in self._nodes:
-            if type(node).__name__ not in _NLL or node._saved_reduction != _MEAN:
+            if type(node).__name__ not in NLL or node._saved_reduction != MEAN:
                 continue
             target, weight = node._saved_target, node._saved_weight
-            if target.numel() % self._batch_size or self._row(node) is not None:  # which are whose is not known
+            if target.numel() % self._batch_size or self._rows.at(node).row != ALL:  # which are whose is not known
                 continue
             counts = target != (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # saved without its sign
             own = counts.float() if weight is None else weight[target.where(counts, 0)].float() * counts
@@ -102,180 +121,172 @@ class LossMeans:
         whole batch, is none over examples, nor is one of columns whose rows were added up before, nor one within a
         single row; that of losses of a row each is one of as many as they are."""
         for node in self._nodes:
-            number = self._number(node) if _is_one_number(node) else None
-            if number is not None and self._row(node) is None:
+            if is_one_number(node) and self._rows.at(node).row == ALL and (number := self._number(node)) is not None:
                 yield number
 
-    def factors(self, roots: Sequence[Any]) -> Iterator[Factor | None]:
+    def _number(self, node: Any) -> int | None:
+        name = type(node).__name__
+        if name in NLL and node._saved_reduction == MEAN:
+            return node._saved_target.numel()
+        if name in _DIFFERENCES and node._saved_reduction == MEAN:
+            return node._saved_self.numel()
+        if name not in MEANS or not node._saved_self_sym_sizes or self._rows.at(*node.next_functions[0]).is_added:
+            return None
+        return node._saved_self_sym_numel
+
+    def factors(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> Iterator[Factor | None]:
         """Yields what the loss multiplies each mean and sum over examples with (signs left out), the last one that was
         computed first, and at last that of losses of a row each, if it is one for all of several; None for a mean or a
-        sum of which the loss is no multiple."""
-        of_rows = dict[Any, list[Factor]]()
-        for factor in self._reached(roots):
+        sum of which the loss is no multiple.
+
+        Args:
+            gradients: What going back from each root begins with; None for 1.
+        """
+        of_rows = list[Factor]()
+        for factor in self._reached(roots, gradients):
             if factor is None or not factor.of_row:
                 yield factor
             else:
-                of_rows.setdefault((factor.is_sum, _number_on_cpu(factor.by)), []).append(factor)
-        if len(of_rows) == 1 and len(rows := next(iter(of_rows.values()))) > 1:
-            yield rows[0]
+                of_rows.append(factor)
+        if len(of_rows) > 1 and len({(each.is_sum, _number_on_cpu(each.by)) for each in of_rows}) == 1:
+            owns = {each.own for each in of_rows}
+            yield of_rows[0]._replace(own=owns.pop() if len(owns) == 1 else 1.0)
 
-    def _reached(self, roots: Sequence[Any]) -> Iterator[Factor | None]:
+    def _reached(self, roots: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> Iterator[Factor | None]:
         """Yields the factors of all means and sums that the loss is made of."""
-        factors, heap = dict[Any, Any](), list[tuple[int, int, Any]]()
-        parts: list[_Before | Factor | None] = [_Before((root, 0), None, 1.0) for root in roots if root is not None]
+        found, heap = dict[Any, tuple[Any, float]](), list[tuple[int, int, Any]]()
+        parts: list[_Before | Factor | None] = [
+            begun for each in zip(roots, gradients, strict=True) if (begun := self._begun(*each)) is not None
+        ]
         while parts or heap:
             for part in parts:
                 if not isinstance(part, _Before):
                     yield part
                     continue
-                key = part.output, part.is_sum
-                if key in factors:
-                    factors[key] = factors[key] + part.factor
+                key = part.output, part.is_sum, part.via
+                if key in found:
+                    by, own = found[key]
+                    found[key] = _together(operator.add, by, part.by), own if own == part.own else 1.0
                 else:
-                    factors[key] = part.factor
-                    heapq.heappush(heap, (-part.output[0]._sequence_nr(), len(factors), key))
+                    found[key] = part.by, part.own
+                    heapq.heappush(heap, (-part.output[0]._sequence_nr(), len(found), key))
             parts = []
             if heap:
                 *_, key = heapq.heappop(heap)  # after all that were computed from it
-                of, is_sum = key
-                parts = self._parts(of, is_sum, factors[key])
+                of, is_sum, via = key
+                parts = [
+                    part._replace(via=part.via or via) if isinstance(part, _Before) else part
+                    for part in self._parts(of, is_sum, *found[key])
+                ]
 
-    def _parts(self, of: tuple[Any, int], is_sum: bool | None, factor: Any) -> list[_Before | Factor | None]:
-        """What one number is made of (or several that are joined), or several that were added up (``is_sum``: for a
-        sum; else for a mean), which have this factor: what the factor reaches over, or a mean or a sum that has it;
-        None for one that something else is done with."""
-        node, name = of[0], type(of[0]).__name__
-        if type(node) in self._taps or isinstance(node, BackwardCFunction):
-            return [] if is_sum is None else [Factor(is_sum, factor)]
-        if self._row(*of) is not None:
-            return [Factor(is_sum is not False, factor, of_row=True)]
-        before = node.next_functions
-        if is_sum is None and not all(self._is_of_one_numbers(each) for each, _ in before):
-            if not self._is_of_examples(*of):
-                return []
-            if name.startswith(_COMPARING):
+    def _begun(self, root: Any, gradient: torch.Tensor | None) -> _Before | None:
+        if root is None:
+            return None
+        if is_one_number(root):
+            is_one = gradient is None or _number_on_cpu(gradient) == 1
+            return _Before((root, 0), None, 1.0 if is_one else gradient.detach(), 1.0)
+        own = None if gradient is None else _constant(gradient)  # losses are added up
+        return None if own is None else _Before((root, 0), True, 1.0, own)
+
+    def _parts(self, of: tuple[Any, int], is_sum: bool | None, by: Any, own: float) -> list[_Before | Factor | None]:
+        """What a number is made of, or several that were added up (``is_sum``: for a sum; else for a mean), which have
+        this factor: what the factor reaches over, or a mean or a sum that has it; None for one that something else is
+        done with."""
+        node, name, place = of[0], type(of[0]).__name__, self._rows.at(*of)
+        if type(node) in self._taps or is_hidden(node):
+            return [] if is_sum is None else [Factor(is_sum, by, own)]
+        if place.is_one_row:
+            return [Factor(is_sum is not False, by, own * self._own_of_row(node), of_row=True)]
+        given = [(i, self._rows.at(*each)) for i, each in enumerate(node.next_functions)]
+        given = [(i, each) for i, each in given if each.row is not None]
+        if is_sum is None and any(each.row == ALL and not each.is_added for _, each in given):
+            if name.startswith(COMPARING) and place.is_added:
                 return [None]
-            if (is_sum := _adds(node)) is None:
-                return []
-        if is_sum is not None and _adds(node) is not None and (name not in _ADDED or self._is_over_rows(node)):
-            is_sum = _adds(node)  # what adds up the examples is nearest to the model
-        followed = [i for i, each in enumerate(before) if self._is_of_examples(*each) or self._row(*each) is not None]
-        if name in _LINEAR:
-            share = factor / _added_up(node) if is_sum is None and name in _MEANS else factor
-            return [_Before(before[i], is_sum, share) for i in followed]
-        if name in (*_PRODUCTS, *_QUOTIENTS) and len(followed) == 1 and (followed == [0] or name in _PRODUCTS):
-            other = torch.as_tensor(node._saved_other if followed == [0] else node._saved_self).detach()
-            if is_sum is not None and other.dim():  # each number has one of its own
-                if self._batch_size == 1:  # or it is one number, of a dimension
-                    return []
-                other = 1.0
-            return [_Before(before[followed[0]], is_sum, factor / other if name in _QUOTIENTS else factor * other)]
+            if name == _DOT:
+                is_sum = True
+            elif not self._rows.adds_examples(node):
+                is_known = not place.is_added or name.startswith(_PRODUCTS_OF_ROWS) or self._batch_size == 1
+                return [] if is_known else [None]
+            else:
+                is_sum = adds(node)
         if is_sum is None:
-            return [None] if followed or self._is_of_examples(*of) else []
-        return [] if is_sum and name.startswith(_PRODUCTS_OF_ROWS) else [Factor(is_sum, factor)]
+            return self._parts_of_number(node, given, by, own)
+        return self._parts_of_several(node, given, is_sum, by, own)
+
+    def _parts_of_number(
+        self, node: Any, given: list[tuple[int, Any]], by: Any, own: float
+    ) -> list[_Before | Factor | None]:
+        """Where all that a node is given was added up, or is of a row each."""
+        name, before = type(node).__name__, node.next_functions
+        if name in _LINEAR:
+            if name in MEANS:
+                by = by / _ratio(node)
+            elif name == "ExpandBackward0":
+                by = by / _ratio(node)  # less than 1
+            return [_Before(before[i], None, _of_joined(node, i, by), own) for i, _ in given]
+        if (other := _constant_factor(node, [i for i, _ in given])) is not None:
+            by = _together(operator.truediv if name in _QUOTIENTS else operator.mul, by, other)
+            return [_Before(before[given[0][0]], None, by, own)]
+        if name.startswith(_PRODUCTS_OF_ROWS) and len(given) == 1:  # weights that are not known
+            return [_Before(before[given[0][0]], None, by, own)]
+        return [None] if given else []
+
+    def _parts_of_several(
+        self, node: Any, given: list[tuple[int, Any]], is_sum: bool, by: Any, own: float
+    ) -> list[_Before | Factor | None]:
+        """Where a node is given numbers of each example."""
+        name, before = type(node).__name__, node.next_functions
+        if name in _LINEAR:
+            return [self._before_several(node, i, is_sum, by, own) for i, _ in given]
+        if (other := _constant_factor(node, [i for i, _ in given])) is not None:
+            do = operator.truediv if name in _QUOTIENTS else operator.mul
+            if not other.dim():
+                return [_Before(before[given[0][0]], is_sum, do(by, other), own)]
+            if self._batch_size == 1:  # it is that of an example, or one number, of a dimension
+                return []
+            return [_Before(before[given[0][0]], is_sum, by, do(own, _constant(other) or 1.0), via=node)]
+        if any(each.is_added or each.mixes for _, each in given):  # a number of all examples in that of each
+            return [None]
+        return [] if is_sum and name.startswith(_PRODUCTS_OF_ROWS) else [Factor(is_sum, by, own)]
+
+    def _before_several(self, node: Any, i: int, is_sum: bool, by: Any, own: float) -> _Before:
+        before, by = node.next_functions[i], _of_joined(node, i, by)
+        if not self._rows.at(*before).is_added:
+            return _Before(before, is_sum, by, own)
+        copies = math.prod(outputs(node)[0].shape) / max(math.prod(outputs(before[0])[before[1]].shape), 1)
+        return _Before(before, None, by * copies if is_sum else by, own)
+
+    def _own_of_row(self, node: Any) -> float:
+        """What a loss of one row is multiplied with by itself."""
+        own = 1.0
+        while node is not None and type(node) not in self._taps:
+            name, before = type(node).__name__, node.next_functions
+            given = [i for i, each in enumerate(before) if self._rows.at(*each).row is not None]
+            if len(given) != 1 or not is_one_number(before[given[0]][0]):
+                break
+            if name not in _LINEAR:
+                other = _constant_factor(node, given)
+                if other is None or not isinstance(number := _number_on_cpu(other), float):
+                    break
+                own = own / number if name in _QUOTIENTS else own * number
+            node = before[given[0]][0]
+        return own
 
     @cached_property
     def is_hidden(self) -> bool:
         """Whether a function that the graph does not show (a compiled one, a torch.autograd.Function) makes fewer
         numbers than rows of the batch."""
-        return any(self._hides_numbers(node) for node in self._nodes)
+        used = {each for node in self._nodes for each in node.next_functions}
+        return any(self._hides_numbers(node, used) for node in self._nodes)
 
-    def _number(self, node: Any) -> int | None:
-        name = type(node).__name__
-        if name in _NLL and node._saved_reduction == _MEAN:
-            return node._saved_target.numel()
-        if name in _DIFFERENCES and node._saved_reduction == _MEAN:
-            return node._saved_self.numel()
-        if name not in _MEANS or not node._saved_self_sym_sizes:
-            return None
-        before = node.next_functions[0][0]
-        if type(before).__name__ in _JOINED and all(_is_one_number(x) for x, _ in before.next_functions):
-            of_rows = all(self._row(*loss) is not None for loss in before.next_functions)
-            return len(before.next_functions) if of_rows else None
-        return None if self._adds_rows(before) else node._saved_self_sym_numel
-
-    def _hides_numbers(self, node: Any) -> bool:
-        if not isinstance(node, BackwardCFunction) or type(node) in self._taps:
+    def _hides_numbers(self, node: Any, used: set[Any]) -> bool:
+        if not is_hidden(node) or type(node) in self._taps or self._rows.at(node).is_one_row:
             return False
-        made, given = (
-            [math.prod(x.shape) < self._batch_size for x in each] for each in (_outputs(node), _inputs(node))
+        made = [x for i, x in enumerate(outputs(node)) if (node, i) in used] or outputs(node)[:1]
+        are_fewer, were_fewer = (
+            [math.prod(x.shape) < self._batch_size for x in each] for each in (made, inputs(node))
         )
-        return sum(made) > sum(given) and not all(given) and self._row(node) is None
-
-    def _row(self, node: Any, output: int = 0) -> int | None:
-        """The row, if it is one, that all is of which this output of a node has from the model."""
-        rows = self._rows(node, output)
-        return next(iter(rows)) if rows is not None and len(rows) == 1 else None
-
-    def _is_of_one_numbers(self, node: Any) -> bool:
-        """Whether a node gives one number, or joins numbers each of which is one. What is (1,) in a batch of one has a
-        number for each example."""
-        given = [each for each, _ in node.next_functions] if type(node).__name__ in _JOINED else [node]
-        if self._batch_size == 1:
-            return all(each is None or not _outputs(each)[0].shape for each in given)
-        return all(map(_is_one_number, given))
-
-    def _is_of_examples(self, node: Any, output: int = 0) -> bool:
-        """Whether this output of a node has something from the model that is not of one row alone."""
-        rows = self._rows(node, output)
-        return rows is None or len(rows) > 1
-
-    def _rows(self, node: Any, output: int = 0) -> set[int] | None:
-        """The rows that this output of a node has something of, two of them if there are more; None for all."""
-        todo, seen, rows = [(node, output)], set(), set[int]()
-        while todo and len(rows) < 2:
-            each = node, output = todo.pop()
-            if node is None or each in seen:
-                continue
-            seen.add(each)
-            if type(node) in self._taps:
-                return None
-            row = self._picked(node, output)
-            if row is None or not self._is_of_model(node):
-                todo += node.next_functions
-            else:
-                rows.add(row)
-        return rows
-
-    def _is_of_model(self, node: Any) -> bool:
-        """Whether a tap is before a node."""
-        todo, seen = [node], set()
-        while todo:
-            each = todo.pop()
-            if type(each) in self._taps:
-                return True
-            if each is not None and each not in seen:
-                seen.add(each)
-                todo += [before for before, _ in each.next_functions]
-        return False
-
-    def _picked(self, node: Any, output: int) -> int | None:
-        """The row that this output of a node is, where the node takes the batch apart."""
-        name = type(node).__name__
-        if name not in (*_PICKS, *_PARTS):
-            return None
-        sizes = _inputs(node)[0].shape
-        if (node._saved_dim + 2**63) % 2**64 - 2**63 not in (self._rows_in, self._rows_in - len(sizes)):
-            return None
-        if name in _PARTS:
-            return output if len(_outputs(node)) == self._batch_size else None
-        if sizes[self._rows_in] != self._batch_size:
-            return None
-        if name == "SelectBackward0":
-            return node._saved_index % 2**64 % self._batch_size
-        taken = range(self._batch_size)[node._saved_start : node._saved_end : node._saved_step]
-        return taken[0] if len(taken) == 1 else None
-
-    def _adds_rows(self, node: Any) -> bool:
-        """Whether a few nodes before a mean, in a row, there is a sum or a mean over the examples."""
-        return any(type(before).__name__ in _ADDED and self._is_over_rows(before) for before in _in_a_row(node))
-
-    def _is_over_rows(self, node: Any) -> bool:
-        """Whether a sum or a mean over some dimensions is one over the examples."""
-        sizes = node._saved_self_sym_sizes
-        dims = [dim if dim < len(sizes) else dim - 2**64 + len(sizes) for dim in node._saved_dim]
-        is_over = not dims or self._rows_in in dims
-        return is_over and sizes[self._rows_in : self._rows_in + 1] == (self._batch_size,)
+        return sum(are_fewer) > sum(were_fewer) and not all(were_fewer)
 
     def _rows_first(self, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         """(B, -1) numbers that had these sizes, one of which is that of the examples: that in the dimension that they
@@ -292,7 +303,7 @@ def _sizes_of_targets(node: Any, target: torch.Tensor) -> tuple[int, ...]:
     """Returns the sizes that the targets of a likelihood had before they, as the scores, were flattened."""
     if target.dim() == 1:
         for before in _in_a_row(node):
-            sizes = tuple(before._saved_self_sym_sizes) if type(before).__name__ in _FLATTENED else ()
+            sizes = tuple(before._saved_self_sym_sizes) if type(before).__name__ in FLATTENED else ()
             if len(sizes) > 2 and math.prod(sizes[:-1]) == target.numel():
                 return sizes[:-1]
     return tuple(size for size in target.shape if size > 1)
@@ -307,33 +318,48 @@ def _in_a_row(node: Any) -> Iterator[Any]:
         node = next((before for before, _ in node.next_functions if before is not None), None)
 
 
-def _adds(node: Any) -> bool | None:
-    """Whether a node makes a sum of several numbers (True) or their mean (False)."""
+def _constant_factor(node: Any, given: list[int]) -> torch.Tensor | None:
+    """What a node multiplies, or divides, the only input with that has something of the model."""
     name = type(node).__name__
-    reduction = getattr(node, "_saved_reduction", _SUM if name in _ADDING else _MEAN if name in _MEANS else 0)
-    return reduction == _SUM if reduction in (_SUM, _MEAN) else None
+    if given == [0] and name in (*_PRODUCTS, *_QUOTIENTS):
+        return torch.as_tensor(node._saved_other).detach()
+    if given == [1] and name in _PRODUCTS:
+        return torch.as_tensor(node._saved_self).detach()
+    if name == _DOT and len(given) == 1:
+        return (node._saved_tensor if given == [0] else node._saved_self).detach()
+    return None
 
 
-def _added_up(node: Any) -> float:
+def _of_joined(node: Any, i: int, by: Any) -> Any:
+    """The factor of the i-th input, where the node only joins, or adds, its inputs."""
+    name = type(node).__name__
+    if name == "StackBackward0" and isinstance(by, torch.Tensor) and by.shape == (len(node.next_functions),):
+        return by[i]
+    if i == 1 and name in _ADDITIONS and node._saved_alpha != 1:
+        return by * torch.as_tensor(node._saved_alpha)
+    return by
+
+
+def _together(do: Callable[[Any, Any], Any], by: Any, other: Any) -> Any:
+    """A factor with another one; alone, where both are vectors whose sizes do not go together."""
+    vectors = {x.shape for x in (by, other) if isinstance(x, torch.Tensor) and x.dim()}
+    return do(by, other) if len(vectors) < 2 else by
+
+
+def _ratio(node: Any) -> float:
     """Of how many numbers each number of a mean is the mean."""
-    return max(math.prod(node._saved_self_sym_sizes), 1) / max(math.prod(_outputs(node)[0].shape), 1)
+    return max(math.prod(node._saved_self_sym_sizes), 1) / max(math.prod(outputs(node)[0].shape), 1)
+
+
+def _constant(x: torch.Tensor) -> float | None:
+    """The number that all numbers of a tensor on the CPU are which are not 0, if it is one."""
+    if x.device.type != "cpu" or not x.numel():
+        return None
+    used = x[x != 0]
+    return float(used[0]) if len(used) and bool((used == used[0]).all()) else None
 
 
 def _number_on_cpu(by: Any) -> Any:
     """A factor as a number, where nobody has to wait for it."""
     is_there = not isinstance(by, torch.Tensor) or (by.device.type == "cpu" and by.numel() == 1)
     return float(by) if is_there else id(by)
-
-
-def _is_one_number(node: Any) -> bool:
-    return node is None or math.prod(_outputs(node)[0].shape) == 1
-
-
-def _outputs(node: Any) -> Sequence[Any]:
-    """What is known of each tensor that a node stands for: those that its gradient is of."""
-    return node._input_metadata
-
-
-def _inputs(node: Any) -> list[Any]:
-    """The same of the tensors that it was computed from, where a gradient goes to them."""
-    return [_outputs(before)[i] for before, i in node.next_functions if before is not None]

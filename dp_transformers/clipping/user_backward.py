@@ -60,10 +60,11 @@ class UserBackward:
         self._factors.begin_draw()
 
     @contextlib.contextmanager
-    def during_backward(self, roots: Sequence[Any]) -> Iterator[int | None]:
-        """A backward pass of the user's, from ``roots``. That of a mean begins with B: 1/B is rounded wherever
-        gradients have few digits, to another number for a batch of another size, and so would be the gradients of all
-        examples. Gradients of what is no part of the model (its input, a temperature of the loop) are the mean's.
+    def during_backward(self, roots: Sequence[Any], gradients: Sequence[Any]) -> Iterator[int | None]:
+        """A backward pass of the user's, from ``roots``, which begins with these ``gradients``. That of a mean begins
+        with B: 1/B is rounded wherever gradients have few digits, to another number for a batch of another size, and
+        so would be the gradients of all examples. Gradients of what is no part of the model (its input, a temperature
+        of the loop) are the mean's.
 
         Raises:
             ValueError: a mean was formed in low precision.
@@ -80,7 +81,7 @@ class UserBackward:
         self._is_going = True
         try:
             if forward.batch_size:
-                self._look_at_loss(nodes, beginnings, forward)
+                self._look_at_loss(nodes, beginnings, gradients, forward)
             if self._loss_reduction != "mean":
                 yield 1
                 return
@@ -89,10 +90,12 @@ class UserBackward:
         finally:
             self._is_going = False
 
-    def _look_at_loss(self, nodes: list[Any], roots: list[Any], forward: ForwardPass) -> None:
+    def _look_at_loss(
+        self, nodes: list[Any], roots: list[Any], gradients: Sequence[Any], forward: ForwardPass
+    ) -> None:
         """Refuse a loss in which the examples' weights depend on each other, before anything is released."""
         means = LossMeans(nodes, TAPS, forward.batch_size, 0 if self._engine.batch_first else 1)
-        factors = [*means.factors(roots)]
+        factors = [*means.factors(roots, gradients)]
         self._look_at_factors([each for each in factors if each is not None], forward)
         if forward.batch_size == 1:  # the weight of one example is no matter of others, and its 1/B is exact
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from copy import deepcopy
 from weakref import WeakSet
 
@@ -396,8 +397,9 @@ def test_a_loss_for_each_example_of_such_a_function_is_not(loss):
         lambda s, y: F.cross_entropy(s.transpose(1, 2), y, reduction="none").mean(1).sum(),
         lambda s, y: sum(F.cross_entropy(s[i], y[i]) for i in range(len(y))),
         lambda s, y: (F.cross_entropy(s.transpose(1, 2), y, reduction="none") * (y > 0)).sum(),
-        lambda s, y: s.square().sum() / 64 + torch.stack([x.square().mean() / 3 for x in s]).sum(),
+        lambda s, y: s.square().sum() / 64 + torch.stack([x.square().mean() for x in s]).sum(),
         lambda s, y: s.square().sum(0).mean() - s.abs().sum() / 3,
+        lambda s, y: s.square().mean((1, 2)) @ (1.0 + y[:, 0]),
     ],
 )
 def test_a_sum_in_the_place_of_a_mean_is_refused(loss):
@@ -463,9 +465,44 @@ NONLINEAR = {
     "worst task": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]).max(),
     "norm": lambda s, y: (s - 1).norm() / 3,
     "hardest": lambda s, y: s.square().mean() + s.max(),
+    "of each target": lambda s, y: (s - 1).square().mean((0, 1)).sqrt().mean(),
+    "of columns": lambda s, y: s.mean(0).square().mean(),
+    "entropy of a mean": lambda s, y: -0.1 * torch.special.entr(s.softmax(-1).mean((0, 1))).sum(),
+    "beside the mean": lambda s, y: (s - s.mean(0)).square().mean(),
+    "of a vector of means": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]).square().mean(),
+    "largest of each column": lambda s, y: s.amax(0).mean(),
     "log of a sum": lambda s, y: s.logsumexp((0, 1, 2)) / 3,
 }
+
+
+def in_a_vector(scores, labels):
+    losses = torch.zeros(2)
+    losses[0], losses[1] = scores.square().mean(), scores.abs().mean()
+    return losses.mean() + losses.sum()
+
+
+def of_several_sizes(scores, labels):
+    """Vectors of two and of three tasks, with weights."""
+    a, b = scores.square().mean(), scores.abs().mean()
+    two, three = torch.stack([a, b]) * torch.tensor([1.0, 2.0]), torch.stack([a, b, a]) * torch.tensor([1.0, 2.0, 3.0])
+    return two.sum() + three.sum() + (torch.cat([two, three]) * torch.arange(5.0)).sum()
+
+
 LINEAR = {
+    "in a vector": in_a_vector,
+    "of several sizes": of_several_sizes,
+    "columns apart": lambda s, y: (lambda v: 0.5 * v[0] + 0.1 * v[1] - v[2])(s.square().mean((0, 1))),
+    "added to each": lambda s, y: (s.square().mean((1, 2)) + 0.1 * s.abs().mean()).mean(),
+    "of parameters": lambda s, y: (
+        s.square().mean() + VECTOR.square().mean() + F.cross_entropy(VECTOR[None], y[:1, 0] * 0)
+    ),
+    "rows, each divided": lambda s, y: sum(F.cross_entropy(s[i], y[i]) / len(y) for i in range(len(y))),
+    "rows with weights": lambda s, y: sum(F.cross_entropy(s[i], y[i]) * (1 + y[i, 0]) for i in range(len(y))) / len(y),
+    "weighted and averaged": lambda s, y: (torch.stack([s.square().mean(), s.abs().mean()]) * VECTOR).mean(),
+    "weighted by a product": lambda s, y: torch.stack([s.square().mean(), s.abs().mean()]) @ VECTOR.detach(),
+    "weights that add up to one": lambda s, y: (s.square().mean((1, 2)) * torch.full((len(s),), 1 / len(s))).sum(),
+    "in chunks": lambda s, y: sum(x.square().mean((1, 2)).sum() for x in s.split(2)) / len(s),
+    "positions first": lambda s, y: F.cross_entropy(s.transpose(1, 2), y, reduction="none").t().sum(0).mean(),
     "weighted": lambda s, y: 0.3 * s.square().mean() + s.mean() / 4 - 1,
     "uncertainty": lambda s, y: s.square().mean() * torch.exp(-TEMPERATURE) + TEMPERATURE,
     "penalty": lambda s, y: s.square().mean() + TEMPERATURE.norm().sqrt(),
@@ -502,12 +539,21 @@ def test_multiples_of_means_and_functions_of_each_example_are_not(loss):
     assert train_in_loop(LINEAR[loss], 24, max_physical_batch_size=23).steps == 1  # of all rows: 23 and 1
 
 
+def tasks_that_there_are(scores, labels):
+    losses, task = scores.square().mean((1, 2)), labels[:, 0]
+    sums = [(losses * (task == k)).sum() / len(losses) for k in range(3) if (task == k).any()]
+    return sum(sums) / len(sums)
+
+
 OTHER_FACTORS = {
     "of rows": (lambda s, y: s.square().mean() * (len(s) / 8), "mean"),
     "of rows, before": (lambda s, y: torch.tensor(len(s) / 8) * s.square().mean(), "mean"),
     "of joined rows": (lambda s, y: torch.stack([*s]).mean() * (len(s) / 8), "mean"),
     "one of two": (lambda s, y: s.mean() + s.square().mean() / len(s), "mean"),
     "a count": (lambda s, y: s.square().sum() / (y.sum() + 1), "mean"),
+    "tasks that there are": (tasks_that_there_are, "mean"),
+    "an addition's": (lambda s, y: torch.sub(s.mean(), s.square().mean(), alpha=len(s) / 8), "mean"),
+    "copies": (lambda s, y: s.square().mean().expand(len(s)).sum(), "mean"),
     "numbers that there are": (lambda s, y: s.where(y[..., None] > 0, torch.nan).square().nanmean(), "mean"),
     "of a sum": (lambda s, y: s.square().sum() / len(s), "sum"),
 }
@@ -561,6 +607,10 @@ OF_SIZE = {
     "a mean": (lambda s, y: s.square().mean() * (len(s) / 64), "mean"),
     "a mean, divided": (lambda s, y: s.square().mean((1, 2)).div(len(s)).mean(), "mean"),
     "a divided sum": (lambda s, y: s.square().sum() / len(s), "sum"),
+    "each row's": (lambda s, y: sum(x.square().mean() / len(s) for x in s), "sum"),
+    "each number's": (lambda s, y: (s.square().mean((1, 2)) * torch.full((len(s),), len(s) / 8)).mean(), "mean"),
+    "a product's": (lambda s, y: s.square().mean((1, 2)) @ torch.full((len(s),), 1 / len(s)), "sum"),
+    "one of two": (lambda s, y: (torch.stack([s.mean(), s.abs().mean()]) * torch.tensor([len(s) / 8, 1]))[0], "mean"),
 }
 
 
@@ -590,6 +640,41 @@ def test_a_factor_may_be_another_one_in_the_next_draw(grows):
     assert train_in_loop(loss, 3).steps == 8
 
 
+BEGINS = {
+    "a mean": lambda losses: losses.mean().backward(torch.tensor(0.5)),
+    "one for each": lambda losses: losses.backward(torch.full_like(losses, 1 / len(losses))),
+    "a sum": lambda losses: losses.backward(torch.ones_like(losses)),
+    "the size": lambda losses: losses.mean().backward(torch.tensor(len(losses) / 8)),
+    "the size for each": lambda losses: losses.backward(torch.full_like(losses, 1 / 8)),
+}
+
+
+@pytest.mark.parametrize("begins", BEGINS)
+def test_what_a_backward_pass_begins_with_is_a_factor(begins):
+    class Loss:
+        def __init__(self, scores, labels):
+            self.losses = scores.square().mean((1, 2))
+
+        def backward(self):
+            BEGINS[begins](self.losses)
+
+    if begins in ("a mean", "one for each"):
+        assert train_in_loop(Loss, 3).steps == 8
+        assert train_in_loop(Loss, max_physical_batch_size=3).steps == 3
+    else:
+        message = "divided by nothing" if begins == "a sum" else "weight of an example in the loss was as large"
+        with pytest.raises(ValueError, match=message):
+            train_in_loop(Loss, 3)
+
+
+def test_a_graph_is_looked_at_in_the_time_of_its_size():
+    """A thousand additions took seconds."""
+    terms = [nn.Parameter(torch.zeros(2)) for _ in range(1000)]
+    begin = time.process_time()
+    assert train_in_loop(lambda s, y: sum((term.sum() for term in terms), s.square().mean()), 24).steps == 1
+    assert time.process_time() - begin < 8
+
+
 def test_a_factor_of_zero_follows_nothing():
     assert train_in_loop(lambda s, y: s.square().mean() * 0, 3).steps == 8
 
@@ -606,12 +691,20 @@ class TimeFirst(nn.Module):
 
 
 WEIGHTS = torch.tensor([1.0, 9.0, 1.0])
+
+
+def of_positions(scores, labels):
+    return F.cross_entropy(scores.transpose(1, 2), labels, reduction="none").mean(0)
+
+
 TIME_FIRST = {
     "tokens": lambda s, y: F.cross_entropy(s.reshape(-1, 3), y.reshape(-1)),
     "planes": lambda s, y: F.cross_entropy(s.transpose(1, 2), y),
     "turned": lambda s, y: F.cross_entropy(s.transpose(0, 1).reshape(-1, 3), y.t().reshape(-1)),
     "joined": lambda s, y: F.cross_entropy(torch.cat([*s]), torch.cat([*y])),
     "last": lambda s, y: F.cross_entropy(s[-1], y[-1]),
+    "picked": lambda s, y: sum(of_positions(s, y)[i] for i in range(s.shape[1])) / s.shape[1],
+    "columns of the last": lambda s, y: s[-1].square().mean(0).sum(),
     "row by row": lambda s, y: sum(F.cross_entropy(s[:, i], y[:, i]) for i in range(s.shape[1])) / s.shape[1],
 }
 WEIGHTED = {
