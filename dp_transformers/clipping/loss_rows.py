@@ -69,7 +69,9 @@ class LossRows:
         is_one = self._is_one(shape_of(outputs(node)[0]))
         if is_one or not (name in _ALONG or (compares and hasattr(node, "_saved_dim"))):
             return adds(node) is not None or (compares and is_one)
-        shape, dims = inputs(node)[0].shape, node._saved_dim
+        shape, dims = shape_of(inputs(node)[0]), node._saved_dim
+        if dims is None:
+            return True
         dims = [_signed(dim, len(shape)) for dim in (dims if isinstance(dims, (tuple, list)) else [dims])]
         return not dims or self.at(*node.next_functions[0]).dim in dims
 
@@ -118,7 +120,7 @@ class LossRows:
         name = type(node).__name__
         if name not in (*PICKS, *PARTS):
             return None
-        place, shape = self.at(*node.next_functions[0]), inputs(node)[0].shape
+        place, shape = self.at(*node.next_functions[0]), shape_of(inputs(node)[0])
         dim = _signed(node._saved_dim, len(shape))
         if place.dim is None and name in PARTS and len(outputs(node)) == self._batch_size:  # of flattened rows
             return output
@@ -127,7 +129,7 @@ class LossRows:
         if name == "UnbindBackward0":
             return output
         if name in PARTS:
-            sizes = [each.shape[dim] for each in outputs(node)]
+            sizes = [shape_of(each)[dim] for each in outputs(node)]
             return sum(sizes[:output]) if sizes[output] == 1 else None
         if name == "SelectBackward0":
             return _signed(node._saved_index, self._batch_size)

@@ -34,6 +34,7 @@ from .loss_rows import (
     is_hidden,
     is_one_number,
     outputs,
+    shape_of,
 )
 
 _FEW = 8
@@ -253,7 +254,7 @@ class LossMeans:
         before, by = node.next_functions[i], _of_joined(node, i, by)
         if not self._rows.at(*before).is_added:
             return _Before(before, is_sum, by, own)
-        copies = math.prod(outputs(node)[0].shape) / max(math.prod(outputs(before[0])[before[1]].shape), 1)
+        copies = math.prod(shape_of(outputs(node)[0])) / max(math.prod(shape_of(outputs(before[0])[before[1]])), 1)
         return _Before(before, None, by * copies if is_sum else by, own)
 
     def _own_of_row(self, node: Any) -> float:
@@ -284,7 +285,7 @@ class LossMeans:
             return False
         made = [x for i, x in enumerate(outputs(node)) if (node, i) in used] or outputs(node)[:1]
         are_fewer, were_fewer = (
-            [math.prod(x.shape) < self._batch_size for x in each] for each in (made, inputs(node))
+            [math.prod(shape_of(x)) < self._batch_size for x in each] for each in (made, inputs(node))
         )
         return sum(are_fewer) > sum(were_fewer) and not all(were_fewer)
 
@@ -348,7 +349,7 @@ def _together(do: Callable[[Any, Any], Any], by: Any, other: Any) -> Any:
 
 def _ratio(node: Any) -> float:
     """Of how many numbers each number of a mean is the mean."""
-    return max(math.prod(node._saved_self_sym_sizes), 1) / max(math.prod(outputs(node)[0].shape), 1)
+    return max(math.prod(node._saved_self_sym_sizes), 1) / max(math.prod(shape_of(outputs(node)[0])), 1)
 
 
 def _constant(x: torch.Tensor) -> float | None:
