@@ -105,5 +105,5 @@ def _are_all_close(weights: Sequence[torch.Tensor]) -> bool:
 
 def _are_close(weight: torch.Tensor, other: torch.Tensor, *, rtol: float) -> torch.Tensor:
     if weight.shape != other.shape:
-        return torch.zeros((), dtype=torch.bool)
+        return torch.zeros((), dtype=torch.bool, device=weight.device)
     return torch.isclose(weight, other.to(weight.device), rtol=rtol).all()

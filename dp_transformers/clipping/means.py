@@ -220,10 +220,8 @@ class LossMeans:
         """Where all that a node is given was added up, or is of a row each."""
         name, before = type(node).__name__, node.next_functions
         if name in _LINEAR:
-            if name in MEANS:
+            if name in (*MEANS, "ExpandBackward0"):
                 by = by / _ratio(node)
-            elif name == "ExpandBackward0":
-                by = by / _ratio(node)  # less than 1
             return [_Before(before[i], None, _of_joined(node, i, by), own) for i, _ in given]
         if (other := _constant_factor(node, [i for i, _ in given])) is not None:
             by = _together(operator.truediv if name in _QUOTIENTS else operator.mul, by, other)
@@ -348,7 +346,7 @@ def _together(do: Callable[[Any, Any], Any], by: Any, other: Any) -> Any:
 
 
 def _ratio(node: Any) -> float:
-    """Of how many numbers each number of a mean is the mean."""
+    """Of how many numbers each number of a mean is the mean; less than 1 where numbers are copied."""
     return max(math.prod(node._saved_self_sym_sizes), 1) / max(math.prod(shape_of(outputs(node)[0])), 1)
 
 
