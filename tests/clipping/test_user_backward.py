@@ -493,6 +493,8 @@ LINEAR = {
     "of several sizes": of_several_sizes,
     "columns apart": lambda s, y: (lambda v: 0.5 * v[0] + 0.1 * v[1] - v[2])(s.square().mean((0, 1))),
     "added to each": lambda s, y: (s.square().mean((1, 2)) + 0.1 * s.abs().mean()).mean(),
+    "added to each, summed": lambda s, y: (s.square().mean((1, 2)) + 0.1 * s.abs().mean()).sum() / len(s),
+    "turned and summed": lambda s, y: s.square().mean(2).transpose(0, 1).sum(0).mean(),
     "of parameters": lambda s, y: (
         s.square().mean() + VECTOR.square().mean() + F.cross_entropy(VECTOR[None], y[:1, 0] * 0)
     ),
