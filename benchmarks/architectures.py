@@ -43,7 +43,7 @@ from dp_transformers.clipping.checks.synthetic import floating_tensors, projecte
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.recorded_call import RecordedCall
 from dp_transformers.clipping.terms import Term
-from dp_transformers.losses import label_columns
+from dp_transformers.losses.heads import label_columns
 
 from .harness import Row
 from .pages import with_table

@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.clipping import PerExampleClipper
 from dp_transformers.clipping.model_state import ModelState
-from dp_transformers.loaded_rows import LoadedRows
-from dp_transformers.private_gradients import PrivateGradients
-from dp_transformers.private_loss import PrivateLoss
-from dp_transformers.randomness import SecretSeeds
-from dp_transformers.step import PrivateStep
+from dp_transformers.data.loaded_rows import LoadedRows
+from dp_transformers.runtime.randomness import SecretSeeds
+from dp_transformers.step.private_gradients import PrivateGradients
+from dp_transformers.step.private_loss import PrivateLoss
+from dp_transformers.step.step import PrivateStep
 
 from .harness import Benchmark, parser
 from .models import Shape, build_transformer

@@ -30,7 +30,7 @@ import torch
 from torch.optim import AdamW
 
 from dp_transformers import AdaptiveClipping, AutomaticClipping, DPAdamW, DPTrainer, Mechanism, plan
-from dp_transformers.planner import MechanismPlan, predicted_noise
+from dp_transformers.mechanism.planner import MechanismPlan, predicted_noise
 
 from .accuracy import BATCH, DELTA, EPOCHS, HEAD_LEARNING_RATE, RECIPE, cell, examples, read, train_head
 from .harness import Row, machine

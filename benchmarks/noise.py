@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dp_transformers import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, PerExampleClipper
-from dp_transformers.noise import Noise
+from dp_transformers.mechanism.noise import Noise
 
 from .harness import Benchmark, Contender, Phase, parser
 

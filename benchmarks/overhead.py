@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.checkpoint import PrivacyState
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.ledger import Ledger
-from dp_transformers.mechanism import Mechanism, Release
-from dp_transformers.noise import IndependentNoise
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, Release
+from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.sampling import DrawSampler, PoissonSampling
 from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.private_loss import LOSS, PrivateLoss
-from dp_transformers.run import PrivateRun
-from dp_transformers.sampling import DrawSampler, PoissonSampling
+from dp_transformers.step.checkpoint import PrivacyState
+from dp_transformers.step.ledger import Ledger
+from dp_transformers.step.private_loss import LOSS, PrivateLoss
+from dp_transformers.step.run import PrivateRun
 
 from .contenders import Task, plain
 from .harness import WARM_UP, Benchmark, parser, spread

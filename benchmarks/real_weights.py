@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.losses import find_per_example_loss
+from dp_transformers.losses.heads import find_per_example_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import assets

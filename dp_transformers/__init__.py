@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "AdaptiveClipping": "clipping.clipping_functions",
-    "AutomaticClipping": "clipping.clipping_functions",
-    "BallsInBinsSampling": "sampling",
-    "BandedInverseNoise": "noise",
-    "BandedNoise": "noise",
-    "BufferedNoise": "noise",
-    "ConstantSchedule": "schedules",
-    "CyclicPoissonSampling": "sampling",
-    "DPAdamW": "optimizers",
+    "AdaptiveClipping": "mechanism.clipping_functions",
+    "AutomaticClipping": "mechanism.clipping_functions",
+    "BallsInBinsSampling": "mechanism.sampling",
+    "BandedInverseNoise": "mechanism.noise",
+    "BandedNoise": "mechanism.noise",
+    "BufferedNoise": "mechanism.noise",
+    "ConstantSchedule": "mechanism.schedules",
+    "CyclicPoissonSampling": "mechanism.sampling",
+    "DPAdamW": "noise.optimizers",
     "DPDPOConfig": "trl",
     "DPDPOTrainer": "trl",
     "DPRewardConfig": "trl",
@@ -28,42 +28,42 @@ _WHERE = {
     "DPTrainer": "trainer",
     "DPTrainerMixin": "trainer",
     "DPTrainingArguments": "trainer",
-    "ExponentialSchedule": "schedules",
-    "FixedOrderSampling": "sampling",
-    "FlatClipping": "clipping.clipping_functions",
-    "IndependentNoise": "noise",
-    "LinearSchedule": "schedules",
-    "Mechanism": "mechanism",
-    "ModuleValidator": "validation",
-    "NormalisedClipping": "clipping.clipping_functions",
+    "ExponentialSchedule": "mechanism.schedules",
+    "FixedOrderSampling": "mechanism.sampling",
+    "FlatClipping": "mechanism.clipping_functions",
+    "IndependentNoise": "mechanism.noise",
+    "LinearSchedule": "mechanism.schedules",
+    "Mechanism": "mechanism.mechanism",
+    "ModuleValidator": "checks.validation",
+    "NormalisedClipping": "mechanism.clipping_functions",
     "PerExampleClipper": "clipping",
-    "PerGroupClipping": "clipping.clipping_functions",
-    "PerLayerClipping": "clipping.clipping_functions",
-    "PerSampleAdaptiveClipping": "clipping.clipping_functions",
-    "PoissonSampling": "sampling",
-    "PrivacyEngine": "privacy_engine",
-    "PrivacySpent": "run",
-    "PrivacyUnit": "mechanism",
-    "RandomAllocationSampling": "sampling",
-    "Release": "mechanism",
-    "ScheduledClipping": "clipping.clipping_functions",
-    "ScheduledNoise": "noise",
-    "ScheduledPoissonSampling": "sampling",
-    "StepSchedule": "schedules",
-    "TruncatedPoissonSampling": "sampling",
-    "calibrate_noise_multiplier": "accounting",
+    "PerGroupClipping": "mechanism.clipping_functions",
+    "PerLayerClipping": "mechanism.clipping_functions",
+    "PerSampleAdaptiveClipping": "mechanism.clipping_functions",
+    "PoissonSampling": "mechanism.sampling",
+    "PrivacyEngine": "engine",
+    "PrivacySpent": "step.run",
+    "PrivacyUnit": "mechanism.mechanism",
+    "RandomAllocationSampling": "mechanism.sampling",
+    "Release": "mechanism.mechanism",
+    "ScheduledClipping": "mechanism.clipping_functions",
+    "ScheduledNoise": "mechanism.noise",
+    "ScheduledPoissonSampling": "mechanism.sampling",
+    "StepSchedule": "mechanism.schedules",
+    "TruncatedPoissonSampling": "mechanism.sampling",
+    "calibrate_noise_multiplier": "mechanism.accounting",
     "check_model": "clipping",
     "check_per_sample_gradients_are_correct": "clipping",
-    "compute_epsilon": "accounting",
-    "find_example_losses": "example_losses",
-    "first_rows_of_each": "documents",
-    "keep_documents_apart": "documents",
-    "padded_blocks": "documents",
-    "plan": "planner",
-    "register_accountant": "accounting",
+    "compute_epsilon": "mechanism.accounting",
+    "find_example_losses": "losses.example_losses",
+    "first_rows_of_each": "data.documents",
+    "keep_documents_apart": "data.documents",
+    "padded_blocks": "data.documents",
+    "plan": "mechanism.planner",
+    "register_accountant": "mechanism.accounting",
     "register_grad_sampler": "clipping",
-    "register_module_fixer": "validation",
-    "register_module_validator": "validation",
+    "register_module_fixer": "checks.validation",
+    "register_module_validator": "checks.validation",
     "register_norm_sampler": "clipping",
 }
 # Without those of extras: `from dp_transformers import *` must work where these are not installed.
@@ -142,7 +142,7 @@ _OF_OPACUS = {
 }
 
 if TYPE_CHECKING:
-    from .accounting import calibrate_noise_multiplier, compute_epsilon, register_accountant
+    from .checks.validation import ModuleValidator, register_module_fixer, register_module_validator
     from .clipping import (
         PerExampleClipper,
         check_model,
@@ -150,7 +150,11 @@ if TYPE_CHECKING:
         register_grad_sampler,
         register_norm_sampler,
     )
-    from .clipping.clipping_functions import (
+    from .data.documents import first_rows_of_each, keep_documents_apart, padded_blocks
+    from .engine import PrivacyEngine
+    from .losses.example_losses import find_example_losses
+    from .mechanism.accounting import calibrate_noise_multiplier, compute_epsilon, register_accountant
+    from .mechanism.clipping_functions import (
         AdaptiveClipping,
         AutomaticClipping,
         FlatClipping,
@@ -160,15 +164,10 @@ if TYPE_CHECKING:
         PerSampleAdaptiveClipping,
         ScheduledClipping,
     )
-    from .documents import first_rows_of_each, keep_documents_apart, padded_blocks
-    from .example_losses import find_example_losses
-    from .mechanism import Mechanism, PrivacyUnit, Release
-    from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
-    from .optimizers import DPAdamW
-    from .planner import plan
-    from .privacy_engine import PrivacyEngine
-    from .run import PrivacySpent
-    from .sampling import (
+    from .mechanism.mechanism import Mechanism, PrivacyUnit, Release
+    from .mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
+    from .mechanism.planner import plan
+    from .mechanism.sampling import (
         BallsInBinsSampling,
         CyclicPoissonSampling,
         FixedOrderSampling,
@@ -177,23 +176,11 @@ if TYPE_CHECKING:
         ScheduledPoissonSampling,
         TruncatedPoissonSampling,
     )
-    from .schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
-    from .trainer import (
-        DPSeq2SeqTrainer,
-        DPSeq2SeqTrainingArguments,
-        DPTrainer,
-        DPTrainerMixin,
-        DPTrainingArguments,
-    )
-    from .trl import (  # noqa: F401  (of an extra)
-        DPDPOConfig,
-        DPDPOTrainer,
-        DPRewardConfig,
-        DPRewardTrainer,
-        DPSFTConfig,
-        DPSFTTrainer,
-    )
-    from .validation import ModuleValidator, register_module_fixer, register_module_validator
+    from .mechanism.schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
+    from .noise.optimizers import DPAdamW
+    from .step.run import PrivacySpent
+    from .trainer import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments, DPTrainer, DPTrainerMixin, DPTrainingArguments
+    from .trl import DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardTrainer, DPSFTConfig, DPSFTTrainer  # noqa: F401  (of an extra)
 
 
 def __getattr__(name: str) -> Any:

@@ -40,7 +40,7 @@ from peft import TaskType
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 from dp_transformers import DPTrainer
-from dp_transformers.losses import IGNORE_INDEX
+from dp_transformers.losses.heads import IGNORE_INDEX
 
 
 @dataclass

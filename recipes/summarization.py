@@ -44,7 +44,7 @@ from transformers import (
 )
 
 from dp_transformers import DPTrainer
-from dp_transformers.losses import IGNORE_INDEX
+from dp_transformers.losses.heads import IGNORE_INDEX
 
 
 @dataclass

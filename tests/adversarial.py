@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from dp_transformers.clipping.clipping_functions import (
+from dp_transformers.mechanism.clipping_functions import (
     AutomaticClipping,
     FlatClipping,
     NormalisedClipping,

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from dp_transformers import DPTrainingArguments
-from dp_transformers.sampling import DrawSampler
+from dp_transformers.mechanism.sampling import DrawSampler
 
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>", "<unknown>"]
 WORDS = [f"w{i}" for i in range(VOCABULARY - len(SPECIAL))]

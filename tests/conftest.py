@@ -15,8 +15,8 @@ import pytest
 import torch
 from model_table import ModelTable
 
-from dp_transformers.accounting import accountants
 from dp_transformers.clipping import precision
+from dp_transformers.mechanism.accounting import accountants
 
 torch.set_num_threads(1)
 

@@ -52,21 +52,21 @@ from dp_transformers import (
     DPTrainer,
     PerExampleClipper,
     PrivacyEngine,
-    distributed,
     register_grad_sampler,
     register_norm_sampler,
 )
-from dp_transformers.clipping.clipping_functions import AdaptiveClipping, FlatClipping, PerLayerClipping
 from dp_transformers.clipping.device_memory import DeviceMemory
 from dp_transformers.clipping.engine import ClippingEngine
 from dp_transformers.clipping.measured_budget import MeasuredBudget
-from dp_transformers.ledger import Ledger
-from dp_transformers.mechanism import Mechanism
-from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
+from dp_transformers.mechanism.clipping_functions import AdaptiveClipping, FlatClipping, PerLayerClipping
+from dp_transformers.mechanism.mechanism import Mechanism
+from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
+from dp_transformers.mechanism.sampling import PoissonSampling
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.noise.sharded import ShardedNoise
-from dp_transformers.sampling import PoissonSampling
-from dp_transformers.step import PrivateStep
+from dp_transformers.runtime import distributed
+from dp_transformers.step.ledger import Ledger
+from dp_transformers.step.step import PrivateStep
 from dp_transformers.trainer.accelerate_patches import allow_meshes_on_cpu
 
 SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0

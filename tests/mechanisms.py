@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import dp_accounting as dp
 
-from dp_transformers.clipping.clipping_functions import ClippingFunction
-from dp_transformers.noise import IndependentNoise, Noise
-from dp_transformers.sampling import PoissonSampling, Sampling
+from dp_transformers.mechanism.clipping_functions import ClippingFunction
+from dp_transformers.mechanism.noise import IndependentNoise, Noise
+from dp_transformers.mechanism.sampling import PoissonSampling, Sampling
 
 
 @dataclass(frozen=True)

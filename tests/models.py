@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from dp_transformers.losses import find_per_example_loss
+from dp_transformers.losses.heads import find_per_example_loss
 
 VOCABULARY = 1000
 # how options and methods of checkpointing begin, before transformers 5.23 with the other name

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
-from dp_transformers.losses import find_per_example_loss
-from dp_transformers.sampling import DrawSampler
+from dp_transformers.losses.heads import find_per_example_loss
+from dp_transformers.mechanism.sampling import DrawSampler
 
 LOOPS = ["trainer", "engine"]
 DELTA = 1e-4

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trajectories import processor
 
-from dp_transformers.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
+from dp_transformers.mechanism.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
 
 PINS = Path(__file__).with_suffix(".json")
 CHOICES = {
@@ -40,7 +40,7 @@ def settings() -> list[dict]:
 
 
 def epsilon_and_sigma(setting: dict) -> dict[str, float | str]:
-    """Both by the functions of :mod:`dp_transformers.accounting`."""
+    """Both by the functions of :mod:`dp_transformers.mechanism.accounting`."""
     q, steps, delta, accountant, rows = (
         setting[name] for name in ("sample_rate", "steps", "delta", "accountant", "rows")
     )

@@ -3,13 +3,13 @@
 import contextlib
 import os
 
-from dp_transformers.checkpoint import PrivacyState
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.ledger import Ledger
-from dp_transformers.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.noise import IndependentNoise
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
+from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.sampling import PoissonSampling
 from dp_transformers.reports import certificate
-from dp_transformers.sampling import PoissonSampling
+from dp_transformers.step.checkpoint import PrivacyState
+from dp_transformers.step.ledger import Ledger
 
 DELTA = 1e-5
 DATA = {"rows": 1000, "digest": "hmac-sha256:" + "1" * 64, "key": "2" * 16}

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
-from dp_transformers.checkpoint import PrivacyState
-from dp_transformers.privacy_engine.loop import SIGNATURE
+from dp_transformers.engine.loop import SIGNATURE
+from dp_transformers.step.checkpoint import PrivacyState
 
 DELTA = 1e-2
 

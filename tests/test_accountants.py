@@ -22,17 +22,17 @@ from dp_transformers import (
     calibrate_noise_multiplier,
     compute_epsilon,
 )
-from dp_transformers.accounting import (
+from dp_transformers.mechanism.accounting import (
     PrivacyAccountant,
     accountants,
     event_epsilon,
     group_epsilon,
     register_accountant,
 )
-from dp_transformers.mechanism import PrivacyUnit
+from dp_transformers.mechanism.mechanism import PrivacyUnit
+from dp_transformers.mechanism.sampling import Sampling
 from dp_transformers.reports import certificate
 from dp_transformers.reports.findings import Report, look
-from dp_transformers.sampling import Sampling
 
 
 class Twice:

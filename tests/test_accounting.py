@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from dp_transformers.accounting import (
+from dp_transformers.mechanism.accounting import (
     PrivacyAccountant,
     calibrate_noise_multiplier,
     calibration,
@@ -21,8 +21,8 @@ from dp_transformers.accounting import (
     event_epsilon,
     gaussian,
 )
-from dp_transformers.accounting.arguments import ACCOUNTANTS
-from dp_transformers.accounting.events import event_accountant
+from dp_transformers.mechanism.accounting.arguments import ACCOUNTANTS
+from dp_transformers.mechanism.accounting.events import event_accountant
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -388,7 +388,7 @@ def test_slow_series_leave_no_log_lines():
 
 def test_importing_is_light():
     code = (
-        "import sys, dp_transformers.accounting;"
+        "import sys, dp_transformers.mechanism.accounting;"
         "print([name for name in ('numpy', 'scipy', 'dp_accounting', 'torch') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -29,7 +29,7 @@ from test_resume import rows
 from torch import nn
 
 from dp_transformers import PerExampleClipper, compute_epsilon
-from dp_transformers.clipping.clipping_functions import (
+from dp_transformers.mechanism.clipping_functions import (
     AdaptiveClipping,
     ClippingFunction,
     FlatClipping,
@@ -37,13 +37,13 @@ from dp_transformers.clipping.clipping_functions import (
     PerLayerClipping,
     ScheduledClipping,
 )
-from dp_transformers.ledger import LEDGER_NAME, Ledger
-from dp_transformers.mechanism import Mechanism
-from dp_transformers.noise import BandedNoise, IndependentNoise
+from dp_transformers.mechanism.mechanism import Mechanism
+from dp_transformers.mechanism.noise import BandedNoise, IndependentNoise
+from dp_transformers.mechanism.sampling import CyclicPoissonSampling, DrawSampler
+from dp_transformers.mechanism.schedules import ConstantSchedule
 from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.quantile import NoisedShare
-from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler
-from dp_transformers.schedules import ConstantSchedule
+from dp_transformers.step.ledger import LEDGER_NAME, Ledger
+from dp_transformers.step.quantile import NoisedShare
 
 SIGMA = 1.3
 ADAPTIVE = AdaptiveClipping(0.7, count_noise=2.0, learning_rate=0.5)

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import pytest
 
-from dp_transformers import ledger as ledger_module
-from dp_transformers.checkpoint import STATE_NAME, PrivacyState, find_checkpoint, rotate
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
-from dp_transformers.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.noise import IndependentNoise
-from dp_transformers.sampling import PoissonSampling
-from dp_transformers.values import StepParameters
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
+from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.sampling import PoissonSampling
+from dp_transformers.mechanism.values import StepParameters
+from dp_transformers.step import ledger as ledger_module
+from dp_transformers.step.checkpoint import STATE_NAME, PrivacyState, find_checkpoint, rotate
+from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 
 USED = StepParameters(0.1, 10, 1.5, 0.5)
 
@@ -226,7 +226,7 @@ def test_a_line_that_cannot_be_written_is_an_error(tmp_path, monkeypatch, fault)
 
 HOLDER = """
 import os, sys, time
-from dp_transformers.ledger import Ledger
+from dp_transformers.step.ledger import Ledger
 ledger = Ledger(sys.argv[1])
 ledger.open()
 if os.fork() == 0:  # as a DataLoader worker: outlives its parent for a while

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import default_data_collator
 
 from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.data import Draw, LogicalBatches
-from dp_transformers.rows import columns_of, filled_columns, refuse_other_columns
+from dp_transformers.data.draws import Draw, LogicalBatches
+from dp_transformers.data.rows import columns_of, filled_columns, refuse_other_columns
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 

@@ -33,9 +33,9 @@ from transformers import (
     Wav2Vec2ForSequenceClassification,
 )
 
-from dp_transformers import distributed
-from dp_transformers.sampling import Draw, DrawSampler
-from dp_transformers.step import PrivateStep
+from dp_transformers.mechanism.sampling import Draw, DrawSampler
+from dp_transformers.runtime import distributed
+from dp_transformers.step.step import PrivateStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 SIZES = {

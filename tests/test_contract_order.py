@@ -24,7 +24,8 @@ from transformers import (
     TrainerCallback,
 )
 
-from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, check_model, distributed
+from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, check_model
+from dp_transformers.runtime import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 both_loops = pytest.mark.parametrize("loop", LOOPS)

@@ -7,8 +7,8 @@ import torch
 from scipy import stats
 from torch.utils.data import DataLoader
 
-from dp_transformers.data import LogicalBatches, draws_dataloader
-from dp_transformers.sampling import Draw, DrawSampler, PoissonSampling
+from dp_transformers.data.draws import LogicalBatches, draws_dataloader
+from dp_transformers.mechanism.sampling import Draw, DrawSampler, PoissonSampling
 
 
 def poisson(n, q, steps, **options):

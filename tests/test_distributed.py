@@ -19,8 +19,8 @@ from models import batch_for, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients
 from toeplitz import matrix
 
-from dp_transformers.clipping.clipping_functions import FlatClipping, PerLayerClipping
-from dp_transformers.sampling import DrawSampler, PoissonSampling
+from dp_transformers.mechanism.clipping_functions import FlatClipping, PerLayerClipping
+from dp_transformers.mechanism.sampling import DrawSampler, PoissonSampling
 
 ROOT = Path(__file__).parent.parent
 PROCESSES = int(os.environ.get("PROCESSES", 2))

@@ -10,22 +10,18 @@ from test_mechanism_in_loops import EXPECTED, LOOPS, Gradients, N, by_engine, by
 from test_resume import Classifier, rows
 from torch import nn
 
-from dp_transformers import data
-from dp_transformers.clipping.clipping_functions import (
+from dp_transformers.data import draws as data
+from dp_transformers.data.draws import LogicalBatches
+from dp_transformers.data.loaded_rows import PlacesOfRows
+from dp_transformers.data.mixing import refuse_reordered
+from dp_transformers.mechanism.clipping_functions import (
     AdaptiveClipping,
     AutomaticClipping,
     FlatClipping,
     PerLayerClipping,
 )
-from dp_transformers.data import LogicalBatches
-from dp_transformers.loaded_rows import PlacesOfRows
-from dp_transformers.mechanism import Release
-from dp_transformers.mixing import refuse_reordered
-from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.private_loss import PrivateLoss
-from dp_transformers.quantile import NoisedShare
-from dp_transformers.randomness import SecretSeeds
-from dp_transformers.sampling import (
+from dp_transformers.mechanism.mechanism import Release
+from dp_transformers.mechanism.sampling import (
     Draw,
     DrawSampler,
     FixedOrderSampling,
@@ -33,6 +29,10 @@ from dp_transformers.sampling import (
     RandomAllocationSampling,
     TruncatedPoissonSampling,
 )
+from dp_transformers.noise.generators import GaussianNoise
+from dp_transformers.runtime.randomness import SecretSeeds
+from dp_transformers.step.private_loss import PrivateLoss
+from dp_transformers.step.quantile import NoisedShare
 
 SIZE, BOUND = 4, 0.4
 # whole batches alone, a last one of one row, no example, one example, and a last one of three

@@ -23,10 +23,10 @@ from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from dp_transformers import DPTrainer, DPTrainingArguments
-from dp_transformers.data import LogicalBatches
-from dp_transformers.first_use import Memory
-from dp_transformers.sampling import Draw
-from dp_transformers.validation import validate_lengths
+from dp_transformers.checks.validation import validate_lengths
+from dp_transformers.data.draws import LogicalBatches
+from dp_transformers.data.first_use import Memory
+from dp_transformers.mechanism.sampling import Draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 SIZE = 32

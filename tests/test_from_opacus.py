@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dp_transformers
 from dp_transformers import LinearSchedule, Mechanism, PoissonSampling, PrivacyEngine, ScheduledNoise
-from dp_transformers.clipping.clipping_functions import AutomaticClipping, FlatClipping
+from dp_transformers.mechanism.clipping_functions import AutomaticClipping, FlatClipping
 
 
 def loop(engine=None, **options):

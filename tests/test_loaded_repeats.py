@@ -12,7 +12,7 @@ from neighbours import LOOPS, Task, points, train
 from torch import nn
 from torch.utils.data import Dataset
 
-from dp_transformers.stored_rows import refuse_rows_loaded_from_one
+from dp_transformers.data.stored_rows import refuse_rows_loaded_from_one
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 REFUSED = "are one stored row"

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PrivacyEngine
-from dp_transformers.loaded_rows import LoadedRows
+from dp_transformers.data.loaded_rows import LoadedRows
 
 
 def others(x):

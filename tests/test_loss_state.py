@@ -11,7 +11,7 @@ from torch import nn
 
 from dp_transformers import DPTrainer
 from dp_transformers.clipping.conditions import Conditions
-from dp_transformers.loss_state import WatchedLoss
+from dp_transformers.losses.loss_state import WatchedLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 LONG = 23

@@ -21,9 +21,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
 from dp_transformers import find_example_losses
-from dp_transformers import losses as losses_module
-from dp_transformers.example_losses import ExampleLosses
-from dp_transformers.losses import (
+from dp_transformers.losses import heads as losses_module
+from dp_transformers.losses.example_losses import ExampleLosses
+from dp_transformers.losses.heads import (
     causal_lm_loss,
     decoder_inputs,
     find_per_example_loss,

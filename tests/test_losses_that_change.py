@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from dp_transformers import PrivacyEngine
 from dp_transformers.clipping.checks.rare_looks import RareLooks
-from dp_transformers.loss_checks import OFTEN, RATE, RATE_OF_MODELS
+from dp_transformers.losses.loss_checks import OFTEN, RATE, RATE_OF_MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 REFUSED = "the loss compares them"

@@ -16,18 +16,18 @@ import pytest
 import torch
 from mechanisms import Automatic, Capped, EverybodyInTurn, GrowingBatches, Halving, OverTwoSteps
 
-from dp_transformers.accounting import (
+from dp_transformers.mechanism.accounting import (
     PrivacyAccountant,
     calibrate_noise_multiplier,
     compute_epsilon,
     event_epsilon,
     group_epsilon,
 )
-from dp_transformers.clipping.clipping_functions import ClippingFunction, FlatClipping
-from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
-from dp_transformers.noise import IndependentNoise
-from dp_transformers.sampling import PoissonSampling
-from dp_transformers.values import StepParameters
+from dp_transformers.mechanism.clipping_functions import ClippingFunction, FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit, Release
+from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.sampling import PoissonSampling
+from dp_transformers.mechanism.values import StepParameters
 
 ROOT = Path(__file__).parent.parent
 DELTA = 1e-5
@@ -261,11 +261,11 @@ def test_draws_go_on_where_they_are_told_to():
 def test_mechanisms_load_no_torch():
     code = (
         "import sys, json\n"
-        "from dp_transformers.checkpoint import PrivacyState\n"
-        "from dp_transformers.clipping.clipping_functions import FlatClipping\n"
-        "from dp_transformers.mechanism import Mechanism\n"
-        "from dp_transformers.noise import IndependentNoise\n"
-        "from dp_transformers.sampling import PoissonSampling\n"
+        "from dp_transformers.step.checkpoint import PrivacyState\n"
+        "from dp_transformers.mechanism.clipping_functions import FlatClipping\n"
+        "from dp_transformers.mechanism.mechanism import Mechanism\n"
+        "from dp_transformers.mechanism.noise import IndependentNoise\n"
+        "from dp_transformers.mechanism.sampling import PoissonSampling\n"
         "m = Mechanism(sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(1.0), "
         "steps=30)\nm = Mechanism.from_dict(json.loads(json.dumps(m.to_dict())))\n"
         "print(m.epsilon(1e-5), m.calibrated(target_epsilon=2.0, target_delta=1e-5).noise.noise_multiplier)\n"

@@ -16,19 +16,19 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, PrivacyEngine, compute_epsilon
-from dp_transformers.accounting import PrivacyAccountant
-from dp_transformers.clipping.clipping_functions import (
+from dp_transformers.clipping.coefficients import checked_clipping, coefficients
+from dp_transformers.mechanism.accounting import PrivacyAccountant
+from dp_transformers.mechanism.clipping_functions import (
     AutomaticClipping,
     FlatClipping,
     PerGroupClipping,
     PerLayerClipping,
 )
-from dp_transformers.clipping.coefficients import checked_clipping, coefficients
-from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
-from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
-from dp_transformers.noise import IndependentNoise
-from dp_transformers.sampling import DrawSampler, PoissonSampling
-from dp_transformers.values import StepParameters
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit, Release
+from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.sampling import DrawSampler, PoissonSampling
+from dp_transformers.mechanism.values import StepParameters
+from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 
 N, EXPECTED, STEPS, BOUND = 40, 8, 10, 0.7
 LOOPS = ("trainer", "engine")

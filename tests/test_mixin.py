@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from dp_transformers import DPTrainer, DPTrainerMixin, DPTrainingArguments
-from dp_transformers.ledger import Ledger
+from dp_transformers.step.ledger import Ledger
 
 ROWS = texts([8, 5, 7] * 4)
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dp_transformers import PrivacyEngine
-from dp_transformers.data import Draw, LogicalBatches
-from dp_transformers.mixing import refuse_mixed
+from dp_transformers.data.draws import Draw, LogicalBatches
+from dp_transformers.data.mixing import refuse_mixed
 
 
 def one_weight(x):

@@ -13,7 +13,13 @@ from scipy import stats
 
 from dp_transformers.noise import generators
 from dp_transformers.noise.generators import GaussianNoise, _chacha20, standard_normal
-from dp_transformers.randomness import _TWISTER, SecretSeeds, forked_generators, seed_worker, seeded_global_generators
+from dp_transformers.runtime.randomness import (
+    _TWISTER,
+    SecretSeeds,
+    forked_generators,
+    seed_worker,
+    seeded_global_generators,
+)
 
 
 def noise(shapes, std, **options):

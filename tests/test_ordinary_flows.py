@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
-from dp_transformers.mixing import refuse_mixed
-from dp_transformers.rows import paddings_by_others
+from dp_transformers.data.mixing import refuse_mixed
+from dp_transformers.data.rows import paddings_by_others
 
 N = 48
 

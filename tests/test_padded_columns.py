@@ -13,8 +13,8 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 
 from dp_transformers import PrivacyEngine, find_example_losses
 from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.data import Draw, LogicalBatches
-from dp_transformers.rows import paddings_by_others
+from dp_transformers.data.draws import Draw, LogicalBatches
+from dp_transformers.data.rows import paddings_by_others
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 REFUSED = "padded on the right to the length of a longer one.*-100"

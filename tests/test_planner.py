@@ -21,7 +21,7 @@ from dp_transformers import (
     plan,
 )
 from dp_transformers.cli.main import main
-from dp_transformers.planner import predicted_noise
+from dp_transformers.mechanism.planner import predicted_noise
 
 BATCH, DELTA = 1000, 1e-6
 

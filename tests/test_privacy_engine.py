@@ -20,11 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from dp_transformers import PrivacyEngine, compute_epsilon, randomness
-from dp_transformers.ledger import PrivacyStateError
-from dp_transformers.privacy_engine.criterion import PrivateCriterion
-from dp_transformers.privacy_engine.plain_loop import LoopOptions, PlainLoop
-from dp_transformers.randomness import SecretSeeds
+from dp_transformers import PrivacyEngine, compute_epsilon
+from dp_transformers.engine.criterion import PrivateCriterion
+from dp_transformers.engine.plain_loop import LoopOptions, PlainLoop
+from dp_transformers.runtime import randomness
+from dp_transformers.runtime.randomness import SecretSeeds
+from dp_transformers.step.ledger import PrivacyStateError
 
 CLASSES, WIDTH, LENGTH, N = 3, 5, 4, 40
 

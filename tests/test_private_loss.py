@@ -27,11 +27,11 @@ from dp_transformers import (
     calibrate_noise_multiplier,
     compute_epsilon,
 )
-from dp_transformers.ledger import PrivacyStateError
-from dp_transformers.losses import default_loss_bound
-from dp_transformers.mechanism import PrivacyUnit
-from dp_transformers.private_loss import PrivateLoss, loss_release
+from dp_transformers.losses.heads import default_loss_bound
+from dp_transformers.mechanism.mechanism import PrivacyUnit
 from dp_transformers.reports import certificate
+from dp_transformers.step.ledger import PrivacyStateError
+from dp_transformers.step.private_loss import PrivateLoss, loss_release
 
 SIGMA, Q, STEPS, DELTA = 0.5473, 0.01024, 293, 1e-6  # a default fine-tuning: epsilon is 8
 EXACT = 1e-9  # a noise factor at which the logged loss is the clipped mean

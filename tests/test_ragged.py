@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, check_model
 from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.mixing import refuse_mixed
-from dp_transformers.ragged import Ragged, packed, unpacked
+from dp_transformers.clipping.ragged import Ragged, packed, unpacked
+from dp_transformers.data.mixing import refuse_mixed
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 LENGTHS = (3, 1, 4, 2, 5, 2, 1, 3)

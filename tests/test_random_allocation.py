@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dp_transformers.accounting import compute_epsilon, event_epsilon
-from dp_transformers.accounting.allocation import RandomAllocationDpEvent, allocation_losses
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.noise import BandedInverseNoise, IndependentNoise
+from dp_transformers.mechanism.accounting import compute_epsilon, event_epsilon
+from dp_transformers.mechanism.accounting.allocation import RandomAllocationDpEvent, allocation_losses
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
+from dp_transformers.mechanism.noise import BandedInverseNoise, IndependentNoise
+from dp_transformers.mechanism.sampling import BallsInBinsSampling, RandomAllocationSampling, Sampling
+from dp_transformers.mechanism.values import StepParameters
 from dp_transformers.reports.attack import privacy_curve
-from dp_transformers.sampling import BallsInBinsSampling, RandomAllocationSampling, Sampling
-from dp_transformers.values import StepParameters
 
 DELTA = 1e-5
 

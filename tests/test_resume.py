@@ -35,19 +35,21 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, checkpoint, compute_epsilon, distributed
-from dp_transformers.accounting import PrivacyAccountant
-from dp_transformers.checkpoint import STATE_NAME, PrivacyState
-from dp_transformers.clipping.clipping_functions import FlatClipping
+from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, compute_epsilon
 from dp_transformers.clipping.parallel.dtensor import to_local
-from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
-from dp_transformers.mechanism import Mechanism
-from dp_transformers.noise import BandedInverseNoise, BandedNoise
+from dp_transformers.mechanism.accounting import PrivacyAccountant
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism
+from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise
+from dp_transformers.mechanism.sampling import CyclicPoissonSampling, FixedOrderSampling
 from dp_transformers.noise.generators import Dither, GaussianNoise
 from dp_transformers.noise.streams import CorrelatedStream
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
-from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling
-from dp_transformers.step import PrivateStep
+from dp_transformers.runtime import distributed
+from dp_transformers.step import checkpoint
+from dp_transformers.step.checkpoint import STATE_NAME, PrivacyState
+from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
+from dp_transformers.step.step import PrivateStep
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
 WITH_LOSS = 1.01**-0.5  # σ of gradients and the logged loss together, over that of the gradients

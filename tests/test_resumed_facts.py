@@ -16,11 +16,11 @@ from test_resume import Classifier
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
-from dp_transformers.checkpoint import STATE_NAME
-from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
 from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.reports.words import run_table
+from dp_transformers.step.checkpoint import STATE_NAME
+from dp_transformers.step.ledger import LEDGER_NAME, PrivacyStateError
 
 LOOPS = ["trainer", "engine", "engine with a ledger"]
 DELTA = 1e-3

@@ -11,9 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
-from dp_transformers import rows
-from dp_transformers.data import Draw, LogicalBatches
-from dp_transformers.randomness import SecretSeeds
+from dp_transformers.data.draws import Draw, LogicalBatches, rows
+from dp_transformers.runtime.randomness import SecretSeeds
 
 
 def batches(dataset, collate, size=8):

@@ -7,15 +7,15 @@ from dataclasses import replace
 import dp_accounting
 import pytest
 
-from dp_transformers.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
-from dp_transformers.checkpoint import PrivacyState
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
-from dp_transformers.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.noise import IndependentNoise
-from dp_transformers.run import PrivateRun
-from dp_transformers.sampling import FixedOrderSampling, PoissonSampling
-from dp_transformers.startup_message import Trained, describe, hopeless
+from dp_transformers.mechanism.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
+from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.sampling import FixedOrderSampling, PoissonSampling
+from dp_transformers.step.checkpoint import PrivacyState
+from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
+from dp_transformers.step.run import PrivateRun
+from dp_transformers.step.startup_message import Trained, describe, hopeless
 
 TRAINED = Trained("Net", 10, 20, "book_keeping", "auto")
 

@@ -9,12 +9,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dp_transformers.accounting import PrivacyAccountant, compute_epsilon, event_epsilon
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.noise import IndependentNoise
-from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, FixedOrderSampling, PoissonSampling, Sampling
-from dp_transformers.values import StepParameters
+from dp_transformers.mechanism.accounting import PrivacyAccountant, compute_epsilon, event_epsilon
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
+from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.sampling import (
+    CyclicPoissonSampling,
+    DrawSampler,
+    FixedOrderSampling,
+    PoissonSampling,
+    Sampling,
+)
+from dp_transformers.mechanism.values import StepParameters
 
 DELTA = 1e-5
 CYCLIC = CyclicPoissonSampling(2000, 100, min_separation=5)

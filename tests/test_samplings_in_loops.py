@@ -17,7 +17,7 @@ from test_mechanism_in_loops import (
     train,
 )
 
-from dp_transformers.sampling import (
+from dp_transformers.mechanism.sampling import (
     BallsInBinsSampling,
     DrawSampler,
     RandomAllocationSampling,

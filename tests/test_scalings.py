@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import PrivacyEngine
-from dp_transformers.loaded_rows import LoadedRows
-from dp_transformers.randomness import SecretSeeds
-from dp_transformers.scalings import Scalings
+from dp_transformers.data.loaded_rows import LoadedRows
+from dp_transformers.data.scalings import Scalings
+from dp_transformers.runtime.randomness import SecretSeeds
 
 
 def over(x, dims, centre=True):

@@ -29,8 +29,8 @@ from test_mechanism_in_loops import (
 from test_resume import Classifier, rows
 
 from dp_transformers import PerExampleClipper, compute_epsilon
-from dp_transformers.accounting import PrivacyAccountant
-from dp_transformers.clipping.clipping_functions import (
+from dp_transformers.mechanism.accounting import PrivacyAccountant
+from dp_transformers.mechanism.clipping_functions import (
     AutomaticClipping,
     ClippingFunction,
     FlatClipping,
@@ -39,18 +39,18 @@ from dp_transformers.clipping.clipping_functions import (
     PerSampleAdaptiveClipping,
     ScheduledClipping,
 )
-from dp_transformers.ledger import LEDGER_NAME, Ledger
-from dp_transformers.mechanism import Mechanism
-from dp_transformers.noise import BandedNoise, Noise, ScheduledNoise
-from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, Sampling, ScheduledPoissonSampling
-from dp_transformers.schedules import (
+from dp_transformers.mechanism.mechanism import Mechanism
+from dp_transformers.mechanism.noise import BandedNoise, Noise, ScheduledNoise
+from dp_transformers.mechanism.sampling import CyclicPoissonSampling, DrawSampler, Sampling, ScheduledPoissonSampling
+from dp_transformers.mechanism.schedules import (
     ConstantSchedule,
     ExponentialSchedule,
     LinearSchedule,
     Schedule,
     StepSchedule,
 )
-from dp_transformers.values import StepParameters
+from dp_transformers.mechanism.values import StepParameters
+from dp_transformers.step.ledger import LEDGER_NAME, Ledger
 
 SCHEDULES = [ConstantSchedule(), LinearSchedule(0.25, 8), ExponentialSchedule(3.0, 4), StepSchedule(0.5, 3)]
 N = 40

@@ -12,9 +12,10 @@ from test_resume import Classifier, rows
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dp_transformers import PrivacyEngine, keystream, sampling
-from dp_transformers.keystream import chacha20, secure_generator
-from dp_transformers.sampling import (
+from dp_transformers import PrivacyEngine
+from dp_transformers.mechanism import keystream, sampling
+from dp_transformers.mechanism.keystream import chacha20, secure_generator
+from dp_transformers.mechanism.sampling import (
     BallsInBinsSampling,
     CyclicPoissonSampling,
     DrawSampler,
@@ -24,7 +25,7 @@ from dp_transformers.sampling import (
     ScheduledPoissonSampling,
     TruncatedPoissonSampling,
 )
-from dp_transformers.schedules import ConstantSchedule
+from dp_transformers.mechanism.schedules import ConstantSchedule
 
 EXAMPLES, BATCH = 40, 8
 SCHEMES = [

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from benchmarks.models import Shape
 from benchmarks.startup import parts
 from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
-from dp_transformers.accounting import gaussian
 from dp_transformers.clipping.engine import ClippingEngine
+from dp_transformers.mechanism.accounting import gaussian
 
 BUDGET = {"target_epsilon": 3.0, "target_delta": 1e-4}
 

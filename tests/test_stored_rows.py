@@ -24,8 +24,8 @@ from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset
 from torch.utils.data import Dataset as TorchDataset
 
 from dp_transformers import IndependentNoise, Mechanism, PoissonSampling, PrivacyEngine, PrivacyUnit
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.stored_rows import have_rows_in_common, most_frequent_row
+from dp_transformers.data.stored_rows import have_rows_in_common, most_frequent_row
+from dp_transformers.mechanism.clipping_functions import FlatClipping
 
 
 def rows(n, seed=0):

@@ -42,13 +42,13 @@ from transformers import (
 from transformers.optimization import GreedyLR
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
-from dp_transformers.checkpoint import STATE_NAME
 from dp_transformers.clipping.checks.rare_looks import RareLooks
-from dp_transformers.ledger import LEDGER_NAME, PrivacyStateError
-from dp_transformers.losses import causal_lm_loss
+from dp_transformers.losses.heads import causal_lm_loss
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
-from dp_transformers.run import PrivateRun
-from dp_transformers.step import PrivateStep
+from dp_transformers.step.checkpoint import STATE_NAME
+from dp_transformers.step.ledger import LEDGER_NAME, PrivacyStateError
+from dp_transformers.step.run import PrivateRun
+from dp_transformers.step.step import PrivateStep
 from dp_transformers.trainer.refused_settings import refuse_settings
 
 N = 60

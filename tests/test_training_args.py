@@ -10,10 +10,10 @@ from models import CHECKPOINTING
 from transformers import HfArgumentParser
 
 from dp_transformers import DPTrainingArguments, calibrate_noise_multiplier
-from dp_transformers.clipping.clipping_functions import CLIPPING_FUNCTIONS, FlatClipping
-from dp_transformers.mechanism import Mechanism
-from dp_transformers.noise import IndependentNoise
-from dp_transformers.sampling import PoissonSampling
+from dp_transformers.mechanism.clipping_functions import CLIPPING_FUNCTIONS, FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism
+from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.sampling import PoissonSampling
 from dp_transformers.trainer.refused_settings import refuse_arguments
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dp_transformers.accounting import compute_epsilon
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.noise import BandedInverseNoise, IndependentNoise
-from dp_transformers.sampling import PoissonSampling, Sampling, TruncatedPoissonSampling
+from dp_transformers.mechanism.accounting import compute_epsilon
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
+from dp_transformers.mechanism.noise import BandedInverseNoise, IndependentNoise
+from dp_transformers.mechanism.sampling import PoissonSampling, Sampling, TruncatedPoissonSampling
 
 DELTA = 1e-5
 

@@ -16,7 +16,7 @@ from dp_transformers import (
     register_module_fixer,
     register_module_validator,
 )
-from dp_transformers.validation import longest_input, validate_lengths, validate_model
+from dp_transformers.checks.validation import longest_input, validate_lengths, validate_model
 
 
 def test_batch_norm_is_named():

@@ -9,7 +9,7 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from dp_transformers.losses import decoder_inputs, find_per_example_loss
+from dp_transformers.losses.heads import decoder_inputs, find_per_example_loss
 
 VOCABULARY, LABELS = 120, 4
 TEXT = {

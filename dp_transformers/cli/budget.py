@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from ..mechanism.values import HOPELESS
 from ..reports.words import up
-from ..values import HOPELESS
 from .extras import missing_extra
 
 if TYPE_CHECKING:
-    from ..planner import MechanismPlan
+    from ..mechanism.planner import MechanismPlan
     from .planning import Plan
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -217,7 +217,7 @@ def _table_in_words(plan: Plan, rows: list[dict[str, float | None]]) -> str:
 
 
 def _mechanisms(plan: Plan) -> MechanismPlan:
-    from ..planner import plan as mechanisms_for
+    from ..mechanism.planner import plan as mechanisms_for
 
     if not math.isfinite(plan.epsilon):
         raise ValueError("--plan compares mechanisms that meet one epsilon: give a --sigma above 0, or --epsilon.")

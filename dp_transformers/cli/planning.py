@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from .. import FlatClipping, IndependentNoise, Mechanism, PoissonSampling, PrivacyUnit
-from ..accounting.calibration import guess_noise_multiplier, largest_within
-from ..sampling import steps_of_epochs
+from ..mechanism.accounting.calibration import guess_noise_multiplier, largest_within
+from ..mechanism.sampling import steps_of_epochs
 
 MOST_STEPS = 10**6
 

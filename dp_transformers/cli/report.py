@@ -59,8 +59,8 @@ def report(
 
 def _refuse_parent(folder: Path) -> None:
     """Raise ValueError for a folder of output folders, with their names."""
-    from ..ledger import LEDGER_NAME
     from ..reports.certificate import CERTIFICATE_NAME
+    from ..step.ledger import LEDGER_NAME
 
     if (folder / LEDGER_NAME).exists() or (folder / CERTIFICATE_NAME).exists():
         return

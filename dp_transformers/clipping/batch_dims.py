@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from .. import ragged
+from . import ragged
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..ragged import is_ragged
 from .batch_dims import BatchDim, kind_of_call
 from .fallback import put_back, refuse_new_data, substituted, without_fused_attention, without_vmap_warnings
 from .owners import Owner
 from .precision import HALF
+from .ragged import is_ragged
 from .recorded_call import ForwardPass, is_differentiable
 from .tap import CopiedParameters, FirstReached, ParameterTap
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..mechanism.clipping_functions import ClippingFunction
 from . import backward_calls
 from .batch_dims import batch_size_of
 from .checks.beside_others import draw_for_all_rows, looks_at_calls, require_same_beside_others
@@ -27,7 +28,6 @@ from .checks.padding import check_padding, expect_no_gradient_at_padding
 from .checks.rare_looks import RareLooks
 from .checks.self_check import CheckReport, self_check
 from .checks.synthetic import LossFunction
-from .clipping_functions import ClippingFunction
 from .coefficients import checked_clipping
 from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .clipping_functions import ClippingFunction, FlatClipping, GroupedClipping
+from ..mechanism.clipping_functions import ClippingFunction, FlatClipping, GroupedClipping
 
 SMALLEST_BOUND = 1e-12
 

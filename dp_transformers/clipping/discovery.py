@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..ragged import is_ragged, unpacked, unpacked_sequence
 from .batch_dims import SHARED, BatchDim, kind_of_call, learn_batch_dim
 from .errors import UnownedParameterError
 from .fallback import substituted, without_fused_attention
 from .owners import Owner, assign_to_parent, uncalled_beside
 from .parallel.dtensor import to_local
 from .parallel.fsdp2 import Shards
+from .ragged import is_ragged, unpacked, unpacked_sequence
 
 
 class _Call(NamedTuple):

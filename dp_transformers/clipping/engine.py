@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ..randomness import global_state, random_state, set_global_state, set_random_state
+from ..mechanism.clipping_functions import ClippingFunction
+from ..runtime.randomness import global_state, random_state, set_global_state, set_random_state
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .by_example import ExamplesApart, UnknownCall
 from .caches import configurations, without_caches
-from .clipping_functions import ClippingFunction
 from .coefficients import checked_weights, coefficients
 from .conditions import Conditions
 from .errors import warn_once

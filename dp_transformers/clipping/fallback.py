@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..randomness import replayed
+from ..runtime.randomness import replayed
 from .batch_dims import PackedRows
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError, how_to_fix, warn_once
 from .recorded_call import RecordedCall, differentiable_leaves

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .clipping_functions import ClippingFunction
+from ..mechanism.clipping_functions import ClippingFunction
 from .coefficients import checked_clipping
 from .trainable import TrainableParameters
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..randomness import random_state, seeded_global_generators
+from ..runtime.randomness import random_state, seeded_global_generators
 from .by_example import ForwardByExample
 from .caches import configurations, without_caches
 from .errors import UnsupportedModuleError, refuse_tracing

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..values import equal_or_nan
+from ..mechanism.values import equal_or_nan
 from .conditions import Conditions
 from .errors import HOW_TO_UNCOMPILE, is_compiled, named
 from .leftovers import SMALL, Written, content_of, put_back, refuse_marked

@@ -34,8 +34,8 @@ from typing import NoReturn, Protocol, cast
 import torch
 from torch import nn
 
-from ..randomness import global_state, set_global_state
-from .clipping_functions import ClippingFunction, GroupedClipping
+from ..mechanism.clipping_functions import ClippingFunction, GroupedClipping
+from ..runtime.randomness import global_state, set_global_state
 from .coefficients import Coefficients
 from .gradient_sums import GradientSums
 from .groups import ParameterGroup

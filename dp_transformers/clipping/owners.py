@@ -35,7 +35,7 @@ _WRAPPERS = {
     "DistributedDataParallel": "it averages gradients over processes that are not clipped yet: hand over the bare "
     "module; DPTrainer and "
     "PrivacyEngine add up over processes on their own, and after PerExampleClipper "
-    "dp_transformers.distributed.sum_over_ranks does",
+    "dp_transformers.runtime.distributed.sum_over_ranks does",
     "FullyShardedDataParallel": "its flat parameters hide which gradient is whose: use fully_shard (FSDP2)",
     "ScriptModule": "torch.jit compiled it, and its layers cannot be seen: pass the module that was compiled",
     "DeepSpeedEngine": "it averages and clips gradients on its own: hand over the bare module, after fully_shard "

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..ragged import is_ragged, packed, unpacked
-from ..randomness import random_state, same_state
-from ..values import equal_or_nan
+from ..mechanism.values import equal_or_nan
+from ..runtime.randomness import random_state, same_state
 from .batch_dims import BATCH_FIRST, BatchDim, PackedRows
 from .conditions import Conditions
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError
 from .owners import Owner
 from .parallel.dtensor import to_local
 from .precision import HALF
+from .ragged import is_ragged, packed, unpacked
 from .terms import Term
 from .trainable import TrainableParameters
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map
 
-from .clipping_functions import ClippingFunction
+from ..mechanism.clipping_functions import ClippingFunction
 from .coefficients import Coefficients, coefficients
 from .engine import ClippingEngine
 from .factors import Factor, FactorsOfDraws

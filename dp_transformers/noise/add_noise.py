@@ -8,10 +8,10 @@ from typing import cast
 import torch
 from torch import nn
 
-from .. import distributed
 from ..clipping.parallel.dtensor import to_local
 from ..clipping.precision import set_gradient, sum_dtype
-from . import NoiseSource
+from ..mechanism.noise import NoiseSource
+from ..runtime import distributed
 from .digits import round_digits
 
 
@@ -37,7 +37,8 @@ def add_noise_and_divide(
     Args:
         dither: Adds the same on all ranks that hold the same sum.
         std: The standard deviation of the noise's independent part.
-        relative_std: What :meth:`Noise.relative_std <dp_transformers.noise.Noise.relative_std>` says of this step.
+        relative_std: What :meth:`Noise.relative_std <dp_transformers.mechanism.noise.Noise.relative_std>` says of this
+            step.
         scales: One for each parameter, default 1. The sum is divided by it before it is noised and multiplied with
             it at the end, so that the noise itself, which may be correlated, is the same for all.
         sharded: Gradients are DTensors, summed already.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from ..keystream import chacha20
+from ..mechanism.keystream import chacha20
 from .digits import DITHER
 
 Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
@@ -46,7 +46,7 @@ class GaussianNoise:
             and says so.
         secure: Use the cryptographic generator.
         entropy: What seeds the generators instead of the operating system, for ranks that must add equal noise
-            (:func:`dp_transformers.distributed.noise_entropy`); as secret as the noise.
+            (:func:`dp_transformers.runtime.distributed.noise_entropy`); as secret as the noise.
 
     Raises:
         ImportError: ``secure`` without the ``cryptography`` package.

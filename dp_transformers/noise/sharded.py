@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import distributed
 from ..clipping import PerExampleClipper
 from ..clipping.parallel.dtensor import is_dtensor, to_local
-from . import NoiseSource
+from ..mechanism.noise import NoiseSource
+from ..runtime import distributed
 from .generators import GaussianNoise, check_noise_source
 
 

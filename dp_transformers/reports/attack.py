@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..accounting.arguments import ACCOUNTANTS
-from ..accounting.events import event_accountant
+from ..mechanism.accounting.arguments import ACCOUNTANTS
+from ..mechanism.accounting.events import event_accountant
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent

@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..ledger import LEDGER_NAME, Ledger, PrivacyStateError, flush_to_disk
-from ..mechanism import NO_BOUND, UNIT
+from ..mechanism.mechanism import NO_BOUND, UNIT
+from ..step.ledger import LEDGER_NAME, Ledger, PrivacyStateError, flush_to_disk
 from .recompute import RecordedRun, Spent, recorded_runs, spent
 
 CERTIFICATE_NAME = "privacy.json"
@@ -45,7 +45,8 @@ class CertificateError(ValueError):
 def circumstances(
     *, accountant: str, data: Mapping[str, Any], model: Any, also_released: Iterable[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """What the line that begins a run says besides its mechanism, for :meth:`dp_transformers.run.PrivateRun.begin`.
+    """What the line that begins a run says besides its mechanism, for
+    :meth:`dp_transformers.step.run.PrivateRun.begin`.
 
     Args:
         data: From :func:`dp_transformers.reports.digest.describe_data`.

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..ledger import Chain, Ledger
+from ..step.ledger import Chain, Ledger
 from .attack import PrivacyCurve, ceilings, no_privacy, privacy_curve
 from .certificate import CERTIFICATE_NAME, CertificateError, build, disagreements, read, summary, unfinished_draws
 from .recompute import RecordedRun, composed, is_other_data, over_steps, recorded_runs

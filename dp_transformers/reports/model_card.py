@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..ledger import Ledger
+from ..step.ledger import Ledger
 from .attack import PrivacyCurve
 from .certificate import changes_of
 from .findings import Report, look

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..accounting import ACCOUNTANTS, event_epsilon
-from ..accounting.arguments import require_small_delta
-from ..checkpoint import PrivacyState
-from ..ledger import Ledger
-from ..mechanism import Mechanism, PrivacyUnit, Steps
+from ..mechanism.accounting import ACCOUNTANTS, event_epsilon
+from ..mechanism.accounting.arguments import require_small_delta
+from ..mechanism.mechanism import Mechanism, PrivacyUnit, Steps
+from ..step.checkpoint import PrivacyState
+from ..step.ledger import Ledger
 
 
 @dataclass(frozen=True)

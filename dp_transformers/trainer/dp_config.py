@@ -14,14 +14,14 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from ..accounting.accountants import check_accountant
-from ..clipping.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
 from ..clipping.measured_budget import memory_budget_of
 from ..clipping.modes import MODES
-from ..mechanism import Mechanism, PrivacyUnit, Release
-from ..noise import IndependentNoise
-from ..private_loss import LOSS, loss_release
-from ..sampling import PoissonSampling
+from ..mechanism.accounting.accountants import check_accountant
+from ..mechanism.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
+from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
+from ..mechanism.noise import IndependentNoise
+from ..mechanism.sampling import PoissonSampling
+from ..step.private_loss import LOSS, loss_release
 from .refused_settings import refuse_arguments, refuse_other_trainers
 
 
@@ -69,10 +69,11 @@ class DPTrainingArguments(TrainingArguments):
             a largest draw every step has the same number of physical batches too.
         accountant (`str`, defaults to `"pld"`):
             How ε is computed from the steps: `"pld"` gives the tightest value, `"rdp"` an upper bound that is mostly
-            larger; an [`~dp_transformers.accounting.Accountant`] of your own is known by its name afterwards.
+            larger; an [`~dp_transformers.mechanism.accounting.Accountant`] of your own is known by its name
+            afterwards.
         sampling (`str`, defaults to `"poisson"`):
             How a step chooses its examples. The only choice is `"poisson"`, which ε is computed for.
-        mechanism ([`~dp_transformers.mechanism.Mechanism`], `dict` or `str`, *optional*):
+        mechanism ([`~dp_transformers.mechanism.mechanism.Mechanism`], `dict` or `str`, *optional*):
             Sampling, clipping, noise and what else ε depends on, in the place of `noise_multiplier`,
             `expected_batch_size`, `max_grad_norm`, `clipping`, `max_examples_per_person`, `sampling`, `loss_bound`,
             `loss_noise_factor` and `max_steps`, from which a mechanism is built otherwise; also as the dictionary of

@@ -19,21 +19,21 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
-from .. import distributed
-from ..checkpoint import rotate
+from ..checks.validation import refuse_repeated_rows, validate_lengths, validate_model, validate_training_data
 from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..clipping.parallel.fsdp2 import reshard
-from ..example_losses import ExampleLosses, runs_the_model
-from ..losses import PerExampleLoss, default_loss_bound, find_per_example_loss, predicts_next_token
-from ..private_loss import loss_release
-from ..randomness import seeded_global_generators
+from ..data.stored_rows import have_rows_in_common
+from ..losses.example_losses import ExampleLosses, runs_the_model
+from ..losses.heads import PerExampleLoss, default_loss_bound, find_per_example_loss, predicts_next_token
 from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
 from ..reports.model_card import add_to
-from ..run import PrivacySpent, PrivateRun
-from ..stored_rows import have_rows_in_common
-from ..validation import refuse_repeated_rows, validate_lengths, validate_model, validate_training_data
+from ..runtime import distributed
+from ..runtime.randomness import seeded_global_generators
+from ..step.checkpoint import rotate
+from ..step.private_loss import loss_release
+from ..step.run import PrivacySpent, PrivateRun
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
 from .overrides import (
@@ -82,8 +82,8 @@ class DPTrainerMixin(Base):
             and `train_dataset` must have a length.
         per_example_loss_func (`Callable`, *optional*): `f(outputs, labels) -> (B,)` losses, each from its own example
             alone, for heads whose per-example loss is not built in, or class weights: see
-            :mod:`dp_transformers.losses` for those that are. A function whose first parameter is called `model` is
-            given the model and the batch instead, for losses without labels or of several forward passes:
+            :mod:`dp_transformers.losses.heads` for those that are. A function whose first parameter is called `model`
+            is given the model and the batch instead, for losses without labels or of several forward passes:
             `f(model, inputs) -> (B,)`. What its first call of the model returns are the predictions of evaluation.
         kwargs: The other arguments of the class; `compute_loss_func` is refused, because it averages over the batch.
 
@@ -396,7 +396,7 @@ class DPTrainerMixin(Base):
     # ---- batches: Trainer gets a LogicalBatch where it expects a batch ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """Make a loader of the draws, each a [`~dp_transformers.data.LogicalBatch`]."""
+        """Make a loader of the draws, each a [`~dp_transformers.data.draws.LogicalBatch`]."""
         dataset: Any = self.train_dataset
         collator = self.training_collator()
         if _is_datasets(dataset):

@@ -133,7 +133,7 @@ def refuse_unknown_loss(cls: type, mixin: type) -> None:
             f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch, from which "
             "no example's gradient can be clipped. Pass per_example_loss_func=f with f(outputs, labels) -> (B,), the "
             "same loss for each example, or f(model, inputs) -> (B,) for one without labels. If it is the loss of the "
-            "model's head, f = dp_transformers.losses.find_per_example_loss(model). Evaluation goes on to use "
+            "model's head, f = dp_transformers.losses.heads.find_per_example_loss(model). Evaluation goes on to use "
             f"{owner.__name__}.compute_loss."
         )
 

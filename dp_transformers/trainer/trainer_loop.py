@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from .. import distributed
 from ..clipping import PerExampleClipper
 from ..clipping.leftovers import refuse_marked
-from ..data import LogicalBatches, draws_dataloader
-from ..randomness import SecretSeeds, seed_worker, seeded_global_generators
-from ..startup_message import Trained, describe, warnings
-from ..step import PrivateStep
+from ..data.draws import LogicalBatches, draws_dataloader
+from ..runtime import distributed
+from ..runtime.randomness import SecretSeeds, seed_worker, seeded_global_generators
+from ..step.startup_message import Trained, describe, warnings
+from ..step.step import PrivateStep
 from .dp_config import DPTrainingArguments
 from .trainer_run import TrainerRun
 
@@ -55,7 +55,7 @@ class TrainerLoop:
                 self._step.clipper.detach()
 
     def loader(self, dataset: Any, collator: Callable[[list[Any]], Any]) -> DataLoader:
-        """Make the loader of the draws, each a [`~dp_transformers.data.LogicalBatch`]. All ranks call this
+        """Make the loader of the draws, each a [`~dp_transformers.data.draws.LogicalBatch`]. All ranks call this
         together."""
         args = self._args
         self._training.require_rows(len(dataset))

@@ -14,13 +14,13 @@ from typing import Any
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from .. import distributed
-from ..checkpoint import PrivacyState, find_checkpoint
-from ..ledger import Ledger, PrivacyStateError
+from ..mechanism.sampling import DrawSampler, steps_of_epochs, steps_per_epoch
 from ..noise.generators import check_noise_source
 from ..reports import certificate
-from ..run import PrivateRun
-from ..sampling import DrawSampler, steps_of_epochs, steps_per_epoch
+from ..runtime import distributed
+from ..step.checkpoint import PrivacyState, find_checkpoint
+from ..step.ledger import Ledger, PrivacyStateError
+from ..step.run import PrivateRun
 from .dp_config import DPTrainingArguments
 
 logger = logging.getLogger(__name__)

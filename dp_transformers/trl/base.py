@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from ..losses import PerExampleLoss
+from ..losses.heads import PerExampleLoss
 from ..trainer import DPTrainerMixin, DPTrainingArguments
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import nn
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import use_adapter
 
-from ..losses import IGNORE_INDEX, next_token_losses
+from ..losses.heads import IGNORE_INDEX, next_token_losses
 from ..trainer import DPTrainingArguments
 from .base import refuse_trl_settings
 from .dpo_losses import LOSSES, Preferences, divergence_score

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from trl import SFTConfig, SFTTrainer
 
-from ..losses import IGNORE_INDEX, causal_lm_loss, next_token_losses
+from ..losses.heads import IGNORE_INDEX, causal_lm_loss, next_token_losses
 from ..trainer import DPTrainingArguments
 from .base import TRLMixin, refuse_trl_settings
 

@@ -14,8 +14,8 @@ from peft.tuners.lora import config as lora_config
 from torch import nn
 from zoo import batch_for, build, losses_function
 
+from dp_transformers.checks.validation import ModuleValidator, validate_model
 from dp_transformers.clipping.modes import MODES
-from dp_transformers.validation import ModuleValidator, validate_model
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": LINEAR, "task_type": "CAUSAL_LM"}

@@ -12,7 +12,9 @@ from oracle import distance, length, per_example_gradients, trainable
 from torch import nn
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping.clipping_functions import (
+from dp_transformers.clipping.coefficients import checked_clipping
+from dp_transformers.clipping.modes import MODES
+from dp_transformers.mechanism.clipping_functions import (
     CLIPPING_FUNCTIONS,
     AutomaticClipping,
     ClippingFunction,
@@ -20,8 +22,6 @@ from dp_transformers.clipping.clipping_functions import (
     NormalisedClipping,
     PerSampleAdaptiveClipping,
 )
-from dp_transformers.clipping.coefficients import checked_clipping
-from dp_transformers.clipping.modes import MODES
 
 ALL_MODES = sorted(MODES)
 FUNCTIONS = pytest.mark.parametrize("clipping", COEFFICIENTS, ids=str)

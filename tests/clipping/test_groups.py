@@ -14,7 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping.clipping_functions import (
+from dp_transformers.clipping.errors import SelfCheckError
+from dp_transformers.clipping.gradient_sums import GradientSums
+from dp_transformers.clipping.modes import MODES, KeptTerms
+from dp_transformers.mechanism.clipping_functions import (
     AutomaticClipping,
     ClippingFunction,
     FlatClipping,
@@ -25,9 +28,6 @@ from dp_transformers.clipping.clipping_functions import (
     PerLayerClipping,
     least_noise,
 )
-from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.clipping.gradient_sums import GradientSums
-from dp_transformers.clipping.modes import MODES, KeptTerms
 
 ONE_PASS = sorted(name for name, mode in MODES.items() if mode.one_pass)
 GROUPINGS = [

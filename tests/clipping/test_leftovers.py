@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import TrainerCallback
 
-from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine, example_losses
+from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
 from dp_transformers.clipping import clipper as clippers
+from dp_transformers.losses import example_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 

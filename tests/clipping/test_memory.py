@@ -16,8 +16,8 @@ from benchmarks.harness import Benchmark, parser
 from benchmarks.models import Shape
 from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine
 from dp_transformers.clipping import memory
-from dp_transformers.clipping.clipping_functions import FlatClipping, PerLayerClipping
 from dp_transformers.clipping.loss_graph import LossGraph
+from dp_transformers.mechanism.clipping_functions import FlatClipping, PerLayerClipping
 
 
 def planned(model, budget, mode, positions, seed=0):

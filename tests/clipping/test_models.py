@@ -12,7 +12,7 @@ from zoo import ALWAYS_UNTIED, LABELS, ZOO, batch_for, build, losses_function
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping import precision
 from dp_transformers.clipping.modes import MODES
-from dp_transformers.losses import find_per_example_loss
+from dp_transformers.losses.heads import find_per_example_loss
 
 CELLS = [
     (name, variant)

@@ -17,11 +17,11 @@ from dp_transformers import (
     PerExampleClipper,
     PerLayerClipping,
     PrivacyEngine,
-    example_losses,
 )
 from dp_transformers.clipping import leftovers, model_state
 from dp_transformers.clipping.device_memory import DeviceMemory
 from dp_transformers.clipping.measured_budget import PART, SHARE, MeasuredBudget
+from dp_transformers.losses import example_losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:dp_seed")]
 N, PHYSICAL = 12, 6  # every example is in every draw, so that a draw has two physical batches
@@ -90,7 +90,7 @@ def train_plain(model, device, steps, context=nullcontext, resume=None, save=Non
 # In a step of two physical batches. Twice: whether all norms are finite. Once: whether the model and the sums are what
 # they were. A loss of this library adds for each batch how many targets count, and whenever losses go back which of
 # them have a gradient.
-LOOKS = ("dp_transformers.loss_checks.", "dp_transformers.clipping.checks.")  # ever more rarely
+LOOKS = ("dp_transformers.losses.loss_checks.", "dp_transformers.clipping.checks.")  # ever more rarely
 WAITS = {"book_keeping": (3, 7), "per_sample": (3, 7), "ghost": (3, 9), "fast_gradient": (3, 9)}
 
 

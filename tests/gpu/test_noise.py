@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.randomness import (
+from dp_transformers.runtime.randomness import (
     SecretSeeds,
     global_state,
     random_state,

@@ -16,12 +16,12 @@ import pytest
 import torch
 from toeplitz import brute_force, matrix
 
-from dp_transformers.accounting import compute_epsilon
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.mechanism import Mechanism, PrivacyUnit, Release
-from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, Noise
+from dp_transformers.mechanism.accounting import compute_epsilon
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit, Release
+from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, Noise
+from dp_transformers.mechanism.sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling
 from dp_transformers.noise.sharded import ShardedNoise
-from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling
 
 STEPS = 12
 NOISES = {

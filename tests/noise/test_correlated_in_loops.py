@@ -9,11 +9,11 @@ from test_resume import DELTA
 from torch.utils.data import DataLoader
 
 from dp_transformers import PrivacyEngine
-from dp_transformers.ledger import Ledger
-from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
-from dp_transformers.noise.correlated import ToeplitzNoise
-from dp_transformers.sampling import CyclicPoissonSampling, DrawSampler, FixedOrderSampling
-from dp_transformers.startup_message import Trained, describe
+from dp_transformers.mechanism.correlated import ToeplitzNoise
+from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
+from dp_transformers.mechanism.sampling import CyclicPoissonSampling, DrawSampler, FixedOrderSampling
+from dp_transformers.step.ledger import Ledger
+from dp_transformers.step.startup_message import Trained, describe
 
 N, EXPECTED = 40, 8
 IN_ORDER, IN_GROUPS = FixedOrderSampling(N, EXPECTED), CyclicPoissonSampling(N, EXPECTED, 3)

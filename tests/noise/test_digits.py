@@ -7,15 +7,16 @@ from scipy import stats
 from test_mechanism_in_loops import BOUND, LOOPS, STEPS, mechanism, train
 from torch import nn
 
-from dp_transformers import PerExampleClipper, Release, distributed
-from dp_transformers.clipping.clipping_functions import AdaptiveClipping
-from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
+from dp_transformers import PerExampleClipper, Release
+from dp_transformers.mechanism.clipping_functions import AdaptiveClipping
+from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
+from dp_transformers.mechanism.sampling import FixedOrderSampling
 from dp_transformers.noise.add_noise import add_noise_and_divide
 from dp_transformers.noise.digits import DITHER, round_digits, step
 from dp_transformers.noise.generators import Dither, GaussianNoise
-from dp_transformers.private_loss import PrivateLoss
-from dp_transformers.quantile import NoisedShare
-from dp_transformers.sampling import FixedOrderSampling
+from dp_transformers.runtime import distributed
+from dp_transformers.step.private_loss import PrivateLoss
+from dp_transformers.step.quantile import NoisedShare
 
 IN_ORDER = FixedOrderSampling(40, 8)
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from toeplitz import brute_force, matrix
 
-from dp_transformers.clipping.clipping_functions import FlatClipping
-from dp_transformers.mechanism import Mechanism
-from dp_transformers.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
-from dp_transformers.noise.strategies import (
+from dp_transformers.mechanism.clipping_functions import FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism
+from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
+from dp_transformers.mechanism.sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling
+from dp_transformers.mechanism.strategies import (
     buffered,
     inverse,
     optimal_bands,
@@ -20,7 +21,6 @@ from dp_transformers.noise.strategies import (
     sensitivity,
     square_root,
 )
-from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling
 
 # ---- coefficients ----
 

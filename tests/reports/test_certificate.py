@@ -11,11 +11,11 @@ import torch
 from recorded import DATA, DELTA, mechanism, record, writing
 
 from dp_transformers import compute_epsilon
-from dp_transformers.ledger import LEDGER_NAME, Ledger, PrivacyStateError
+from dp_transformers.mechanism.sampling import CyclicPoissonSampling, FixedOrderSampling, RandomAllocationSampling
 from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, CertificateError, disagreements, read
 from dp_transformers.reports.findings import Report, look
-from dp_transformers.sampling import CyclicPoissonSampling, FixedOrderSampling, RandomAllocationSampling
+from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 
 
 def lines_of(folder):

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from dp_transformers.ledger import LEDGER_NAME, Chain, Ledger
-from dp_transformers.values import StepParameters
+from dp_transformers.mechanism.values import StepParameters
+from dp_transformers.step.ledger import LEDGER_NAME, Chain, Ledger
 
 USED = StepParameters(0.1, 10, 1.5, 1.0)
 

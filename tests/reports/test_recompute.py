@@ -3,10 +3,10 @@
 import pytest
 
 from dp_transformers import FlatClipping, IndependentNoise, Mechanism
-from dp_transformers.checkpoint import PrivacyState
-from dp_transformers.ledger import Ledger
+from dp_transformers.mechanism.sampling import RandomAllocationSampling, TruncatedPoissonSampling
 from dp_transformers.reports.recompute import recorded_runs
-from dp_transformers.sampling import RandomAllocationSampling, TruncatedPoissonSampling
+from dp_transformers.step.checkpoint import PrivacyState
+from dp_transformers.step.ledger import Ledger
 
 
 @pytest.mark.parametrize(

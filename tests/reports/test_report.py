@@ -16,13 +16,13 @@ from recorded import DELTA, mechanism, record
 
 from dp_transformers import compute_epsilon
 from dp_transformers.cli.main import main
-from dp_transformers.ledger import LEDGER_NAME
+from dp_transformers.mechanism.sampling import FixedOrderSampling
 from dp_transformers.reports import certificate
 from dp_transformers.reports.certificate import CERTIFICATE_NAME, read
 from dp_transformers.reports.findings import Report, look
 from dp_transformers.reports.html import PAGE_NAME
 from dp_transformers.reports.words import up
-from dp_transformers.sampling import FixedOrderSampling
+from dp_transformers.step.ledger import LEDGER_NAME
 
 ROOT = Path(__file__).parents[2]
 

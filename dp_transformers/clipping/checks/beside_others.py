@@ -13,12 +13,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...ragged import Ragged, is_ragged, packed, unpacked
-from ...randomness import global_state, same_global_state, seeded_global_generators
-from ...values import equal_or_nan
+from ...mechanism.values import equal_or_nan
+from ...runtime.randomness import global_state, same_global_state, seeded_global_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
+from ..ragged import Ragged, is_ragged, packed, unpacked
 from ..recorded_call import ForwardPass, ModelCall
 from .redrawn_numbers import drawn_for_rows, refuse_numbers_of_some_rows
 from .reference import TOLERANCE

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...randomness import global_state, same_global_state
+from ...runtime.randomness import global_state, same_global_state
 from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, named
 from .case import Case
 from .synthetic import evaluating, floating_tensors, kept_buffers

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ...ragged import packed, unpacked
-from ...randomness import forked_generators
+from ...runtime.randomness import forked_generators
 from ..batch_dims import batch_size_of
+from ..ragged import packed, unpacked
 from .synthetic import arguments_of, floating_tensors, has_batch, kept_buffers, projected, replace_example, with_rows
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ...ragged import is_ragged
-from ...randomness import forked_generators, global_state, same_global_state, set_global_state
-from ...values import equal_or_nan
+from ...mechanism.values import equal_or_nan
+from ...runtime.randomness import forked_generators, global_state, same_global_state, set_global_state
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..model_state import version_of
+from ..ragged import is_ragged
 from ..recorded_call import ForwardPass
 from .case import Case
 from .reference import (

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.utils._pytree import keystr, tree_map_with_path
 
-from ...randomness import forked_generators
+from ...runtime.randomness import forked_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..recorded_call import ForwardPass

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..clipping_functions import ClippingFunction
+from ...mechanism.clipping_functions import ClippingFunction
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..groups import ParameterGroup

@@ -32,28 +32,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
-from ...ragged import unpacked
-from ...randomness import forked_generators, random_state
+from ...runtime.randomness import forked_generators, random_state
 from ..batch_dims import batch_size_of, positions_of
 from ..discovery import discover_owners
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
 from ..modes import MODES, choose_mode
 from ..owners import reassign_to_parents, warn_about_fallback
+from ..ragged import unpacked
 from .case import Case
 from .causes import draws_in_evaluation, true_causes
 from .float32 import in_float32_if_possible
 from .locality import locality_as_trained
 from .lookups import tables_of_ids
-from .reference import (
-    TOLERANCE,
-    ClippedSum,
-    clip,
-    distance,
-    errors_against_one_at_a_time,
-    length_of,
-    perturbed,
-)
+from .reference import TOLERANCE, ClippedSum, clip, distance, errors_against_one_at_a_time, length_of, perturbed
 from .spread_numbers import spread_numbers
 from .synthetic import (
     LossFunction,

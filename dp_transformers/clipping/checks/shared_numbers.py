@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...randomness import generators_apart
+from ...runtime.randomness import generators_apart
 
 _ATTENTION = "dropout_p"  # the argument of operations that draw for every row, and return no numbers
 

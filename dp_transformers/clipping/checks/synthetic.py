@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_with_path
 
-from ...ragged import Ragged, is_ragged, packed, unpacked_sequence, varied
 from ..batch_dims import batch_size_of
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
+from ..ragged import Ragged, is_ragged, packed, unpacked_sequence, varied
 
 # parts of the names of integers that say how the others are to be read
 _STRUCTURE = ("mask", "position", "token_type", "length", "shape", "grid", "size", "task")
@@ -182,8 +182,8 @@ def batch_second(losses_of: LossFunction) -> LossFunction:
 
 
 def on_packed(losses_of: LossFunction) -> LossFunction:
-    """``losses_of`` for inputs with a row for each example (:class:`.ragged.Ragged`), given one for what the model
-    takes."""
+    """``losses_of`` for inputs with a row for each example (:class:`.clipping.ragged.Ragged`), given one for what the
+    model takes."""
 
     def repacked(*args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = packed((args, kwargs))

@@ -8,9 +8,9 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from ...ragged import bag_lengths, own_positions, padded_rows
 from ..errors import UnsupportedModuleError, how_to_fix
 from ..layer_rule import HasWeight, layer_rule, settings
+from ..ragged import bag_lengths, own_positions, padded_rows
 from ..recorded_call import RecordedCall
 from ..terms import Rows, Term
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import _VF, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ...randomness import replayed
+from ...runtime.randomness import replayed
 from ..errors import UnsupportedModuleError, how_to_fix
 from ..layer_rule import layer_rule
 from ..precision import HALF

@@ -22,7 +22,7 @@ from transformers import (
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping.checks.spread_numbers import spread_numbers
 from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.losses import find_per_example_loss
+from dp_transformers.losses.heads import find_per_example_loss
 
 
 class ReadsNames(nn.Module):

@@ -24,7 +24,7 @@ from transformers import (
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.clipping.checks.shared_numbers import for_all_rows, watched_draws
 from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.step import PrivateStep
+from dp_transformers.step.step import PrivateStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 ROWS = points(12)

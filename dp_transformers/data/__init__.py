@@ -1,0 +1,1 @@
+"""From the indices of a draw to physical batches."""

@@ -1,0 +1,222 @@
+"""Losses whose backward pass clips per example."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ..clipping import PerExampleClipper
+from ..clipping.checks.rare_looks import RareLooks
+from ..clipping.checks.synthetic import is_batch_second
+from ..clipping.errors import warn_once
+from ..losses.loss_checks import OFTEN, RATE, drawn_for_all_rows, refuse_losses_of_other_rows, refuse_losses_of_padding
+from ..losses.loss_state import WatchedLoss
+from ..step.step import Given
+
+logger = logging.getLogger(__name__)
+
+REDUCTIONS = ("mean", "sum")
+
+
+class PrivateCriterion:
+    """The loss module that takes the place of the one given to ``make_private``. ``backward`` on its result clips per
+    example; under ``no_grad`` its result is an ordinary loss.
+
+    Where the criterion gives losses of positions, "mean" is the mean over the examples of the mean over each one's own
+    positions, without those of ``ignore_index``: for a batch of one example what torch's criterion gives. torch
+    divides by the positions of the whole batch instead, so that each example would change the weight of the others.
+    Class weights multiply the losses, and divide nothing.
+
+    Attributes and methods are those of the given criterion, but for its reduction: what is set there, or here, holds
+    from the next loss on. What a loss itself changes is put back.
+
+    Args:
+        criterion: With the attribute ``reduction``.
+        clipper: It forms the clipped sum.
+        loss_reduction: "mean" or "sum", as the criterion's.
+        current_batch: Returns the physical batch that the loop works on, if there is one.
+    """
+
+    def __init__(
+        self,
+        criterion: nn.Module,
+        clipper: PerExampleClipper,
+        loss_reduction: str,
+        current_batch: Callable[[], Given | None],
+    ):
+        reduction = getattr(criterion, "reduction", None)
+        if reduction not in REDUCTIONS or reduction != loss_reduction:
+            raise ValueError(
+                f"criterion {type(criterion).__name__} has reduction={reduction!r} and loss_reduction is "
+                f"{loss_reduction!r}: both must be 'mean', or both 'sum'. Compute other losses per example and call "
+                "engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
+            )
+        own: Any = copy.copy(criterion)
+        own.reduction = "none"
+        vars(self).update(
+            criterion=own,
+            reduction=reduction,
+            _given=criterion,
+            _clipper=clipper,
+            _current_batch=current_batch,
+            _paddings=set[tuple](),  # whose kinds were looked at
+            _looks=RareLooks(RATE, OFTEN),
+            _watched=WatchedLoss(own, clipper.model, clipper.conditions, "criterion"),
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_given" not in vars(self):
+            raise AttributeError(name)
+        value = getattr(self._given, name)
+        if not isinstance(value, types.MethodType):
+            return value
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            returned = value(*args, **kwargs)
+            return self if returned is self._given else returned
+
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            raise AttributeError(
+                f"'{name}' of a private criterion cannot be set: its losses are those of examples, reduced as "
+                "make_private was told. Set the reduction before make_private, which returns another criterion."
+            )
+        setattr(self._given, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        of_owner = getattr(self._given, "__dict__", {})
+        vars(self.criterion).update((name, x) for name, x in of_owner.items() if name != "reduction")
+        each = self._watched(*args, **kwargs)
+        losses_b = self._by_example(each, args, kwargs)
+        loss = getattr(losses_b, self.reduction)(0)
+        if not loss.requires_grad:
+            return loss
+        if self._looks.is_due():
+            self._look_at_other_rows(args, kwargs, losses_b)
+        if self._clipper.batch_first:  # where positions come first, they are no rows
+            self._look_at_padding(args, kwargs)
+        return _ClippedBackward.apply(
+            torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
+        )
+
+    def _by_example(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+        """(B,) losses from those that the criterion gave."""
+        counted = self._counted(each, args, kwargs)
+        if each.dim() > 1 and not self._clipper.batch_first:
+            each, counted = each.movedim(1, 0), counted.movedim(1, 0)
+        losses_b = each if each.dim() == 1 else each.flatten(1).sum(1)
+        if each.dim() > 1 and self.reduction == "mean":
+            warn_once(
+                logger,
+                type(self.criterion),
+                "%s gives losses of positions: those of an example are averaged by themselves, and then the examples. "
+                "torch's mean over all positions of a batch would let a long example weigh more than others.",
+                type(self.criterion).__name__,
+            )
+            losses_b = losses_b / counted.flatten(1).sum(1).clamp(min=1)
+        return losses_b
+
+    def _losses_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._by_example(self._watched(*args, **kwargs), args, kwargs)
+
+    def _look_at_other_rows(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
+        """Raise ValueError if the loss of an example is another one beside other examples, and tell the clipper of
+        numbers that it draws for all of them together."""
+        given, structure = tree_flatten((args, kwargs))
+        batch_first, size = self._clipper.batch_first, len(losses_b)
+        if not batch_first and any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in given):
+            return  # as many positions as examples, of which nobody knows which come first
+        are_second = [isinstance(x, torch.Tensor) and is_batch_second(x, size, batch_first=batch_first) for x in given]
+
+        def swapped(leaves: list[Any]) -> Any:
+            swaps = zip(leaves, are_second, strict=True)
+            return tree_unflatten([x.transpose(0, 1) if is_second else x for x, is_second in swaps], structure)
+
+        def loss(args: tuple, kwargs: dict) -> torch.Tensor:
+            args, kwargs = swapped(tree_leaves((args, kwargs)))
+            return self._losses_of(*args, **kwargs)
+
+        refuse_losses_of_other_rows(loss, swapped(given), losses_b, self._looks.number)
+        self._clipper.note_shared_numbers(drawn_for_all_rows(loss, swapped(given), losses_b, self._looks.number))
+
+    def _look_at_padding(self, args: tuple, kwargs: dict) -> None:
+        """Raise ValueError if padding that others decide over changes an example's loss; once for every kind of it."""
+        if (given := self._current_batch()) is None:
+            return
+
+        for padding in given.batch.paddings:
+            is_new = padding.by_others and padding.kind not in self._paddings
+            if is_new and refuse_losses_of_padding(
+                self._losses_of, args, kwargs, given.batch, padding, self._looks.number
+            ):
+                self._paddings.add(padding.kind)
+
+    def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Which of the losses count in a mean: all but those of the criterion's ``ignore_index``."""
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        ignored = getattr(self.criterion, "ignore_index", None)
+        if ignored is None or not isinstance(target, torch.Tensor) or target.shape != each.shape:
+            return torch.ones_like(each, dtype=torch.bool)
+        return target != ignored
+
+
+class _ClippedBackward(torch.autograd.Function):
+    """Returns the value of a loss. Its backward calls the clipper's on the losses of the examples."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper
+    ) -> torch.Tensor:
+        # autograd does not see tensors that are in a list, so it does not go on to them by itself
+        ctx.losses, ctx.clipper = losses, clipper
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None, None]:
+        if not ctx.losses:
+            raise ValueError(
+                "backward was called twice on one loss of the private criterion, which would add every example's "
+                "gradient twice. Call it once, and compute a new loss from the next batch of the loader."
+            )
+        ctx.clipper.conditions.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
+        with torch.enable_grad():
+            ctx.clipper.backward(ctx.losses.pop())
+        return None, None, None, None
+
+
+def _refuse_scaled_loss() -> None:
+    raise ValueError(
+        "the loss of a private criterion was scaled or combined with another before backward. Call backward on the "
+        "loss itself, without GradScaler and without dividing by accumulation steps. For other losses compute losses "
+        "of shape (B,) and call engine.clipper.backward(losses), with make_private(..., loss_reduction='none') and "
+        "without criterion."
+    )
+
+
+def check_reduction(
+    loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any, reduction: str
+) -> None:
+    """Raise ValueError if the gradient of a row of ``outputs`` is not that of the row by itself, reduced by "mean" or
+    "sum" over the rows."""
+    outputs = outputs.detach().requires_grad_()
+    together = torch.autograd.grad(loss_function(outputs, targets), outputs)[0]
+    share = 1 / len(outputs) if reduction == "mean" else 1.0
+    for i in range(len(outputs)):
+        row = outputs.detach()[i : i + 1].requires_grad_()
+        alone = torch.autograd.grad(loss_function(row, targets[i : i + 1]), row)[0]
+        if not torch.allclose(together[i : i + 1], alone * share, rtol=1e-4, atol=1e-7):
+            raise ValueError(
+                f"the loss is not the plain {reduction} of its rows' losses: the gradient of row {i} depends on the "
+                "other rows, or is scaled. Compute losses of shape (B,) with reduction='none' and call "
+                "engine.clipper.backward(losses) instead of loss.backward(), with make_private(..., "
+                "loss_reduction='none')."
+            )

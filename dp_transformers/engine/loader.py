@@ -1,0 +1,194 @@
+"""The private loader that make_private returns, and the draws that it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from ..checks.validation import validate_training_data
+from ..data.draws import LogicalBatch, LogicalBatches, draws_dataloader
+from ..mechanism.sampling import DrawSampler, PoissonSampling, Sampling, steps_per_epoch
+from ..runtime import distributed
+from ..runtime.randomness import SecretSeeds, seed_worker
+from ..step.step import PrivateStep
+
+_REPEATED_OPTIONS = (  # "generator" is left out, since it seeds the workers, and its seed may be known
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
+
+
+class LoadedDraws:
+    """Draws from the data of a DataLoader, loaded and collated as that does it.
+
+    Args:
+        loader: The DataLoader, whose data set, collate_fn, workers and pinning are kept.
+        sampling: The scheme that says which examples take part in a step.
+        secret: The seed of the draws, the same on all ranks.
+        seeds: The seeds of augmentation and random collators.
+        max_physical_batch_size: The size of the largest batch that a draw is split into; None for no limit.
+        fill: Whether all batches have this size.
+        secure: Whether draws come from a cryptographic generator.
+        copies: How many indices may stand for one stored row.
+
+    Raises:
+        ValueError: ``sampling`` is for other data or another batch size, or batches have no size to fill them up to.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        sampling: Sampling,
+        secret: int,
+        seeds: SecretSeeds,
+        max_physical_batch_size: int | None,
+        *,
+        fill: bool,
+        secure: bool,
+        copies: int,
+    ):
+        if max_physical_batch_size is not None and max_physical_batch_size < 1:
+            raise ValueError(
+                f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}."
+            )
+        given = sampling_of(loader)
+        off = abs(sampling.expected_batch_size - given.expected_batch_size)  # which may be no whole number
+        if sampling.num_examples != given.num_examples or off >= 1:
+            raise ValueError(
+                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
+                f"{sampling.expected_batch_size:g}, but data_loader has {given.num_examples} and "
+                f"batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same "
+                f"data, and give the DataLoader batch_size={round(sampling.expected_batch_size)}."
+            )
+        self.dataset, self.collate_fn, self.max_physical_batch_size = (
+            loader.dataset,
+            loader.collate_fn,
+            max_physical_batch_size,
+        )
+        options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
+        options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
+        self.sampler = DrawSampler(
+            sampling,
+            steps_per_epoch(sampling.num_examples, sampling.expected_batch_size),
+            secret,
+            distributed.rank(),
+            distributed.world_size(),
+            secure=secure,
+        )
+        largest = self.sampler.largest_draw
+        if fill and max_physical_batch_size is None and largest is None:
+            raise ValueError(
+                f"fill_physical_batches=True needs a size to fill batches up to, and draws of sampling "
+                f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a mechanism whose draws "
+                "have a largest size (TruncatedPoissonSampling, FixedOrderSampling)."
+            )
+        self.logical_batches = LogicalBatches(
+            self.dataset,
+            self.collate_fn,
+            max_physical_batch_size or largest or sampling.num_examples,
+            seeds,
+            fill=fill,
+            largest_draw=largest,
+            copies=copies,
+        )
+        self._loader = draws_dataloader(self.logical_batches, self.sampler, **options)
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        return iter(self._loader)
+
+
+class PrivateLoader:
+    """Yields the batches of the draws, collated as by your DataLoader. Under Poisson sampling their size is random.
+
+    A draw of more than ``max_physical_batch_size`` examples comes in several batches. An empty draw comes as a single
+    row of weight zero, so that every draw is stepped. With ``fill_physical_batches`` all batches have one size, and
+    their last rows may have weight zero.
+
+    Attributes:
+        sample_rate: q, the probability of each example to be in a draw.
+        expected_batch_size: The average number of examples in a draw, q · N.
+        steps_per_epoch: The number of draws in one pass, ``round(1 / q)``.
+    """
+
+    def __init__(self, draws: LoadedDraws, step: PrivateStep):
+        self._draws, self._step = draws, step
+        sampling = draws.sampler.sampling
+        self.dataset, self.collate_fn, self.max_physical_batch_size = (
+            draws.dataset,
+            draws.collate_fn,
+            draws.max_physical_batch_size,
+        )
+        self.batch_size = self.expected_batch_size = sampling.expected_batch_size
+        self.sample_rate, self.steps_per_epoch = sampling.sample_rate, draws.sampler.steps_per_epoch
+
+    def start_at(self, step: int) -> None:
+        """Let the next draw be for this step of the plan, counted from 0."""
+        self._draws.sampler.start_at(step)
+
+    @property
+    def batch_sampler(self) -> Any:
+        raise AttributeError(
+            "the private loader has no batch_sampler for a BatchMemoryManager to split: leave that out and give "
+            "make_private max_physical_batch_size=, which splits large draws. The loop stays as it is."
+        )
+
+    def __len__(self) -> int:
+        batches_per_draw = self._draws.logical_batches.batches_per_draw
+        if self.max_physical_batch_size is not None and not batches_per_draw:
+            raise TypeError(
+                "how many physical batches a pass has is random with max_physical_batch_size; loader.steps_per_epoch "
+                "is the number of optimizer steps."
+            )
+        return self.steps_per_epoch * max(1, batches_per_draw)
+
+    def __iter__(self) -> Iterator[Any]:
+        for draw in self._draws:
+            for given in self._step.physical_batches(draw):
+                yield given.batch.rows
+
+
+def sampling_of(loader: DataLoader) -> PoissonSampling:
+    """Return Poisson draws of the loader's batch size on average. The loader was checked (:func:`check_loader`)."""
+    assert isinstance(loader.dataset, Sized) and loader.batch_size is not None
+    return PoissonSampling(len(loader.dataset), loader.batch_size)
+
+
+def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:
+    """Raise ValueError for a loader whose data cannot be drawn from by Poisson sampling, do not fit ``delta``, or have
+    a stored row more than ``max_examples_per_person`` times."""
+    if isinstance(loader, PrivateLoader):
+        raise ValueError(
+            "data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at "
+            "first."
+        )
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
+    if loader.batch_size is None:
+        raise ValueError(
+            "data_loader has no batch_size (batch_sampler= or batch_size=None), which is the expected size of a draw: "
+            "give it one. (With accelerate call make_private before accelerator.prepare.)"
+        )
+    sampler = getattr(loader, "sampler", None)
+    if sampler is not None and not isinstance(
+        sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)
+    ):
+        raise ValueError(
+            f"data_loader has a {type(sampler).__name__}: private training draws every example with the same "
+            "probability. Build the DataLoader without sampler=; for a part of a data set give it "
+            "torch.utils.data.Subset(dataset, indices)."
+        )
+    validate_training_data(
+        loader.dataset,
+        target_delta=delta,
+        expected_batch_size=loader.batch_size,
+        max_examples_per_person=max_examples_per_person,
+    )

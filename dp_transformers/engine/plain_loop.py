@@ -1,0 +1,201 @@
+"""The loop that ``make_private`` is given: what of it is refused, and how it becomes a private one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ..checks.validation import validate_model, validate_optimizer
+from ..clipping import PerExampleClipper
+from ..clipping.hooks import refuse_attached
+from ..clipping.leftovers import refuse_marked
+from ..clipping.parallel.dtensor import to_local
+from ..mechanism.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
+from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
+from ..mechanism.noise import IndependentNoise
+from ..mechanism.sampling import PoissonSampling
+from ..runtime import distributed
+from ..runtime.randomness import SecretSeeds
+from ..step.private_loss import LOSS
+from ..step.run import PrivateRun
+from ..step.step import PrivateStep
+from .criterion import REDUCTIONS, PrivateCriterion
+from .loader import LoadedDraws, PrivateLoader, check_loader, sampling_of
+from .loop import PrivateLoop
+
+
+class LoopOptions(TypedDict, total=False):
+    """The options of a :class:`PlainLoop`, which have defaults."""
+
+    criterion: nn.Module | None
+    loss_reduction: str
+    batch_first: bool
+    max_physical_batch_size: int | None
+    fill_physical_batches: bool
+    clipping: str
+    clipping_mode: str
+    memory_budget: float | str | None
+    poisson_sampling: bool
+    self_check: bool
+    loss_bound: float | None
+    loss_noise_factor: float
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """The model, optimizer, data and loss of a loop, and how its examples are to be clipped.
+
+    :meth:`.PrivacyEngine.make_private` says what the arguments mean.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    data_loader: DataLoader
+    criterion: nn.Module | None = None
+    loss_reduction: str = "mean"
+    batch_first: bool = True
+    max_physical_batch_size: int | None = None
+    fill_physical_batches: bool = False
+    clipping: str = "flat"
+    clipping_mode: str = "auto"
+    memory_budget: float | str | None = None
+    poisson_sampling: bool = True
+    self_check: bool = True
+    loss_bound: float | None = None
+    loss_noise_factor: float = 10.0
+
+    @property
+    def sampling(self) -> PoissonSampling:
+        """The draws that take the place of the loader's batches."""
+        return sampling_of(self.data_loader)
+
+    @property
+    def size(self) -> dict[str, Any]:
+        """How many examples the loader has, and takes at once."""
+        sampling = self.sampling
+        return {"len(data_loader.dataset)": sampling.num_examples, "batch_size": sampling.expected_batch_size}
+
+    def mechanism(
+        self, noise_multiplier: float, max_grad_norm: float, max_examples_per_person: int, steps: int | None = None
+    ) -> Mechanism:
+        """Return the mechanism that clips the examples of this loop to one bound and adds independent noise, also to
+        their losses where those are asked for."""
+        factor, bound = self.loss_noise_factor, self.loss_bound
+        releases = (
+            () if bound is None else (Release.within(LOSS, 0.0, bound, noise_multiplier=factor * noise_multiplier),)
+        )
+        return Mechanism(
+            sampling=self.sampling,
+            clipping=CLIPPING_FUNCTIONS[self.clipping](max_grad_norm),
+            noise=IndependentNoise(noise_multiplier),
+            steps=steps,
+            releases=releases,
+            unit=PrivacyUnit(max_examples_per_person),
+        )
+
+    @property
+    def sees_losses(self) -> bool:
+        """Whether each example's loss is known before its gradient is."""
+        return self.criterion is not None or self.loss_reduction == "none"
+
+    def require_trainable(self, unit: PrivacyUnit, *, delta: float | None = None) -> None:
+        """Raise ValueError for what no mechanism could train privately, or not at ``delta``, or not with ``unit``.
+        Nothing is changed."""
+        if not self.poisson_sampling:
+            raise ValueError(
+                "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too "
+                "small. Leave it True, or give mechanism= with RandomAllocationSampling, which takes every example in "
+                "one random step of every pass."
+            )
+        require_clipping_function(self.clipping)
+        if self.loss_reduction not in (*REDUCTIONS, "none"):
+            raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {self.loss_reduction!r}.")
+        refuse_attached(self.module)
+        if not self.module.training:
+            raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
+        validate_model(self.module)
+        check_loader(self.data_loader, max_examples_per_person=unit.max_examples_per_person, delta=delta)
+        if not hasattr(self.optimizer, "_optimizer_step_pre_hooks"):  # one that wraps another may have its own
+            raise ValueError(
+                f"optimizer is a {type(self.optimizer).__name__} around another one, and its steps cannot be seen. "
+                "Hand over the one inside: with accelerate call make_private before accelerator.prepare."
+            )
+        validate_optimizer(self.optimizer, self.module)
+
+    def attach(
+        self, run: PrivateRun, *, secure: bool, announce: Callable[[str], None]
+    ) -> tuple[PrivateLoop, PrivateCriterion | None]:
+        """Hook the model and the optimizer, and begin ``run``. Where something is refused, nothing stays attached.
+
+        Args:
+            secure: Draw examples and noise from a cryptographic generator.
+            announce: It is called with a sentence when the self-check has passed.
+
+        Returns:
+            The private loop, and the criterion that takes the place of the one that was given.
+        """
+        module, mechanism = self.module, run.mechanism
+        distributed.require_on_all(lambda: refuse_marked(module), next(module.parameters()).device)
+        distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
+        secret = distributed.shared_secret(run.dp_seed)
+        seeds = SecretSeeds(secret, distributed.rank())
+        draws = LoadedDraws(
+            self.data_loader,
+            mechanism.sampling,
+            secret,
+            seeds,
+            self.max_physical_batch_size,
+            fill=self.fill_physical_batches,
+            secure=secure,
+            copies=mechanism.unit.max_examples_per_person,
+        )
+        clipper = PerExampleClipper(
+            module,
+            mechanism.clipping.at(0),
+            mode=self.clipping_mode,
+            self_check=self.self_check,
+            batch_first=self.batch_first,
+            memory_budget=self.memory_budget,
+        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(clipper.detach)
+            if clipper.parallel:
+                raise ValueError(
+                    "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
+                    "PerExampleClipper with ShardedNoise in a loop that gives each group its examples "
+                    "(docs/scaling.md)."
+                )
+            step = PrivateStep(
+                clipper,
+                run,
+                seeds,
+                draws.logical_batches,
+                secure=secure,
+                announce=announce,
+                at_least=1,
+                own_optimizer=self.optimizer,
+            )
+            undo.callback(step.close)
+            criterion = (
+                None
+                if self.criterion is None
+                else PrivateCriterion(self.criterion, clipper, self.loss_reduction, step.current_batch)
+            )
+            if mechanism.releases and not self.sees_losses:
+                raise ValueError(
+                    "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "
+                    "example's is bounded. Give make_private a criterion, or compute losses of shape (B,) and call "
+                    "engine.clipper.backward(losses), with loss_reduction='none'."
+                )
+            reduction = None if self.loss_reduction == "none" else self.loss_reduction
+            clipper.follow(step, reduction if criterion is None else None)
+            loop = PrivateLoop(step, self.optimizer, PrivateLoader(draws, step), reduction)
+            undo.pop_all()
+        seeds.reseed()
+        return loop, criterion

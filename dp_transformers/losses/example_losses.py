@@ -1,0 +1,190 @@
+"""The losses of a training batch of a model of transformers, one for each example."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+
+from ..clipping import PerExampleClipper
+from ..clipping.checks.rare_looks import RareLooks
+from ..clipping.conditions import Conditions
+from ..runtime.randomness import seeded_global_generators
+from .heads import (
+    PerExampleLoss,
+    decoder_inputs,
+    find_per_example_loss,
+    label_columns,
+    predicts_next_token,
+    refuse_missing_decoder_inputs,
+    without_targets_of_padding,
+)
+from .loss_checks import OFTEN, RATE, RATE_OF_MODELS, drawn_for_all_rows, refuse_losses_of_other_rows
+from .loss_state import WatchedLoss
+
+
+def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
+    """Return whether a loss is declared as ``f(model, inputs)``, and not as ``f(outputs, labels)``: it then calls the
+    model itself, and batches need no labels. The name of its first parameter tells."""
+    try:
+        names = list(inspect.signature(loss).parameters)
+    except ValueError:  # some functions that are written in C
+        return False
+    return names[:1] == ["model"]
+
+
+def find_example_losses(model: nn.Module, label_smoothing: float = 0.0) -> Callable[[Mapping[str, Any]], torch.Tensor]:
+    """Return a function that runs ``model`` on a batch, and gives the (B,) losses of its examples.
+
+    It takes the place of ``model(**batch).loss`` in a loop with [`PrivacyEngine`]. That is a mean over all tokens of
+    the batch for most heads, so how much an example weighs would depend on the others. The mean of these losses is a
+    mean over rows, which the engine assumes. On a batch of one they are the model's own loss.
+
+    Args:
+        model: A model of transformers, or one of peft around it. Batches are moved to its device.
+        label_smoothing: As ``TrainingArguments.label_smoothing_factor``, applied within each example.
+
+    Raises:
+        ValueError: a head whose losses are not known; the message says what to do instead.
+
+    Example::
+
+        >>> import torch
+        >>> from transformers import BertConfig, BertForMaskedLM
+        >>> from dp_transformers import find_example_losses
+        >>> config = BertConfig(
+        ...     vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        ... )
+        >>> model = BertForMaskedLM(config)
+        >>> example_losses = find_example_losses(model)
+        >>> example_losses({"input_ids": torch.ones(4, 5).long(), "labels": torch.ones(4, 5).long()}).shape
+        torch.Size([4])
+    """
+    loss = find_per_example_loss(model, label_smoothing)
+    losses_of = ExampleLosses(loss, label_columns(model), predicts_next=predicts_next_token(model))
+
+    def example_losses(batch: Mapping[str, Any]) -> torch.Tensor:
+        device = next(model.parameters()).device
+        return losses_of(model, send_to_device(dict(batch), device))[0]
+
+    return example_losses
+
+
+class ExampleLosses:
+    """Runs a model on batches, and takes the loss of each example.
+
+    Args:
+        loss: Returns (B,) losses, from the model's outputs and the labels, which are kept out of the model; or from
+            the model and the batch, where it is declared with the parameters ``model`` and ``inputs``.
+        label_names: The columns of a batch that hold labels, for a loss that is given labels.
+        predicts_next: Labels are predicted by the position before, so those that padding would predict are left out.
+    """
+
+    def __init__(self, loss: PerExampleLoss, label_names: Sequence[str], *, predicts_next: bool = False):
+        self._loss, self._label_names, self._predicts_next = loss, label_names, predicts_next
+        self._runs_the_model = runs_the_model(loss)
+        self._looks = RareLooks(RATE_OF_MODELS) if self._runs_the_model else RareLooks(RATE, OFTEN)
+        self._watched: Callable[..., torch.Tensor] = loss
+
+    def watch(self, model: nn.Module, conditions: Conditions) -> None:
+        """Let no batch of a training of ``model`` leave anything in the loss itself.
+
+        Raises:
+            ValueError: a batch of an earlier training left something in it.
+        """
+        self._watched = WatchedLoss(self._loss, model, conditions)
+
+    def end_watch(self) -> None:
+        """The training has ended."""
+        self._watched = self._loss
+
+    def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """Return the (B,) losses, and the model's outputs; without outputs where the loss has called the model."""
+        return self._computed(self._watched, model, inputs)
+
+    def _computed(
+        self, loss: Callable[..., torch.Tensor], model: nn.Module, inputs: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        if self._runs_the_model:
+            losses, outputs = loss(model, dict(inputs)), {}
+        else:
+            outputs, labels = self._outputs_and_labels(model, dict(inputs))
+            losses = loss(outputs, labels)
+        if losses.dim() != 1:
+            raise ValueError(
+                f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example "
+                "(reduction='none'), averaged within the example where it has several."
+            )
+        return losses, outputs
+
+    def evaluated(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
+        """Return the (B,) losses, and what the first call of the model returned, in a form in which Trainer finds the
+        predictions: a dictionary, or a tuple with something in the place of the loss. It is empty where the loss calls
+        nothing but parts of the model."""
+        kept: list[Any] = []
+
+        def keep(module: nn.Module, args: tuple, output: Any) -> None:
+            if not kept:
+                kept.append(output)
+
+        handle = model.register_forward_hook(keep)
+        try:
+            losses = self._computed(self._loss, model, inputs)[0]  # which may keep what it likes of evaluation data
+        finally:
+            handle.remove()
+        outputs = kept[0] if kept else {}
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        return losses, outputs if isinstance(outputs, dict) else (None, *outputs)
+
+    def _outputs_and_labels(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        missing = [name for name in self._label_names if name not in inputs]
+        if missing:
+            raise ValueError(
+                f"the training batches have no {missing}: the columns are {sorted(inputs)}. Rename the label column, "
+                "set label_names, or use a collator that makes labels (DataCollatorForLanguageModeling). A loss that "
+                "needs no labels is per_example_loss_func=f with f(model, inputs) -> (B,), which calls the model."
+            )
+        labels = self._labels_of(inputs)
+        for name in self._label_names:
+            del inputs[name]
+        inputs = {**decoder_inputs(model, labels), **inputs}  # decoder inputs that the batch has win
+        refuse_missing_decoder_inputs(model, inputs)
+        return model(**inputs), labels
+
+    def _labels_of(self, inputs: Mapping[str, Any]) -> Any:
+        labels = tuple(inputs[name] for name in self._label_names)
+        labels = labels[0] if len(labels) == 1 else labels
+        return without_targets_of_padding(labels, inputs.get("attention_mask")) if self._predicts_next else labels
+
+    def refuse_losses_over_the_batch(
+        self, clipper: PerExampleClipper, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]
+    ) -> None:
+        """Raise ValueError if the losses of half of the rows change when these rows replace all others, and tell the
+        clipper who draws numbers that all rows share: at first in every physical batch, then ever more rarely and by
+        chance; on ranks that hold parts of the model in the same ones."""
+        if not self._looks.is_due():
+            return
+        seed, model = self._looks.number, clipper.model
+        if not self._runs_the_model:
+            given = outputs, self._labels_of(inputs)
+            refuse_losses_of_other_rows(self._watched, given, losses, seed)
+            clipper.note_shared_numbers(drawn_for_all_rows(self._watched, given, losses, seed))
+            return
+
+        def loss(rows: Mapping[str, Any]) -> torch.Tensor:
+            return self._watched(model, dict(rows))
+
+        if len(losses) > 1:
+            refuse_losses_of_other_rows(loss, (dict(inputs),), losses, seed, goes_back=False)
+            if not (clipper.shards or clipper.parallel):  # ranks would have to run the model equally often
+                known = clipper.dropouts_for_all_rows
+                clipper.note_shared_numbers(drawn_for_all_rows(loss, (dict(inputs),), losses, seed, known))
+            return
+        for _ in range(3):  # ranks that hold parts of the model run it equally often
+            with torch.no_grad(), seeded_global_generators([seed], losses.device):
+                loss(inputs)

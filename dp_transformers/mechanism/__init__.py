@@ -1,0 +1,1 @@
+"""What a run releases and what that costs, as values: no torch."""

@@ -1,0 +1,285 @@
+"""Which mechanism to train with: those that meet a target, by the noise that they leave in the sum of gradients. Free
+of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .clipping_functions import FlatClipping
+from .mechanism import Mechanism, PrivacyUnit
+from .noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, Noise
+from .sampling import (
+    CyclicPoissonSampling,
+    FixedOrderSampling,
+    PoissonSampling,
+    RandomAllocationSampling,
+    TruncatedPoissonSampling,
+    steps_of_epochs,
+)
+
+BANDS = (2, 4, 8, 16, 32, 64)
+INVERSE_BANDS = (4, 16, 64)
+BUFFERS = 3
+_LEGEND = """\
+noise: in the sum of gradients so far, over how often an example takes part, in units of the clipping bound.
+hides: that an example was added or removed; or only that it was made a null one, so that N is known. The first is
+more, and an epsilon of the one is not an epsilon of the other.
+bytes: kept between steps for each trainable parameter.
+Less noise is no promise of accuracy, and this is the noise that SGD sees: Adam scales each step by its own."""
+RELATIONS = {"add_or_remove_one": "add or remove", "replace_special": "null one, N public"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mechanism that meets the target.
+
+    Attributes:
+        name: Its sampling and its noise, in words.
+        noise: The root mean square, over all steps, of the standard deviation of the noise in the sum of gradients so
+            far, over how often an example takes part, in units of the clipping bound. It is what SGD sees of the
+            noise.
+        kept: Numbers of 4 bytes that are kept between steps for each trainable parameter, beyond those of DP-SGD.
+        drawn: Random numbers for each trainable parameter in a step.
+        against: What speaks against it.
+    """
+
+    name: str
+    mechanism: Mechanism
+    noise: float
+    kept: int
+    drawn: int
+    against: tuple[str, ...]
+
+    @property
+    def relation(self) -> str:
+        return self.mechanism.sampling.relation
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        return 4 * self.kept
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "predicted_noise": self.noise,
+            "neighboring_relation": self.relation,
+            "bytes_per_trainable_parameter": self.bytes_per_parameter,
+            "drawn_per_trainable_parameter": self.drawn,
+            "against": list(self.against),
+            "mechanism": self.mechanism.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class MechanismPlan:
+    """The mechanisms that meet a target, by predicted noise.
+
+    Attributes:
+        candidates: The least noise first, whatever the relation.
+        relation: What ``best`` is to hide.
+        left_out: Mechanisms that do not apply, and why.
+    """
+
+    candidates: tuple[Candidate, ...]
+    relation: str
+    left_out: Mapping[str, str]
+
+    @property
+    def best(self) -> Mechanism:
+        """The mechanism with the least predicted noise among those that hide what ``relation`` says. By all of them,
+        making an example a null one is hidden; where adding or removing one is to be hidden, not all remain."""
+        return next(c.mechanism for c in self if self.relation in (c.relation, "replace_special"))
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self.candidates)
+
+    def __str__(self) -> str:
+        width = max(len(c.name) for c in self)
+        lines = [f"  {'mechanism':<{width}}  {'noise':>8}  {'hides':<18}  {'bytes':>5}  what speaks against it"]
+        for c in self:
+            mark = "  <- best" if c.mechanism is self.best else ""
+            lines.append(
+                f"  {c.name:<{width}}  {c.noise:8.4g}  {RELATIONS[c.relation]:<18}  {c.bytes_per_parameter:5}  "
+                + ("; ".join(c.against) or "nothing")
+                + mark
+            )
+        lines += [f"  {name:<{width}}  does not apply: {why}" for name, why in self.left_out.items()]
+        return "\n".join([*lines, _LEGEND, f"best: the least noise of those that hide {self.relation}."])
+
+
+def plan(
+    num_examples: int,
+    *,
+    expected_batch_size: int,
+    target_epsilon: float,
+    target_delta: float,
+    epochs: float | None = None,
+    steps: int | None = None,
+    max_grad_norm: float = 1.0,
+    max_examples_per_person: int = 1,
+    relation: str = "add_or_remove_one",
+    accountant: str = "pld",
+) -> MechanismPlan:
+    """The mechanisms that meet a target, by the noise that each leaves in the sum of gradients. It promises no
+    accuracy: for training from scratch, less of this noise was seen to help; for fine-tuning little is published.
+
+    Args:
+        epochs: Passes over the data, on average; or give ``steps``.
+        relation: What the best one is to hide: "add_or_remove_one", or "replace_special", by which N is public and
+            batches may have a fixed order.
+
+    Example::
+
+        >>> from dp_transformers import plan
+        >>> found = plan(10_000, expected_batch_size=1_000, target_epsilon=2.0, target_delta=1e-5, steps=20)
+        >>> found.best.sampling.kind, found.best.noise.kind
+        ('random_allocation', 'independent')
+        >>> [round(c.noise, 1) for c in found if c.name == "Poisson, independent"]
+        [2.2]
+    """
+    if (epochs is None) == (steps is None):
+        raise ValueError(
+            "give either epochs or steps: how often the data is gone through, or how many draws there are."
+        )
+    if relation not in RELATIONS:
+        raise ValueError(f"relation must be one of {tuple(RELATIONS)}, got {relation!r}.")
+    PoissonSampling(num_examples, expected_batch_size)  # refuses what is no batch
+    if steps is None:
+        assert epochs is not None
+        steps = steps_of_epochs(epochs, num_examples, expected_batch_size)
+    setting = _Setting(
+        num_examples, expected_batch_size, steps, target_epsilon, target_delta, accountant, max_grad_norm
+    )
+    unit = PrivacyUnit(max_examples_per_person)
+    poisson = setting.candidate("Poisson, independent", PoissonSampling(num_examples, expected_batch_size), unit=unit)
+    if max_examples_per_person > 1:
+        why = "there is a bound for several rows of one person for Poisson sampling alone"
+        return MechanismPlan((poisson,), relation, {"everything else": why})
+    found, left_out = [poisson], {}
+    if accountant == "pld":
+        found += _truncated(setting) + _allocation(setting)
+    else:
+        left_out["truncated Poisson, random allocation"] = f"the accountant {accountant!r} has no bound; take 'pld'"
+    found += (banded := _banded(setting)) + (in_order := _in_order(setting))
+    if not banded:
+        left_out["cyclic Poisson, bands"] = "less than two batches, or one step, leave no room for it"
+    if len(in_order) == 1:
+        left_out["fixed order, correlated noise"] = "less than two batches, or one step, leave no room for it"
+    ranked = sorted(found, key=lambda c: c.noise)
+    return MechanismPlan(tuple(_compared(c, poisson, setting) for c in ranked), relation, left_out)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    examples: int
+    batch: int
+    steps: int
+    epsilon: float
+    delta: float
+    accountant: str
+    bound: float
+
+    def candidate(
+        self,
+        name: str,
+        sampling: Any,
+        noise: Noise | None = None,
+        against: Sequence[str] = (),
+        *,
+        kept: int = 0,
+        drawn: int = 1,
+        unit: PrivacyUnit | None = None,
+    ) -> Candidate:
+        """With the least noise that meets the target."""
+        mechanism = Mechanism(
+            sampling=sampling,
+            clipping=FlatClipping(self.bound),
+            noise=noise or IndependentNoise(1.0),
+            steps=self.steps,
+            unit=unit or PrivacyUnit(),
+        ).calibrated(target_epsilon=self.epsilon, target_delta=self.delta, accountant=self.accountant)
+        return Candidate(name, mechanism, predicted_noise(mechanism), kept, drawn, tuple(against))
+
+
+def predicted_noise(mechanism: Mechanism) -> float:
+    """What :attr:`Candidate.noise` says."""
+    noise: Any = mechanism.noise
+    assert mechanism.steps is not None
+    return noise.prefix_error(mechanism.steps) / (mechanism.steps * mechanism.sampling.sample_rate)
+
+
+def _truncated(setting: _Setting) -> list[Candidate]:
+    """With a cap that draws hardly ever reach."""
+    cap = min(setting.examples, math.ceil(setting.batch + 6 * math.sqrt(setting.batch)))
+    sampling = TruncatedPoissonSampling(setting.examples, setting.batch, cap)
+    return [setting.candidate(f"truncated Poisson, cap {cap}, independent", sampling)]
+
+
+def _allocation(setting: _Setting) -> list[Candidate]:
+    steps_per_pass = round(setting.examples / setting.batch)
+    sampling = RandomAllocationSampling(setting.examples, steps_per_pass)
+    against = ["the last pass is paid for in full"] if setting.steps % steps_per_pass else []
+    return [setting.candidate("random allocation, independent", sampling, against=against)]
+
+
+def _banded(setting: _Setting) -> list[Candidate]:
+    """The best number of bands that the batch leaves room for: σ grows with it, and the error falls."""
+    most = min(setting.steps, setting.examples // setting.batch)
+    made = []
+    for bands in (b for b in BANDS if b <= most):
+        noise = BandedNoise.optimal(1.0, steps=setting.steps, bands=bands)
+        sampling = CyclicPoissonSampling(setting.examples, setting.batch, bands)
+        name = f"cyclic Poisson, {bands} bands"
+        made.append(setting.candidate(name, sampling, noise, kept=bands - 1))
+    return _least(made)
+
+
+def _in_order(setting: _Setting) -> list[Candidate]:
+    """With a fixed order nothing is amplified, and noise of all kinds has a closed form."""
+    sampling = FixedOrderSampling(setting.examples, setting.batch)
+    steps, separation, order = setting.steps, sampling.min_separation, "fixed order"
+    made = [setting.candidate(f"{order}, independent", sampling)]
+    if separation < 2 or steps < 2:
+        return made
+    decay = BandedInverseNoise.optimal_decay(1.0, steps=steps, min_separation=separation)
+    made.append(setting.candidate(f"{order}, lambda {-decay.coefficients[1]:.3g}", sampling, decay, drawn=2))
+    inverses = [
+        setting.candidate(
+            f"{order}, BISR {bands}", sampling, BandedInverseNoise.square_root(1.0, bands=bands), drawn=bands
+        )
+        for bands in INVERSE_BANDS
+        if bands <= steps
+    ]
+    buffered = BufferedNoise.optimal(1.0, steps=steps, min_separation=separation, buffers=BUFFERS)
+    made.append(setting.candidate(f"{order}, {BUFFERS} buffers", sampling, buffered, kept=BUFFERS))
+    return made + _least(inverses)
+
+
+def _least(candidates: list[Candidate]) -> list[Candidate]:
+    return [min(candidates, key=lambda c: c.noise)] if candidates else []
+
+
+def _compared(candidate: Candidate, poisson: Candidate, setting: _Setting) -> Candidate:
+    """With what speaks against it beside Poisson sampling and independent noise."""
+    against, sampling = list(candidate.against), candidate.mechanism.sampling
+    if candidate.noise > 1.005 * poisson.noise:
+        cause = "correlated noise" if candidate.mechanism.noise.bands > 1 else "no amplification by sampling"
+        against.append(f"{setting.steps} steps at epsilon = {setting.epsilon:g}: {cause} makes it worse than Poisson")
+    if candidate.relation != "add_or_remove_one":
+        against.append("N is public")
+    if isinstance(sampling, FixedOrderSampling) and (rest := setting.examples % setting.batch):
+        against.append(f"{rest} examples take no part")
+    if candidate.mechanism.noise.bands > 1:
+        against.append("good for SGD: with AdamW a fine-tuning was 13 points less accurate by it")
+        against.append("a resumed run pays for a new source of noise")
+    elif candidate.mechanism.needs_every_draw and not isinstance(sampling, FixedOrderSampling):
+        against.append("a resumed run pays for a new pass")
+    if candidate.kept:
+        against.append(f"memory: {candidate.kept} x the gradient")
+    if candidate.drawn > 4:
+        against.append(f"draws {candidate.drawn} times")
+    return replace(candidate, against=tuple(against))

@@ -1,0 +1,1 @@
+"""One private step, and what of it is kept on disk."""

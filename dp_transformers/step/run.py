@@ -1,0 +1,428 @@
+"""One private training: its mechanism, what it has spent and may still spend, and its ledger.
+
+DPTrainer and PrivacyEngine each hold one :class:`PrivateRun`; nothing else counts steps, and nothing is released
+without a call of :meth:`PrivateRun.spend_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..mechanism.accounting.events import unsupported
+from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
+from ..mechanism.mechanism import NO_BOUND, UNIT, Mechanism, PrivacyUnit
+from ..mechanism.values import StepParameters
+from ..reports.certificate import require_intact
+from ..reports.recompute import is_other_data
+from ..runtime import distributed
+from .checkpoint import PrivacyState
+from .ledger import Ledger, PrivacyStateError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrivacySpent:
+    """What a training has spent so far: (epsilon, delta)-differential privacy for one row of the training data, which
+    is added or removed, or what else ``neighboring_relation`` says.
+
+    Attributes:
+        epsilon: Infinite where the run is not private.
+        mechanism: What every step released.
+        private: Whether there is a guarantee at all; ``not_private_because`` says why not.
+        verified: Whether clipping was compared with one example at a time before the first step (``self_check``).
+        epsilon_per_person: ε at the same delta for all rows of one person.
+
+    Example::
+
+        >>> from dp_transformers import FlatClipping, IndependentNoise, Mechanism, PoissonSampling, PrivacySpent
+        >>> mechanism = Mechanism(
+        ...     sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(2.0)
+        ... )
+        >>> spent = PrivacySpent(mechanism.epsilon(1e-5), 1e-5, 1, mechanism, "pld")  # as trainer.privacy_spent() does
+        >>> spent.unit, spent.sample_rate, spent.noise_multiplier
+        ('one row of the training data (N = 1000)', 0.05, 2.0)
+    """
+
+    epsilon: float
+    delta: float
+    steps: int
+    mechanism: Mechanism
+    accountant: str
+    private: bool = True
+    not_private_because: tuple[str, ...] = ()
+    verified: bool = True
+    epsilon_per_person: float = math.inf
+
+    @property
+    def noise_multiplier(self) -> float:
+        return self.mechanism.noise.noise_multiplier
+
+    @property
+    def sample_rate(self) -> float:
+        return self.mechanism.sampling.sample_rate
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The L2 bound on one example's gradient."""
+        return self.mechanism.clipping.sensitivity
+
+    @property
+    def expected_batch_size(self) -> float:
+        return self.mechanism.sampling.expected_batch_size
+
+    @property
+    def num_examples(self) -> int:
+        return self.mechanism.sampling.num_examples
+
+    @property
+    def sampling(self) -> str:
+        return self.mechanism.sampling.kind
+
+    @property
+    def neighboring_relation(self) -> str:
+        return self.mechanism.sampling.relation
+
+    @property
+    def unit(self) -> str:
+        """What the guarantee protects, and N."""
+        return f"{UNIT} (N = {self.num_examples})"
+
+    @property
+    def max_examples_per_person(self) -> int:
+        """How many rows of the training data one person may have, as was said."""
+        return self.mechanism.unit.max_examples_per_person
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no infinity: an infinite ε is None."""
+        values = {name: getattr(self, name) for name in _REPORTED}
+        plain = {
+            name: None if value == math.inf else list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+        return {**plain, "mechanism": self.mechanism.to_dict()}
+
+
+_REPORTED = (
+    "epsilon",
+    "delta",
+    "steps",
+    "noise_multiplier",
+    "sample_rate",
+    "max_grad_norm",
+    "expected_batch_size",
+    "num_examples",
+    "accountant",
+    "sampling",
+    "neighboring_relation",
+    "unit",
+    "private",
+    "not_private_because",
+    "verified",
+    "max_examples_per_person",
+    "epsilon_per_person",
+)
+
+
+class PrivateRun:
+    """Counts the steps of one private training.
+
+    Args:
+        state: The mechanism and the budget.
+        accountant: "pld" or "rdp".
+        ledger: Records every step before its noise exists; None where none was asked for.
+        dp_seed: The fixed seed of draws and noise, if there is one: the run is then not private.
+        verified: Whether the self-check is switched on. It becomes False when steps without it are taken or taken
+            over.
+        about: Says what else the ledger is to hold of this run (data, model, software) whenever it begins or goes on;
+            called on rank 0.
+    """
+
+    def __init__(
+        self,
+        state: PrivacyState,
+        accountant: str = "pld",
+        ledger: Ledger | None = None,
+        *,
+        dp_seed: int | None = None,
+        verified: bool = True,
+        about: Callable[[], Mapping[str, Any]] = dict,
+    ):
+        self.state, self.accountant, self.ledger, self.verified = state, accountant, ledger, verified
+        self._about = about
+        if why := unsupported(
+            self.mechanism.event(self.mechanism.planned()), accountant, relation=self.mechanism.sampling.relation
+        ):
+            raise ValueError(f"{why} Choose another accountant.")
+        self.steps_left: float = math.inf
+        self._moved: AdaptiveClipping | None = None  # the clipping function now, where it follows what is released
+        self.unfinished = 0  # draws that the loop was given and did not step; epsilon counts them too
+        # steps of each run, by its id, for each noise source
+        self._segments: dict[str, list[Counter[StepParameters]]] = {}
+        self.dp_seed = dp_seed
+        self._reasons = [f"dp_seed={dp_seed}: draws and noise can be reproduced"] if dp_seed is not None else []
+        if self.mechanism.is_silent:
+            logger.warning("noise_multiplier is 0: NOTHING IS PRIVATE in this run (epsilon is infinite).")
+
+    @property
+    def mechanism(self) -> Mechanism:
+        return self.state.mechanism
+
+    @property
+    def steps(self) -> int:
+        """All steps that this object has counted, in all of its runs."""
+        return sum(map(self._counted, self._segments))
+
+    def _counted(self, run_id: str) -> int:
+        return sum(segment.total() for segment in self._segments.get(run_id, ()))
+
+    @property
+    def executed(self) -> list[Counter[StepParameters]]:
+        """The parameters of all counted steps, in one counter for each time that a run began or went on."""
+        return [segment for segments in self._segments.values() for segment in segments if segment]
+
+    @property
+    def not_private_because(self) -> tuple[str, ...]:
+        silent = ["noise_multiplier=0: no noise is added"] if self.mechanism.is_silent else []
+        return tuple(dict.fromkeys([*self._reasons, *silent]))
+
+    def epsilon(self, delta: float) -> float:
+        """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped."""
+        if self.not_private_because:
+            return math.inf if self.steps else 0.0
+        return self.mechanism.epsilon(delta, accountant=self.accountant, executed=self._with_unfinished())
+
+    def _with_unfinished(self) -> list[Counter[StepParameters]]:
+        if not self.unfinished or self.steps_left < 1:
+            return self.executed
+        *earlier, last = self._segments.get(self.state.run_id) or [Counter()]
+        others = [each for run_id, own in self._segments.items() if run_id != self.state.run_id for each in own]
+        shown = Counter({self.mechanism.costliest(self.steps + 1): self.unfinished})
+        return [segment for segment in (*others, *earlier, last + shown) if segment]
+
+    def spent(self, delta: float | None = None) -> PrivacySpent:
+        """Return what was spent at ``delta`` (default: the delta of the run)."""
+        delta = self._target_delta() if delta is None else delta
+        epsilon, rows = self.epsilon(delta), self.mechanism.unit.max_examples_per_person
+        person = epsilon
+        if rows > 1 and epsilon not in (0, math.inf):
+            person = self.mechanism.epsilon(
+                delta, accountant=self.accountant, executed=self._with_unfinished(), rows=rows
+            )
+        reasons = self.not_private_because or ((NO_BOUND,) if epsilon == math.inf else ())
+        return PrivacySpent(
+            epsilon=epsilon,
+            delta=delta,
+            steps=self.steps,
+            mechanism=self.mechanism,
+            accountant=self.accountant,
+            private=not reasons,
+            not_private_because=reasons,
+            verified=self.verified,
+            epsilon_per_person=person,
+        )
+
+    def _target_delta(self) -> float:
+        if self.state.delta is None:
+            raise ValueError(
+                "privacy_spent needs a delta: give the one that your guarantee is stated for (1e-6 is common, below "
+                "1/N)."
+            )
+        return self.state.delta
+
+    def spent_in_words(self) -> str:
+        """Say the ε that the target is compared with: of one row, or of all rows of one person where a person may have
+        several."""
+        k = self.mechanism.unit.max_examples_per_person
+        whose = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
+        return f"epsilon{whose} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
+
+    # ---- what clips ----
+
+    def clipping_at(self, step: int) -> ClippingFunction:
+        """The clipping function of a step, counted from 0, the last one that was taken and the next."""
+        return self.mechanism.clipping.at(step) if self._moved is None else self._moved
+
+    def move(self, clipping: AdaptiveClipping) -> None:
+        """Let ``clipping``, which follows from what a step released, be the function of the steps after it."""
+        self._moved = clipping
+
+    # ---- counting ----
+
+    def agree(self, **others: Any) -> None:
+        """Let all ranks have rank 0's state, which must be their own: one sum is released by all of them.
+
+        Args:
+            others: What else must be the same, by name.
+
+        Raises:
+            ValueError: ranks have other mechanisms, budgets, accountants, checks or seeds.
+        """
+        own = {"accountant": self.accountant, "dp_seed": self.dp_seed, "self_check": self.verified}
+        distributed.require_same({**self.state.settings(), **own, **others})
+        self.state = distributed.call_on_rank_zero(lambda: self.state)
+
+    def begin(self) -> None:
+        """Record in the ledger that this run starts or goes on with a new noise source, and what is known of it."""
+        self._segments.setdefault(self.state.run_id, []).append(Counter())
+        if self.ledger is None:
+            return
+        distributed.call_on_rank_zero(self._record_beginning)
+
+    def _record_beginning(self) -> None:
+        assert self.ledger is not None
+        require_intact(self.ledger)
+        if earlier := self.ledger.other_steps(self.state.run_id):
+            logger.warning(
+                "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. "
+                "If this model starts from theirs, or several models trained on the same data are released, what they "
+                "spent adds up. If nothing of those runs was kept, they cost nothing.",
+                self.ledger.path, earlier,
+            )  # fmt: skip
+        about, before = self._about(), self.ledger.beginnings(self.state.run_id)
+        now, said = about.get("data") or {}, [line["data"] for line in before if line.get("data")]
+        comparable = [each for each in said if each.get("digest") and each.get("key") == now.get("key")]
+        if any(is_other_data(now, each) for each in comparable[-1:]):
+            logger.warning(
+                "this run goes on with other data than it had before (their digests differ): its epsilon is that of "
+                "rows that are in both, and its report names both."
+            )
+        self.ledger.begin(self.state.to_dict(), {**about, **self.facts()})
+
+    def facts(self) -> dict[str, Any]:
+        """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is
+        resumed."""
+        bound = {} if self._moved is None else {"max_grad_norm": self._moved.max_grad_norm}
+        return {
+            "private": not self.not_private_because,
+            "not_private_because": list(self.not_private_because),
+            "verified": self.verified,
+            **bound,
+        }
+
+    def take_over(
+        self,
+        state: PrivacyState,
+        at_least: Sequence[Counter[StepParameters]],
+        *,
+        is_own: bool = False,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Go on with the run of ``state``, and count every step that was ever executed in it and is not counted yet.
+
+        The report of the run covers them from now on: why they were not private, that they were not verified, and the
+        largest number of rows that a person was said to have.
+
+        Args:
+            at_least: Steps that it is known to have executed, in one counter for each noise source.
+            is_own: This object took and counted all of them. Without a ledger nothing else tells.
+            facts: The content of the checkpoint, with its state and :meth:`facts`.
+
+        Raises:
+            PrivacyStateError: the ledger lacks steps.
+        """
+        own, counted = self._segments.setdefault(state.run_id, []), self._counted(state.run_id)
+        said = [] if facts is None else [facts]
+        if self.ledger is not None:
+            known = max(sum(segment.total() for segment in at_least), counted)
+            recorded, beginnings = distributed.call_on_rank_zero(
+                lambda: (self.ledger.segments(state.run_id), self.ledger.beginnings(state.run_id))
+            )
+            _require_releases(state.mechanism, beginnings)
+            executed = sum(segment.total() for segment in recorded)
+            if executed < known:
+                raise PrivacyStateError(
+                    f"the ledger '{self.ledger.path}' holds {executed} steps of this run, which has executed {known} "
+                    "at least: lines are missing, so what was spent is not known. Restore the file from a backup, or "
+                    "make a new DPTrainer or PrivacyEngine and train the original model without this checkpoint. If "
+                    "anything of this run is kept, its steps still count."
+                )
+            own[:] = [state.mechanism.known(segment, executed) for segment in recorded if segment]
+            said += beginnings
+        elif not is_own:
+            own.extend(at_least)
+        self.state = _with_rows(state, max([_rows(each) for each in said], default=1))
+        self._reasons = list(
+            dict.fromkeys([*self._reasons, *(why for each in said for why in each.get("not_private_because", ()))])
+        )
+        self.verified = self.verified and all(each.get("verified", True) for each in said)
+        clipping = state.mechanism.clipping
+        if facts is not None and "max_grad_norm" in facts and isinstance(clipping, AdaptiveClipping):
+            self._moved = replace(clipping, max_grad_norm=facts["max_grad_norm"])
+
+    def plan(self, limit: int, first_step: int = 0) -> None:
+        """Set how many more steps the budget allows, ``limit`` at most where there is a target ε, from ``first_step``
+        on."""
+        state = self.state
+        if state.target_epsilon is None or self.mechanism.is_silent:
+            return
+        self.steps_left = self.mechanism.affordable_steps(
+            target_epsilon=state.target_epsilon,
+            delta=self._target_delta(),
+            limit=limit,
+            executed=self.executed,
+            first_step=first_step,
+            accountant=self.accountant,
+        )
+
+    def spend_step(self, step: int) -> StepParameters:
+        """Record and count one step, number ``step`` of the plan from 0 on. Only after this, and on every rank, may
+        its noise be drawn.
+
+        Returns:
+            The parameters that the step must use.
+
+        Raises:
+            RuntimeError: the budget is spent; nothing was recorded.
+            OSError: the ledger could not be written; the step must not be taken.
+        """
+        if self.steps_left < 1:
+            raise RuntimeError(
+                f"the privacy budget is spent: {self.spent_in_words()}, and one more would exceed "
+                f"target_epsilon={self.state.target_epsilon:g}. This step did not change the model: stop the loop "
+                "here (in DPTrainer let no callback undo should_training_stop). To train on, start a new run with a "
+                "target_epsilon of its own; what both spend adds up."
+            )
+        parameters = self.mechanism.at(step)._replace(max_grad_norm=self.clipping_at(step).sensitivity)
+        segments = self._segments.setdefault(self.state.run_id, [])
+        if not segments:
+            segments.append(Counter())
+        if self.ledger is not None and distributed.rank() == 0:
+            self.ledger.add_step(self.state.run_id, self._counted(self.state.run_id) + 1, parameters)
+        segments[-1][parameters] += 1  # before anything else, so that an interrupt leaves the step counted
+        self.steps_left -= 1
+        return parameters
+
+
+def _require_releases(mechanism: Mechanism, beginnings: Iterable[Mapping[str, Any]]) -> None:
+    """Raise PrivacyStateError if the ledger says of a run's steps that they released other sums, since their lines
+    say of gradients alone what noise they had."""
+    now = mechanism.to_dict()["releases"]
+    for said in beginnings:
+        if (before := said.get("mechanism", {}).get("releases", [])) != now:
+            raise PrivacyStateError(
+                f"the ledger says that this run released {before} besides gradients, and the checkpoint says {now}: "
+                "one of the two was changed. Restore it from a backup, or start a new run without this checkpoint."
+            )
+
+
+def _rows(facts: Mapping[str, Any]) -> int:
+    """The rows of one person by a checkpoint or a line of the ledger; version 1 says nothing of them."""
+    return facts.get("mechanism", {}).get("unit", {}).get("max_examples_per_person", 1)
+
+
+def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:
+    """The state with ``rows`` rows of one person at least."""
+    if rows <= (now := state.mechanism.unit.max_examples_per_person):
+        return state
+    logger.warning(
+        "max_examples_per_person is %d now, but this run was begun with %d, which stays: what was said to be "
+        "protected is reported until it ends.",
+        now, rows,
+    )  # fmt: skip
+    return replace(state, mechanism=replace(state.mechanism, unit=PrivacyUnit(rows)))

@@ -1,0 +1,498 @@
+"""The private step: from the physical batches of one draw to the one noised gradient that an optimizer steps with.
+
+DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the contract of a release. Every part of the
+contract is checked in each step of both loops, when it matters, and not once before training.
+
+* Draws come one after the other, each is worked on in full, and none is left out
+  (:meth:`PrivateStep.physical_batches`).
+* A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), and forward and backward
+  run once over it (:meth:`PrivateStep.before_sum`).
+* Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
+* Exactness is checked again for masks and counts of another kind, and padding for every new kind of it
+  (:mod:`.checks.batch_checks`).
+* The sums that are noised are those that were clipped (:mod:`.step.private_gradients`), with the bound, the parameters
+  and the mechanism of the run, and the step is on the ledger before its noise exists (:meth:`PrivateStep.release`).
+* No optimizer steps with gradients of the private parameters that were not released (:mod:`.step.private_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from ..checks.batch_checks import BatchChecks
+from ..checks.validation import validate_optimizer
+from ..clipping import PerExampleClipper
+from ..clipping.checks.synthetic import LossFunction
+from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
+from ..data.loaded_rows import LoadedRows, PlacesOfRows
+from ..data.scalings import Scalings
+from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
+from ..mechanism.mechanism import Mechanism
+from ..noise.add_noise import add_noise_and_divide
+from ..noise.generators import Dither
+from ..noise.optimizers import set_noise_variance
+from ..noise.sharded import ShardedNoise
+from ..runtime import distributed
+from ..runtime.randomness import SecretSeeds, require_unseeded
+from .private_gradients import PrivateGradients
+from .private_loss import LOSS, private_loss_of
+from .quantile import noised_share_of
+from .run import PrivateRun
+
+
+class _Stage(Enum):
+    GIVEN, SUMMING, SUMMED, DONE = auto(), auto(), auto(), auto()
+
+
+@dataclass(eq=False)
+class Given:
+    """A physical batch in the hands of the loop, with the stage it is in.
+
+    Attributes:
+        draw: The number of the draw that the batch is a part of.
+        last_of_draw: Whether it is the last physical batch of that draw.
+        is_whole_draw: Whether it is the only one.
+        refusal: Why no sum may be formed of it; None if one may.
+        scalings: How the rows of other batches were changed before the model was called.
+        places: Where its rows are, if some of them have weight 0 and a loop of the user's could move them.
+        loaded: The rows as they were loaded, for comparison with what the model is called with.
+    """
+
+    batch: PhysicalBatch
+    draw: int
+    last_of_draw: bool
+    is_whole_draw: bool = False
+    refusal: str | None = None
+    scalings: Scalings | None = None
+    places: PlacesOfRows | None = None
+    stage: _Stage = _Stage.GIVEN
+    loaded: LoadedRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loaded = LoadedRows(self.batch.rows, self.batch.size, self.scalings)
+
+
+class PrivateStep:
+    """Clips and sums the physical batches of one draw, then releases the noised sum.
+
+    Args:
+        clipper: The clipper of the model that is trained. It asks this object before every sum.
+        run: It counts the releases.
+        seeds: They seed the random numbers of dropout and augmentation.
+        data: The source of the draws, and of rows of weight 0 for ranks that have no examples left.
+        secure: Whether noise comes from a cryptographic generator.
+        announce: It is called with a sentence when the self-check has passed.
+        at_least: The smallest number of physical batches of a draw, for loops that must see one to go on; ``data``
+            may say a larger one.
+        own_optimizer: The optimizer that releases when it steps (PrivacyEngine); None where the release comes before
+            any optimizer steps (DPTrainer).
+        label_names: The names of the model's labels.
+        reduce_every_batch: Whether sums of parameters that FSDP2 shards are reduce-scattered after every physical
+            batch. If not, whole sums are kept until the last batch of a draw.
+
+    Attributes:
+        gradients: The clipped sums, and what was released.
+        given: The physical batch in the hands of the loop; None where there is none.
+        number: The step that the last draw is for, counted from 0; -1 before the first draw.
+        loss: The noised mean of the losses of the draw that was released last, of shape (); None before, and where it
+            is not released.
+    """
+
+    def __init__(
+        self,
+        clipper: PerExampleClipper,
+        run: PrivateRun,
+        seeds: SecretSeeds,
+        data: LogicalBatches,
+        *,
+        secure: bool,
+        announce: Callable[[str], None],
+        at_least: int = 0,
+        own_optimizer: torch.optim.Optimizer | None = None,
+        label_names: Sequence[str] = ("labels",),
+        reduce_every_batch: bool = True,
+    ):
+        _refuse_what_no_step_does(run.mechanism)
+        self.clipper, self.run, self._seeds, self._data = clipper, run, seeds, data
+        source = {"dp_seed": run.dp_seed, "secure": secure}
+        self._noise = run.mechanism.noise.source(clipper, **source)
+        self._dither = (
+            ShardedNoise(clipper, **source, warn=False, stream=Dither, same=True)
+            if getattr(self._noise, "is_dithered", False)
+            else None
+        )
+        self._private_loss = private_loss_of(run.mechanism, clipper, **source)
+        self._share = noised_share_of(run.mechanism, clipper, **source)
+        self.gradients = PrivateGradients(clipper, own_optimizer)
+        self.loss: torch.Tensor | None = None
+        self._released = 0  # how many steps the noise source has served
+        self._scalings = Scalings(partial(seeds.were_drawn_from, clipper.device))
+        self._checks = BatchChecks(clipper, data, announce, label_names)
+        self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
+        self._reduce_every_batch, self._place = reduce_every_batch, distributed.place()
+        self.given: Given | None = None
+        self.number = -1
+        self._last_draw = -1  # the number of the last draw that came
+        self._summed_draw = -1  # the number of the draw that the sums belong to
+        self._last_released: int | None = None  # number of the last draw that was released, or that before the first
+        self._dropped_draw = -1  # the number of the last draw that was dropped
+        self._is_closed, self._is_first = False, True
+
+    def close(self) -> None:
+        """Stop looking at optimizers, drop the draw that is worked on, and give no other."""
+        self.gradients.close()
+        self.drop()
+        self._is_closed = True
+
+    @property
+    def _has_ranks(self) -> bool:
+        """Whether other processes have batches of the draw, too: which rows are theirs depends on all of them."""
+        return self._place[1] > 1
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the loop was given a draw that no step was taken for."""
+        return self.given is not None and not (self.given.stage is _Stage.DONE and self.given.last_of_draw)
+
+    def drop(self) -> bool:
+        """Drop the sums of an unfinished draw, so that nobody steps with them, and return whether there was one."""
+        self.gradients.drop()
+        unfinished = self.is_unfinished
+        self.given, self.run.unfinished, self._dropped_draw = None, 0, self._last_draw
+        return unfinished
+
+    @property
+    def _clipping(self) -> ClippingFunction:
+        """The clipping function of this step."""
+        return self.run.clipping_at(self.number)
+
+    def _require_own_clipping(self) -> None:
+        if self.clipper.clipping != self._clipping:
+            raise ValueError(
+                f"examples were clipped by {self.clipper.clipping}, but this step clips by {self._clipping}, which "
+                "its noise is made for. Leave the clipper as it is while a training goes on. For another bound start "
+                "another training (make_private, DPTrainingArguments); for one that changes give the mechanism "
+                "ScheduledClipping."
+            )
+
+    # ---- draws ----
+
+    def physical_batches(self, draw: LogicalBatch) -> Iterator[Given]:
+        """Yield the physical batches of a draw one after the other. Where parameters are sharded, every rank is given
+        as many. A draw that is dropped ends."""
+        if self._is_closed:
+            raise RuntimeError(
+                "the private training that this loader belongs to has ended (engine.detach()), so nobody would clip "
+                "its draws, add noise or count them. Iterate over your own DataLoader, or call make_private again."
+            )
+        self._require_same_processes()
+        self._require_next(draw)
+        self._require_common_rows(draw)
+        self.number = draw.step
+        self.clipper.clip_by(self._clipping)
+        self._begin_draw()
+        batches, clipper = list(draw.batches), self.clipper
+        # a mask may be as large as the batch is long, which ranks would have to tell each other
+        clipper.begin_draw(None if self._has_ranks else self._seeds.number(f"masks of draw {draw.number}"))
+        clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.device))
+        rounds = max(
+            self._at_least,
+            distributed.max_over_ranks(len(batches), clipper.device) if clipper.shards else len(batches),
+        )
+        batches += [self._data.filler() for _ in range(rounds - len(batches))]
+        for i, batch in enumerate(batches):
+            if draw.number <= self._dropped_draw or self._is_closed:
+                return
+            is_last, is_whole = i == len(batches) - 1, len(draw.batches) <= 1 and not self._has_ranks
+            is_filled = self._own_optimizer is not None and 0 < batch.examples < batch.size
+            places = PlacesOfRows(batch.rows, batch.size) if is_filled else None
+            refusal = self._left_undone(draw.number)
+            self.given = Given(batch, draw.number, is_last, is_whole, refusal, self._scalings, places)
+            self.run.unfinished = int(self._own_optimizer is not None)
+            self._seeds.reseed()  # for what a loop does with the batch before the model sees it
+            yield self.given
+
+    def _require_same_processes(self) -> None:
+        if (now := distributed.place()) != self._place:
+            (rank, count), (rank_now, count_now) = self._place, now
+            raise ValueError(
+                f"the private training was set up as process {rank} of {count}, which draws its part of the examples, "
+                f"and this is process {rank_now} of {count_now} now: an example could be drawn by several of them, "
+                "and epsilon would be too small. Make the process group (init_process_group, Accelerator(), the "
+                "launch of Fabric or Lightning) before make_private or DPTrainer, and keep it to the end."
+            )
+
+    def _require_common_rows(self, draw: LogicalBatch) -> None:
+        """Raise ValueError on all ranks if an index is another row on one of them. The first draw, and what is looked
+        at later, is the same on all."""
+        is_first, self._is_first = self._is_first, False
+        if distributed.world_size() > 1 and (is_first or draw.common is not None):
+            (draw.common or self._data.common_rows(draw.number)).require_same()
+
+    def _begin_draw(self) -> None:
+        self.gradients.begin_draw()
+        if self._private_loss is not None:
+            self._private_loss.begin_draw()
+        if self._share is not None:
+            self._share.begin_draw()
+
+    def _require_next(self, draw: Any) -> None:
+        if not isinstance(draw, LogicalBatch):
+            raise ValueError(
+                f"the train dataloader gave a {type(draw).__name__}, and not the draws that epsilon is computed "
+                "for: it was replaced. Leave get_train_dataloader as it is; pass train_dataset and "
+                "data_collator."
+            )
+        last, self._last_draw = self._last_draw, max(draw.number, self._last_draw)
+        if last < 0:
+            self._last_released = draw.number - 1
+        if draw.number <= last:
+            raise RuntimeError(
+                "a draw was replayed by the train dataloader, so the examples are not drawn as epsilon assumes: do "
+                "not cache or repeat its batches."
+            )
+        if last >= 0 and draw.number != last + 1 and not draw.starts_pass:
+            raise RuntimeError(
+                "a draw was left out by the train dataloader, so the examples are not drawn as epsilon assumes: do "
+                "not skip or reorder its batches."
+            )
+
+    def _left_undone(self, draw: int) -> str | None:
+        before = self.given
+        if before is None or (before.stage is _Stage.DONE and (before.last_of_draw or before.draw == draw)):
+            return None
+        if before.stage is _Stage.SUMMED and before.draw != draw:
+            return (
+                "loss.backward() ran on a new draw before optimizer.step() was called for the one before. Every draw "
+                "is one step: call optimizer.step() after every backward. For larger batches raise the DataLoader's "
+                "batch_size and set max_physical_batch_size."
+            )
+        if before.stage is _Stage.SUMMED:
+            return None
+        return (
+            "the loader was asked for another batch before loss.backward() ran on the one before. Run backward and "
+            "optimizer.step() on every batch before you take the next, and before break: which examples take part in "
+            "a step must not depend on data. Do not peek with next(iter(loader)), and do not prefetch batches "
+            "yourself (num_workers of the DataLoader loads ahead safely). If an error or Ctrl-C stopped the loop, "
+            "call engine.drop_draw(), which counts the draw as a step, and take the next batch."
+        )
+
+    # ---- before a forward pass (the clipper asks) ----
+
+    def before_forward(self, args: tuple, kwargs: dict) -> None:
+        """Refuse rows that the loop mixed, or moved where some have weight 0. Seed the random numbers, and in a loop
+        of the user's check a batch of a new kind."""
+        batch = self.current_batch()
+        # rows that are not the loaded ones, and no mixtures of them, may have been augmented
+        if batch is not None and batch.loaded.refuse_mixed((args, kwargs), "training loop"):
+            require_unseeded("the training loop, after it took a batch")
+        if batch is not None and batch.places is not None:
+            batch.places.require_kept((args, kwargs))
+        self._seeds.reseed()
+        if self._own_optimizer is not None:
+            self.check(args, kwargs)
+
+    def after_forward(self, output: Any) -> None:
+        """Let a loop's backward pass refuse gradients at a row's padding. DPTrainer's losses are looked at
+        themselves."""
+        if self.given is not None and self._own_optimizer is not None:
+            self._checks.expect_no_gradient_at_padding(self.given.batch, output)
+
+    def current_batch(self) -> Given | None:
+        """Return the physical batch that is worked on; None between the batches."""
+        return None if self.given is None or self.given.stage is _Stage.DONE else self.given
+
+    def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> None:
+        """Check what is new about the batch in the hands of the loop (:meth:`.BatchChecks.check`)."""
+        if self.given is not None:
+            self._checks.check(self.given.batch, args, kwargs, loss_function)
+
+    # ---- clipped sums (the clipper asks) ----
+
+    def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
+        """Put the sum so far in ``p.grad``, and return the weights of the batch that goes backward (None: ones) and
+        whether sharded sums are reduced now.
+
+        Raises:
+            ValueError: no sum may be formed of this batch, or the sum so far is not what was clipped.
+        """
+        given = self.given
+        if given is None:
+            raise ValueError(
+                "loss.backward() ran on data that did not come from the loader that make_private returned, or on a "
+                "draw that was dropped since (engine.drop_draw()): iterate over that loader, and call the model on "
+                "its batches."
+            )
+        if given.refusal is not None:
+            raise ValueError(given.refusal)
+        if given.stage is _Stage.SUMMING:
+            raise ValueError(
+                "an earlier backward pass on this batch was interrupted, and may have added a part of its sum. Call "
+                "engine.drop_draw(), which counts the draw as a step, and take the next batch."
+            )
+        if given.stage is not _Stage.GIVEN:
+            raise ValueError(
+                "backward ran a second time on one batch of the loader, or on other data after it: an example's "
+                "gradient would be added twice, or one that was not drawn. Add the losses of a batch up first. For a "
+                "loss that is not the private one (a generator's, an adversarial input's) go forward and backward "
+                "inside 'with engine.suspended():'."
+            )
+        if batch_size != given.batch.size:
+            raise ValueError(
+                f"the model was called with {batch_size} rows, but the loader's batch has {given.batch.size} "
+                "examples, so the norm of a row is not the norm of an example. Call the model once with the whole "
+                "batch that the loader gave, one row for each example: do not repeat, join, flatten or split rows, "
+                "and take no data from another loader. If the batch is the second dimension of what the model is "
+                "given, call make_private with batch_first=False."
+            )
+        require_unseeded("the model's forward pass, or what ran between it and backward()")
+        if (sharing := self.clipper.draw_for_all_rows) and not given.is_whole_draw:
+            _refuse_numbers_for_all_rows(sharing)
+        self._require_own_clipping()
+        if given.draw != self._summed_draw:
+            self._summed_draw = given.draw
+            self._begin_draw()
+        self.gradients.restore_sums()
+        given.stage = _Stage.SUMMING
+        weights_b = (torch.arange(batch_size) < given.batch.examples).float() if given.batch.fillers else None
+        return weights_b, self._reduce_every_batch or given.last_of_draw
+
+    def after_sum(self, losses_b: torch.Tensor | None, weights_b: torch.Tensor | None) -> None:
+        """Keep the clipped sum that was added to ``p.grad``, and add the losses of its examples where they are
+        released. A loop of the user's sees the sum of a whole draw."""
+        given = self.given
+        assert given is not None  # before_sum refuses to form a sum without a batch
+        given.stage = _Stage.SUMMED
+        if self._private_loss is not None:
+            assert losses_b is not None, "make_private refuses a loop that hands over one loss for the batch"
+            self._private_loss.add(losses_b, weights_b)
+        if self._share is not None:
+            self._share.add(self.clipper.norms[: given.batch.examples], self.clipper.max_grad_norm)
+        self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
+        self.clipper.hold_weights(is_last=given.last_of_draw)
+
+    # ---- the release ----
+
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set ``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``, with the noise of each group scaled
+        as the clipping function says, and ``loss`` to the noised mean of losses where that is released. The step is
+        counted before any noise exists. ``optimizer`` is what steps with it.
+
+        Raises:
+            ValueError: what was clipped is not what would be released, or what is released is not what the optimizer
+                steps with. Nothing is released.
+            RuntimeError: the budget is spent. Nothing is released.
+        """
+        clipper, given = self.clipper, self.given
+        self._require_same_processes()
+        clipper.require_same_parameters()
+        validate_optimizer(optimizer, clipper.model)
+        clipper.end_draw()
+        self._require_no_gap()
+        if (
+            given is not None
+            and not (given.stage is _Stage.SUMMED and given.last_of_draw)
+            and given.draw == self._last_draw
+        ):
+            raise ValueError(
+                "the draw is not finished: a physical batch of it had no backward pass, so its sum may not be stepped "
+                "with. Run forward and backward once on every physical batch before the step. If one raised an error, "
+                "do not go on with this draw, but take a new one (with PrivacyEngine after engine.drop_draw(), which "
+                "counts the old one as a step)."
+            )
+        self._require_own_clipping()
+        self.gradients.restore_sums()
+        # the program waits for the device here, and before this in clipping alone
+        distributed.require_on_all(clipper.conditions.require, clipper.device, draw=self._last_draw)
+        self.run.verified = self.run.verified and clipper.self_check
+        used = self.run.spend_step(self.number)
+        if clipper.shards:
+            distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
+        summed = bool(clipper.shards or clipper.parallel)
+        relative_std = self.run.mechanism.noise.relative_std(self._released)
+        add_noise_and_divide(
+            clipper.parameters,
+            self._noise,
+            dither=self._dither,
+            std=used.noise_std,
+            relative_std=relative_std,
+            divisor=used.expected_batch_size,
+            scales=clipper.noise_scales,
+            sharded=summed,
+        )
+        self._released += 1
+        if self._private_loss is not None:
+            self.loss = self._private_loss.release(used.expected_batch_size)
+        self._say_noise((relative_std * used.noise_std / used.expected_batch_size) ** 2)
+        if self._share is not None:
+            clipping = cast(AdaptiveClipping, self._clipping)
+            self.run.move(clipping.moved(self._share.release(clipping, used.expected_batch_size)))
+        self.gradients.mark_released()
+        self._last_released, self.run.unfinished = self._last_draw, 0
+        if given is not None:
+            given.stage = _Stage.DONE
+
+    def _say_noise(self, variance: float) -> None:
+        """Attach to the gradients the variance of their noise, given that of parameters whose noise is not scaled."""
+        for p, scale in zip(self.clipper.parameters, self.clipper.noise_scales, strict=True):
+            set_noise_variance(cast(torch.Tensor, p.grad), variance * scale**2)
+
+    def _require_no_gap(self) -> None:
+        """Raise ValueError if draws were left out under a mechanism whose ε is that of consecutive draws."""
+        mechanism, before = self.run.mechanism, self._last_released
+        if mechanism.needs_every_draw and before is not None and self._last_draw != before + 1:
+            raise ValueError(
+                f"draws {before + 1} to {self._last_draw - 1} were left out (engine.drop_draw(), or a loop that left "
+                f"the loader before its end), but with sampling {mechanism.sampling.kind!r} and noise "
+                f"{mechanism.noise.kind!r} epsilon is that of draws that follow each other. Load a checkpoint into a "
+                "new engine, start another training from the original model, or take PoissonSampling and "
+                "IndependentNoise without a schedule."
+            )
+
+    def finish_batch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what ``optimizer.step()`` of a loop asks for: release the draw after its last physical batch, and nothing
+        before.
+
+        Raises:
+            ValueError: no clipped sum was formed of the batch, or gradients were changed since.
+        """
+        given = self.given
+        if given is None or given.stage is not _Stage.SUMMED:
+            raise ValueError(
+                "optimizer.step() was called without a loss.backward() on a batch of the private loader since the "
+                "last step: call each of them once for every batch of the loader, one backward, one step."
+            )
+        self.gradients.require_not_replaced()
+        if given.last_of_draw:
+            self.release(optimizer)
+        else:
+            given.stage = _Stage.DONE
+
+
+def _refuse_numbers_for_all_rows(names: Sequence[str]) -> None:
+    """Raise ValueError for random numbers that the rows of a physical batch share, where a draw has several."""
+    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    raise ValueError(
+        f"the model draws random numbers that all rows of a physical batch share ({', '.join(names[:3])}{others}), or "
+        "its loss does: a coin that leaves a layer out (layerdrop), a number of masked spans (SpecAugment), one "
+        "dropout mask for every row, noise on a weight, one temperature. This draw has several physical batches, here "
+        "or with other processes, and which rows share a number depends on the other examples, which clipping does "
+        "not bound. Set that probability to 0 (layerdrop=0.0 and mask_time_prob=0.0 in the configuration, p = 0.0 of "
+        "such a dropout), let the module draw for each row, or let a physical batch of one process hold every draw "
+        "(per_device_train_batch_size, max_physical_batch_size)."
+    )
+
+
+def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
+    """Raise ValueError for a mechanism that releases other sums than the step knows."""
+    if [release.name for release in mechanism.releases] not in ([], [LOSS]):
+        raise ValueError(
+            f"besides the gradient a step releases {LOSS!r} and nothing else, each once, but the mechanism plans "
+            f"{[release.name for release in mechanism.releases]}: take these out of releases."
+        )
