@@ -2,11 +2,16 @@
 another test."""
 
 import gc
+import hashlib
+import json
 import logging
+import math
 import os
 import random
 import secrets
-import zlib
+import subprocess
+from collections import defaultdict
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,10 +66,30 @@ def bf16_products(request, monkeypatch):
     return request.param
 
 
+ROOT, DURATIONS = Path(__file__).parent.parent, Path(__file__).with_name("durations.json")
+PART, OF = "DP_TEST_PART", 9  # which part of the cases is run, and that it is a ninth of them
+
+
 def pytest_configure(config):
-    """Processes of pytest-xdist take the files as they come: with its order, those of few tests last, one process would
-    wait at the end while the other runs the few long ones."""
+    """Fix which part of the cases is run, for the processes of pytest-xdist too, and let them take the files in the
+    order in which they were sorted."""
     config.option.loadscopereorder = False
+    os.environ.setdefault(PART, _commit())
+    config.pluginmanager.register(Durations(config))
+
+
+def _commit() -> str:
+    """What is checked out; nothing, and so always the same part, where git does not say."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
+
+
+def pytest_report_header(config):
+    whole = any(map(config.getoption, ("--whole-tables", "--write-tables")))
+    return "cases: all" if whole else f"cases: a ninth of each test's, chosen by {PART}={os.environ[PART]}"
 
 
 @pytest.hookimpl(trylast=True)  # of what -k and -m choose
@@ -76,18 +101,53 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=why))
     if not any(map(config.getoption, ("--whole-tables", "--write-tables"))):
         _leave_out_of_tables(config, items)
+    recorded = json.loads(DURATIONS.read_text())
+    # the longest first, so that two processes end together
+    items.sort(key=lambda item: -recorded.get(item.nodeid.partition("::")[0], math.inf))
 
 
 def _leave_out_of_tables(config, items):
-    """Run a ninth of the cases of the tests that are marked as a table, the first one and others as their names fall."""
-    seen, kept, left = set(), [], []
+    """Run a ninth of the cases of each test, rounded up: other ones for another commit. Tests of a file that are marked
+    as one table share that ninth, and those that are marked as whole are run in all cases."""
+    tables = defaultdict(list)
     for item in items:
-        test = (item.parent, item.originalname)
-        is_left = item.get_closest_marker("table") and test in seen and zlib.crc32(item.name.encode()) % 9
-        seen.add(test)
-        (left if is_left else kept).append(item)
-    config.hook.pytest_deselected(items=left)
-    items[:] = kept
+        if not item.get_closest_marker("whole"):
+            mark = item.get_closest_marker("table")
+            tables[item.path, mark.args if mark and mark.args else item.originalname].append(item)
+    left = set()
+    for cases in tables.values():
+        cases.sort(key=lambda item: hashlib.sha256(f"{os.environ[PART]} {item.nodeid}".encode()).digest())
+        left.update(cases[math.ceil(len(cases) / OF) :])
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
+
+
+class Durations:
+    """CPU seconds of each file's tests and what they start, which other work on the machine hardly changes; with
+    --write-durations those of the files that were run are recorded."""
+
+    def __init__(self, config):
+        self.writes = config.getoption("--write-durations") and not hasattr(config, "workerinput")
+        self.seconds = defaultdict(float)
+
+    def pytest_runtestloop(self):
+        self.before = sum(os.times()[:4])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        now = sum(os.times()[:4])
+        report.cpu, self.before = now - self.before, now
+        return report
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid.partition("::")[0]] += report.cpu
+
+    def pytest_sessionfinish(self):
+        if self.writes:
+            seconds = json.loads(DURATIONS.read_text()) | {name: round(s, 1) for name, s in self.seconds.items()}
+            kept = {name: s for name, s in sorted(seconds.items()) if (ROOT / name).exists()}
+            DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 def pytest_collection_finish():
@@ -98,7 +158,8 @@ def pytest_collection_finish():
 
 def pytest_addoption(parser):
     parser.addoption("--write-tables", action="store_true", help="write docs/*.md from what these tests measure")
-    parser.addoption("--whole-tables", action="store_true", help="run all cases of tests that are marked as a table")
+    parser.addoption("--write-durations", action="store_true", help="record the seconds of each file that is run")
+    parser.addoption("--whole-tables", action="store_true", help="run all cases of all tests")
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,15 @@
-"""What every rank of tests/test_distributed.py runs: `torchrun --nproc_per_node N tests/distributed_worker.py <folder>
-<case> ...`.
-
-A case is a function and its options in `CASES`; what it returns is saved as <folder>/<case>.<rank>.pt. One launch runs
-many cases, because starting processes is what takes the time.
-"""
+"""What every rank of tests/test_distributed.py runs: a case is a function and its options in `CASES`."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import random
-import sys
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
 import chats
+import dp_accounting.pld  # noqa: F401  # or each case's processes import it
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -226,6 +220,12 @@ def of_trl(folder, kind="sft", lora=False, sharded=False, mode="book_keeping"):
 
 def fsdp(**config):
     return {"fsdp": True, "fsdp_config": {"version": 2, **config}}
+
+
+def after_fsdp(folder, **options):
+    """`train` after a training of which transformers leaves the configuration in the environment."""
+    train(folder / "before", **{**options, **fsdp(), "max_steps": 1})
+    return train(folder, **options)
 
 
 def unsharded(options):
@@ -1177,7 +1177,7 @@ def refusals(folder):
     }
 
 
-WORLD = int(os.environ.get("WORLD_SIZE") or os.environ.get("PROCESSES", 2))
+WORLD = int(os.environ.get("PROCESSES", 2))
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 SILENT = {"noise_multiplier": 0.0}
 # with a bound so small that gradients vanish beside the noise of σC = 2
@@ -1202,7 +1202,6 @@ CASES |= {
         for name, options in BY_RANKS.items()
         if (loop, name) != ("trainer", "invalid")  # the arguments refuse it where they are made
     },
-    # before those with an fsdp configuration, which transformers leaves in the environment
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
     "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
     "tp-saved": (saved, {}),
@@ -1262,7 +1261,7 @@ CASES |= {
     "trl-ddp-reward": (of_trl, {"kind": "reward"}),
     "trl-fsdp-sft": (of_trl, {"sharded": True}),
     "trl-fsdp-dpo-lora": (of_trl, {"kind": "dpo", "lora": True, "sharded": True}),
-    "ddp-after-fsdp": (train, {"model": "llama", **SILENT}),
+    "ddp-after-fsdp": (after_fsdp, {"model": "llama", **SILENT}),
     "fsdp-bytes": (traffic, {"sharded": True}),
     "hand-full-book_keeping": (clip, {"mode": "book_keeping", "reshard_after_forward": False}),
     "hand-lora-ghost": (clip, {"lora": True, "mode": "ghost"}),
@@ -1356,21 +1355,10 @@ IN_A_SECOND_MODE = (  # what another case shows in one mode already
 MORE |= {name: CASES.pop(name) for name in IN_A_SECOND_MODE}
 if "MORE_CASES" in os.environ:
     CASES |= MORE
-if os.environ.get("PROCESSES") == "4":  # the last, for nothing undoes what it writes into the environment
+if WORLD == 4:
     CASES |= {"fsdp-hsdp": (train, {"model": "llama", "replicas": 2, **SILENT, **fsdp()})}
 
 
-def run(name: str, folder: Path):
-    function, options = CASES[name]
-    return function(folder / name, **options)
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
-        torch.save(run(name, folder), folder / f"{name}.{dist.get_rank()}.pt")
-        dist.barrier()
-    dist.destroy_process_group()
+def run(folder: Path, case: str):
+    function, options = CASES[case]
+    return function(folder, **options)

@@ -24,7 +24,7 @@ from dp_transformers.mechanism.accounting import (
 from dp_transformers.mechanism.accounting.arguments import ACCOUNTANTS
 from dp_transformers.mechanism.accounting.events import event_accountant
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.whole]
 
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 log_uniform = lambda low, high: st.floats(math.log10(low), math.log10(high)).map(lambda x: 10**x)  # noqa: E731

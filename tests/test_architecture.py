@@ -1,5 +1,6 @@
 """The rooms and who may know whom; what importing costs; what the README says."""
 
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +19,12 @@ def test_import_contracts():
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "9 kept, 0 broken" in result.stdout
+
+
+def test_every_file_of_tests_has_a_recorded_duration():
+    """By which files are started; `python -m pytest tests/test_NAME.py --write-durations` records that of a new one."""
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(json.loads((ROOT / "tests" / "durations.json").read_text())) == files
 
 
 def test_only_one_room_of_clipping_speaks_to_ranks():

@@ -28,7 +28,6 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(("task", "name"), SAMPLE, ids=lambda cell: cell)
 def test_a_sample_is_exact(task, name):
     row = measure(task, name)

@@ -74,7 +74,6 @@ def test_what_noise_keeps(tmp_path):
     assert kept == {"independent": 0, "secure_rng": 0, "banded 3": 8, "lambda": 0, "BISR 4": 0, "BLT 3": 12}
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("name", SMALLEST)
 def test_every_benchmark_runs_and_reports(name, tmp_path):
     path, rows = run(name, tmp_path, "--no-peers")

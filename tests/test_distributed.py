@@ -1,15 +1,12 @@
 """Several gloo processes give the noiseless trajectory of one, noise is added exactly once, and bytes are counted.
 
-The ranks run tests/distributed_worker.py, in two processes; PROCESSES=4 pytest tests/test_distributed.py takes four,
+The ranks run cases of tests/distributed_worker.py, in two processes; PROCESSES=4 pytest tests/test_distributed.py takes four,
 MORE_CASES=1 runs more.
 """
 
 import itertools
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import distributed_worker as worker
 import numpy as np
@@ -18,28 +15,30 @@ import torch
 from models import batch_for, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients
 from toeplitz import matrix
+from world import World
 
 from dp_transformers.mechanism.clipping_functions import FlatClipping, PerLayerClipping
 from dp_transformers.mechanism.sampling import DrawSampler, PoissonSampling
 
-ROOT = Path(__file__).parent.parent
 PROCESSES = int(os.environ.get("PROCESSES", 2))
 
 
-def launch(folder, *cases, processes=PROCESSES):
-    """{case: [what each rank returned]}"""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command += [str(ROOT / "tests" / "distributed_worker.py"), str(folder), *cases]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-6000:]
-    return {case: [torch.load(folder / f"{case}.{r}.pt") for r in range(processes)] for case in cases}
+class Ranks(dict):
+    """What each rank returned for a case, which is run when a test first asks for it."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def __missing__(self, case):
+        self[case] = self.world.run("run", case, case=case)
+        return self[case]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """All cases, in one launch."""
-    return launch(tmp_path_factory.mktemp("ranks"), *worker.CASES)
+    world = World("distributed_worker", tmp_path_factory.mktemp("ranks"), PROCESSES)
+    yield Ranks(world)
+    world.end()
 
 
 def relative(a, b):
@@ -58,7 +57,9 @@ def cases_of(*starts, function):
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
-@pytest.mark.parametrize("case", [c for c in cases_of("ddp", "fsdp", "tp", function=worker.train) if "noise" not in c])
+@pytest.mark.parametrize(
+    "case", [c for c in cases_of("ddp", "fsdp", "tp", function=worker.train) if "noise" not in c] + ["ddp-after-fsdp"]
+)
 def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
     """Every step's gradient, all parameters together, from different counts, an empty rank and an empty draw; the
     ranks agree exactly."""
@@ -104,6 +105,7 @@ DIFFERING = {
 }
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("case", cases_of("by-ranks", function=worker.by_ranks))
 def test_what_ranks_must_have_alike(ranks, case):
     """Rows of other orders would let one person's row be drawn by several ranks in one step; other bounds and noise
@@ -117,6 +119,7 @@ def test_what_ranks_must_have_alike(ranks, case):
             assert rank["said"] == "nothing was refused" and rank["steps"] == [5 if "trainer" in case else 6]
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("case", cases_of("auto", function=worker.budgeted))
 def test_ranks_agree_on_the_least_that_one_has_to_spare(tmp_path, ranks, case):
@@ -130,12 +133,14 @@ def test_ranks_agree_on_the_least_that_one_has_to_spare(tmp_path, ranks, case):
             assert rank["passes"] == ranks[case][0]["passes"] and len(set(rank["passes"])) == 2
 
 
+@pytest.mark.table("ranks")
 def test_ranks_agree_by_hand_too(ranks):
     first, *others = ranks["hand-auto-ghost"]
     assert first["settled"] == [2e8 / PROCESSES] and len(set(first["passes"])) == 2
     assert all(rank == first for rank in others)
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("case", cases_of("trl", function=worker.of_trl))
 def test_trainers_of_trl_take_the_same_steps_on_several_ranks(tmp_path, ranks, case):
@@ -214,6 +219,7 @@ def test_fully_sharded_by_hand_is_exact(ranks, oracle, case):
         assert rank["placements"] == {"(Replicate(), Shard(dim=0))" if options.get("hsdp") else "(Shard(dim=0),)"}
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("case", cases_of("layers", function=worker.layers))
 def test_layers_are_clipped_by_themselves_where_they_are_split(ranks, oracle, case):
     """The norm of a layer and the scale of its noise are those of the whole layer."""
@@ -234,6 +240,7 @@ def test_layers_are_clipped_by_themselves_where_they_are_split(ranks, oracle, ca
             assert distance([rank["sum"][k] for k in indices], total) <= 1e-5 * length(total)
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("case", cases_of("following", function=worker.following))
 def test_ranks_clip_by_one_bound_that_follows_the_examples_of_all(ranks, case):
     """The share is that of 12 examples, so a count, the noise of which is small here, is near to a whole number."""
@@ -304,6 +311,7 @@ def test_ddp_adds_noise_once_and_shares_it(ranks):
     assert abs(correlation(*first["gradients"])) < 5 / len(first["gradients"][0]) ** 0.5
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("case", ["loop-noise", "loop-fsdp-noise", "loop-hsdp-noise"])
 def test_a_loop_adds_noise_once(ranks, case):
     first, *others = ranks[case]
@@ -333,6 +341,7 @@ def test_shards_get_independent_noise(ranks):
             assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("kind", worker.CORRELATED)
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
 def test_correlated_noise_is_as_designed_over_steps_and_shards(ranks, layout, kind):
@@ -355,6 +364,7 @@ def test_correlated_noise_is_as_designed_over_steps_and_shards(ranks, layout, ki
             assert (np.abs(a[:, :n] @ b[:, :n].T / n - expected) / errors).max() < 5.5
 
 
+@pytest.mark.table("ranks")
 def test_tensor_parallel_training_gets_noise_once(ranks):
     """Parts independent of each other; the whole, gathered and with what every process holds, the same on all and of
     one size."""
@@ -368,6 +378,7 @@ def test_tensor_parallel_training_gets_noise_once(ranks):
             assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_replicas_of_a_shard_get_equal_noise_and_other_shards_other(ranks, mode):
     replicas, shards = [rank["noise"].flatten() for rank in ranks[f"hand-hsdp-{mode}"]], PROCESSES // 2
@@ -378,6 +389,7 @@ def test_replicas_of_a_shard_get_equal_noise_and_other_shards_other(ranks, mode)
     assert abs(correlation(plain[0], plain[-1])) < 5 / len(plain[0]) ** 0.5
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize(
     "case",
     ["tp-qwen3-book_keeping", "tp-bert-book_keeping", "tp-sequence-ghost", "tp-lora-book_keeping", "tp-fsdp-ghost"],
@@ -407,6 +419,7 @@ def test_what_a_group_shares_gets_equal_noise_and_parts_get_their_own(ranks, cas
 # ---- precision ----
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_sum_in_bf16_respects_the_bound(ranks, mode):
     """All examples the same, each four times longer than C or more: none moves the noised sum by more than C."""
@@ -415,6 +428,7 @@ def test_sum_in_bf16_respects_the_bound(ranks, mode):
         assert 0.9 < rank["one less"] <= 1 + 1e-6
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("case", cases_of("hand", function=worker.crowded))
 def test_sums_of_many_rows_and_tokens_in_bf16_keep_the_bound(ranks, case):
     for rank in ranks[case]:
@@ -429,6 +443,7 @@ def total(sent):
     return sum(sent.values())
 
 
+@pytest.mark.table("ranks")
 def test_ddp_sends_no_more_than_without_privacy(ranks):
     for rank in ranks["ddp-bytes"]:
         for mode in ("book_keeping", "ghost"):
@@ -436,6 +451,7 @@ def test_ddp_sends_no_more_than_without_privacy(ranks):
             assert rank[mode]["reduce"] == 2 * (PROCESSES - 1) / PROCESSES * rank["gradient"]
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("case", cases_of("fsdp", function=worker.traffic))
 def test_fsdp_sends_what_docs_scaling_says(ranks, case):
     """Book-keeping no more than training without privacy, but for the byte of a barrier, the loss, and whether all ranks may
@@ -453,6 +469,7 @@ def test_fsdp_sends_what_docs_scaling_says(ranks, case):
         assert ghost["reduce"] <= (2 if case == "fsdp-bytes-late" else 1) * plain["reduce"]
 
 
+@pytest.mark.table("ranks")
 def test_tensor_parallelism_sends_one_number_more_for_each_example(ranks):
     """Going back over a batch in book-keeping; ghost goes back twice."""
     norms = 2 * (PROCESSES - 1) / PROCESSES * 4 * worker.ROWS
@@ -465,6 +482,7 @@ def test_tensor_parallelism_sends_one_number_more_for_each_example(ranks):
 # ---- what one rank's batch leaves in its model ----
 
 
+@pytest.mark.table("ranks")
 def test_all_ranks_are_refused_what_a_batch_of_one_left(ranks):
     """Also in a second training, if what was there before is not known."""
     for rank in ranks["ddp-leftovers"]:
@@ -476,6 +494,7 @@ def test_all_ranks_are_refused_what_a_batch_of_one_left(ranks):
                 assert second == "nothing"
 
 
+@pytest.mark.table("ranks")
 def test_a_draw_that_one_rank_gave_up_is_not_released_with_the_next(ranks):
     for rank in ranks["loop-dropped"]:
         assert "one process is in draw 5 and another in draw 6" in rank
@@ -484,6 +503,7 @@ def test_a_draw_that_one_rank_gave_up_is_not_released_with_the_next(ranks):
 # ---- checkpoints and refusals ----
 
 
+@pytest.mark.table("ranks")
 @pytest.mark.parametrize("what", [case[len("save-") :] for case in worker.CASES if case.startswith("save")])
 def test_sharded_training_goes_on_from_its_checkpoint(ranks, what):
     for saved, resumed in zip(ranks[f"save-{what}"], ranks[f"load-{what}"], strict=True):
@@ -492,12 +512,14 @@ def test_sharded_training_goes_on_from_its_checkpoint(ranks, what):
         assert (saved["steps"], resumed["step"], resumed["steps"]) == (2, 2, 4)
 
 
+@pytest.mark.table("ranks")
 def test_tensor_parallel_training_is_evaluated_and_saved_whole(ranks):
     for rank in ranks["tp-saved"]:
         assert rank["loss"] == pytest.approx(rank["loss of one"], rel=1e-5)
         assert rank["same"] and rank["steps"] == 2
 
 
+@pytest.mark.table("ranks")
 def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
     for rank in ranks["hand-refusals"]:
         assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
@@ -514,6 +536,7 @@ def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "take ACCELERATE_USE_FSDP out of os.environ" in rank["left_in_the_environment"]
 
 
+@pytest.mark.table("ranks")
 def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
     for rank in ranks["tp-refusals"]:
         assert (

@@ -13,8 +13,9 @@ def run(code_or_tests, **environment):
     return subprocess.run([sys.executable, *code_or_tests], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
-def test_what_needs_a_gpu_passes_on_a_simulated_one():
-    result = run(["-m", "pytest", "-p", "no:cacheprovider", "tests/gpu"], DP_TEST_DEVICE="simulated")
+def test_what_needs_a_gpu_passes_on_a_simulated_one(request):
+    whole = ["--whole-tables"] * request.config.getoption("--whole-tables")
+    result = run(["-m", "pytest", "-p", "no:cacheprovider", "tests/gpu", *whole], DP_TEST_DEVICE="simulated")
     assert result.returncode == 0, result.stdout[-5000:]
     assert "passed" in result.stdout or "[100%]" in result.stdout
 

@@ -218,7 +218,6 @@ def task(loss, **options):
     return Task(Net, ROWS, loss=loss, bound=0.5, physical=24, steps=8, expected=12, **options)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("kept", PUT_BACK)
 def test_what_a_loss_keeps_is_put_back(kept):
     """Draws without the long example are what they were without it."""

@@ -29,6 +29,8 @@ from dp_transformers.mechanism.noise import IndependentNoise
 from dp_transformers.mechanism.sampling import PoissonSampling
 from dp_transformers.mechanism.values import StepParameters
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).parent.parent
 DELTA = 1e-5
 

@@ -98,7 +98,6 @@ class DPLoggingBelow(DPTrainerMixin, Logging, Trainer):
 SUBCLASSES = [DPPlain, DPSeq2Seq, DPInHouse, DPTwice, DPLogging, DPLoggingBelow]
 
 
-@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("cls", SUBCLASSES)
 def test_any_trainer_takes_the_steps_of_dp_trainer(tmp_path, cls):

@@ -21,6 +21,8 @@ from dp_transformers.runtime.randomness import (
     seeded_global_generators,
 )
 
+pytestmark = pytest.mark.whole
+
 
 def noise(shapes, std, **options):
     tensors = [torch.zeros(s) for s in shapes]

@@ -16,7 +16,6 @@ opacus = pytest.importorskip("opacus")
 PAGE = Path(__file__).parents[1] / "docs" / "from-opacus.md"
 
 
-@pytest.mark.table
 @pytest.mark.filterwarnings("ignore")  # of Opacus
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_all_three_train_and_spend_the_same(name, monkeypatch):

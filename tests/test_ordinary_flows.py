@@ -268,7 +268,6 @@ def reseed(*parts):
     torch.manual_seed(random.getrandbits(60))
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("collate", [dropping, cropping, choosing, Masking()])
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_may_have_random_lengths(collate, seed):

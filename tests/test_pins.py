@@ -42,7 +42,6 @@ def test_there_are_fifty():
     assert len({(pin["epsilon"], pin["sigma"]) for pin in PINNED["settings"]}) > 45
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("pin", PINNED["settings"], ids=range(50))
 def test_epsilon_and_sigma_are_the_pinned_ones(pin):
     seen = privacy_pins.epsilon_and_sigma(pin)
@@ -50,7 +49,6 @@ def test_epsilon_and_sigma_are_the_pinned_ones(pin):
     assert same(seen["sigma"], pin["sigma"], pin["steps"], pin["delta"])
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(
     "pin", [pin for pin in PINNED["settings"] if pin["steps"]], ids=lambda pin: f"{pin['steps']}-{pin['rows']}"
 )

@@ -100,7 +100,6 @@ def adam(parameters):
     )  # a smaller one would make steps of the rounding errors of zeros
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("make_optimizer", [sgd, adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("physical", [None, 3])
 @pytest.mark.parametrize("mode", ["auto", "per_sample"])

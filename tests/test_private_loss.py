@@ -2,19 +2,15 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import build, losses_function
 from test_trainer import Grads, N, arguments, draws, trainer_for  # noqa: F401  (draws: a fixture)
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMultipleChoice, BertForSequenceClassification, TrainerCallback
+from world import World
 
 from dp_transformers import (
     FlatClipping,
@@ -444,36 +440,17 @@ def exact(folder):
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
 def test_two_processes_release_the_loss_of_one_with_noise_once(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        __file__,
-        str(tmp_path),
-    ]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    world = World("test_private_loss", tmp_path)
+    first, second = world.run("as_rank", "two")
+    world.end()
     assert first == second and first["trained"] == pytest.approx(exact(tmp_path / "one"), abs=1e-5)
     off = (torch.tensor(first["noised"], dtype=torch.float64) - 2) * 8 / (3.0 * 2)
     assert abs(off.std() - 1) < 5 / math.sqrt(2 * len(off)), "of one process, not of both"
 
 
 def as_rank(folder):
-    dist.init_process_group("gloo")
     loss, noised = private_loss(factor=3.0), []
     for _ in range(1000):
         loss.begin_draw()
         noised.append(float(loss.release(8)))
-    said = {"noised": noised, "trained": exact(folder / "two")}
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(said))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    as_rank(Path(sys.argv[1]))
+    return {"noised": noised, "trained": exact(folder)}

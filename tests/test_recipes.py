@@ -1127,7 +1127,6 @@ def trained_by_accelerate(recipe, flags, monkeypatch):
     launch.launch_command(launch.launch_command_parser().parse_args(["--num_processes", "1", script, *flags]))
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("trained", [trained_by_the_command, trained_by_accelerate], ids=["command", "accelerate"])
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes" / "configs").glob("*.yaml")))
 def test_a_configuration_trains_to_the_table(recipe, trained, tiny_defaults, tmp_path, monkeypatch, capsys):

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
+from world import World
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, compute_epsilon
 from dp_transformers.clipping.parallel.dtensor import to_local
@@ -841,36 +842,23 @@ def ranks(folder):
     except PrivacyStateError as error:
         result["refused"] = str(error)
     holder.close()
-    (Path(folder) / f"rank{distributed.rank()}.json").write_text(json.dumps(result))
-    del trainer, fresh, holder
-    gc.collect()  # models of DDP hold the group, and one that outlives the interpreter can abort the process
-    dist.destroy_process_group()
+    return result
 
 
 def test_on_another_number_of_ranks_with_one_writer(tmp_path):
     free = {"target_epsilon": None, "noise_multiplier": 1.0}
-    build(DPTrainer, tmp_path, **free, max_steps=3).train()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        __file__,
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(2):
-        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    folder = tmp_path / "life"
+    build(DPTrainer, folder, **free, max_steps=3).train()
+    world = World("test_resume", tmp_path)
+    for seen in world.run("ranks", "life"):
         assert (seen["world"], seen["steps"]) == (2, 6)
         assert "another training is writing" in seen["refused"]
-    files = json.loads((tmp_path / "checkpoint-6" / STATE_NAME).read_text())["files"]
+    world.end()
+    files = json.loads((folder / "checkpoint-6" / STATE_NAME).read_text())["files"]
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)  # complete means: every rank has written its part
-    trainer = build(DPTrainer, tmp_path, **free, max_steps=8)
+    trainer = build(DPTrainer, folder, **free, max_steps=8)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.privacy_spent().steps == 8 == lines(tmp_path)
+    assert trainer.privacy_spent().steps == 8 == lines(folder)
 
 
 # ---- full disks, dead workers, long runs ----
@@ -1004,4 +992,4 @@ def test_memory_does_not_grow_with_steps(tmp_path, train, mode):
 
 
 if __name__ == "__main__":
-    ranks(sys.argv[1]) if len(sys.argv) > 1 else serve()
+    serve()

@@ -96,7 +96,6 @@ def train(loop, folder, steps, resume=False, **options):
     return by_engine(folder, steps, resume, ledger_dir=folder if "ledger" in loop else None, **options)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("checks", [(False, True, True), (True, False, True), (True, True, True)], ids=str)
 def test_verified_means_all_steps(tmp_path, loop, checks, caplog):

@@ -17,6 +17,8 @@ from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.step.run import PrivateRun
 from dp_transformers.step.startup_message import Trained, describe, hopeless
 
+pytestmark = pytest.mark.whole
+
 TRAINED = Trained("Net", 10, 20, "book_keeping", "auto")
 
 

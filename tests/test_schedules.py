@@ -159,7 +159,6 @@ def test_correlated_noise_keeps_its_bound():
 # ---- clipping while the bound moves ----
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(
     "function",
     [

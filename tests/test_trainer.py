@@ -742,7 +742,6 @@ TINY = {"vocab_size": 1000, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
         "n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64, "n_embd": 32, "num_labels": 3}  # fmt: skip
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 @pytest.mark.parametrize("case", PADDED)
 def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, case, mode):

@@ -45,7 +45,6 @@ def test_every_cell_has_a_pin():
     ]
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_trajectory_is_the_pinned_one(cell):
     check(name_of(cell), pin(run(*cell)))

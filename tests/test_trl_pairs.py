@@ -35,7 +35,6 @@ def dpo(cls, config, folder, made=None, data="preference", ref_model="another", 
     )
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("data", ["preference", "chat-preference"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_one_preference_at_a_time(tmp_path, mode, data):
@@ -90,7 +89,6 @@ REFERENCES = {
 }
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 @pytest.mark.parametrize("name", REFERENCES)
 def test_every_reference_is_one_preference_at_a_time(tmp_path, name, mode):
@@ -145,7 +143,6 @@ def reward(cls, config, folder, lora=False, margins=False, **changes):
     return cls(made, args=args, train_dataset=data, processing_class=tokenizer(), peft_config=LORA if lora else None)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_reward_models_are_one_preference_at_a_time(tmp_path, mode, lora):

@@ -66,7 +66,6 @@ def test_every_format_is_one_row_at_a_time(tmp_path, name):
     assert_exact(private, plain)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_one_row_at_a_time(tmp_path, mode, lora):

@@ -15,8 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -28,7 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from models import VOCABULARY, build, losses_function
 from oracle import trainable
@@ -36,6 +33,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
+from world import World
 
 import dp_transformers
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
@@ -258,37 +256,18 @@ def processor() -> str:
 
 
 def pins_of_ranks() -> dict[str, dict]:
-    """Pins of the cells of several gloo processes, in one launch, after a check that all processes end with the
-    same."""
+    """Pins of the cells of several gloo processes, after a check that all processes end with the same."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(RANKS),
-            __file__,
-            "--rank",
-            folder,
-        ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        if result.returncode:
-            raise RuntimeError(result.stderr[-6000:])
-        first, *others = (json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS))
+        world = World("trajectories", Path(folder), RANKS)
+        first, *others = world.run("pins_of_a_rank", "pins")
+        world.end()
     if any(other != first for other in others):
         raise RuntimeError("the processes hold different parameters")
     return first
 
 
-def as_rank(folder: str) -> None:
-    """What each process of `pins_of_ranks` does."""
-    dist.init_process_group("gloo")
-    pins = {name_of(cell, RANKS): pin(run(*cell)) for cell in CELLS_OF_RANKS}
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(pins))
-    dist.barrier()
-    dist.destroy_process_group()
+def pins_of_a_rank(folder: Path) -> dict[str, dict]:
+    return {name_of(cell, RANKS): pin(run(*cell)) for cell in CELLS_OF_RANKS}
 
 
 def write() -> None:
@@ -302,12 +281,8 @@ def write() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    choice = parser.add_mutually_exclusive_group(required=True)
-    choice.add_argument("--write", action="store_true", help="write the pins")
-    choice.add_argument(
-        "--rank", metavar="FOLDER", help="be one process of several, started by torchrun, and write its pins there"
-    )
-    given = parser.parse_args()
+    parser.add_argument("--write", action="store_true", required=True, help="write the pins")
+    parser.parse_args()
     warnings.filterwarnings("ignore", message="dp_seed")
     torch.set_num_threads(1)
-    write() if given.write else as_rank(given.rank)
+    write()

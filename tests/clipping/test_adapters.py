@@ -221,7 +221,6 @@ def with_one_mask(model, losses_of, batch):
     ]
 
 
-@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, to FRoD
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapter_is_exact_in_every_mode(adapter, model_table):

@@ -187,7 +187,6 @@ def count_forwards(model, monkeypatch):
     return counts
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", list(CASES))
 def test_exact_and_run_once(name, mode, monkeypatch):

@@ -69,7 +69,6 @@ def test_an_empty_batch_behind_the_positions_may_come_first(layer, mode):
         assert distance(found, total) <= 1e-5 * length(total)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("tokens", [SHORT, LONG])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
@@ -102,7 +101,6 @@ def test_trajectory_is_that_of_one_example_at_a_time_in_every_mode(name, lora, t
         assert distance(trainable(model), trainable(reference)) <= 1e-5 * moved, mode
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_sensitivity(name, mode):
@@ -260,7 +258,6 @@ def test_dropout_is_the_same_for_norm_and_sum(mode):
     assert abs(length([p.grad for p in trainable(model)]) - 1e-3) <= 1e-8
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -631,7 +628,6 @@ def test_second_derivatives_are_refused(mode):
         clipper.backward(model(x).squeeze(1))
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_bf16_parameters(mode, tied, bf16_products):

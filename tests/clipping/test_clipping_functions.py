@@ -49,7 +49,6 @@ def contributions(clipping, gradients):
         yield [torch.zeros_like(x) if coefficient == 0 else x * coefficient for x in gradient]
 
 
-@pytest.mark.table
 @FUNCTIONS
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_sums_and_sensitivity_in_200_adversarial_batches(clipping, mode, batches):

@@ -146,7 +146,6 @@ def test_json_and_scale(clipping):
 # ---- clipped sums ----
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", ONE_PASS)
 @pytest.mark.parametrize("clipping", GROUPINGS, ids=range(3))
 def test_sums_and_sensitivity_in_200_adversarial_batches(clipping, mode):

@@ -177,7 +177,6 @@ both_loops = pytest.mark.parametrize("loop", ["plain", "trainer"])
 after = pytest.mark.parametrize("fails", [False, True], ids=["refused", "another error"])
 
 
-@pytest.mark.table
 @both_loops
 @after
 @pytest.mark.parametrize("written", PUT_BACK)
@@ -221,7 +220,6 @@ def others(net, folder):
         yield "a model that shares its tensors", lambda: PerExampleClipper(shares, 1.0)
 
 
-@pytest.mark.table
 @both_loops
 @after
 @pytest.mark.parametrize("written", LOST)

@@ -29,7 +29,6 @@ def planned(model, budget, mode, positions, seed=0):
 WIDTH, BUDGETS = 160, (0, 1e6, 2e6, 1e9)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("positions", [4, 90])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("mode", MODES)
@@ -279,7 +278,6 @@ SETTINGS = [  # kind, width, tokens, examples, mode, part of plain's peak; what 
 ]
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(("kind", "width", "tokens", "size", "mode", "part"), SETTINGS)
 def test_a_peak_is_never_over_budget(benchmark, kind, width, tokens, size, mode, part):
     figures = within(benchmark, kind, Shape(width, 1, 50, tokens, size, 4), mode, part)

@@ -170,7 +170,6 @@ READ_OUT = {
 }
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 @pytest.mark.parametrize("name", list(READ_OUT))
 def test_architectures_whose_padding_is_zero(name, mode):

@@ -191,7 +191,6 @@ class Routes(nn.Module):
         return out.view_as(x)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize(
     ("build", "name", "answers"),

@@ -23,6 +23,8 @@ from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, Buf
 from dp_transformers.mechanism.sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling
 from dp_transformers.noise.sharded import ShardedNoise
 
+pytestmark = pytest.mark.whole
+
 STEPS = 12
 NOISES = {
     "bands": BandedNoise.optimal(1.0, steps=STEPS, bands=4),

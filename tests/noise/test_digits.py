@@ -18,6 +18,8 @@ from dp_transformers.runtime import distributed
 from dp_transformers.step.private_loss import PrivateLoss
 from dp_transformers.step.quantile import NoisedShare
 
+pytestmark = pytest.mark.whole
+
 IN_ORDER = FixedOrderSampling(40, 8)
 
 

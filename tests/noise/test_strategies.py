@@ -202,7 +202,6 @@ POISSON = [
 ]  # fmt: skip
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(("steps", "epochs", "epsilon", "error"), POISSON)
 def test_predicted_with_poisson_sampling(steps, epochs, epsilon, error):
     sampling = PoissonSampling(3000, 3000 * epochs // steps) if steps != 2000 else PoissonSampling(2000, 10)

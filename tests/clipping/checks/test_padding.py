@@ -121,7 +121,6 @@ TINY_T5 = {
 }
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", PADDED_BY_OTHERS)
 def test_padding_to_each_others_length(case, dtype, caplog):

@@ -120,7 +120,6 @@ def task(change, **options):
     return Task(lambda: Scores(change), ROWS, loss=losses_of, steps=3, **options)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("drawn", SHARED)
 def test_numbers_for_all_rows_are_refused_where_a_draw_has_several_batches(drawn, loop):
@@ -143,7 +142,6 @@ def test_a_batch_that_is_the_whole_draw_may_share_them(drawn, loop):
     assert_bounded(moves(loop, task(SHARED[drawn][0], physical=16), 3))
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("drawn", OWN)
 def test_numbers_of_the_rows_own_are_taken(drawn, loop):

@@ -34,7 +34,6 @@ def check(model, modes=tuple(MODES), name="Mixtral"):
     assert not any(owner.is_rerun for owner in owners)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("targets", [EXPERTS[:1], EXPERTS[1:], EXPERTS[::-1]], ids=["up", "down", "both"])
 @pytest.mark.parametrize("name", ["Mixtral", "Mixtral + eager experts", "GPT-OSS"])
 def test_by_the_rule_whatever_is_adapted(name, targets):

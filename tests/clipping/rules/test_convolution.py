@@ -54,7 +54,6 @@ def test_convolutions(drawn_layer):
     assert_exact_in_all_modes(overwritten(layer), torch.randn(shape))
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(
     ("layer", "shape", "ghost"),
     [
@@ -116,7 +115,6 @@ class Twice(nn.Module):
         return torch.cat([y.flatten(1), self.layer(y[..., self.cut :]).flatten(1)], 1)
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("cut", [0, 2], ids=["as large", "smaller"])
 @pytest.mark.parametrize(
     ("layer", "shape"),

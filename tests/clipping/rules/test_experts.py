@@ -90,7 +90,6 @@ def check(model, batch, modes=ALL_MODES, *, by_rule=True):
     assert (experts in {owner.rule.terms for owner in owners}) is by_rule
 
 
-@pytest.mark.table
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", MADE_BY)
 def test_every_class_and_kernel(name, kernel):

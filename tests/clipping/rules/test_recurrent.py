@@ -107,7 +107,6 @@ def x_of(batch=4, steps=6):
     return torch.randn(batch, steps, IN)
 
 
-@pytest.mark.table
 @every_mode
 @pytest.mark.parametrize(
     "options",
@@ -152,7 +151,6 @@ def test_loss_that_reads_c_n_alone(mode):
     check(Tagger(nn.LSTM(IN, HIDDEN, batch_first=True), reads=("c_n",)), {"x": x_of()}, mode)
 
 
-@pytest.mark.table
 @every_mode
 @pytest.mark.parametrize("lengths", [[6, 4, 4, 1], [3, 6, 1, 5]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)

@@ -32,6 +32,8 @@ from dp_transformers.clipping.terms.gram import gram_of
 from dp_transformers.clipping.terms.tied_weights import merge, norm_of_sum
 from dp_transformers.clipping.trainable import TrainableParameters
 
+pytestmark = pytest.mark.whole
+
 sizes = st.integers(1, 9)
 
 
