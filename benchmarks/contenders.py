@@ -65,16 +65,18 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
         clipping, mode = PerLayerClipping(clipping), "book_keeping"
     clipper = PerExampleClipper(model, clipping, mode=mode, memory_budget=memory_budget)
     clipper.follow(OneDraw(), None)
+    sums = clipper.empty_sums()
     steps = itertools.count(1)
     noise, dither, std = GaussianNoise(), Dither(entropy=[0]), NOISE_MULTIPLIER * clipping.sensitivity
 
     def backward() -> None:
         optimizer.zero_grad()
-        clipper.backward(task.forward(model))
+        clipper.backward(task.forward(model), into=sums)
 
     def step() -> None:
         clipper.end_draw()
         clipper.conditions.require()
+        sums.become_gradients()
         add_noise_and_divide(
             clipper.parameters, noise, dither=dither, std=std, divisor=task.size, scales=clipper.noise_scales
         )
@@ -97,12 +99,6 @@ class OneDraw:
 
     def current_batch(self) -> object:
         return self
-
-    def before_sum(self, batch_size: int) -> tuple[None, bool]:
-        return None, True
-
-    def after_sum(self, losses_b: torch.Tensor | None, weights_b: torch.Tensor | None) -> None:
-        """It keeps no losses."""
 
 
 def opacus(task: Task, mode: str) -> Sequence[Phase]:

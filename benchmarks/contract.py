@@ -28,7 +28,7 @@ from dp_transformers.clipping import PerExampleClipper
 from dp_transformers.clipping.model_state import ModelState
 from dp_transformers.data.loaded_rows import LoadedRows
 from dp_transformers.runtime.randomness import SecretSeeds
-from dp_transformers.step.private_gradients import PrivateGradients
+from dp_transformers.step.gradients import ReleasedGradients
 from dp_transformers.step.private_loss import PrivateLoss
 from dp_transformers.step.step import PrivateStep
 
@@ -39,10 +39,10 @@ PARTS = {
     "random numbers": [(SecretSeeds, "reseed")],
     "state of the model": [(ModelState, "before_forward"), (ModelState, "require_unchanged")],
     "trainable parameters": [(PerExampleClipper, "require_same_parameters")],
-    "sums": [(PrivateGradients, "restore_sums"), (PrivateStep, "after_sum")],
+    "sums": [(PrivateStep, "begin_sum"), (PrivateStep, "end_sum")],
     "mixed rows": [(LoadedRows, "__init__"), (LoadedRows, "refuse_mixed")],
     "draws": [(PrivateStep, "_require_next"), (PrivateStep, "_left_undone")],
-    "optimizers": [(PrivateGradients, "refuse_unreleased")],
+    "optimizers": [(ReleasedGradients, "refuse_unreleased")],
     "private loss": [(PrivateLoss, "add"), (PrivateLoss, "release")],
 }
 WARM_UP = 3

@@ -554,8 +554,8 @@ def following(folder, sharded=False):
     )  # fmt: skip
     while engine.steps < 6:
         for x, y in loader:
-            if not bounds or bounds[-1] != engine.clipper.max_grad_norm:
-                bounds.append(engine.clipper.max_grad_norm)
+            if not bounds or bounds[-1] != optimizer.max_grad_norm:
+                bounds.append(optimizer.max_grad_norm)
             optimizer.zero_grad()
             norms = engine.clipper.backward(F.cross_entropy(net(x), y, reduction="none"))
             optimizer.step()

@@ -140,13 +140,12 @@ def test_an_example_moves_sum_and_count_by_their_bounds_while_these_move(seed):
     with PerExampleClipper(model, clipping, self_check=False) as clipper:
         share = NoisedShare(clipper)
         for number in range(50 * seed, 50 * seed + 50):
-            clipper.clip_by(clipping)
             batch, sums, counts = adversarial(number), [], []
             rest = torch.arange(SIZE) != number % SIZE
             for own in (batch, {name: x[rest] for name, x in batch.items()}):
                 model.zero_grad()
                 share.begin_draw()
-                share.add(clipper.backward(model(**own)), clipping.max_grad_norm)
+                share.add(clipper.backward(model(**own), clipping=clipping), clipping.max_grad_norm)
                 sums.append([p.grad.clone() for p in trainable(model)])
                 counts.append(float(share._sum))
             moved = distance(*sums) / clipping.max_grad_norm

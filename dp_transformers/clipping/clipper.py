@@ -1,4 +1,4 @@
-"""PerExampleClipper: per-example losses in, the sum of clipped per-example gradients in ``p.grad`` out.
+"""PerExampleClipper: per-example losses in, the sum of clipped per-example gradients out.
 
 How it works. A forward hook (:mod:`.hooks`) passes the output of every module that owns trainable parameters through
 an identity, the tap (:mod:`.tap`). When backward reaches a tap it holds the gradient g of the module's output; with
@@ -32,6 +32,7 @@ from .coefficients import checked_clipping
 from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
 from .errors import SelfCheckError
+from .gradient_sums import GradientSums
 from .leftovers import refuse_marked
 from .measured_budget import MeasuredBudget, memory_budget_of
 from .modes import Mode, choose_mode
@@ -55,8 +56,9 @@ class PerExampleClipper:
         model: The module whose ``forward`` is called for the losses; its inputs have the batch in their first
             dimension. It is hooked, not wrapped: type, state dict, ``generate`` and pickling stay as they are.
         max_grad_norm: The clipping bound C, or a function of the norm (:mod:`.clipping_functions`), whose
-            sensitivity it then is. Noise must be scaled by this same number: read it here, and :attr:`noise_scales`
-            where the function clips groups of parameters by themselves.
+            sensitivity it then is, for calls of :meth:`backward` that give no other. Noise must be scaled by this
+            same number: read it here, and :attr:`noise_scales` where the function clips groups of parameters by
+            themselves. In a private training the step gives the function of each step.
         mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see
             :mod:`dp_transformers.clipping.modes`.
         self_check: Before the first training forward pass, check on synthetic input of the same shapes that every
@@ -123,16 +125,8 @@ class PerExampleClipper:
 
     @property
     def max_grad_norm(self) -> float:
-        """The clipping bound C. Noise and ε are made for it (:meth:`clip_by`)."""
+        """The clipping bound C of the function that this clipper was made with."""
         return self.clipping.sensitivity
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> None:
-        raise AttributeError(
-            f"max_grad_norm is {self.max_grad_norm:g} for the whole of a private training, since noise and epsilon "
-            "are made for it. For another bound start another training (make_private, DPTrainingArguments); for one "
-            "that changes give the mechanism ScheduledClipping; without noise, make a new PerExampleClipper."
-        )
 
     @property
     def self_check(self) -> bool:
@@ -145,12 +139,6 @@ class PerExampleClipper:
             f"self_check is {self.self_check} for the whole of a training, whose reports say so. Give it where the "
             "training is set up (make_private, DPTrainingArguments, PerExampleClipper)."
         )
-
-    def clip_by(self, clipping: ClippingFunction) -> None:
-        """Clip by another function from now on. In a private training the step does this, by its mechanism."""
-        if clipping != self.clipping:
-            self.clipping = checked_clipping(clipping)
-            self._engine.clip_by(self.clipping)
 
     @property
     def model(self) -> nn.Module:
@@ -208,9 +196,18 @@ class PerExampleClipper:
 
     @property
     def noise_scales(self) -> list[float]:
-        """For each of :attr:`parameters` the standard deviation of its noise over that of a group of all of them."""
-        scales = {p: group.noise_scale for group in self._engine.groups for p in group.parameters}
+        """:meth:`noise_scales_of` the function that this clipper was made with."""
+        return self.noise_scales_of(self.clipping)
+
+    def noise_scales_of(self, clipping: ClippingFunction) -> list[float]:
+        """Return, for each of :attr:`parameters`, the standard deviation of its noise over that of a group of all of
+        them, where ``clipping`` clips."""
+        scales = {p: group.noise_scale for group in self._engine.groups_of(clipping) for p in group.parameters}
         return [scales[p] for p in self.parameters]
+
+    def empty_sums(self) -> GradientSums:
+        """Make sums for :meth:`backward` to add to, out of reach of what reads or writes ``p.grad``."""
+        return GradientSums(self._engine.trainable)
 
     @property
     def owners(self) -> list[Owner]:
@@ -273,7 +270,7 @@ class PerExampleClipper:
         self.detach()
 
     def follow(self, loop: TrainingLoop, loss_reduction: str | None) -> None:
-        """Ask the loop before every clipped sum for the examples' weights, and tell it afterwards.
+        """Let the loop look at every forward pass, and clip what no sums are given for.
 
         With a ``loss_reduction`` ("mean" or "sum") the clipped sum is formed by an ordinary ``loss.backward()``, where
         ``loss`` is that reduction of the examples' losses over the batch. Only modes that keep what the sum is formed
@@ -454,9 +451,21 @@ class PerExampleClipper:
 
     # ---- backward ----
 
-    def backward(self, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def require_forward(self, losses: torch.Tensor) -> ForwardPass:
+        """Return the forward pass that (B,) losses come from. Raise ValueError if they cannot come from the last
+        one."""
+        return self._engine.require_forward(losses)
+
+    def backward(
+        self,
+        losses: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        *,
+        clipping: ClippingFunction | None = None,
+        into: GradientSums | None = None,
+    ) -> torch.Tensor:
         """Add ``sum_i weights[i] · min(1, C / ‖g_i‖) · g_i`` to the ``grad`` of every trainable parameter, g_i = ∇
-        losses[i], or what another clipping function says.
+        losses[i], or what another clipping function says. In a private training it is added to the sums of the step.
 
         An example whose gradient is not finite (that of a group, where groups are clipped by themselves) contributes
         zero and leaves the others untouched.
@@ -464,6 +473,8 @@ class PerExampleClipper:
         Args:
             losses: (B,), each computed from its own example alone, with graph. Not averaged over the batch.
             weights: (B,) in [0, 1], default all ones; 0 takes an example out.
+            clipping: What clips, default the function that this clipper was made with.
+            into: Sums to add to in the place of ``grad`` (:meth:`empty_sums`), which is None afterwards.
 
         Returns:
             (B,) float32: the gradient norms ‖g_i‖ before clipping and weighting.
@@ -473,11 +484,14 @@ class PerExampleClipper:
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
             SelfCheckError: an example's loss has a gradient in the rows of another.
         """
+        if into is None and self._engine.loop is not None:
+            return self._engine.loop.add(losses, weights)
         if self._takes_look():
             require_own_rows(self._engine, losses, self._looks.number)
         if self._engine.forward is not None:
             self._look_at_calls(self._engine.forward, losses)
-        return self._engine.backward(losses, weights=weights)
+        groups = self._engine.groups_of(self.clipping if clipping is None else clipping)
+        return self._engine.backward(losses, weights=weights, groups=groups, into=into)
 
     def _takes_look(self) -> bool:
         """Count this pass over a real batch, and return whether it is looked at whose rows are whose in it: at first,

@@ -13,15 +13,11 @@ SMALLEST_BOUND = 1e-12
 
 
 class Coefficients(NamedTuple):
-    """(B,) each: gradient norms, what gradients are multiplied with, which of them are not finite (None: all are).
-
-    ``reduce``: whether sums of sharded parameters are reduced now, or wait.
-    """
+    """(B,) each: gradient norms, what gradients are multiplied with, which of them are not finite (None: all are)."""
 
     norms_b: torch.Tensor
     of_sum_b: torch.Tensor
     invalid_b: torch.Tensor | None
-    reduce: bool = True
 
 
 def coefficients(
@@ -29,7 +25,6 @@ def coefficients(
     *,
     clipping: ClippingFunction | None,
     weights_b: torch.Tensor | None = None,
-    reduce: bool = True,
 ) -> Coefficients:
     """The weight of every example times what ``clipping`` says (None: 1, no clipping), 0 where the norm is not
     finite."""
@@ -44,7 +39,7 @@ def coefficients(
     if not math.isfinite(norms_b.sum()):
         invalid_b = ~torch.isfinite(norms_b)
         coef_b = coef_b.masked_fill(invalid_b, 0.0)
-    return Coefficients(norms_b, coef_b, invalid_b, reduce)
+    return Coefficients(norms_b, coef_b, invalid_b)
 
 
 def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:

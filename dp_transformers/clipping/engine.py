@@ -57,13 +57,16 @@ class TrainingLoop(Protocol):
         """Returns what stands for the batch that is worked on, None between batches. Forward passes on several batches
         are not clipped as one."""
 
-    def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
-        """The weights of a batch that goes backward (None: ones), and whether sums of sharded parameters are reduced
-        now or with a later batch. ``grad`` must hold what the clipped sum is to be added to. May raise."""
+    def add(self, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Somebody calls :meth:`.PerExampleClipper.backward` with these, and no sums of his own. Clips them into the
+        sums of the loop, and returns the (B,) norms. May raise."""
 
-    def after_sum(self, losses_b: torch.Tensor | None, weights_b: torch.Tensor | None) -> None:
-        """The clipped sum has been added to ``grad``: that of the examples with these losses (None where a loop's own
-        backward pass hands over one loss for the batch) and weights (None: ones)."""
+    def begin_sum(self, batch_size: int) -> tuple[torch.Tensor | None, ClippingFunction, GradientSums]:
+        """A loop's own backward pass begins. Returns the weights of its batch (None: ones), the function that clips,
+        and the sums to add to. May raise."""
+
+    def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
+        """A loop's own backward pass has added its clipped sum."""
 
 
 class ClippingEngine:
@@ -79,13 +82,13 @@ class ClippingEngine:
         memory: What may be kept beyond what the mode keeps; None is nothing.
 
     Attributes:
-        trainable, owners, state, sums: What :meth:`attach` found out.
+        trainable, owners, state: What :meth:`attach` found out.
         conditions: What must hold before anything is released, and only the device can tell.
         position_dims: Which dimension of each of the model's outputs is that of the positions that the last check of
             padding was about (None: none is); empty where it was given losses.
-        groups: The parameters that are clipped together, as :meth:`clip_by` divides them.
+        groups: The parameters that are clipped together where :meth:`backward` is given no others.
         forward: The forward pass that a backward pass would use.
-        loop: Weighs the examples of every sum, and is told of it.
+        loop: It says which batch is worked on, and looks at forward passes.
         norms_b: The gradient norms of the examples of the last backward pass.
         on_outputs: ``f(args, kwargs, output)``, after a forward pass that is recorded: the output that the user gets,
             None for the same.
@@ -94,7 +97,6 @@ class ClippingEngine:
     """
 
     trainable: TrainableParameters
-    sums: GradientSums
     state: ModelState
     groups: Sequence[ParameterGroup]
     norms_b: torch.Tensor
@@ -113,6 +115,7 @@ class ClippingEngine:
         self.memory = memory
         self.owners: list[Owner] = []
         self._clipping, self.conditions = clipping, Conditions()
+        self._divided: tuple[ClippingFunction | None, Sequence[ParameterGroup]] = (None, ())
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
         self.on_user_backward: Callable[[ForwardPass], None] | None = None
@@ -159,9 +162,11 @@ class ClippingEngine:
             self.mode.refuse(trainable)
             if self.memory is not None:
                 self.memory.refuse(self.mode.name, trainable)
-            self.trainable, self.sums = trainable, GradientSums(trainable)
+            self.trainable, self._divided = trainable, (None, ())
             self.owners, self._apart = assign_owners(self.model), ExamplesApart(self._record_whole)
-            self.clip_by(self._clipping)
+            self.groups = (
+                [ParameterGroup(trainable.parameters)] if self._clipping is None else self.groups_of(self._clipping)
+            )
         shards = bool(self.trainable.shards)
         is_alone = not (shards or self.trainable.parallel)
         self.state = ModelState(
@@ -177,19 +182,18 @@ class ClippingEngine:
         self._drop_instances()
         self.owners = assign_owners(self.model)
 
-    def clip_by(self, clipping: ClippingFunction | None) -> None:
-        """Multiply gradients with what ``clipping`` says from now on; None clips nothing."""
-        self._clipping, trainable = clipping, self.trainable
-        if clipping is None:
-            self.groups = [ParameterGroup(trainable.parameters)]
-            return
-        self.groups = parameter_groups(trainable, clipping)
-        if len(self.groups) > 1 and not self.mode.one_pass:
-            raise ValueError(
-                f"clipping mode '{self.mode.name}' goes back over the losses a second time, each times its "
-                f"coefficient, but {clipping} has {len(self.groups)} coefficients for each example: use "
-                "clipping_mode='book_keeping', which keeps a group no longer than it is worked on, or 'auto'."
-            )
+    def groups_of(self, clipping: ClippingFunction) -> Sequence[ParameterGroup]:
+        """Divide the parameters into those that ``clipping`` clips together. The last division is kept."""
+        if clipping != self._divided[0]:
+            groups = parameter_groups(self.trainable, clipping)
+            if len(groups) > 1 and not self.mode.one_pass:
+                raise ValueError(
+                    f"clipping mode '{self.mode.name}' goes back over the losses a second time, each times its "
+                    f"coefficient, but {clipping} has {len(groups)} coefficients for each example: use "
+                    "clipping_mode='book_keeping', which keeps a group no longer than it is worked on, or 'auto'."
+                )
+            self._divided = clipping, groups
+        return self._divided[1]
 
     def install_hooks(self) -> None:
         """Hook the model anew, after owners changed.
@@ -217,7 +221,6 @@ class ClippingEngine:
         finally:
             self._hooks.remove()
             self.forget()
-            self.sums.clear()
             self._drop_instances()
 
     def _drop_instances(self) -> None:
@@ -493,39 +496,42 @@ class ClippingEngine:
         *,
         groups: Sequence[ParameterGroup] | None = None,
         weights: torch.Tensor | None = None,
+        into: GradientSums | None = None,
         norms_only: bool = False,
     ) -> torch.Tensor:
-        """Add the examples' clipped gradients, times their weights, to every ``grad``; (B,) the norms before that.
+        """Add the examples' clipped gradients, times their weights, to sums; (B,) the norms before that.
 
         Args:
             groups: Clip these in the place of :attr:`groups`.
+            into: The sums, which keep ``p.grad`` None. Without them the sum is added to ``p.grad``.
             norms_only: Add nothing.
         """
         forward = self.require_forward(losses)
         weights_b = checked_weights(weights, losses)
         self.trainable.refuse_gradient_hooks()
         forward.on_backward, forward.followed = None, False
+        sums, groups = GradientSums(self.trainable) if into is None else into, groups or self.groups
         try:
-            weights_b, reduce = self.begin_sum(forward, weights_b)
+            if into is None:
+                sums.take_gradients()
             self._fills_gradients = True
             with without_autocast(losses.device):
                 graph = LossGraph(losses, forward)
-                clip = partial(coefficients, weights_b=weights_b, reduce=reduce)
-                sums = None if norms_only else self.sums
-                plan = self.plan(forward, groups or self.groups)
+                clip = partial(coefficients, weights_b=weights_b)
+                plan = self.plan(forward, groups)
                 mode = MODES["book_keeping"] if plan is not None and plan.one_pass else self.mode
-                backward = mode.begin(forward, groups or self.groups, clip, sums, graph, plan)
+                backward = mode.begin(forward, groups, clip, None if norms_only else sums, graph, plan)
                 self.go_back(forward, backward)
-                self.sums.watch()
+                self.trainable.drop_gradients()
                 graph.go_back(retain_graph=not mode.one_pass)
                 self._refuse_escapes(graph)
-                self.sums.end_watch()
                 self.norms_b = backward.finish()
         finally:
             self._fills_gradients = False
-            self.sums.end_watch()
+            if into is None:
+                sums.become_gradients()
             self.forget()  # used up, whatever happened
-        self.end_sum(losses.detach(), weights_b)
+        self.end_sum()
         return self.norms_b
 
     def norms_of_weighted(self, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
@@ -538,7 +544,7 @@ class ClippingEngine:
         try:
             with without_autocast(losses.device):
                 graph = LossGraph(losses, forward)
-                clip = partial(coefficients, weights_b=None, reduce=True)
+                clip = partial(coefficients, weights_b=None)
                 all_of_them = [ParameterGroup(self.trainable.parameters)]
                 backward = MODES["ghost"].begin(forward, all_of_them, clip, None, graph)
                 self.go_back(forward, backward)
@@ -552,15 +558,8 @@ class ClippingEngine:
             forward.on_backward, forward.followed = followed
             self._fills_gradients, self._hooks.in_backward, forward.backward = fills_gradients, False, None
 
-    def begin_sum(self, forward: ForwardPass, weights_b: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
-        """The examples' weights, None where all are one, and whether sums are reduced now."""
-        loop = self._loop_in_charge
-        given, reduce = (None, True) if loop is None else loop.before_sum(forward.batch_size)
-        if given is None or weights_b is None:
-            return weights_b if given is None else given.to(forward.probe), reduce
-        return weights_b * given.to(weights_b), reduce
-
-    def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
+    def end_sum(self) -> None:
+        """Expect that the model is as before; where no loop does so later, require all that was expected."""
         self.state.expect_unchanged()
         if self._releases:
             self.end_draw()
@@ -569,8 +568,6 @@ class ClippingEngine:
             except ValueError:
                 self.trainable.drop_gradients()
                 raise
-        if (loop := self._loop_in_charge) is not None:
-            loop.after_sum(losses_b, weights_b)
 
     def plan(self, forward: ForwardPass, groups: Sequence[ParameterGroup]) -> Plan | None:
         """What to keep; None leaves that to the mode: without a budget, and for groups that are clipped by themselves,
@@ -587,7 +584,7 @@ class ClippingEngine:
     # ---- gradients that no tap saw ----
 
     def _refuse_escapes(self, graph: LossGraph) -> None:
-        if (parameter := self.sums.find_foreign()) is not None:  # some Function's own backward wrote to its gradient
+        if (parameter := self.trainable.find_gradient()) is not None:  # some Function's own backward wrote to it
             parameter.grad = None
             self._refuse_escape(parameter)
         if (parameter := graph.find_escape()) is not None:

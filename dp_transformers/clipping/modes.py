@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol, cast
@@ -252,7 +253,7 @@ class KeptTerms(MeasuringPass):
             device = shards.unsharded(parameter).device
             terms = group.terms.pop(parameter, [])  # a record is freed as soon as its sum is formed
             parts = (_weighted_sum(term, clipped, device, cache) for term in terms)
-            sums.add(parameter, [small[parameter]] if parameter in small else parts, reduce=clipped.reduce)
+            sums.add(parameter, [small[parameter]] if parameter in small else parts, may_wait=True)
 
 
 def _hand_out(instances: Mapping[nn.Parameter, list[Term]], clipped: Coefficients) -> None:
@@ -417,16 +418,17 @@ class _FirstOfTwo(_OneOfTwo):
         self.forward.go_back(second)
         # checkpointed blocks draw again what they drew when they were measured
         set_global_state(self._graph.device, self._numbers)
-        with self.forward.trainable.shards.taking_sums():
+        shards = self.forward.trainable.shards
+        with sums.in_gradients() if shards else nullcontext(), shards.taking_sums():
             self._graph.go_back(retain_graph=False)
-        self._end_second(second, clipped)
+        self._end_second(second, clipped, sums)
 
-    def _end_second(self, second: _SecondOfTwo, clipped: Coefficients) -> None:
+    def _end_second(self, second: _SecondOfTwo, clipped: Coefficients, sums: GradientSums) -> None:
         """Raise ValueError if what was summed is not what was measured."""
         norms_b, trainable = second.finish(), self.forward.trainable
         other = self.recomputed.first_other_than(second.recomputed)
         if trainable.shards.any_rank(other is not None, self.forward.probe.device):
-            trainable.drop_gradients()
+            sums.clear()
             raise ValueError(
                 "activation checkpointing recomputed other activations in the second backward pass of clipping "
                 f"mode '{self._name}' than in the first (first seen in what {other or 'a module on another rank'} "

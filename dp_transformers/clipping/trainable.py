@@ -66,6 +66,10 @@ class TrainableParameters:
         for p in self.parameters:
             p.grad = None
 
+    def find_gradient(self) -> nn.Parameter | None:
+        """The first parameter that has a gradient."""
+        return next((p for p in self.parameters if p.grad is not None), None)
+
     def refuse_gradient_hooks(self) -> None:
         """Raise ValueError if somebody else looks at gradients."""
         for p in self.parameters:

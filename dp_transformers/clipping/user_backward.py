@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
 
-from ..mechanism.clipping_functions import ClippingFunction
-from .coefficients import Coefficients, coefficients
+from .coefficients import coefficients
 from .engine import ClippingEngine
 from .factors import Factor, FactorsOfDraws
 from .graph import leaves_of_losses, low_precision_of_one_number, nodes_of_losses
@@ -142,14 +141,11 @@ class UserBackward:
         if not self._is_going:
             engine.forget()
             _refuse_other_ways()
-        begin_sum = cache(partial(engine.begin_sum, forward, None))  # once, when the mode first clips
-
-        def clip(norm_sq_b: torch.Tensor, clipping: ClippingFunction | None) -> Coefficients:
-            weights_b, reduce = begin_sum()
-            return coefficients(norm_sq_b, clipping=clipping, weights_b=weights_b, reduce=reduce)
-
-        plan = engine.plan(forward, engine.groups)
-        backward = engine.mode.begin(forward, engine.groups, clip, engine.sums, None, plan)
+        assert engine.loop is not None, "a loop of the user's is followed for a training"
+        weights_b, clipping, sums = engine.loop.begin_sum(forward.batch_size)
+        clip = partial(coefficients, weights_b=None if weights_b is None else weights_b.to(forward.probe))
+        groups = engine.groups_of(clipping)
+        backward = engine.mode.begin(forward, groups, clip, sums, None, engine.plan(forward, groups))
         engine.go_back(forward, backward)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, forward, backward))
 
@@ -170,6 +166,8 @@ class UserBackward:
         finally:
             engine.forget()
         engine.end_sum()
+        assert engine.loop is not None, "a loop of the user's is followed for a training"
+        engine.loop.end_sum()
 
 
 @contextlib.contextmanager

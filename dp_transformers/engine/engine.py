@@ -65,10 +65,11 @@ class PrivacyEngine:
     The loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. ``make_private`` gives back
     the same model and the same optimizer, with hooks, and a private loader in the place of the old one.
 
-    * After the ``loss.backward()`` that ends a draw, ``p.grad`` holds the sum of its clipped per-example gradients,
-      and None after those before it (in mode "per_sample", ``p.grad_sample`` of shape (B, *p.shape) those of the batch
-      before clipping, until the step); ``optimizer.step()`` adds the noise, divides by the expected batch size and
-      then steps; afterwards ``p.grad`` is what was stepped with.
+    * ``loss.backward()`` adds the clipped per-example gradients to sums that are kept apart: ``p.grad`` is None from
+      the loader's batch to ``optimizer.step()`` (in mode "per_sample", ``p.grad_sample`` of shape (B, *p.shape) holds
+      the gradients of the batch before clipping, until the step). Nothing that is done to ``p.grad`` in between
+      (``zero_grad``, ``clip_grad_norm_``) changes what is released. ``optimizer.step()`` adds the noise, divides by
+      the expected batch size and then steps; afterwards ``p.grad`` is what was stepped with.
     * In several processes each has the model, and makes the same calls: the loader hands out every draw among them,
       and ``optimizer.step()`` adds up their sums. Models under ``fully_shard`` (FSDP2) need losses of shape (B,): a
       ``criterion``, or ``loss_reduction="none"`` and ``engine.clipper.backward(losses)``.
@@ -156,6 +157,15 @@ class PrivacyEngine:
         """The clipper of the private model, for losses that are no plain mean or sum:
         ``engine.clipper.backward(losses)``, (B,) losses."""
         return self._made_private().clipper
+
+    def clipped_sums(self) -> dict[str, torch.Tensor]:
+        """Return copies of the clipped sums of the draw that is not stepped yet, by the names of the parameters: the
+        sum over its examples, in float32 at least, before noise and division. Under FSDP2 they are DTensors; of
+        several processes without it each has the sum of its own examples.
+
+        They are private data that ε does not cover: look at them to debug on public examples.
+        """
+        return self._made_private().step.clipped_sums()
 
     def make_private(
         self,

@@ -116,6 +116,11 @@ def set_noise_variance(gradient: torch.Tensor, variance: float) -> None:
     gradient.noise_variance = variance  # pyrefly: ignore[missing-attribute]  (tensors take attributes)
 
 
+def is_noised(gradient: torch.Tensor) -> bool:
+    """Returns True for a gradient that a private step released, whatever was done to it in place since."""
+    return hasattr(gradient, "noise_variance")
+
+
 def noise_variance(gradient: torch.Tensor) -> float:
     """The variance of the noise on each coordinate of a gradient.
 

@@ -6,13 +6,14 @@ contract is checked in each step of both loops, when it matters, and not once be
 * Draws come one after the other, each is worked on in full, and none is left out
   (:meth:`PrivateStep.physical_batches`).
 * A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), and forward and backward
-  run once over it (:meth:`PrivateStep.before_sum`).
+  run once over it (:meth:`PrivateStep.begin_sum`).
 * Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
 * Exactness is checked again for masks and counts of another kind, and padding for every new kind of it
   (:mod:`.checks.batch_checks`).
-* The sums that are noised are those that were clipped (:mod:`.step.private_gradients`), with the bound, the parameters
-  and the mechanism of the run, and the step is on the ledger before its noise exists (:meth:`PrivateStep.release`).
-* No optimizer steps with gradients of the private parameters that were not released (:mod:`.step.private_gradients`).
+* The step owns the clipped sums and what clips, and hands both to the clipper: ``p.grad`` is None until the release,
+  so nothing that a loop does to it has a part in what is noised (:meth:`PrivateStep.add`). The step is on the ledger
+  before its noise exists (:meth:`PrivateStep.release`).
+* No optimizer steps with gradients of the private parameters that were not released (:mod:`.step.gradients`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..checks.batch_checks import BatchChecks
 from ..checks.validation import validate_optimizer
 from ..clipping import PerExampleClipper
 from ..clipping.checks.synthetic import LossFunction
+from ..clipping.gradient_sums import GradientSums
 from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
 from ..data.loaded_rows import LoadedRows, PlacesOfRows
 from ..data.scalings import Scalings
@@ -40,7 +42,7 @@ from ..noise.optimizers import set_noise_variance
 from ..noise.sharded import ShardedNoise
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds, require_unseeded
-from .private_gradients import PrivateGradients
+from .gradients import ReleasedGradients
 from .private_loss import LOSS, private_loss_of
 from .quantile import noised_share_of
 from .run import PrivateRun
@@ -82,7 +84,7 @@ class PrivateStep:
     """Clips and sums the physical batches of one draw, then releases the noised sum.
 
     Args:
-        clipper: The clipper of the model that is trained. It asks this object before every sum.
+        clipper: The clipper of the model that is trained.
         run: It counts the releases.
         seeds: They seed the random numbers of dropout and augmentation.
         data: The source of the draws, and of rows of weight 0 for ranks that have no examples left.
@@ -97,7 +99,7 @@ class PrivateStep:
             batch. If not, whole sums are kept until the last batch of a draw.
 
     Attributes:
-        gradients: The clipped sums, and what was released.
+        gradients: What keeps optimizers from gradients that were not released.
         given: The physical batch in the hands of the loop; None where there is none.
         number: The step that the last draw is for, counted from 0; -1 before the first draw.
         loss: The noised mean of the losses of the draw that was released last, of shape (); None before, and where it
@@ -129,7 +131,7 @@ class PrivateStep:
         )
         self._private_loss = private_loss_of(run.mechanism, clipper, **source)
         self._share = noised_share_of(run.mechanism, clipper, **source)
-        self.gradients = PrivateGradients(clipper, own_optimizer)
+        self.gradients, self._sums = ReleasedGradients(clipper, own_optimizer), clipper.empty_sums()
         self.loss: torch.Tensor | None = None
         self._released = 0  # how many steps the noise source has served
         self._scalings = Scalings(partial(seeds.were_drawn_from, clipper.device))
@@ -162,24 +164,16 @@ class PrivateStep:
 
     def drop(self) -> bool:
         """Drop the sums of an unfinished draw, so that nobody steps with them, and return whether there was one."""
-        self.gradients.drop()
+        self._sums.clear()
+        self.gradients.drop(released=False)
         unfinished = self.is_unfinished
         self.given, self.run.unfinished, self._dropped_draw = None, 0, self._last_draw
         return unfinished
 
     @property
-    def _clipping(self) -> ClippingFunction:
-        """The clipping function of this step."""
+    def clipping(self) -> ClippingFunction:
+        """The clipping function of this step, which its noise is made for."""
         return self.run.clipping_at(self.number)
-
-    def _require_own_clipping(self) -> None:
-        if self.clipper.clipping != self._clipping:
-            raise ValueError(
-                f"examples were clipped by {self.clipper.clipping}, but this step clips by {self._clipping}, which "
-                "its noise is made for. Leave the clipper as it is while a training goes on. For another bound start "
-                "another training (make_private, DPTrainingArguments); for one that changes give the mechanism "
-                "ScheduledClipping."
-            )
 
     # ---- draws ----
 
@@ -195,7 +189,6 @@ class PrivateStep:
         self._require_next(draw)
         self._require_common_rows(draw)
         self.number = draw.step
-        self.clipper.clip_by(self._clipping)
         self._begin_draw()
         batches, clipper = list(draw.batches), self.clipper
         # a mask may be as large as the batch is long, which ranks would have to tell each other
@@ -236,7 +229,8 @@ class PrivateStep:
             (draw.common or self._data.common_rows(draw.number)).require_same()
 
     def _begin_draw(self) -> None:
-        self.gradients.begin_draw()
+        self._sums.clear()
+        self.gradients.drop()
         if self._private_loss is not None:
             self._private_loss.begin_draw()
         if self._share is not None:
@@ -313,14 +307,41 @@ class PrivateStep:
         if self.given is not None:
             self._checks.check(self.given.batch, args, kwargs, loss_function)
 
-    # ---- clipped sums (the clipper asks) ----
+    # ---- clipped sums ----
 
-    def before_sum(self, batch_size: int) -> tuple[torch.Tensor | None, bool]:
-        """Put the sum so far in ``p.grad``, and return the weights of the batch that goes backward (None: ones) and
-        whether sharded sums are reduced now.
+    def add(self, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the clipped gradients of the batch in the hands of the loop to the sums of its draw.
+
+        Args:
+            losses: (B,) with graph, one for each row of the batch.
+            weights: (B,) in [0, 1], default ones.
+
+        Returns:
+            (B,) float32: the gradient norms before clipping and weighting. They are private data.
 
         Raises:
-            ValueError: no sum may be formed of this batch, or the sum so far is not what was clipped.
+            ValueError: no sum may be formed of this batch, or of these losses.
+        """
+        own_b, clipping, sums = self.begin_sum(self.clipper.require_forward(losses).batch_size)
+        if own_b is not None:
+            own_b = own_b.to(losses.device)
+            weights = own_b if weights is None else torch.as_tensor(weights).to(own_b) * own_b
+        norms_b = self.clipper.backward(losses, weights, clipping=clipping, into=sums)
+        self.end_sum(losses.detach(), weights)
+        return norms_b
+
+    def clipped_sums(self) -> dict[str, torch.Tensor]:
+        """Copies of the clipped sums of the unfinished draw by the parameters' names, without noise. They are private
+        data."""
+        sums = ((name, self._sums[p]) for name, p in self.clipper.model.named_parameters())
+        return {name: total.clone() for name, total in sums if total is not None}
+
+    def begin_sum(self, batch_size: int) -> tuple[torch.Tensor | None, ClippingFunction, GradientSums]:
+        """Return what the clipped gradients of the batch in the hands of the loop are multiplied with (None: ones),
+        what clips them, and what they are added to.
+
+        Raises:
+            ValueError: no sum may be formed of this batch.
         """
         given = self.given
         if given is None:
@@ -354,27 +375,24 @@ class PrivateStep:
         require_unseeded("the model's forward pass, or what ran between it and backward()")
         if (sharing := self.clipper.draw_for_all_rows) and not given.is_whole_draw:
             _refuse_numbers_for_all_rows(sharing)
-        self._require_own_clipping()
         if given.draw != self._summed_draw:
             self._summed_draw = given.draw
             self._begin_draw()
-        self.gradients.restore_sums()
         given.stage = _Stage.SUMMING
         weights_b = (torch.arange(batch_size) < given.batch.examples).float() if given.batch.fillers else None
-        return weights_b, self._reduce_every_batch or given.last_of_draw
+        self._sums.reduces = self._reduce_every_batch or given.last_of_draw
+        return weights_b, self.clipping, self._sums
 
-    def after_sum(self, losses_b: torch.Tensor | None, weights_b: torch.Tensor | None) -> None:
-        """Keep the clipped sum that was added to ``p.grad``, and add the losses of its examples where they are
-        released. A loop of the user's sees the sum of a whole draw."""
+    def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
+        """The batch was added: count its examples, and add their losses where those are released."""
         given = self.given
-        assert given is not None  # before_sum refuses to form a sum without a batch
+        assert given is not None  # begin_sum refuses to form a sum without a batch
         given.stage = _Stage.SUMMED
         if self._private_loss is not None:
             assert losses_b is not None, "make_private refuses a loop that hands over one loss for the batch"
             self._private_loss.add(losses_b, weights_b)
         if self._share is not None:
-            self._share.add(self.clipper.norms[: given.batch.examples], self.clipper.max_grad_norm)
-        self.gradients.keep_sums(show=self._own_optimizer is not None and given.last_of_draw)
+            self._share.add(self.clipper.norms[: given.batch.examples], self.clipping.sensitivity)
         self.clipper.hold_weights(is_last=given.last_of_draw)
 
     # ---- the release ----
@@ -385,8 +403,8 @@ class PrivateStep:
         counted before any noise exists. ``optimizer`` is what steps with it.
 
         Raises:
-            ValueError: what was clipped is not what would be released, or what is released is not what the optimizer
-                steps with. Nothing is released.
+            ValueError: the draw is not finished, or what is released is not what the optimizer steps with. Nothing is
+                released.
             RuntimeError: the budget is spent. Nothing is released.
         """
         clipper, given = self.clipper, self.given
@@ -406,8 +424,6 @@ class PrivateStep:
                 "do not go on with this draw, but take a new one (with PrivacyEngine after engine.drop_draw(), which "
                 "counts the old one as a step)."
             )
-        self._require_own_clipping()
-        self.gradients.restore_sums()
         # the program waits for the device here, and before this in clipping alone
         distributed.require_on_all(clipper.conditions.require, clipper.device, draw=self._last_draw)
         self.run.verified = self.run.verified and clipper.self_check
@@ -416,6 +432,10 @@ class PrivateStep:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
         summed = bool(clipper.shards or clipper.parallel)
         relative_std = self.run.mechanism.noise.relative_std(self._released)
+        scales = clipper.noise_scales_of(self.clipping)
+        if given is not None:
+            given.stage = _Stage.SUMMING  # interrupted from here on, the sum is gone
+        self._sums.become_gradients()
         add_noise_and_divide(
             clipper.parameters,
             self._noise,
@@ -423,24 +443,24 @@ class PrivateStep:
             std=used.noise_std,
             relative_std=relative_std,
             divisor=used.expected_batch_size,
-            scales=clipper.noise_scales,
+            scales=scales,
             sharded=summed,
         )
         self._released += 1
         if self._private_loss is not None:
             self.loss = self._private_loss.release(used.expected_batch_size)
-        self._say_noise((relative_std * used.noise_std / used.expected_batch_size) ** 2)
+        self._say_noise((relative_std * used.noise_std / used.expected_batch_size) ** 2, scales)
         if self._share is not None:
-            clipping = cast(AdaptiveClipping, self._clipping)
+            clipping = cast(AdaptiveClipping, self.clipping)
             self.run.move(clipping.moved(self._share.release(clipping, used.expected_batch_size)))
-        self.gradients.mark_released()
         self._last_released, self.run.unfinished = self._last_draw, 0
         if given is not None:
             given.stage = _Stage.DONE
 
-    def _say_noise(self, variance: float) -> None:
-        """Attach to the gradients the variance of their noise, given that of parameters whose noise is not scaled."""
-        for p, scale in zip(self.clipper.parameters, self.clipper.noise_scales, strict=True):
+    def _say_noise(self, variance: float, scales: Sequence[float]) -> None:
+        """Attach to the gradients the variance of their noise, given that of parameters whose noise is not scaled.
+        With this they count as released."""
+        for p, scale in zip(self.clipper.parameters, scales, strict=True):
             set_noise_variance(cast(torch.Tensor, p.grad), variance * scale**2)
 
     def _require_no_gap(self) -> None:
@@ -460,18 +480,19 @@ class PrivateStep:
         before.
 
         Raises:
-            ValueError: no clipped sum was formed of the batch, or gradients were changed since.
+            ValueError: no clipped sum was formed of the batch.
         """
         given = self.given
         if given is None or given.stage is not _Stage.SUMMED:
             raise ValueError(
                 "optimizer.step() was called without a loss.backward() on a batch of the private loader since the "
-                "last step: call each of them once for every batch of the loader, one backward, one step."
+                "last step: call each of them once for every batch of the loader, one backward, one step. If one was "
+                "interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
             )
-        self.gradients.require_not_replaced()
         if given.last_of_draw:
             self.release(optimizer)
         else:
+            self.gradients.drop()  # whatever somebody put there: nothing is stepped with
             given.stage = _Stage.DONE
 
 

@@ -344,7 +344,7 @@ class DPTrainerMixin(Base):
             with self.compute_loss_context_manager():
                 losses, outputs = self._example_losses(self.model, rows)
                 self._example_losses.refuse_losses_over_the_batch(step.clipper, losses, outputs, rows)
-            step.clipper.backward(losses)
+            step.add(losses)
             if self.args.log_raw_metrics:
                 own_losses = losses.detach()[: given.batch.examples]
                 raw += own_losses.nansum() / step.run.mechanism.at(step.number).expected_batch_size

@@ -198,18 +198,18 @@ def test_sums_inside_a_backward_of_the_users(mode, reduction):
     with PerExampleClipper(model, clipping, mode=mode) as clipper:
         clipper.backward(model(**batch))
         expected = [p.grad.clone() for p in trainable(model)]
-        model.zero_grad()
-        clipper.follow(watcher := Watcher(), reduction)
+        clipper.follow(watcher := Watcher(clipper), reduction)
         getattr(model(**batch), reduction)().backward()
-        assert watcher.sums == ["before", "after"]
+        assert watcher.asked == ["before", "after"]
+        watcher.sums.become_gradients()
         assert distance([p.grad for p in trainable(model)], expected) <= 1e-5 * length(expected)
 
 
 class Watcher:
     """Follows a clipper, and counts what it is asked."""
 
-    def __init__(self):
-        self.sums = []
+    def __init__(self, clipper):
+        self.clipper, self.sums, self.asked = clipper, clipper.empty_sums(), []
 
     def before_forward(self, args, kwargs):
         pass
@@ -220,12 +220,12 @@ class Watcher:
     def current_batch(self):
         return self
 
-    def before_sum(self, batch_size):
-        self.sums.append("before")
-        return None, True
+    def begin_sum(self, batch_size):
+        self.asked.append("before")
+        return None, self.clipper.clipping, self.sums
 
-    def after_sum(self, losses_b, weights_b):
-        self.sums.append("after")
+    def end_sum(self):
+        self.asked.append("after")
 
 
 # ---- inside backward ----

@@ -821,10 +821,10 @@ def sums_of(sizes, dtype, autocast, loss_of, bound):
         def current_batch(self):
             return 1
 
-        def before_sum(self, batch):
-            return None, True
+        def begin_sum(self, batch):
+            return None, clipper.clipping, sums
 
-        def after_sum(self, losses, weights):
+        def end_sum(self):
             pass
 
         def before_forward(self, args, kwargs):
@@ -834,13 +834,13 @@ def sums_of(sizes, dtype, autocast, loss_of, bound):
             pass
 
     clipper = PerExampleClipper(model, max_grad_norm=bound, self_check=False)
+    sums = clipper.empty_sums()
     clipper.follow(Loop(), "mean")
     for size in sizes:
-        for p in model.parameters():
-            p.grad = None
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = loss_of(model(x.expand(size, -1)), y.expand(size))
         loss.backward()
+        sums.become_gradients()
         found.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]) / bound)
     largest = float(clipper.norms.max())
     clipper.detach()
@@ -973,8 +973,8 @@ def test_one_loss_of_two_private_models(torchs):
     (one(x) - other(y)).square().mean(0).sum().backward()
     with torch.no_grad():
         expected = 2 * (one(x) - other(y)).T
-    torch.testing.assert_close(one.weight.grad, expected @ x)
-    torch.testing.assert_close(other.weight.grad, -expected @ y)
+    torch.testing.assert_close(rows._step.clipped_sums()["weight"], expected @ x)
+    torch.testing.assert_close(others._step.clipped_sums()["weight"], -expected @ y)
     first.step()
     second.step()
 
