@@ -394,7 +394,7 @@ class ScheduledClipping(ClippingFunction):
     def coefficients(self, norms_b: Tensor) -> Tensor:
         raise ValueError(
             "ScheduledClipping clips each step in its own way: give PerExampleClipper the function of the first step, "
-            "clipping.at(0), and call clipper.clip_by(clipping.at(step)) before each of the others."
+            "clipping.at(0), and clipper.backward(losses, clipping=clipping.at(step)) that of each step."
         )
 
     def scaled_to(self, sensitivity: float) -> ClippingFunction:
