@@ -78,7 +78,7 @@ def checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch
     """Raise ValueError if ``weights`` are not one number in [0, 1] for each loss."""
     if weights is None:
         return None
-    weights = torch.as_tensor(weights, dtype=torch.float32, device=losses.device)
+    weights = torch.as_tensor(weights, dtype=torch.float32)
     if weights.shape != losses.shape:
         raise ValueError(
             f"weights have shape {tuple(weights.shape)}, losses {tuple(losses.shape)}: give one weight for each "
@@ -88,4 +88,4 @@ def checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch
         raise ValueError(
             "weights must lie in [0, 1]: a larger one would let an example contribute more than max_grad_norm."
         )
-    return weights
+    return weights.to(losses.device)

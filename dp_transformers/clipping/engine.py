@@ -526,12 +526,12 @@ class ClippingEngine:
                 graph.go_back(retain_graph=not mode.one_pass)
                 self._refuse_escapes(graph)
                 self.norms_b = backward.finish()
+            self._end_sum(sums)
         finally:
             self._fills_gradients = False
             if into is None:
                 sums.become_gradients()
             self.forget()  # used up, whatever happened
-        self.end_sum()
         return self.norms_b
 
     def norms_of_weighted(self, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
@@ -558,7 +558,7 @@ class ClippingEngine:
             forward.on_backward, forward.followed = followed
             self._fills_gradients, self._hooks.in_backward, forward.backward = fills_gradients, False, None
 
-    def end_sum(self) -> None:
+    def _end_sum(self, sums: GradientSums) -> None:
         """Expect that the model is as before; where no loop does so later, require all that was expected."""
         self.state.expect_unchanged()
         if self._releases:
@@ -566,7 +566,7 @@ class ClippingEngine:
             try:
                 self.conditions.require()
             except ValueError:
-                self.trainable.drop_gradients()
+                sums.clear()
                 raise
 
     def plan(self, forward: ForwardPass, groups: Sequence[ParameterGroup]) -> Plan | None:

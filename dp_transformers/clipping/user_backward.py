@@ -165,7 +165,7 @@ class UserBackward:
                 self._look(forward)
         finally:
             engine.forget()
-        engine.end_sum()
+        engine.state.expect_unchanged()
         assert engine.loop is not None, "a loop of the user's is followed for a training"
         engine.loop.end_sum()
 

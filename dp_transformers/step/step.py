@@ -324,8 +324,7 @@ class PrivateStep:
         """
         own_b, clipping, sums = self.begin_sum(self.clipper.require_forward(losses).batch_size)
         if own_b is not None:
-            own_b = own_b.to(losses.device)
-            weights = own_b if weights is None else torch.as_tensor(weights).to(own_b) * own_b
+            weights = own_b if weights is None else weights * own_b.to(weights)
         norms_b = self.clipper.backward(losses, weights, clipping=clipping, into=sums)
         self.end_sum(losses.detach(), weights)
         return norms_b
