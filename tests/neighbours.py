@@ -48,10 +48,24 @@ class Task:
     workers: int = 0
     worker_init_fn: Callable | None = None
     arguments: dict | None = None  # of DPTrainingArguments
+    options: dict | None = None  # of make_private
+    body: Callable[[PlainLoop, Any], None] | None = None  # what a plain loop does with a batch, its step included
+    check: bool = True  # compare clipping with one example at a time before the first step
 
     @property
     def batch_size(self) -> int:
         return self.expected or len(self.rows)
+
+
+@dataclass
+class PlainLoop:
+    """What make_private returned, for the body of a loop."""
+
+    engine: PrivacyEngine
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Any
+    criterion: Any = None
 
 
 class Noted(TrainerCallback):
@@ -120,7 +134,7 @@ def trainer_for(task: Task, folder: str, cls: type = DPTrainer, **changes: Any) 
             "expected_batch_size": task.batch_size, "per_device_train_batch_size": task.physical, "max_steps": task.steps,
             "learning_rate": 0.0, "optim": "sgd", "lr_scheduler_type": "constant", "use_cpu": True, "disable_tqdm": True,
             "save_strategy": "no", "report_to": "none", "dp_seed": task.seed, "clipping_mode": task.mode,
-            "remove_unused_columns": False, "dataloader_num_workers": task.workers}  # fmt: skip
+            "remove_unused_columns": False, "dataloader_num_workers": task.workers, "self_check": task.check}  # fmt: skip
     args = DPTrainingArguments(**{**args, **(task.arguments or {}), **changes})
     own = {} if task.loss is None else {"per_example_loss_func": task.loss}
     return cls(seeded(task.model), args, task.collate or collate, task.rows, callbacks=list(task.callbacks), **own)
@@ -136,7 +150,8 @@ def engine_for(task: Task, **options: Any) -> tuple:
         worker_init_fn=task.worker_init_fn,
     )
     options = {"noise_multiplier": task.sigma, "max_grad_norm": task.bound, "max_physical_batch_size": task.physical,
-               "loss_reduction": "none", "clipping_mode": task.mode, **options}  # fmt: skip
+               "loss_reduction": "none", "clipping_mode": task.mode, "self_check": task.check, **(task.options or {}),
+               **options}  # fmt: skip
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     engine = PrivacyEngine(dp_seed=task.seed)
     return engine, *engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
@@ -148,31 +163,47 @@ def backward(task: Task, engine: PrivacyEngine, model: nn.Module, batch: Any) ->
     engine.clipper.backward((task.loss or find_per_example_loss(model))(model(*args, **kwargs), labels))
 
 
-def train(loop: str, task: Task) -> list[torch.Tensor]:
-    """The sum that each step of a training releases, in units of C."""
-    noted = Noted(task)
+def plain_loop(task: Task, **options: Any) -> PlainLoop:
+    engine, model, optimizer, *criterion, loader = engine_for(task, **options)
+    return PlainLoop(engine, model, optimizer, loader, *criterion)
+
+
+def train(loop: str, task: Task, noted: Noted | None = None) -> list[torch.Tensor]:
+    """The sum that each step of a training releases, in units of C; ``noted`` has them also where it was refused."""
+    noted = noted or Noted(task)
     if loop == "trainer":
         with tempfile.TemporaryDirectory() as folder:
             trainer = trainer_for(task, folder)
             trainer.add_callback(noted)
             trainer.train()
         return noted.sums
-    engine, model, optimizer, loader = engine_for(task)
+    plain = plain_loop(task)
     while len(noted.sums) < task.steps:
-        for batch in loader:
-            optimizer.zero_grad()
-            backward(task, engine, model, batch)
-            optimizer.step()
-            if engine.steps > len(noted.sums):  # it was the last physical batch
-                noted.note(model)
+        for batch in plain.loader:
+            if task.body is not None:
+                task.body(plain, batch)
+            else:
+                plain.optimizer.zero_grad()
+                backward(task, plain.engine, plain.model, batch)
+                plain.optimizer.step()
+            if plain.engine.steps > len(noted.sums):  # it was the last physical batch
+                noted.note(plain.model)
             if len(noted.sums) == task.steps:
                 break
-    engine.detach()
+    plain.engine.detach()
     return noted.sums
 
 
-def moves(loop: str, task: Task, example: int) -> list[tuple[bool, float]]:
-    """For each step whether it drew ``example``, and how far the sum moves when it is taken out."""
+def moves(
+    loop: str,
+    task: Task,
+    example: int | tuple[int, ...],
+    again: Task | None = None,
+    noted: Noted | None = None,
+) -> list[tuple[bool, float]]:
+    """For each step whether it drew ``example``, or one of these indices that one example has, and how far the sum
+    moves when it is taken out. ``again`` is the same task made anew, where its parts remember a training."""
+    taken = {example} if isinstance(example, int) else set(example)
     with pytest.MonkeyPatch.context() as patch:
         drawn, draw = [], DrawSampler.draw
 
@@ -182,14 +213,16 @@ def moves(loop: str, task: Task, example: int) -> list[tuple[bool, float]]:
 
         def without_it(sampler):
             found = draw(sampler)
-            return type(found)(found.number, [i for i in found.indices if i != example])
+            return type(found)(found.number, [i for i in found.indices if i not in taken])
 
         patch.setattr(DrawSampler, "draw", with_it)
-        sums = train(loop, task)
+        sums = train(loop, task, noted)
         patch.setattr(DrawSampler, "draw", without_it)
-        others = train(loop, task)
+        others = train(loop, again or task)
     assert len(sums) == len(others) == task.steps
-    return [(example in d.indices, float((a - b).norm())) for d, a, b in zip(drawn, sums, others, strict=False)]
+    return [
+        (not taken.isdisjoint(d.indices), float((a - b).norm())) for d, a, b in zip(drawn, sums, others, strict=False)
+    ]
 
 
 def assert_bounded(found: list[tuple[bool, float]]) -> None:

@@ -1,0 +1,53 @@
+"""The table of violations, line by line: what real scripts do in one loop each, all of it with --whole-tables."""
+
+import re
+from itertools import count
+from pathlib import Path
+
+import pytest
+from violations import CONTRIVED, PENDING, TABLE, YOURS, outcome_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the library warns of beside it is another test's
+RUN = {name: line for name, line in TABLE.items() if callable(line.make) and line.outcome != YOURS}
+OFTEN = [name for name, line in RUN.items() if line.likely != CONTRIVED]
+TURN = count()
+ONE_LOOP = [(name, RUN[name].loops[next(TURN) % len(RUN[name].loops)]) for name in OFTEN]
+REST = [(name, loop) for name, line in RUN.items() for loop in line.loops if (name, loop) not in ONE_LOOP]
+
+
+def cases(pairs):
+    return [
+        pytest.param(name, loop, id=f"{name}-{loop}", marks=[pytest.mark.xfail(reason="pending")] * (name in PENDING))
+        for name, loop in pairs
+    ]
+
+
+def require_outcome(name, loop):
+    line, found = TABLE[name], outcome_of(TABLE[name], loop)
+    assert found.agrees_with(line), (
+        f"{line.outcome} ({line.says}) was expected; {found.outcome} after {found.released} steps, one example moved "
+        f"the sum by {found.moved:.3f} C: {found.message}"
+    )
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "loop"), cases(ONE_LOOP))
+def test_what_scripts_do_is_bounded_or_refused(name, loop):
+    require_outcome(name, loop)
+
+
+@pytest.mark.parametrize(("name", "loop"), cases(REST))
+def test_what_else_is_bounded_or_refused(name, loop):
+    require_outcome(name, loop)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [name for name, line in TABLE.items() if isinstance(line.make, str)])
+def test_a_line_names_a_test_that_there_is(name):
+    path, test = TABLE[name].make.split("::")
+    assert re.search(rf"^def {test}\(", (Path(__file__).parents[1] / path).read_text(), re.MULTILINE)
+
+
+def test_what_is_left_to_the_user_has_its_reason():
+    for name, line in TABLE.items():
+        assert bool(line.why) == (line.outcome == YOURS), name
