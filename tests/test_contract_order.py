@@ -115,6 +115,8 @@ def released_by_engine(edit, physical):
         optimizer.step()
         if engine.has_stepped:
             released.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        else:
+            assert all(p.grad is None for p in model.parameters()), "a part of a draw is not stepped with"
     return released
 
 
