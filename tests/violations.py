@@ -2427,11 +2427,11 @@ LOCALITY = [
 ]
 
 CALLS = [
-    loop("clip_grad_norm_ before the step", REFUSED, COMMON, between(clips), "gradient"),
-    loop("zero_grad before the step", REFUSED, COMMON, between(lambda p: p.optimizer.zero_grad()), "gradient"),
-    loop("gradients are scaled before the step, by .data", REFUSED, OCCASIONAL, between(scales_data), "gradient"),
-    loop("gradients are scaled before the step, by NumPy", REFUSED, CONTRIVED, between(scales_arrays), "gradient"),
-    loop("gradients are replaced before the step", REFUSED, CONTRIVED, between(replaces), "gradient"),
+    loop("clip_grad_norm_ before the step", BOUNDED, COMMON, between(clips)),
+    loop("zero_grad before the step", BOUNDED, COMMON, between(lambda p: p.optimizer.zero_grad())),
+    loop("gradients are scaled before the step, by .data", BOUNDED, OCCASIONAL, between(scales_data)),
+    loop("gradients are scaled before the step, by NumPy", BOUNDED, CONTRIVED, between(scales_arrays)),
+    loop("gradients are replaced before the step", BOUNDED, CONTRIVED, between(replaces)),
     loop("step twice", REFUSED, COMMON, does(steps_twice), "one step"),
     loop("step without backward", REFUSED, OCCASIONAL, does(lambda p: (next(iter(p.loader)), p.optimizer.step())), "backward"),
     loop("two backward passes over one batch", REFUSED, COMMON, does(backward_twice), "second time"),
