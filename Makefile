@@ -1,7 +1,10 @@
-.PHONY: test lint format bench
+.PHONY: test power lint format bench
 
 test:
 	python -m pytest -n 2 --dist loadfile --whole-tables
+
+power:
+	python tests/planted_bugs.py
 
 lint:
 	ruff check .

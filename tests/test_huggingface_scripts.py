@@ -147,6 +147,7 @@ def certificate(out):
     return run
 
 
+@pytest.mark.table("scripts")
 def test_a_script_with_a_trainer_of_its_own_becomes_private(local, tmp_path, monkeypatch):
     command, windows = prepared("run_qa", local, tmp_path), 2
     run_here([*command, *TRAIN, "--max_examples_per_person", str(windows)], monkeypatch)
@@ -162,6 +163,7 @@ def test_a_script_with_a_trainer_of_its_own_becomes_private(local, tmp_path, mon
     assert load_file(out / "model.safetensors")
 
 
+@pytest.mark.table("scripts")
 def test_a_script_whose_trainer_was_forgotten_is_refused(local, tmp_path, monkeypatch):
     def forget(text):
         return text.replace(
@@ -186,6 +188,7 @@ def in_physical_batches(text):
     return text.replace("if accelerator.sync_gradients:", "if engine.has_stepped:")
 
 
+@pytest.mark.table("scripts")
 @pytest.mark.parametrize("change", [at_delta, in_physical_batches])
 def test_a_script_with_accelerate_becomes_private(local, tmp_path, monkeypatch, change):
     command = prepared("run_clm_no_trainer", local, tmp_path, change=change)
@@ -198,6 +201,7 @@ def test_a_script_with_accelerate_becomes_private(local, tmp_path, monkeypatch, 
     assert results["learning_rate"] == 0, "the schedule came to its end with the last step"
 
 
+@pytest.mark.table("scripts")
 def test_a_script_with_accelerate_trains_in_two_processes(local, tmp_path):
     command = prepared("run_clm_no_trainer", local, tmp_path, change=at_delta)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

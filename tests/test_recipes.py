@@ -151,6 +151,7 @@ def check_classifier(report, stdout, output_dir):
     assert list(output_dir.glob("*model*.safetensors"))
 
 
+@pytest.mark.table("trainings")
 @pytest.mark.parametrize("flags", [["--full"], ["--head_only"], ["--noise_multiplier", "0"]], ids=lambda f: f[0])
 def test_own_model_and_csv(task, tmp_path, call, capsys, caplog, flags):
     report = call(text_classification, *classifier_flags(task, tmp_path), *flags)
@@ -161,6 +162,7 @@ def test_own_model_and_csv(task, tmp_path, call, capsys, caplog, flags):
     assert ("NOTHING IS PRIVATE" in caplog.text) == ("--noise_multiplier" in flags)
 
 
+@pytest.mark.table("trainings")
 def test_the_person_comes_first(task, tmp_path, call, capsys):
     report = call(text_classification, *classifier_flags(task, tmp_path), "--max_examples_per_person", 3)
     assert report["epsilon"] < report["epsilon_per_person"] <= 8
@@ -183,6 +185,7 @@ def test_a_result_that_anybody_has_is_called_so(tmp_path, lower_is_better):
         assert shown(value).endswith("nothing was learned)")
 
 
+@pytest.mark.table("trainings")
 def test_twin_and_private_training_stand_beside_each_other(task, tmp_path, call, capsys):
     flags = [*classifier_flags(task, tmp_path), "--full"]
 
@@ -231,6 +234,7 @@ def test_ctrl_c_ends_in_one_line_with_the_way_out(task, tmp_path, call, monkeypa
     assert ("going on" in capsys.readouterr().out) == (done > 0)
 
 
+@pytest.mark.table("processes")
 def test_classification_as_a_command(task, tmp_path):
     result = command(*classifier_flags(task, tmp_path), recipe="text_classification")
     assert result.returncode == 0, result.stderr[-2000:]
@@ -275,6 +279,7 @@ def test_errors_are_one_line_with_the_way_out(task, tmp_path, call):
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.table("trainings")
 def test_a_command_that_is_repeated_goes_on(task, tmp_path, call, capsys):
     flags = [*classifier_flags(task, tmp_path), "--max_eval_samples", 7]
     first = call(text_classification, *flags, "--noise_multiplier", 1)
@@ -357,6 +362,7 @@ def lm_flags(language, output_dir):
             "--learning_rate", 0.05, "--max_grad_norm", 1, "--use_cpu"]  # fmt: skip
 
 
+@pytest.mark.table("trainings")
 @pytest.mark.parametrize("flags", [[], ["--full"], ["--noise_multiplier", "0"]], ids=lambda f: f[0] if f else "lora")
 def test_causal_lm_on_a_text_file(language, tmp_path, call, capsys, caplog, flags):
     report = call(causal_lm, *lm_flags(language, tmp_path), "--train_file", language / "lines.txt", "--max_steps", 3, "--prompt", "the film",
@@ -385,6 +391,7 @@ def test_causal_lm_on_a_text_file(language, tmp_path, call, capsys, caplog, flag
         assert word in stdout
 
 
+@pytest.mark.table("trainings")
 def test_causal_lm_learns_completions_and_resumes(language, tmp_path, call):
     flags = [*lm_flags(language, tmp_path), "--train_file", language / "rows.jsonl", "--text_column", "verdict", "--prompt_column", "film",
              "--noise_multiplier", 0.5, "--save_strategy", "steps", "--save_steps", 2, "--max_eval_samples", 10]  # fmt: skip
@@ -407,6 +414,7 @@ def test_causal_lm_learns_completions_and_resumes(language, tmp_path, call):
     assert "max_grad_norm" in wrong
 
 
+@pytest.mark.table("processes")
 def test_causal_lm_launched_with_two_processes(language, tmp_path):
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / "accelerate" / "ddp.yaml"),
                 "--num_processes", "2", "--num_cpu_threads_per_process", "1"]  # fmt: skip
@@ -422,6 +430,7 @@ def test_causal_lm_launched_with_two_processes(language, tmp_path):
     assert len(list((tmp_path / "checkpoint-2").glob("rng_state_*.pth"))) == 2, "one of each process"
 
 
+@pytest.mark.table("processes")
 @pytest.mark.parametrize(("tp_size", "fsdp_size"), [(2, 1), (1, 2)])
 def test_causal_lm_split_over_processes(language, tmp_path, tp_size, fsdp_size):
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / "accelerate" / "fsdp2_tp.yaml"),
@@ -441,6 +450,7 @@ def test_causal_lm_split_over_processes(language, tmp_path, tp_size, fsdp_size):
     assert not same
 
 
+@pytest.mark.table("processes")
 def test_two_machines_of_multi_node_yaml(task, tmp_path):
     """Two launchers that find each other by address and port, as on two machines, of one process each."""
     with socket.socket() as free:
@@ -602,6 +612,7 @@ def labelled_flags(recipe, labelled, output_dir):
             "--target_delta", 1e-3, "--max_steps", 2, "--save_steps", 1, "--use_cpu"]  # fmt: skip
 
 
+@pytest.mark.table("trainings")
 @pytest.mark.parametrize("recipe", OWN_FLAGS, ids=lambda recipe: recipe.__name__)
 def test_trains_goes_on_and_ends_with_the_table(recipe, labelled, tmp_path, call, capsys):
     flags = labelled_flags(recipe, labelled, tmp_path)
@@ -666,6 +677,7 @@ def windows_of(task, max_windows):
     return text, question_answering.tokenize(data, args, tokenizer)["train"]
 
 
+@pytest.mark.table("trainings")
 def test_a_row_has_no_more_windows_than_epsilon_covers(task, labelled, tmp_path, call, monkeypatch):
     _, truncated = windows_of(task, 1)
     assert (len(truncated), truncated["start_positions"][:]) == (3, [question_answering.NO_ANSWER] * 3)
@@ -759,6 +771,7 @@ def conversations(language):
     return language
 
 
+@pytest.mark.table("trainings")
 @pytest.mark.parametrize(
     ("recipe", "file", "own_flags"),
     [
@@ -794,6 +807,7 @@ def test_conversations_train_go_on_and_end_with_the_table(
     assert (longer["steps"], "going on" in capsys.readouterr().out) == (3, True)
 
 
+@pytest.mark.table("trainings")
 @pytest.mark.parametrize(
     ("recipe", "file"),
     [(instruction_tuning, "texts"), (preference_tuning, "preferred_texts")],
@@ -1014,6 +1028,7 @@ def test_what_the_archives_hold(tiny_assets):
     assert (images[13, 6:14] == 249).all() and images[13, 14:].sum() == 0
 
 
+@pytest.mark.table("trainings")
 @pytest.mark.parametrize("recipe", [name_classification, image_classification], ids=lambda recipe: recipe.__name__)
 def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
     flags = [

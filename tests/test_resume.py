@@ -556,6 +556,7 @@ def test_killed_at_the_nasty_points(tmp_path, attempt, kills):
     assert killed == len(kills)
 
 
+@pytest.mark.table("kills")
 @pytest.mark.parametrize("kills", NASTY_LIVES_OF_RANKS, ids=lambda kills: kills[0][0])
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
 def test_a_rank_killed_at_the_nasty_points(tmp_path, attempt, kills, sharded):
@@ -568,6 +569,7 @@ LAYOUTS = {"one": (1, False), "ddp": (RANKS, False), "fsdp": (RANKS, True)}
 RANDOM_LIVES = [*((name, None) for name in LAYOUTS), *((name, n) for name in ("one", "fsdp") for n in CORRELATED)]
 
 
+@pytest.mark.table("kills")
 @pytest.mark.parametrize(("name", "noise"), RANDOM_LIVES)
 def test_killed_at_random(tmp_path, attempt, name, noise):
     """At random times, and for the n-th time at random points; of several ranks one, or all at once."""

@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -81,6 +80,7 @@ def test_5_how_large_may_the_batch_be_in_two_epochs(capsys):
     assert compute_epsilon(1.2, batch / 5000, steps, 1e-5, "rdp") <= 1
 
 
+@pytest.mark.table("many evaluations")
 def test_6_a_patient_has_up_to_ten_notes(capsys):
     answer = budget(
         capsys, "--examples", 10_000, "--batch", 200, "--epochs", 2, "--epsilon", 8, "--max-examples-per-person", 10
@@ -260,16 +260,14 @@ def test_without_matplotlib_the_line_to_type_is_named(tmp_path, capsys, monkeypa
     )
 
 
-def test_the_budget_loads_no_torch_and_answers_soon():
+def test_the_budget_loads_no_torch():
     code = (
         "import sys\nfrom dp_transformers.cli.main import main\n"
         "try: main('budget --examples 10000 --batch 256 --epochs 3 --epsilon 8'.split())\n"
         "except SystemExit: print([name for name in ('torch', 'transformers', 'peft', 'accelerate') if name in sys.modules])"
     )
-    start = time.process_time(), time.perf_counter()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
-    assert time.perf_counter() - start[1] < 60  # two seconds on an idle machine
 
 
 @pytest.mark.parametrize(
@@ -295,6 +293,7 @@ def test_wrong_usage_ends_in_one_line(words, message, capsys):
     assert refused(capsys, *words.split()) == f"error: {message}\n"
 
 
+@pytest.mark.table("many evaluations")
 def test_no_more_steps_are_promised_than_can_be_accounted_for(capsys):
     answer = budget(capsys, "--examples", 10**9, "--batch", 1, "--sigma", 100, "--epsilon", 8, "--accountant", "rdp")
     assert answer["steps"] == MOST_STEPS

@@ -115,6 +115,7 @@ def outside(command, *words, cwd):
     return subprocess.run([command, *map(str, words)], capture_output=True, text=True, cwd=cwd, env=environment)
 
 
+@pytest.mark.table("distribution")
 def test_the_wheel_works_outside_the_checkout(installed, tmp_path):
     where = outside(
         installed / "python", "-c", "import dp_transformers; print(dp_transformers.__file__)", cwd=tmp_path
@@ -135,6 +136,7 @@ def test_the_wheel_works_outside_the_checkout(installed, tmp_path):
         }
 
 
+@pytest.mark.table("distribution")
 def test_the_wheel_holds_every_module_and_nothing_else(installed):
     package = next(installed.parent.glob("lib/python*/site-packages/dp_transformers"))
     there = {str(path.relative_to(package)) for path in package.rglob("*.py")}
@@ -145,6 +147,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(installed):
     assert not list(package.parent.glob("recipes"))  # only within the package
 
 
+@pytest.mark.table("distribution")
 def test_a_wheel_is_built_from_the_sdist(distributions, tmp_path):
     (sdist,) = distributions.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:

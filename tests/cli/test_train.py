@@ -200,6 +200,7 @@ def test_help_of_the_command_lists_the_recipes(capsys):
         assert f"\n  {name} " in text
 
 
+@pytest.mark.table("commands")
 def test_a_recipe_runs_as_a_command(tmp_path):
     words = [
         sys.executable,
@@ -215,6 +216,7 @@ def test_a_recipe_runs_as_a_command(tmp_path):
     assert result.stderr == f"error: --config: there is no file '{tmp_path / 'none.yaml'}'.\n"
 
 
+@pytest.mark.table("commands")
 def test_without_trl_a_recipe_ends_in_one_line():
     code = (
         "import sys\nsys.modules['trl'] = None\nfrom dp_transformers.cli.main import main\n"

@@ -98,6 +98,7 @@ def without_looks(seen):
     return Counter({name: count for name, count in seen.items() if not name.startswith(LOOKS)})
 
 
+@pytest.mark.table("loops")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("mode", WAITS)
 def test_how_often_a_step_waits_for_the_device(mode, lora, device, waits, tmp_path, monkeypatch):
@@ -114,6 +115,7 @@ def test_how_often_a_step_waits_for_the_device(mode, lora, device, waits, tmp_pa
     assert without_looks(steps.seen[-1]).total() == in_trainer, steps.seen[-1]
 
 
+@pytest.mark.table("loops")
 @pytest.mark.parametrize("change", ["constants", "gain", "largest"])
 def test_what_a_loop_multiplies_rows_with_on_the_device(change, device):
     """By random numbers of the device it may be another one in each batch."""
@@ -160,6 +162,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.table("loops")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_factors_of_a_loss_lie_on_the_device(loss, device):
     torch.manual_seed(0)
@@ -182,6 +185,7 @@ def test_factors_of_a_loss_lie_on_the_device(loss, device):
         assert engine.steps == 1
 
 
+@pytest.mark.table("loops")
 def test_each_group_of_parameters_waits_once(device, waits):
     """Its sum is formed, and its memory freed, before the others are known."""
     model, batch = build("bert").to(device), {k: v.to(device) for k, v in batch_for("bert", 8).items()}
@@ -193,6 +197,7 @@ def test_each_group_of_parameters_waits_once(device, waits):
     assert groups > 10 and found.total() == groups + 2, found  # the losses, and the model
 
 
+@pytest.mark.table("loops")
 def test_a_trainer_on_the_device_checks_itself(device, tmp_path):
     trainer = train_trainer(tmp_path, build("bert", dropout=0.1), 2, self_check=True)
     assert next(trainer.model.parameters()).device.type == device.type
@@ -200,6 +205,7 @@ def test_a_trainer_on_the_device_checks_itself(device, tmp_path):
     assert trainer.privacy_spent().steps == 2 and trainer._run.verified
 
 
+@pytest.mark.table("loops")
 def test_a_loop_on_the_device_goes_on_from_a_checkpoint(device, tmp_path):
     if device.type == "simulated":
         pytest.skip("torch saves no tensors whose memory it does not know")
@@ -211,6 +217,7 @@ def test_a_loop_on_the_device_goes_on_from_a_checkpoint(device, tmp_path):
     assert engine.steps == 2
 
 
+@pytest.mark.table("loops")
 def test_what_the_device_has_to_spare_is_kept(tmp_path, device, monkeypatch):
     settled, settle = [], MeasuredBudget.settle
     monkeypatch.setattr(MeasuredBudget, "settle", lambda self, limit: (settled.append(limit), settle(self, limit)))

@@ -45,6 +45,7 @@ def by_both_distributions(event, relation, alarms, epsilons):
     return best
 
 
+@pytest.mark.table("many evaluations")
 @pytest.mark.parametrize(
     ("event", "relation"),
     [
@@ -91,6 +92,7 @@ def test_rdp_gives_higher_ceilings():
     assert all(tight[alarms] < loose[alarms] < 3 * tight[alarms] for alarms in FALSE_ALARMS)
 
 
+@pytest.mark.table("many evaluations")
 def test_ends():
     assert ceilings(no_privacy()) == dict.fromkeys(FALSE_ALARMS, 1.0)
     nothing = privacy_curve(dp.NoOpDpEvent(), AR)
