@@ -118,7 +118,13 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
                        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(dist.get_world_size() // replicas)}  # fmt: skip
     gradients = Gradients()
     kind = "bert" if model == "bert" else "lm"
-    fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5}
+    fixed = {
+        "dp_seed": SEED,
+        "expected_batch_size": 3,
+        "per_device_train_batch_size": 2,
+        "max_steps": 5,
+        "self_check": True,
+    }
     args = arguments(folder, **{**fixed, **options})
     net = (
         build(model, lora=lora) if tp is None else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)

@@ -34,7 +34,7 @@ class Seq2SeqArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
 def arguments(folder, cls=DPTrainingArguments, **changes):
     values = {"output_dir": str(folder), "target_delta": 1e-4, "per_device_train_batch_size": 4, "expected_batch_size": 6, "max_steps": 2,
               "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "report_to": "none", "logging_steps": 1, "learning_rate": 0.1,
-              "optim": "sgd", "noise_multiplier": 1.0}  # fmt: skip
+              "optim": "sgd", "noise_multiplier": 1.0, "self_check": False}  # fmt: skip
     return cls(**{**values, **changes})
 
 
@@ -150,7 +150,7 @@ def test_seq2seq_trains_and_generates(tmp_path):
     sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
     rows = [{"input_ids": torch.tensor([5, i, 7]), "labels": torch.arange(5, 8 + i % 4)} for i in range(12)]
-    args = arguments(tmp_path, Seq2SeqArguments, predict_with_generate=True, generation_max_length=6)
+    args = arguments(tmp_path, Seq2SeqArguments, predict_with_generate=True, generation_max_length=6, self_check=True)
     trainer = DPSeq2Seq(model=model, args=args, data_collator=collate, train_dataset=rows, eval_dataset=rows[:4])
     trainer.train()
     assert trainer.privacy_spent().steps == 2

@@ -85,7 +85,7 @@ def arguments(folder, **changes):
         changes.setdefault("target_epsilon", 5.0)
     values = {"output_dir": str(folder), "target_delta": 1e-4, "expected_batch_size": 12, "per_device_train_batch_size": 5, "max_steps": 4,
               "learning_rate": 0.1, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "optim": "sgd",
-              "lr_scheduler_type": "constant"}  # fmt: skip
+              "lr_scheduler_type": "constant", "self_check": False}  # fmt: skip
     return DPTrainingArguments(**{**values, **changes})
 
 
@@ -544,7 +544,9 @@ def test_faults_seen_before_the_first_step_leave_the_model_untouched(tmp_path):
     start = [p.detach().clone() for p in trainable(model)]
     mixed = lambda out, y: nn.functional.cross_entropy(out.logits, y, reduction="none") / y.float().add(1).sum()  # noqa: E731
     for loss, message in ((mixed, "mixes examples"), (lambda out, y: out.logits.mean(), "reduction='none'")):
-        trainer = DPTrainer(model, arguments(tmp_path), collate, dataset(), per_example_loss_func=loss)
+        trainer = DPTrainer(
+            model, arguments(tmp_path, self_check=True), collate, dataset(), per_example_loss_func=loss
+        )
         with pytest.raises(ValueError, match=message):
             trainer.train()
         assert trainer.privacy_spent().steps == 0
@@ -616,7 +618,7 @@ def test_prompts_are_saved_in_the_middle_and_at_the_end(tmp_path, method):
     """peft calls their encoder for that, with a graph."""
     config = getattr(peft, method)(task_type="SEQ_CLS", num_virtual_tokens=3)
     model = peft.get_peft_model(build("bert"), config)
-    trainer = trainer_for(tmp_path, model=model, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer = trainer_for(tmp_path, model=model, max_steps=2, save_strategy="steps", save_steps=1, self_check=True)
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
     prompts = [load_file(tmp_path / name / "adapter_model.safetensors")["prompt_embeddings"]
@@ -766,7 +768,12 @@ def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, c
         data = [{"input_ids": ids, "labels": [float(i == len(ids)) for i in range(13)]} for ids in texts]
     size = 64 if "classes" in case else 5
     args = arguments(
-        tmp_path, expected_batch_size=30, clipping_mode=mode, max_steps=1, per_device_train_batch_size=size
+        tmp_path,
+        expected_batch_size=30,
+        clipping_mode=mode,
+        max_steps=1,
+        per_device_train_batch_size=size,
+        self_check=True,
     )
     trainer = DPTrainer(model, args, lambda rows: padded(rows, side, longest), data)
     before = [p.detach().clone() for p in trainable(model)]
@@ -781,7 +788,7 @@ def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, c
 
 def test_a_loss_of_the_users_that_counts_what_padding_predicts_is_refused(tmp_path):
     loss = lambda outputs, labels: causal_lm_loss(outputs.logits, labels)  # noqa: E731
-    args = arguments(tmp_path, expected_batch_size=30, max_steps=1, per_device_train_batch_size=5)
+    args = arguments(tmp_path, expected_batch_size=30, max_steps=1, per_device_train_batch_size=5, self_check=True)
     rows, collator = dataset(kind="lm"), lambda rows: padded(rows, "left")
     trainer = DPTrainer(build("llama"), args, collator, rows, per_example_loss_func=loss)
     with pytest.raises(ValueError, match="padded on the left to the length of a longer one"):
@@ -807,7 +814,7 @@ def test_targets_padded_on_the_left_are_refused(tmp_path, side, made):
             batch["labels"][:, :2] = -100
         return batch | {"decoder_input_ids": made_ids} if made or side == "masked start" else batch
 
-    trainer = DPTrainer(model, arguments(tmp_path, max_steps=1), collator, data)
+    trainer = DPTrainer(model, arguments(tmp_path, max_steps=1, self_check=True), collator, data)
     if side != "left":
         trainer.train()
         assert trainer.privacy_spent().steps == 1
