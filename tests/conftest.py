@@ -108,16 +108,19 @@ def pytest_collection_modifyitems(config, items):
 
 def _leave_out_of_tables(config, items):
     """Run a ninth of the cases of each test, rounded up: other ones for another commit. Tests of a file that are marked
-    as one table share that ninth, and those that are marked as whole are run in all cases."""
-    tables = defaultdict(list)
+    as one table share that ninth, or whatever part the mark says, and those that are marked as whole are run in all
+    cases."""
+    tables, parts = defaultdict(list), {}
     for item in items:
         if not item.get_closest_marker("whole"):
             mark = item.get_closest_marker("table")
-            tables[item.path, mark.args if mark and mark.args else item.originalname].append(item)
+            table = item.path, mark.args if mark and mark.args else item.originalname
+            tables[table].append(item)
+            parts[table] = mark.kwargs.get("of", OF) if mark else OF
     left = set()
-    for cases in tables.values():
+    for table, cases in tables.items():
         cases.sort(key=lambda item: hashlib.sha256(f"{os.environ[PART]} {item.nodeid}".encode()).digest())
-        left.update(cases[math.ceil(len(cases) / OF) :])
+        left.update(cases[math.ceil(len(cases) / parts[table]) :])
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
 

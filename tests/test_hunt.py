@@ -89,7 +89,7 @@ def test_a_backward_pass_that_was_cut_off_adds_nothing_twice(mode, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
 def test_arguments_that_are_set_later_change_nothing(tmp_path, caplog):
-    trainer = trainer_for(tmp_path, max_steps=1)
+    trainer = trainer_for(tmp_path, max_steps=1, self_check=True)
     trainer.args.dp_seed, trainer.args.self_check, trainer.args.secure_rng = 5, False, True
     trainer.args.expected_batch_size += 1
     trainer.train()

@@ -221,6 +221,7 @@ def with_one_mask(model, losses_of, batch):
     ]
 
 
+@pytest.mark.table(of=30)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, to FRoD
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_adapter_is_exact_in_every_mode(adapter, model_table):

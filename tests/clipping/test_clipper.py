@@ -101,6 +101,7 @@ def test_trajectory_is_that_of_one_example_at_a_time_in_every_mode(name, lora, t
         assert distance(trainable(model), trainable(reference)) <= 1e-5 * moved, mode
 
 
+@pytest.mark.table(of=30)
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", MODELS)
 def test_sensitivity(name, mode):

@@ -188,6 +188,7 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.table("trainings")
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_the_trainer_settles_and_trains_the_same(mode, tmp_path, settled):
     trained = []
@@ -200,6 +201,7 @@ def test_the_trainer_settles_and_trains_the_same(mode, tmp_path, settled):
     torch.testing.assert_close(trained[1], trained[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.table("trainings")
 def test_a_resumed_run_looks_anew(tmp_path, settled, device):
     trainer(tmp_path, "book_keeping", "auto", 5, save_strategy="steps", save_steps=1).train()
     device["free"] = 1e6
@@ -207,6 +209,7 @@ def test_a_resumed_run_looks_anew(tmp_path, settled, device):
     assert settled == [SHARE * FREE, SHARE * 1e6]
 
 
+@pytest.mark.table("trainings")
 @pytest.mark.parametrize("criterion", [False, True])
 def test_a_plain_loop_settles_and_trains_the_same(criterion, settled):
     trained = []

@@ -205,6 +205,7 @@ def stacked(rows):
     return {"input": torch.stack([row["input"] for row in rows])}
 
 
+@pytest.mark.table("peaks")
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_the_trainer_keeps_to_it_too_and_trains_the_same(mode, tmp_path, monkeypatch):
@@ -278,6 +279,7 @@ SETTINGS = [  # kind, width, tokens, examples, mode, part of plain's peak; what 
 ]
 
 
+@pytest.mark.table("peaks")
 @pytest.mark.parametrize(("kind", "width", "tokens", "size", "mode", "part"), SETTINGS)
 def test_a_peak_is_never_over_budget(benchmark, kind, width, tokens, size, mode, part):
     figures = within(benchmark, kind, Shape(width, 1, 50, tokens, size, 4), mode, part)
@@ -292,6 +294,7 @@ AUTO = [  # kind, width, tokens, examples, mode, free part of plain's peak; chec
 ]
 
 
+@pytest.mark.table("peaks")
 @pytest.mark.parametrize(("kind", "width", "tokens", "size", "mode", "part", "checkpointed", "bf16"), AUTO)
 def test_a_peak_is_never_over_what_a_device_has_to_spare(
     benchmark, kind, width, tokens, size, mode, part, checkpointed, bf16
@@ -301,12 +304,14 @@ def test_a_peak_is_never_over_what_a_device_has_to_spare(
     assert within(benchmark, kind, shape, mode, part, **how)["over_mb"] <= 0.01
 
 
+@pytest.mark.table("peaks")
 def test_the_budget_bounds_what_is_kept_and_not_less(benchmark, monkeypatch):
     """A plan that forgets the budget is seen by the measure."""
     monkeypatch.setattr(memory, "_worthwhile", lambda choices, limit: (c.parameter for _, c in choices if c.saved > 0))
     assert within(benchmark, "bert", Shape(384, 1, 50, 150, 4, 4), "book_keeping", 0.02)["over_mb"] > 0.1
 
 
+@pytest.mark.table("peaks")
 def test_layers_clipped_by_themselves_take_the_memory_of_plain_training(benchmark):
     """Nothing of a layer, its input neither, outlives its part of the backward pass."""
     contenders = field(task_of(benchmark, "bert", Shape(64, 2, 100, 64, 64, 4)), peers=False, modes=[PER_LAYER])

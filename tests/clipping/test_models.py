@@ -22,6 +22,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.table(of=30)
 @pytest.mark.parametrize(("name", "variant"), CELLS)
 def test_exact_in_every_mode(name, variant, model_table):
     model = build(name, tied=variant == "tied", lora=variant == "lora")
@@ -69,6 +70,7 @@ def test_heads_are_exact_in_every_mode(head):
         assert max(norm_error, sum_error) <= 1e-5, mode
 
 
+@pytest.mark.table(of=30)
 @pytest.mark.parametrize("name", ZOO)
 def test_bf16_autocast(name, monkeypatch):
     """Norms within 2% of those of one example at a time under autocast, and taking an example out never moves the sum
