@@ -1565,10 +1565,11 @@ def flips(rows):
 
 
 class Seeded:
-    seed = 42
+    def __init__(self, seed=42):
+        self.seed, self.rng = seed, np.random.default_rng(seed)
 
     def __call__(self, rows):
-        return stacked(rows)
+        return stacked(rows, lambda x: x + self.rng.random())
 
 
 def masked_bert():
@@ -2121,6 +2122,9 @@ class Reentrant(Scores):
 # ---- the table ----
 # fmt: off
 
+KEEPS = "a data set or collator that keeps something of the rows before is its own: it must give each row by its index alone"
+BEFORE_THE_MODEL = "what a loop makes of a batch before the model sees it is its own, but for MixUp and CutMix"
+
 DATA = [
     both("the collator mixes rows (MixUp)", REFUSED, COMMON, collated(changes(mixed_up)), "mixes"),
     both("the collator joins parts of rows (CutMix)", REFUSED, COMMON, collated(changes(cut_mixed)), "mixes"),
@@ -2151,14 +2155,14 @@ DATA = [
     both("the collator sets NumPy's seed", REFUSED, OCCASIONAL, collated(changes(lambda x: (np.random.seed(42), x + torch.from_numpy(np.random.rand(*x.shape)).float())[1])), "how many|seed"),
     both("the collator sets torch's seed", REFUSED, OCCASIONAL, collated(changes(lambda x: (torch.manual_seed(42), x + torch.rand(x.shape))[1])), "seed"),
     both("the collator makes a generator in each call", REFUSED, OCCASIONAL, collated(changes(lambda x: x + torch.from_numpy(np.random.default_rng(0).random(x.shape)).float())), "how many|seed"),
-    both("the collator draws from the system", REFUSED, CONTRIVED, collated(changes(lambda x: x + random.SystemRandom().random())), "again"),
+    both("the collator draws from the system", YOURS, CONTRIVED, collated(changes(lambda x: x + random.SystemRandom().random())), why=KEEPS),
     both("the collator flips one coin for all rows", REFUSED, OCCASIONAL, collated(changes(lambda x: x * random.choice([-1, 1]))), "share"),
     both("the collator flips one coin for all rows beside each row's", REFUSED, OCCASIONAL, collated(of(flips)), "share"),
     both("the collator draws one width for all rows", REFUSED, OCCASIONAL, collated(of(lambda r: stacked(r, lambda x: F.pad(x[:, : (n := random.randint(2, 5))], (0, 6 - n))))), "share"),
     both("the collator turns every second row", REFUSED, CONTRIVED, collated(changes(lambda x: x * (torch.rand(x.shape) < 0.9) * (1 - 2 * (place(x) % 2)))), "place"),
     both("the collator empties the first rows", REFUSED, CONTRIVED, collated(changes(lambda x: torch.cat([0 * x[:2], x[2:] + torch.rand(x[2:].shape)]))), "place"),
     both("the collator draws antithetic numbers", REFUSED, CONTRIVED, collated(of(lambda r: stacked(r, given=torch.cat([t := torch.rand(len(r) // 2 + 1), 1 - t])[: len(r)])), model=Given), "place"),
-    both("the collator counts its calls", REFUSED, CONTRIVED, collated(counting), "again|how many"),
+    both("the collator counts its calls", YOURS, CONTRIVED, collated(counting), why=KEEPS, size=1.4),
     both("the collator gives the mean of the batch", REFUSED, OCCASIONAL, collated(with_number(lambda x: float(x.mean())), model=Given), "whole batch|equal"),
     both("the collator gives the largest number of the batch, in a tensor", REFUSED, OCCASIONAL, collated(with_number(lambda x: x.abs().max()), model=Given), "whole batch|equal"),
     both("the collator gives each row's norm over their mean", REFUSED, CONTRIVED, collated(with_number(lambda x: x.norm(dim=1) / x.norm(dim=1).mean()), model=Given), "'given'"),
@@ -2167,28 +2171,28 @@ DATA = [
     both("a column is there if some row has it", REFUSED, OCCASIONAL, given(WithPictures, some_have_pictures, collate=if_some_has_one), "pixel_values"),
     both("a column is there if some row is large", REFUSED, CONTRIVED, given(WithPictures, collate=if_some_is_large), "pixel_values"),
     both("the first row decides the type of the labels", REFUSED, CONTRIVED, given(rows=floats_unless_the_first_is_none, collate=default_data_collator, loss=lambda s, y: F.mse_loss(s[:, 0], y.float(), reduction="none")), "type|dtype"),
-    both("the data set takes a running mean off", REFUSED, CONTRIVED, loads(keeps(running_mean)), "again"),
-    both("the data set adds the row before", REFUSED, CONTRIVED, loads(keeps(with_the_row_before)), "again"),
-    both("the data set empties every second row that it loads", REFUSED, CONTRIVED, loads(keeps(every_second_call)), "again"),
-    both("the data set halves its rows in place", REFUSED, CONTRIVED, loads(keeps(in_place)), "again"),
-    both("the data set divides by the first row's largest number", REFUSED, CONTRIVED, loads(keeps(lazy_mean)), "first"),
-    both("the data set numbers classes at first use", REFUSED, CONTRIVED, loads(keeps(classes_by_first_use)), "first"),
-    both("a module numbers classes at first use", REFUSED, CONTRIVED, loads(OfItsModule), "first"),
-    both("the data set collects a mean for later rows", REFUSED, CONTRIVED, loads(keeps(calibrated)), "collects"),
-    both("the data set warms up with the rows that it loads", REFUSED, CONTRIVED, loads(keeps(warming_up)), "how many"),
-    both("the collator numbers classes at first use", REFUSED, CONTRIVED, collated(by_class), "first"),
-    both("the collator fits its scaler to its first batch", REFUSED, CONTRIVED, collated(fitted), "first|mixes"),
-    both("the collator divides by the largest number so far", REFUSED, CONTRIVED, collated(largest_so_far), "first|mixes"),
-    both("the collator teaches a tokenizer words", REFUSED, CONTRIVED, collated(learns_words), "collects"),
-    both("a list holds one row several times", REFUSED, COMMON, given(rows=lambda: again(5)), "stored"),
-    both("a Subset repeats an index", REFUSED, COMMON, stored(lambda: Subset(table(), [*range(8), 0, 0])), "stored"),
-    both("a table is concatenated with itself", REFUSED, COMMON, stored(lambda: concatenate_datasets([(t := table()), t])), "stored"),
-    both("a table is interleaved until all are exhausted", REFUSED, COMMON, stored(lambda: interleave_datasets([table(12), table(3, 1)], stopping_strategy="all_exhausted")), "stored"),
-    both("rows are selected with replacement", REFUSED, COMMON, stored(lambda: table().select([0, 1, 2, 3, 0])), "stored"),
-    both("a ConcatDataset holds a table twice", REFUSED, OCCASIONAL, stored(lambda: ConcatDataset([(t := table()), t])), "stored"),
-    both("a view with a column less is added", REFUSED, CONTRIVED, stored(lambda: concatenate_datasets([(t := table().add_column("n", list(range(8)))), t.remove_columns("n")])), "stored"),
-    both("an index table, as i % n", REFUSED, OCCASIONAL, given(rows=lambda: At(points(8).__getitem__, [0, 0, *range(8)])), "stored"),
-    both("rows of a tensor by an index table", REFUSED, OCCASIONAL, lambda: (lambda x, y: given(rows=lambda: At(lambda i: {"x": x[i], "labels": y[i]}, [0, 0, *range(8)]))())(torch.randn(8, 6), torch.arange(8) % 3), "stored"),
+    both("the data set takes a running mean off", YOURS, CONTRIVED, loads(keeps(running_mean)), why=KEEPS, size=1.04),
+    both("the data set adds the row before", YOURS, CONTRIVED, loads(keeps(with_the_row_before)), why=KEEPS),
+    both("the data set empties every second row that it loads", YOURS, CONTRIVED, loads(keeps(every_second_call)), why=KEEPS, size=1.9),
+    both("the data set halves its rows in place", YOURS, CONTRIVED, loads(keeps(in_place)), why=KEEPS),
+    both("the data set divides by the first row's largest number", YOURS, CONTRIVED, loads(keeps(lazy_mean)), why=KEEPS, size=1.7),
+    both("the data set numbers classes at first use", YOURS, CONTRIVED, loads(keeps(classes_by_first_use)), why=KEEPS, size=3.4),
+    both("a module numbers classes at first use", YOURS, CONTRIVED, loads(OfItsModule), why=KEEPS, size=3.4),
+    both("the data set collects a mean for later rows", YOURS, CONTRIVED, loads(keeps(calibrated)), why=KEEPS),
+    both("the data set warms up with the rows that it loads", YOURS, CONTRIVED, loads(keeps(warming_up)), why=KEEPS),
+    both("the collator numbers classes at first use", YOURS, CONTRIVED, collated(by_class), why=KEEPS, size=3.4),
+    both("the collator fits its scaler to its first batch", YOURS, CONTRIVED, collated(fitted), why=KEEPS),
+    both("the collator divides by the largest number so far", YOURS, CONTRIVED, collated(largest_so_far), why=KEEPS, size=1.2),
+    both("the collator teaches a tokenizer words", YOURS, CONTRIVED, collated(learns_words), why=KEEPS),
+    both("a list holds one row several times", REFUSED, COMMON, given(rows=lambda: again(5)), "stored", row=(0, 1, 2, 3, 4)),
+    both("a Subset repeats an index", REFUSED, COMMON, stored(lambda: Subset(table(), [*range(8), 0, 0])), "stored", row=(0, 8, 9)),
+    both("a table is concatenated with itself", REFUSED, COMMON, stored(lambda: concatenate_datasets([(t := table()), t])), "stored", row=(0, 8)),
+    both("a table is interleaved until all are exhausted", REFUSED, COMMON, stored(lambda: interleave_datasets([table(12), table(3, 1)], stopping_strategy="all_exhausted")), "stored", row=(1, 7, 13, 19)),
+    both("rows are selected with replacement", REFUSED, COMMON, stored(lambda: table().select([0, 1, 2, 3, 0])), "stored", row=(0, 4)),
+    both("a ConcatDataset holds a table twice", REFUSED, OCCASIONAL, stored(lambda: ConcatDataset([(t := table()), t])), "stored", row=(0, 8)),
+    both("a view with a column less is added", REFUSED, CONTRIVED, stored(lambda: concatenate_datasets([(t := table().add_column("n", list(range(8)))), t.remove_columns("n")])), "stored", row=(0, 8)),
+    both("an index table, as i % n", REFUSED, OCCASIONAL, given(rows=lambda: At(points(8).__getitem__, [0, 0, *range(8)])), "stored", row=(0, 1, 2)),
+    both("rows of a tensor by an index table", REFUSED, OCCASIONAL, lambda: (lambda x, y: given(rows=lambda: At(lambda i: {"x": x[i], "labels": y[i]}, [0, 0, *range(8)]))())(torch.randn(8, 6), torch.arange(8) % 3), "stored", row=(0, 1, 2)),
     both("rows are written again before training, by map or in a frame", YOURS, COMMON, stored(lambda: written_again(5)), why="equal content is no proof, since two people may have equal rows; next: said where digests of rows are equal", size=5.0, row=(0, *range(8, 12))),
     both("i % n with a clone or an augmentation", YOURS, COMMON, given(rows=lambda: At(lambda i: {k: v.clone() for k, v in points(8)[i].items()}, [0] * 7 + [*range(8)])), why="equal content is no proof; next: said where digests of rows are equal", size=8.0, row=tuple(range(8))),
     both("another row is mixed in behind an index", YOURS, OCCASIONAL, loads(Mosaic), why="a row is what the data set returns for its index"),
@@ -2196,11 +2200,11 @@ DATA = [
     loop("the loop mixes rows (MixUp)", REFUSED, COMMON, before(mixed_up), "mixes"),
     loop("the loop mixes rows with weights of their own", REFUSED, COMMON, before(lambda x: x.lerp(x.roll(1, 0), torch.rand(len(x), 1) * 0.8 + 0.1)), "mixes"),
     loop("the loop joins parts of rows (CutMix)", REFUSED, COMMON, before(lambda x: torch.cat([x[:, :16], x.roll(1, 0)[:, 16:]], 1)), "mixes"),
-    loop("the loop takes the mean of the batch off", REFUSED, OCCASIONAL, before(lambda x: x - x.mean(0)), "mixes|normalises"),
-    loop("the loop divides by the largest number of the batch", REFUSED, CONTRIVED, before(lambda x: x / x.abs().max(), steps=12, expected=4), "normalises", begins=11),
+    loop("the loop takes the mean of the batch off", YOURS, OCCASIONAL, before(lambda x: x - x.mean(0)), why=BEFORE_THE_MODEL, size=1.33),
+    loop("the loop divides by the largest number of the batch", YOURS, CONTRIVED, before(lambda x: x / x.abs().max(), steps=12, expected=4), why=BEFORE_THE_MODEL, size=1.08),
     loop("the loop gives all rows the first one's content", REFUSED, CONTRIVED, before(lambda x: x[:1].expand_as(x)), "mixes"),
-    loop("the loop goes forward over one batch in two orders", REFUSED, OCCASIONAL, two_orders, "orders"),
-    loop("the loop sorts the rows of a filled batch", REFUSED, CONTRIVED, filled, "weight 0"),
+    loop("the loop goes forward over one batch in two orders", REFUSED, OCCASIONAL, two_orders, "orders|mixes"),
+    loop("the loop sorts the rows of a filled batch", REFUSED, CONTRIVED, filled, "weight 0|mixes"),
     both("the collator sorts the rows of a filled batch", REFUSED, OCCASIONAL, filled_by_collator, "order"),
     loop("the loop pads by itself (collate_fn=list)", YOURS, OCCASIONAL, None, why="padding that the loop adds is computed outside of the library"),
     loop("the loop scales a batch of tokens, or a batch beside random numbers", YOURS, CONTRIVED, None, why="what a loop does between loader and model is its own"),
