@@ -144,7 +144,7 @@ class Durations:
         return report
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid.partition("::")[0]] += report.cpu
+        self.seconds[report.nodeid.partition("::")[0]] += getattr(report, "cpu", 0.0)  # none of a process that died
 
     def pytest_sessionfinish(self):
         if self.writes:
