@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.clipping import PerExampleClipper
 from dp_transformers.clipping.model_state import ModelState
-from dp_transformers.data.loaded_rows import LoadedRows
 from dp_transformers.runtime.randomness import SecretSeeds
+from dp_transformers.step import step as private_step
 from dp_transformers.step.gradients import ReleasedGradients
 from dp_transformers.step.private_loss import PrivateLoss
 from dp_transformers.step.step import PrivateStep
@@ -40,7 +40,7 @@ PARTS = {
     "state of the model": [(ModelState, "before_forward"), (ModelState, "require_unchanged")],
     "trainable parameters": [(PerExampleClipper, "require_same_parameters")],
     "sums": [(PrivateStep, "begin_sum"), (PrivateStep, "end_sum")],
-    "mixed rows": [(LoadedRows, "__init__"), (LoadedRows, "refuse_mixed")],
+    "mixed rows": [(private_step, "refuse_mixed")],
     "draws": [(PrivateStep, "_require_next"), (PrivateStep, "_left_undone")],
     "optimizers": [(ReleasedGradients, "refuse_unreleased")],
     "private loss": [(PrivateLoss, "add"), (PrivateLoss, "release")],

@@ -155,27 +155,6 @@ def test_more_rows_from_the_data_set_than_were_asked_for(loop, made_by):
         moves(loop, task, 0)
 
 
-class RunningMean(list):
-    """A data set that takes the mean of the rows that it gave so far off each row."""
-
-    mean = 0.0
-
-    def __getitem__(self, i):
-        row = super().__getitem__(i)
-        self.mean = 0.9 * self.mean + 0.1 * row["x"]
-        return {**row, "x": row["x"] - self.mean}
-
-
-@both_loops
-@pytest.mark.parametrize("held_by", [list, RunningMean])
-def test_rows_that_follow_those_loaded_before(loop, held_by):
-    task = Task(Scores, held_by(points(8)), None, mean_cross_entropy, bound=0.01)
-    if held_by is list:
-        return assert_bounded(moves(loop, task, 0))
-    with pytest.raises(ValueError, match=r"(?s)\(RunningMean\) gives another row.*'x'.*depend on that index alone"):
-        moves(loop, task, 0)
-
-
 def bert(dropout=0.0, **changes):
     config = BertConfig(
         **SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3, **changes
@@ -201,11 +180,8 @@ def normalised(rows):
 @both_loops
 @pytest.mark.parametrize("collate", [mixed_up, normalised])
 def test_collators_that_mix_examples(loop, collate):
-    """A row made of two people's data."""
-    with pytest.raises(
-        ValueError, match=r"(?s)the collator mixes examples: 'x'.*MixUp.*augment each example by itself"
-    ):
-        moves(loop, Task(Scores, points(8), collate, mean_cross_entropy, bound=0.01), 0)
+    """They are given one example at a time, so that no row is made of two people's data."""
+    assert_bounded(moves(loop, Task(Scores, points(8), collate, mean_cross_entropy, bound=0.01), 0))
 
 
 @both_loops
@@ -458,9 +434,7 @@ def test_collators_with_a_seed_of_their_own(loop):
         {"input_ids": r["input_ids"].tolist(), "attention_mask": r["attention_mask"].tolist()} for r in texts([20] * 8)
     ]
     task = Task(lambda: BertForMaskedLM(BertConfig(**SIZES)), rows, collator, bound=0.01)
-    with pytest.raises(
-        ValueError, match=r"(?s)DataCollatorForLanguageModeling.*seed=42.*Leave the seed out \(seed=None\)"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)DataCollatorForLanguageModeling.*seed=42.*Leave it out \(seed=None\)"):
         moves(loop, task, 0)
 
 
@@ -569,12 +543,9 @@ class PaddedByDraw(list):
 @both_loops
 @pytest.mark.parametrize("expected", [10, 3])
 def test_rows_that_the_data_set_pads_to_the_length_of_others(loop, expected):
-    """The collator sees no ragged row, but the longest example of a draw decides where the others begin."""
+    """It is asked for one row at a time, so that no other decides where an example begins."""
     task = Task(gpt2, PaddedByDraw(texts([40, *range(5, 14)], classes=None)), bound=0.01, expected=expected, steps=4)
-    with pytest.raises(
-        ValueError, match=r"(?s)padded on the left to the length of a longer one.*padding_side.*padding='max_length'"
-    ):
-        moves(loop, task, 0)
+    assert_bounded(moves(loop, task, 0))
 
 
 @both_loops

@@ -1,7 +1,6 @@
 """Physical batches that are filled up to a fixed size: rows of weight 0 add to nothing, in both loops."""
 
 import itertools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,10 +9,7 @@ from test_mechanism_in_loops import EXPECTED, LOOPS, Gradients, N, by_engine, by
 from test_resume import Classifier, rows
 from torch import nn
 
-from dp_transformers.data import draws as data
 from dp_transformers.data.draws import LogicalBatches
-from dp_transformers.data.loaded_rows import PlacesOfRows
-from dp_transformers.data.mixing import refuse_reordered
 from dp_transformers.mechanism.clipping_functions import (
     AdaptiveClipping,
     AutomaticClipping,
@@ -115,12 +111,15 @@ def gradients(loop, folder, mechanism, *, fill, mode="book_keeping", by="losses"
 def poisoned(monkeypatch, number):
     """Fillers whose input is this number, and whose losses and gradients are what follows from it."""
 
-    def copies(example, count):
-        if isinstance(example, dict):
-            return [{**example, "x": [number] * 3} for _ in range(count)]
-        return [(torch.full((3,), number), example[1]) for _ in range(count)]
+    original = LogicalBatches._physical_batch
 
-    monkeypatch.setattr(data, "_copies", copies)
+    def filled_up(batches, rows):
+        batch = original(batches, rows)
+        x = batch.rows["x"] if isinstance(batch.rows, dict) else batch.rows[0]
+        x[batch.examples :] = number
+        return batch
+
+    monkeypatch.setattr(LogicalBatches, "_physical_batch", filled_up)
 
 
 WAYS = [
@@ -245,57 +244,6 @@ def test_every_step_has_the_same_shapes_where_draws_have_a_largest_size(tmp_path
         assert len(sizes) == sum(max(loop == "engine", -(-count // SIZE)) for count in counts)
 
 
-def train_on(changed):
-    """A loop that calls the model with what ``changed`` makes of the rows; the steps it took."""
-    options = {"max_physical_batch_size": SIZE, "fill_physical_batches": True}
-    engine, model, optimizer, loader = by_engine(given(releases=()), **options)
-    for x, y in loader:
-        x, y = changed(x, y)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    engine.detach()
-    return engine.steps
-
-
-@pytest.mark.parametrize(
-    "order_of",
-    [lambda x: x.sum(1).argsort(), lambda x: torch.arange(len(x) - 1, -1, -1), lambda x: torch.arange(len(x)).roll(1)],
-    ids=["sorted", "the other way round", "rolled"],
-)
-@pytest.mark.parametrize("change", [lambda x: x, lambda x: (x - 0.3) / 2], ids=["as they are", "normalised"])
-def test_rows_of_a_filled_batch_are_not_moved(silent, change, order_of):
-    """Which of them have weight 0 is known by their places."""
-
-    def moved(x, y):
-        order = order_of(x)
-        return change(x[order]), y[order]
-
-    with pytest.raises(ValueError, match="copies of rows, which come last and have weight 0"):
-        train_on(moved)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [lambda x: x, lambda x: (x - 0.3) / 2, lambda x: x.half().float(), lambda x: x + 1e-3 * torch.randn_like(x)],
-    ids=["as they are", "normalised", "rounded", "augmented"],
-)
-def test_rows_of_a_filled_batch_may_be_changed_where_they_are(silent, change):
-    assert train_on(lambda x, y: (change(x), y)) > 0
-
-
-@pytest.mark.parametrize("masks", [{}, {"attention_mask": torch.ones(6, 5)}], ids=["alone", "beside a mask of ones"])
-@pytest.mark.parametrize(
-    "order", [range(6), [5, 0, 1, 2, 3, 4], [1, 0, 2, 3, 4, 5]], ids=["kept", "rolled", "swapped"]
-)
-def test_rows_of_one_number_stay_where_they_are(masks, order):
-    """Masks that are alike for all rows say nothing of their order."""
-    x, order = torch.randn(6, 1), [*order]
-    places = PlacesOfRows({"x": x, **masks, "labels": torch.tensor([0, 1, 0, 1, 1, 0])}, 6)
-    with nullcontext() if order == sorted(order) else pytest.raises(ValueError, match="come last and have weight 0"):
-        places.require_kept({"x": x[order], **masks})
-
-
 @pytest.mark.parametrize(("world", "size", "batches"), [(1, 4, 3), (2, 4, 2), (2, 6, 1), (3, 1, 4), (1, 100, 1)])
 def test_ranks_share_the_largest_draw(world, size, batches):
     sampler = DrawSampler(CAPPED, 5, 1, 0, world)
@@ -362,41 +310,6 @@ def test_fillers_follow_the_examples_and_lengthen_no_row():
     assert (filler.size, filler.examples, len(filler.rows["input_ids"])) == (SIZE, 0, SIZE)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [lambda e: -len(e["input_ids"]), lambda e: e["label"], lambda e: -e["input_ids"][0]],
-    ids=["length", "label", "id"],
-)
-def test_a_collator_that_changes_the_order_is_refused(key):
-    """Else a filler could be counted in the place of an example, and another example twice."""
-    with pytest.raises(ValueError, match="the collator puts rows in another order.*fill_physical_batches=False"):
-        batches_of(lambda examples: padded(sorted(examples, key=key)), [5, 13, 12, 0, 3, 9])
-    batches_of(lambda examples: padded(sorted(examples, key=key)), [5, 13, 12, 0, 3, 9], fill=False)
-
-
-@pytest.mark.parametrize("by_row", [False, True])
-def test_a_collator_with_random_numbers_keeps_its_order(by_row):
-    def masked(examples):
-        batch = padded(examples)
-        shape = batch["input_ids"].shape
-        hidden = torch.stack([torch.rand(shape[1]) for _ in examples]) if by_row else torch.rand(shape)
-        return {**batch, "input_ids": batch["input_ids"].where(hidden > 0.3, 7)}
-
-    assert [b.size for b in batches_of(masked, range(10))] == [SIZE] * 3
-    with pytest.raises(ValueError, match="puts rows in another order"):
-        batches_of(lambda examples: masked(examples[::-1]), range(10))
-
-
-def test_examples_that_come_second_are_filled_too():
-    def positions_first(examples):
-        return torch.stack([torch.tensor(e["input_ids"][0]).expand(SIZE) for e in examples], 1)
-
-    batch = batches_of(positions_first, [5, 6])[0]
-    assert batch.rows.shape == (SIZE, SIZE) and batch.rows[0].tolist() == [105, 106, 105, 105]
-    with pytest.raises(ValueError, match="puts rows in another order"):
-        batches_of(lambda examples: positions_first(examples[::-1]), [5, 6])
-
-
 def test_a_model_sees_whole_batches_of_trainable_rows_only(tmp_path, silent):
     """The model is as without fillers when training has ended."""
     ends = []
@@ -411,31 +324,6 @@ def test_a_model_sees_whole_batches_of_trainable_rows_only(tmp_path, silent):
         trainer.train()
         ends.append(trainable(trainer.model))
     assert distance(*ends) <= 1e-5 * distance(ends[0], trainable(Classifier()))
-
-
-@pytest.mark.parametrize("as_list", [True, False], ids=["list", "nothing to compare"])
-def test_batches_without_columns_by_name_are_compared_or_refused(as_list):
-    other, batch = torch.arange(8.0).view(4, 2), torch.arange(8.0).flip(0).view(4, 2)
-    with pytest.raises(ValueError, match="in another order" if as_list else "no tensor that the collator returns"):
-        refuse_reordered(
-            [batch, batch[:, 0]] if as_list else object(), [other, other[:, 0]] if as_list else object(), 3, 4
-        )
-
-
-@pytest.mark.parametrize("twins", [False, True], ids=["shortest and longest differ", "shortest and longest are alike"])
-def test_rows_in_another_order_are_seen_whichever_examples_are_alike(twins):
-    """A filler that is like the example it is compared with shows nothing; another one is then taken."""
-    rows = [{"x": torch.tensor([float(i), 1.0]), "rank": i} for i in (3, 0, 1, 2, 3 if twins else 4)]
-
-    def by_rank(examples):
-        return {"x": torch.stack([e["x"] for e in sorted(examples, key=lambda e: e["rank"])])}
-
-    def in_order(examples):
-        return {"x": torch.stack([e["x"] for e in examples])}
-
-    assert filled(in_order, rows).batches[0].rows["x"][:5].tolist() == [e["x"].tolist() for e in rows]
-    with pytest.raises(ValueError, match="puts rows in another order"):
-        filled(by_rank, rows)
 
 
 def test_a_batch_of_rows_that_are_all_alike_has_fillers_like_them():

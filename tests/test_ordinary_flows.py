@@ -2,7 +2,6 @@
 
 import random
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
-from dp_transformers.data.mixing import refuse_mixed
-from dp_transformers.data.rows import paddings_by_others
 
 N = 48
 
@@ -214,91 +211,12 @@ def choosing(examples):
     return masked([random.choice([e["ids"], e["ids"].flip(0)[:4], e["ids"][:2]]) for e in examples], examples)
 
 
-def cutting(examples):
-    """It drops words, and cuts all rows to the shortest."""
-    rows = [e["ids"][(torch.rand(len(e["ids"])) > 0.2) | (torch.arange(len(e["ids"])) == 0)] for e in examples]
-    return masked([row[: min(map(len, rows))] for row in rows], examples)
-
-
-def packing(examples):
-    """It draws the order in which it joins two rows in each."""
-    order = random.sample(range(len(examples)), len(examples))
-    rows = [torch.cat([examples[i]["ids"], examples[j]["ids"]]) for i, j in zip(order[::2], order[1::2], strict=False)]
-    return masked(rows + [rows[0]] * (len(examples) - len(rows)), examples)
-
-
-def dropping_and_packing(examples):
-    """It draws for each word, and joins two rows in each."""
-    rows = [torch.stack([word for word in e["ids"] if random.random() > 0.2] or [e["ids"][0]]) for e in examples]
-    joined = [torch.cat(rows[i : i + 2]) for i in range(0, len(rows), 2)]
-    return masked(joined + [joined[0]] * (len(rows) - len(joined)), examples)
-
-
-def mixing(examples):
-    """It draws a length, and whose word ends each row."""
-    rows = [e["ids"][: random.randint(2, len(e["ids"]))].clone() for e in examples]
-    for i, row in enumerate(rows):
-        row[-1] = examples[(i + 1) % len(examples)]["ids"][0]
-    return masked(rows, examples)
-
-
-def lying(examples):
-    """It drops words, and its mask hides nothing."""
-    batch = dropping(examples)
-    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-
-
-class Masking:
-    """It draws which words of the whole batch are masked, as collators of masked language models do."""
-
-    def __call__(self, examples):
-        batch = masked([e["ids"] for e in examples], examples)
-        hidden = (torch.rand(batch["input_ids"].shape) < 0.3) & (batch["attention_mask"] == 1)
-        labels = batch["input_ids"].masked_fill(~hidden, -100)
-        return {**batch, "labels": labels, "input_ids": batch["input_ids"].masked_fill(hidden, 49)}
-
-
 def examples(seed):
     torch.manual_seed(seed)
     return [{"ids": x, "labels": i % 3} for i, x in enumerate(ragged(range(4, 14), seed))]
 
 
-def reseed(*parts):
-    random.seed(repr(parts))
-    torch.manual_seed(random.getrandbits(60))
-
-
-@pytest.mark.parametrize("collate", [dropping, cropping, choosing, Masking()])
-@pytest.mark.parametrize("seed", range(5))
-def test_rows_may_have_random_lengths(collate, seed):
-    rows = examples(seed)
-    for start in range(0, N, 6):
-        assert refuse_mixed(collate, rows[start : start + 6], partial(reseed, seed, start))
-
-
-@pytest.mark.parametrize("collate", [cutting, packing, dropping_and_packing, mixing])
-@pytest.mark.parametrize("seed", range(3))
-def test_rows_of_random_lengths_are_their_own(collate, seed):
-    rows = examples(seed)
-    with pytest.raises(ValueError, match="mixes examples|one row of several examples"):
-        for start in range(0, N, 6):
-            refuse_mixed(collate, rows[start : start + 6], partial(reseed, seed, start))
-
-
 @pytest.mark.parametrize("collate", [dropping, cropping, choosing])
-def test_the_padding_of_rows_of_random_lengths_is_what_the_mask_says(collate):
-    rows, seen = examples(0), 0
-    for start in range(0, N, 6):
-        some = rows[start : start + 6]
-        batch = collate(some)
-        for padding in paddings_by_others(batch, 6, 2, some[2], collate):
-            assert padding.own_t.equal(batch["attention_mask"][padding.row].bool()) and not padding.own_t.all()
-            assert set(padding.columns) == {"input_ids", "attention_mask"}
-            seen += 1
-    assert seen > 4
-
-
-@pytest.mark.parametrize("collate", [dropping, choosing])
 def test_a_trainer_with_rows_of_random_lengths(collate, tmp_path):
     config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3)  # fmt: skip
     args = DPTrainingArguments(
@@ -309,35 +227,6 @@ def test_a_trainer_with_rows_of_random_lengths(collate, tmp_path):
     trainer = DPTrainer(model, args, train_dataset=examples(1), data_collator=collate)
     trainer.train()
     assert trainer.state.global_step == 10
-
-
-@pytest.mark.parametrize("place", ["input_ids", "features"])
-def test_a_mask_that_hides_nothing_says_nothing_of_padding(place):
-    """Nor does one that says what is padding in other columns."""
-    rows, seen = examples(0), set()
-    collate = lying if place == "input_ids" else cutting_beside
-    for start in range(0, N, 6):
-        some = rows[start : start + 6]
-        try:
-            paddings = paddings_by_others(collate(some), 6, 2, some[2], collate)
-        except ValueError:  # which is to refuse it
-            seen.add(place)
-            continue
-        seen |= {name for padding in paddings for name in padding.columns}
-    assert place in seen
-
-
-def cutting_beside(examples):
-    """It cuts the words to a random length of the batch, and pads other columns to the longest."""
-    length = random.randint(2, 4)
-    batch = masked([e["ids"][:length] for e in examples], examples)
-    return {**batch, "features": pad_sequence([e["ids"].float() for e in examples], batch_first=True)}
-
-
-@pytest.mark.parametrize("collate", [lambda rows: torch.stack(rows) - torch.stack(rows).mean(0)])
-def test_a_batch_that_is_one_tensor_is_looked_at_too(collate):
-    with pytest.raises(ValueError, match="mixes examples"):
-        refuse_mixed(collate, [torch.randn(4) for _ in range(6)], partial(reseed, 0))
 
 
 # ---- losses of the model and a batch ----

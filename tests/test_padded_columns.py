@@ -14,7 +14,6 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from dp_transformers import PrivacyEngine, find_example_losses
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.data.draws import Draw, LogicalBatches
-from dp_transformers.data.rows import paddings_by_others
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 REFUSED = "padded on the right to the length of a longer one.*-100"
@@ -261,11 +260,11 @@ def test_criteria_that_leave_padding_out():
 # ---- how a row was padded ----
 
 
-def of_rows(collate, rows, row):
-    """{columns: own positions} of a row."""
-    found = paddings_by_others(collate(rows), len(rows), row, rows[row], collate)
-    assert all(padding.by_others and padding.row == row for padding in found)
-    return {tuple(sorted(padding.columns)): padding.own_t.tolist() for padding in found}
+def paddings(rows, collate):
+    """{columns: own positions} of the shortest row of each column of a batch."""
+    (batch,) = LogicalBatches(rows, collate, len(rows))[Draw(0, range(len(rows)))].batches
+    assert all(padding.by_others for padding in batch.paddings)
+    return {tuple(sorted(padding.columns)): padding.own_t.tolist() for padding in batch.paddings}
 
 
 def own(count, length):
@@ -273,57 +272,12 @@ def own(count, length):
 
 
 def test_columns_with_one_length_are_padded_together():
-    rows = translations([3, 7, 5], [6, 4, 9])
     collate = padded_with({"labels": -100})
-    assert of_rows(collate, rows, 0) == {("attention_mask", "input_ids"): own(6, 9), ("labels",): own(3, 7)}
-    assert of_rows(collate, rows, 1) == {("attention_mask", "input_ids"): own(4, 9)}
-    assert of_rows(collate, rows, 2) == {("labels",): own(5, 7)}
-    alike = translations([6, 4, 9], [6, 4, 9])
-    assert of_rows(collate, alike, 1) == {("attention_mask", "input_ids", "labels"): own(4, 9)}
-    crossed = translations([6, 9, 4], [9, 6, 4])  # of two columns with one padded length
-    assert of_rows(collate, crossed, 0) == {("labels",): own(6, 9)}
-
-
-def test_masks_of_pairs_of_positions():
-    def collate(rows):
-        batch = padded_with({"labels": -100})(rows)
-        own_bt = batch["input_ids"] != 0
-        causal = (own_bt[:, None, None] & torch.ones(own_bt.shape[1], own_bt.shape[1]).tril().bool()).float()
-        cross = (batch["labels"] != -100)[:, :, None] & own_bt[:, None]
-        return {"mask_of_pairs": causal, **batch, "cross": cross}
-
-    found = of_rows(collate, translations([3, 7, 5], [6, 4, 9]), 0)
-    assert found == {
-        ("attention_mask", "cross", "input_ids", "mask_of_pairs"): own(6, 9),
-        ("cross", "labels"): own(3, 7),
-    }
-
-
-def test_random_targets_beside_a_mask():
-    def collate(rows):
-        batch = padded_with({})(rows)
-        return {**batch, "labels": torch.where(torch.rand(batch["input_ids"].shape) < 0.5, batch["input_ids"], -100)}
-
-    rows = [{k: v for k, v in row.items() if k != "labels"} for row in translations([1] * 3, [6, 4, 9])]
-    assert of_rows(collate, rows, 1) == {("attention_mask", "input_ids", "labels"): own(4, 9)}
-
-
-def test_a_second_column_that_is_cut_to_the_shortest():
-    def collate(rows):
-        shortest = min(len(row["labels"]) for row in rows)
-        return padded_with({})([{**row, "labels": row["labels"][:shortest]} for row in rows])
-
-    with pytest.raises(ValueError, match="'labels' of an example has shape.*other examples decide"):
-        of_rows(collate, translations([3, 7, 5], [6, 4, 9]), 1)
-
-
-def test_every_column_is_looked_at_when_its_lengths_are_new():
-    rows = translations([4] * 8 + [30], [6])  # of one length but for one target
-    batches = LogicalBatches(rows, padded_with({"labels": -100}), 16)
-    assert batches[Draw(0, range(8))].batches[0].paddings == ()
-    (padding,) = batches[Draw(1, range(9))].batches[0].paddings
-    assert set(padding.columns) == {"labels"} and padding.own_t.tolist() == own(4, 30)
-    assert batches[Draw(2, range(9))].batches[0].paddings == ()  # of a kind that is known
+    mask = ("attention_mask", "input_ids")
+    assert paddings(translations([3, 7, 5], [6, 4, 9]), collate) == {mask: own(4, 9), ("labels",): own(3, 7)}
+    assert paddings(translations([6, 4, 9], [6, 4, 9]), collate) == {(*mask, "labels"): own(4, 9)}
+    assert paddings(translations([4] * 8 + [30]), collate) == {("labels",): own(4, 30)}
+    assert paddings(translations([4] * 8), collate) == {}
 
 
 # ---- the gradient of a loop's own loss ----

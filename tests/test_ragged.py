@@ -1,17 +1,14 @@
 """Examples of different lengths in one tensor, without padding: PackedSequence, and ids with offsets, in both loops."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, check_model
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.ragged import Ragged, packed, unpacked
-from dp_transformers.data.mixing import refuse_mixed
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 LENGTHS = (3, 1, 4, 2, 5, 2, 1, 3)
@@ -150,35 +147,6 @@ def test_a_model_that_looks_at_the_longest_sequence_is_refused():
     model(collate(rows("sequences"))[0])
     with pytest.raises(SelfCheckError, match="moved by|not exact"):
         list(trained(model, rows("sequences"), collate, lambda model, batch: (model(batch[0]), batch[1])))
-
-
-def test_a_collator_that_mixes_bags_is_refused():
-    def mixed(examples):
-        labels, text, offsets = bags_collated(examples)
-        return labels, text.roll(1), offsets
-
-    with pytest.raises(ValueError, match="mixes examples"):
-        list(trained(Bags(), rows("bags"), mixed, lambda model, batch: (model(batch[1], batch[2]), batch[0])))
-
-
-@pytest.mark.parametrize("labels", list(itertools.product(range(3), repeat=3)))
-def test_labels_in_any_order_are_no_offsets_of_the_rows_beside_them(labels):
-    """A data set that makes a row of each example, whose labels 0, 0, 2 would divide its seven ids into bags."""
-    rows = [(torch.arange(7) + i, torch.tensor(y)) for i, y in enumerate(labels)]
-    refuse_mixed(lambda examples: examples, rows, lambda purpose: None, who="data set")
-    with pytest.raises(ValueError, match="mixes examples"):
-        refuse_mixed(lambda examples: [(examples[0][0], y) for _, y in examples], rows, lambda purpose: None)
-
-
-def test_a_collator_that_mixes_sequences_is_refused():
-    def mixed(examples):
-        x, y = sequences_collated(enforce_sorted=False)(examples)
-        return PackedSequence(x.data - x.data.mean(0), *x[1:]), y
-
-    model = Sequences()
-    model(mixed(rows("sequences"))[0])
-    with pytest.raises(ValueError, match="mixes examples"):
-        list(trained(model, rows("sequences"), mixed, lambda model, batch: (model(batch[0]), batch[1])))
 
 
 class WithLogits(Bags):

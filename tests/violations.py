@@ -2551,13 +2551,6 @@ PROCESSES = [
 # fmt: on
 # what the state before the redesign accepts
 PENDING = {
-    "padding: the same of images of PIL",
-    "padding: the same of portrait beside landscape",
-    "padding: the same of sounds in a column of datasets",
-    "padding: the same of dataclass rows",
-    "padding: the same of nested records",
-    "padding: the same of objects",
-    "padding: the same of texts of as many characters",
     "losses: the same, divided by mask.sum()",
     "losses: a target of (B,) against outputs of (B, 1)",
     "losses: the same by hand, ((p - y) ** 2).mean()",

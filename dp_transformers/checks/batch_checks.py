@@ -15,7 +15,7 @@ from ..clipping.checks.synthetic import LossFunction
 from ..clipping.errors import SelfCheckError
 from ..clipping.ragged import tensors_with_rows
 from ..data.draws import LogicalBatches, PhysicalBatch
-from ..data.rows import Padding
+from ..data.padding import Padding
 from ..losses.heads import refuse_targets_padded_on_the_left
 from ..runtime import distributed
 

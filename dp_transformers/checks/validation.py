@@ -24,7 +24,6 @@ from ..clipping.errors import HOW_TO_UNCOMPILE, is_compiled
 from ..clipping.owners import unsupported_wrapper_reason
 from ..clipping.parallel.fsdp2 import reshard
 from ..clipping.precision import TRAINABLE
-from ..data.first_use import Memory
 from ..data.stored_rows import most_frequent_row
 from ..mechanism.accounting.arguments import require_small_delta
 
@@ -561,15 +560,11 @@ def _longest_example(dataset: Any, column: str) -> int:
         # pyrefly: ignore[missing-attribute]  (pyarrow makes these functions when it is imported)
         lengths = pc.list_value_length(dataset.with_format("arrow")[:][column])
         return pc.max(lengths).as_py() or 0  # pyrefly: ignore[missing-attribute]
-    memory = Memory(dataset)  # a row may be made otherwise where others were loaded before
-    try:
-        first = dataset[0]
-        if not (hasattr(first, "get") and hasattr(first.get(column), "__len__")):
-            return 0
-        step = 1 if isinstance(dataset, (list, tuple)) else -(-len(dataset) // _LOADED)
-        return max(len(dataset[i][column]) for i in range(0, len(dataset), step))
-    finally:
-        memory.put_back()
+    first = dataset[0]
+    if not (hasattr(first, "get") and hasattr(first.get(column), "__len__")):
+        return 0
+    step = 1 if isinstance(dataset, (list, tuple)) else -(-len(dataset) // _LOADED)
+    return max(len(dataset[i][column]) for i in range(0, len(dataset), step))
 
 
 _LOADED = 2**12  # rows whose lengths are looked at where a data set makes each when it is asked for it

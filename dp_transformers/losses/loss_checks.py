@@ -15,7 +15,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 from ..clipping.checks.redrawn_numbers import drawn_for_rows, refuse_numbers_of_some_rows
 from ..clipping.checks.shared_numbers import Drawn, watched_draws
 from ..data.draws import PhysicalBatch
-from ..data.rows import Padding
+from ..data.padding import Padding
 from ..runtime.randomness import seeded_global_generators
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,6 @@ from ..clipping.conditions import Conditions
 from ..clipping.errors import is_compiled
 from ..clipping.model_state import ModelState
 from ..clipping.places import CONTAINERS, INTERNAL, SCALARS, has_attributes, values_of
-from ..data.rows import package_of, variables_of
 
 _LIBRARIES = ("torch", "transformers", "trl", "dp_transformers", "accelerate", "numpy", "functools", "builtins")
 _PARTS, _ENTRIES = 256, 64  # objects that are looked at, and entries of a container whose functions are
@@ -119,7 +119,7 @@ def _reached(loss: Any, name: str, variables: dict[str, _Variable]) -> Iterator[
             todo += ((path, part.__self__), (path, part.__func__))
         elif isinstance(part, types.FunctionType):
             if not _is_of_a_library(part):
-                of_function = variables_of(part)
+                of_function = _variables_of(part)
                 named = {key: (x, key if isinstance(x, dict) else "cell_contents") for key, x in of_function}
                 named |= {key: (vars(part), key) for key in vars(part)}
                 todo += ((path, x) for x in (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values()))
@@ -159,4 +159,55 @@ def _value(owner: Any, name: str) -> Any:
 
 
 def _is_of_a_library(thing: Any) -> bool:
-    return package_of(thing) in _LIBRARIES
+    return _package_of(thing) in _LIBRARIES
+
+
+def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables of its closure, each with its cell, and those of its module and of others that it names, with the
+    dict of these. Functions of libraries have none."""
+    if _has_no_rows(function):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if cell != types.CellType():
+            yield name, cell
+    names, variables = set(_names_in(function.__code__)), function.__globals__
+    for name in sorted(names & variables.keys()):
+        yield name, variables
+        if isinstance(module := variables[name], types.ModuleType) and not _has_no_rows(module):
+            yield from ((each, vars(module)) for each in sorted(names & vars(module).keys()))
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that a function uses which are not its own, also those in its comprehensions and inner functions."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _has_no_rows(thing: Any) -> bool:
+    """Whether a module, a class or a function keeps nothing of rows, and leads to nothing that does."""
+    package = _package_of(thing)
+    return package in _WITHOUT_ROWS or (isinstance(thing, types.ModuleType) and package in sys.stdlib_module_names)
+
+
+_WITHOUT_ROWS = frozenset(
+    [
+        "abc",
+        "builtins",
+        "collections",
+        "datasets",
+        "functools",
+        "numpy",
+        "torch",
+        "transformers",
+        "typing",
+        "typing_extensions",
+    ]
+)
+
+
+def _package_of(thing: Any) -> str:
+    """The first part of the name of a module, or of the module that a class or a function is defined in."""
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    return name.partition(".")[0] if isinstance(name, str) else ""  # some types of Cython have a descriptor there

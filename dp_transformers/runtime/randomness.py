@@ -35,7 +35,7 @@ class SecretSeeds:
     def __init__(self, secret: int, rank: int = 0):
         self._key = hashlib.sha256(f"{secret}/{rank}".encode()).digest()
         self._secret = secret
-        self._count, self._numbers = 0, b""
+        self._count = 0
 
     def of_all_ranks(self) -> SecretSeeds:
         """Return seeds that are the same on all ranks, and none of theirs."""
@@ -50,43 +50,11 @@ class SecretSeeds:
         if purpose is None:
             self._count += 1
             purpose = f"forward {self._count}"
-        self._numbers = hashlib.shake_256(self._key + purpose.encode()).digest(_BYTES)
-        _seed_globally(self._numbers)
-
-    def were_drawn_from(self, device: torch.device) -> bool:
-        """Return whether a global generator gave numbers, or was seeded, since :meth:`reseed`. On MPS, whose generator
-        is not looked at, one may have."""
-        numbers = self._numbers
-        if device.type == "mps" or not torch.equal(torch.get_rng_state(), _twister(numbers)):
-            return True
-        if _has_generators(device):
-            now = random_state(device)
-            with forked_generators(device):
-                torch.manual_seed(_device_seed(numbers))
-                if not same_state(now[1:], random_state(device)[1:]):
-                    return True
-        seeded = random.Random(numbers[:32]), np.random.RandomState(_numpy_seed(numbers))
-        return not (
-            random.getstate() == seeded[0].getstate()
-            and _words(np.random.get_state(legacy=False)) == _words(seeded[1].get_state(legacy=False))
-        )
+        _seed_globally(hashlib.shake_256(self._key + purpose.encode()).digest(_BYTES))
 
     def number(self, purpose: str) -> int:
         """Return 256 random bits for a purpose, the same each time."""
         return int.from_bytes(hashlib.shake_256(self._key + f"number for {purpose}".encode()).digest(32), "little")
-
-    def reseed_generator(self, generator: Any, purpose: str) -> None:
-        """Seed a generator object of Python, NumPy or torch as :meth:`reseed` seeds the global ones."""
-        numbers = hashlib.shake_256(self._key + f"generator for {purpose}".encode()).digest(32)
-        if isinstance(generator, np.random.Generator):
-            fresh = type(generator.bit_generator)(np.random.SeedSequence(int.from_bytes(numbers, "little")))
-            generator.bit_generator.state = fresh.state
-        elif isinstance(generator, np.random.RandomState):
-            generator.seed(np.frombuffer(numbers, np.uint32))
-        elif isinstance(generator, random.Random):
-            generator.seed(numbers)
-        else:
-            generator.manual_seed(int.from_bytes(numbers[:8], "little") >> 1)
 
 
 def require_unseeded(what: str) -> None:
@@ -100,6 +68,7 @@ def require_unseeded(what: str) -> None:
 
 
 _UNSEEDED = torch.Generator().initial_seed()  # what the state that is written says
+_FRESH = torch.Generator().get_state()
 
 
 def seed_worker(worker_id: int) -> None:
@@ -130,7 +99,7 @@ def _device_seed(numbers: bytes) -> int:
 def _twister(numbers: bytes) -> torch.Tensor:
     """The state of torch's generator for the CPU. Its own seeding keeps 32 bits of a seed, few enough to try them all,
     so its words are written."""
-    state = torch.Generator().get_state()
+    state = _FRESH.clone()
     state.view(torch.int64)[_TWISTER] = torch.from_numpy(np.frombuffer(numbers, np.uint32, offset=72).astype(np.int64))
     return state
 

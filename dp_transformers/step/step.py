@@ -19,7 +19,7 @@ contract is checked in each step of both loops, when it matters, and not once be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
@@ -32,8 +32,7 @@ from ..clipping import PerExampleClipper
 from ..clipping.checks.synthetic import LossFunction
 from ..clipping.gradient_sums import GradientSums
 from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
-from ..data.loaded_rows import LoadedRows, PlacesOfRows
-from ..data.scalings import Scalings
+from ..data.mixup import refuse_mixed
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
 from ..mechanism.mechanism import Mechanism
 from ..noise.add_noise import add_noise_and_divide
@@ -61,9 +60,6 @@ class Given:
         last_of_draw: Whether it is the last physical batch of that draw.
         is_whole_draw: Whether it is the only one.
         refusal: Why no sum may be formed of it; None if one may.
-        scalings: How the rows of other batches were changed before the model was called.
-        places: Where its rows are, if some of them have weight 0 and a loop of the user's could move them.
-        loaded: The rows as they were loaded, for comparison with what the model is called with.
     """
 
     batch: PhysicalBatch
@@ -71,13 +67,7 @@ class Given:
     last_of_draw: bool
     is_whole_draw: bool = False
     refusal: str | None = None
-    scalings: Scalings | None = None
-    places: PlacesOfRows | None = None
     stage: _Stage = _Stage.GIVEN
-    loaded: LoadedRows = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.loaded = LoadedRows(self.batch.rows, self.batch.size, self.scalings)
 
 
 class PrivateStep:
@@ -134,7 +124,6 @@ class PrivateStep:
         self.gradients, self._sums = ReleasedGradients(clipper, own_optimizer), clipper.empty_sums()
         self.loss: torch.Tensor | None = None
         self._released = 0  # how many steps the noise source has served
-        self._scalings = Scalings(partial(seeds.were_drawn_from, clipper.device))
         self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
         self._reduce_every_batch, self._place = reduce_every_batch, distributed.place()
@@ -144,7 +133,7 @@ class PrivateStep:
         self._summed_draw = -1  # the number of the draw that the sums belong to
         self._last_released: int | None = None  # number of the last draw that was released, or that before the first
         self._dropped_draw = -1  # the number of the last draw that was dropped
-        self._is_closed, self._is_first = False, True
+        self._is_closed = False
 
     def close(self) -> None:
         """Stop looking at optimizers, drop the draw that is worked on, and give no other."""
@@ -187,7 +176,6 @@ class PrivateStep:
             )
         self._require_same_processes()
         self._require_next(draw)
-        self._require_common_rows(draw)
         self.number = draw.step
         self._begin_draw()
         batches, clipper = list(draw.batches), self.clipper
@@ -203,10 +191,8 @@ class PrivateStep:
             if draw.number <= self._dropped_draw or self._is_closed:
                 return
             is_last, is_whole = i == len(batches) - 1, len(draw.batches) <= 1 and not self._has_ranks
-            is_filled = self._own_optimizer is not None and 0 < batch.examples < batch.size
-            places = PlacesOfRows(batch.rows, batch.size) if is_filled else None
             refusal = self._left_undone(draw.number)
-            self.given = Given(batch, draw.number, is_last, is_whole, refusal, self._scalings, places)
+            self.given = Given(batch, draw.number, is_last, is_whole, refusal)
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             yield self.given
@@ -220,13 +206,6 @@ class PrivateStep:
                 "and epsilon would be too small. Make the process group (init_process_group, Accelerator(), the "
                 "launch of Fabric or Lightning) before make_private or DPTrainer, and keep it to the end."
             )
-
-    def _require_common_rows(self, draw: LogicalBatch) -> None:
-        """Raise ValueError on all ranks if an index is another row on one of them. The first draw, and what is looked
-        at later, is the same on all."""
-        is_first, self._is_first = self._is_first, False
-        if distributed.world_size() > 1 and (is_first or draw.common is not None):
-            (draw.common or self._data.common_rows(draw.number)).require_same()
 
     def _begin_draw(self) -> None:
         self._sums.clear()
@@ -280,14 +259,12 @@ class PrivateStep:
     # ---- before a forward pass (the clipper asks) ----
 
     def before_forward(self, args: tuple, kwargs: dict) -> None:
-        """Refuse rows that the loop mixed, or moved where some have weight 0. Seed the random numbers, and in a loop
-        of the user's check a batch of a new kind."""
-        batch = self.current_batch()
+        """Refuse rows that the loop mixed. Seed the random numbers, and in a loop of the user's check a batch of a new
+        kind."""
+        given = self.current_batch()
         # rows that are not the loaded ones, and no mixtures of them, may have been augmented
-        if batch is not None and batch.loaded.refuse_mixed((args, kwargs), "training loop"):
+        if given is not None and refuse_mixed(given.batch.rows, (args, kwargs), given.batch.size):
             require_unseeded("the training loop, after it took a batch")
-        if batch is not None and batch.places is not None:
-            batch.places.require_kept((args, kwargs))
         self._seeds.reseed()
         if self._own_optimizer is not None:
             self.check(args, kwargs)

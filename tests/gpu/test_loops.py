@@ -115,37 +115,6 @@ def test_how_often_a_step_waits_for_the_device(mode, lora, device, waits, tmp_pa
     assert without_looks(steps.seen[-1]).total() == in_trainer, steps.seen[-1]
 
 
-@pytest.mark.table("loops")
-@pytest.mark.parametrize("change", ["constants", "gain", "largest"])
-def test_what_a_loop_multiplies_rows_with_on_the_device(change, device):
-    """By random numbers of the device it may be another one in each batch."""
-    torch.manual_seed(0)
-    data = [(scale * torch.randn(40), i % 2) for i, scale in enumerate([1.0, 50.0] * 20)]
-    model = nn.Linear(40, 2).to(device)
-    engine = PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, 8), noise_multiplier=1.0, max_grad_norm=1.0
-    )  # fmt: skip
-    factors = {
-        "constants": lambda x: 0.3,
-        "gain": lambda x: torch.rand((), device=device),
-        "largest": lambda x: 1 / x.abs().max(),
-    }
-
-    def train():
-        while engine.steps < 6:
-            for x, y in loader:
-                x, y = x.to(device), y.to(device)
-                nn.functional.cross_entropy(model(x * factors[change](x)), y).backward()
-                optimizer.step()
-
-    if change == "largest":
-        with pytest.raises(ValueError, match="normalises over the batch"):
-            train()
-    else:
-        train()
-
-
 def mean_of(scores):
     return scores.square().mean()
 

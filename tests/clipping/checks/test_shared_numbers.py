@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-from functools import partial
 
 import numpy as np
 import pytest
@@ -191,21 +190,6 @@ def test_numbers_that_a_loss_draws_before_the_model(steps_of, error):
     )
     with contextlib.nullcontext() if error is None else pytest.raises(ValueError, match=error):
         train("trainer", given)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("draw", [lambda: np.random.rand(), lambda: random.random(), lambda: float(torch.rand(()))])
-def test_a_collator_that_draws_for_all_rows_beside_each(draw, loop):
-    def collate(rows, shared=True):
-        flip = draw() < 0.5 if shared else False
-        signs = torch.tensor([[1.0 if draw() < 0.5 else -1.0] for _ in rows])
-        x = torch.stack([row["x"] for row in rows]) * signs * (-1 if flip else 1)
-        return {"x": x, "labels": torch.stack([row["labels"] for row in rows])}
-
-    given = task(lambda m, h: h, physical=4, collate=collate)
-    with pytest.raises(ValueError, match="the collator draws random numbers that all rows of a batch share"):
-        train(loop, given)
-    train(loop, task(lambda m, h: h, physical=4, collate=partial(collate, shared=False)))
 
 
 MASKS = []  # what a model keeps is put back
