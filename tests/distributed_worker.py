@@ -1146,9 +1146,6 @@ def refusals(folder):
         net.config.decoder_layerdrop = 0.1
         PerExampleClipper(shard(net), 1.0)
 
-    def followed():
-        loop(folder, model="llama", sharded=True)
-
     def written_in_a_draw():
         net = shard(build("llama"))
         engine, losses_of = PrivacyEngine(ledger_dir=folder / "written"), losses_function(net)
@@ -1172,7 +1169,6 @@ def refusals(folder):
             by_hand,
             in_a_loop,
             layerdrop,
-            followed,
             written_in_a_draw,
             low_precision_sums,
             low_precision_sums_of_full_precision,
@@ -1259,6 +1255,8 @@ CASES |= {
     "loop-fsdp-keeping": (loop, {"model": "llama", "by": "losses", "sharded": True}),
     "loop-fsdp-filled": (loop, {"model": "llama", "by": "losses", "sharded": True, "fill": True}),
     "loop-fsdp-ghost": (loop, {"model": "llama", "by": "losses", "sharded": True, "mode": "ghost"}),
+    "loop-fsdp-loss": (loop, {"sharded": True}),
+    "loop-fsdp-loss-ghost": (loop, {"sharded": True, "mode": "ghost"}),
     "loop-fsdp-criterion": (loop, {"by": "criterion", "sharded": True, "mode": "ghost"}),
     "loop-fsdp-noise": (loop, {"model": "llama", "by": "losses", "sharded": True, **LOOP_NOISE}),
     "loop-hsdp-noise": (loop, {"model": "llama", "by": "losses", "sharded": "hsdp", **LOOP_NOISE}),

@@ -2299,7 +2299,7 @@ LOSSES = [
     loop("REINFORCE with the batch's mean reward", YOURS, OCCASIONAL, scalar(reinforced), why="a number of the loop's own, which no graph shows: a weight for each row that the loop computed from all"),
     loop("weights over their mean, w / w.mean()", YOURS, OCCASIONAL, scalar(lambda s, y: (ce(s, y) * ((y + 1) / (y + 1.0).mean())).mean()), why="a number of the loop's own, which no graph shows"),
     loop("a hook on the outputs takes the gradients' mean off", YOURS, CONTRIVED, given(body=hooked_mean, options=MEAN), why="a hook is the loop's own"),
-    loop("one mean over the batches of two private models", REFUSED, CONTRIVED, one_mean_of_two, "several private models|rows|backward"),
+    loop("one mean over the batches of two private models", BOUNDED, CONTRIVED, one_mean_of_two),
     trainer("losses / len(losses)", REFUSED, OCCASIONAL, lambda: given(loss=lambda s, y: ce(s, y) / len(y), physical=8)(), "row|share|compares"),
 ]
 
@@ -2550,18 +2550,7 @@ PROCESSES = [
 
 # fmt: on
 # what the state before the redesign accepts
-PENDING = {
-    "losses: the same, divided by mask.sum()",
-    "losses: a target of (B,) against outputs of (B, 1)",
-    "losses: the same by hand, ((p - y) ** 2).mean()",
-    "losses: the same, handed over as losses of (B,)",
-    "losses: the loss is divided by the targets' variance",
-    "losses that compare rows: InfoNCE",
-    "losses that compare rows: CLIP's loss",
-    "losses that compare rows: SupCon",
-    "losses that compare rows: batch-hard triplets",
-    "losses that compare rows: InfoNCE, handed over as losses of (B,)",
-}  # fmt: skip
+PENDING: set[str] = set()
 TABLE = {
     f"{room}: {each.what}": each
     for room, found in {

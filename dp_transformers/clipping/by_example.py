@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .batch_dims import BatchDim, kind_of_call
 from .fallback import put_back, refuse_new_data, substituted, without_fused_attention, without_vmap_warnings
@@ -31,7 +31,7 @@ from .owners import Owner
 from .precision import HALF
 from .ragged import is_ragged
 from .recorded_call import ForwardPass, is_differentiable
-from .tap import CopiedParameters, FirstReached, ParameterTap
+from .tap import CopiedParameters, ParameterTap
 
 Record = Callable[[Owner, tuple, dict, Any, int], Any]
 OnWholeBatch = Callable[[Sequence[torch.Tensor], Sequence[bool]], Sequence[torch.Tensor]]
@@ -120,9 +120,7 @@ class ExamplesApart:
         for x in _tensors(tree_flatten(output)[0]):
             if x.dtype in HALF:
                 forward.low_precision = x.dtype
-        if forward.on_backward is None or _hooks_of_saved_tensors() is None:
-            return output
-        return tree_map(lambda x: FirstReached.apply(forward, x) if is_differentiable(x) else x, output)
+        return output
 
     def record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
         """Record a call that was made for each example as one on the whole batch; the output to go on with."""

@@ -22,6 +22,7 @@ from torch import nn
 from ..mechanism.clipping_functions import ClippingFunction
 from . import backward_calls
 from .batch_dims import batch_size_of
+from .boundary import Boundary
 from .checks.beside_others import draw_for_all_rows, looks_at_calls, require_same_beside_others
 from .checks.locality import require_own_rows, require_own_rows_of_outputs
 from .checks.padding import check_padding, expect_no_gradient_at_padding
@@ -34,13 +35,13 @@ from .engine import ClippingEngine, TrainingLoop
 from .errors import SelfCheckError
 from .gradient_sums import GradientSums
 from .leftovers import refuse_marked
+from .loss_graph import BatchLoss
 from .measured_budget import MeasuredBudget, memory_budget_of
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
 from .parallel.tensor_parallel import TensorParallel
 from .recorded_call import ForwardPass, ModelCall, autocast_state
-from .user_backward import UserBackward
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class PerExampleClipper:
         self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
         self._drawn_for_all_rows = list[str]()  # in the model: the modules that do, or generators
         self._drawn_in_losses = dict[str, None]()  # an ordered set
-        self._user_backward: UserBackward | None = None
+        self._boundary: Boundary | None = None  # between the model and a loop of the user's
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
             model,
@@ -234,8 +235,8 @@ class PerExampleClipper:
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
-        if self._user_backward is not None:
-            backward_calls.unfollow(self._user_backward)
+        if self._boundary is not None:
+            backward_calls.unfollow(self._boundary)
         self._engine.detach()
 
     @contextlib.contextmanager
@@ -272,22 +273,21 @@ class PerExampleClipper:
     def follow(self, loop: TrainingLoop, loss_reduction: str | None) -> None:
         """Let the loop look at every forward pass, and clip what no sums are given for.
 
-        With a ``loss_reduction`` ("mean" or "sum") the clipped sum is formed by an ordinary ``loss.backward()``, where
-        ``loss`` is that reduction of the examples' losses over the batch. Only modes that keep what the sum is formed
-        from can do that.
+        Args:
+            loop: It is asked.
+            loss_reduction: In a loop of the user's own "mean" or "sum", by which an ordinary ``loss.backward()`` clips
+                where ``loss`` is that reduction of the examples' losses over the batch, or "none", where it does not.
+                None in any other loop.
         """
         engine = self._engine
-        self._user_backward = (
-            None if loss_reduction is None else UserBackward(engine, loss_reduction, self._look_at_calls)
-        )
-        engine.on_user_backward = None if self._user_backward is None else self._user_backward.begin
-        engine.loop = loop
+        self._boundary = None if loss_reduction is None else Boundary(engine, loss_reduction, loop.add)
+        engine.loop, engine.follows = loop, self._boundary is not None and self._boundary.follows
         engine.install_hooks()
         self._follow_backward()
 
     def _follow_backward(self) -> None:
-        if self._user_backward is not None:
-            backward_calls.follow(self._user_backward)
+        if self._boundary is not None:
+            backward_calls.follow(self._boundary)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, with a model that holds it, is of nothing: no data, no gradient and no secret goes with it."""
@@ -361,8 +361,6 @@ class PerExampleClipper:
         """
         self._engine.begin_draw(numbers)
         self._engine.state.give_draw()
-        if self._user_backward is not None:
-            self._user_backward.begin_draw()
 
     def hold_weights(self, *, is_last: bool) -> None:
         """A physical batch of a draw was summed: expect that its weights are those of the others."""
@@ -451,14 +449,14 @@ class PerExampleClipper:
 
     # ---- backward ----
 
-    def require_forward(self, losses: torch.Tensor) -> ForwardPass:
-        """Return the forward pass that (B,) losses come from. Raise ValueError if they cannot come from the last
+    def require_forward(self, losses: torch.Tensor | BatchLoss) -> ForwardPass:
+        """Return the forward pass that losses come from. Raise ValueError if they cannot come from the last
         one."""
         return self._engine.require_forward(losses)
 
     def backward(
         self,
-        losses: torch.Tensor,
+        losses: torch.Tensor | BatchLoss,
         weights: torch.Tensor | None = None,
         *,
         clipping: ClippingFunction | None = None,
@@ -471,7 +469,8 @@ class PerExampleClipper:
         zero and leaves the others untouched.
 
         Args:
-            losses: (B,), each computed from its own example alone, with graph. Not averaged over the batch.
+            losses: (B,), each computed from its own example alone, with graph. Not averaged over the batch, but for
+                the loss of a batch that a loop went backward from.
             weights: (B,) in [0, 1], default all ones; 0 takes an example out.
             clipping: What clips, default the function that this clipper was made with.
             into: Sums to add to in the place of ``grad`` (:meth:`empty_sums`), which is None afterwards.
@@ -486,10 +485,13 @@ class PerExampleClipper:
         """
         if into is None and self._engine.loop is not None:
             return self._engine.loop.add(losses, weights)
-        if self._takes_look():
-            require_own_rows(self._engine, losses, self._looks.number)
+        losses_b = None if isinstance(losses, BatchLoss) else losses
+        if losses_b is not None and not self._engine.follows and self._takes_look():
+            require_own_rows(self._engine, losses_b, self._looks.number)
+        if losses_b is not None and self._boundary is not None:
+            self._boundary.look_at(losses_b)
         if self._engine.forward is not None:
-            self._look_at_calls(self._engine.forward, losses)
+            self._look_at_calls(self._engine.forward, losses_b)
         groups = self._engine.groups_of(self.clipping if clipping is None else clipping)
         return self._engine.backward(losses, weights=weights, groups=groups, into=into)
 
@@ -518,11 +520,11 @@ class PerExampleClipper:
         is_due = self._model_looks.is_due() or forward.unknown is not None
         if is_due and self.self_check and not (self.shards or self.parallel):  # ranks would have to look together
             forward.calls.append(ModelCall(args, kwargs, output, autocast_state(self.device)))
-        if self._user_backward is None:
+        if self._boundary is None:
             return None
-        if self._takes_look():
+        if self._boundary.follows and self._takes_look():
             require_own_rows_of_outputs(self._engine, output, self._looks.number)
-        return self._user_backward.in_float32(output)
+        return self._boundary.hand_out(args, kwargs, output)
 
     def _look_at_calls(self, forward: ForwardPass, losses: torch.Tensor | None = None) -> None:
         """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""

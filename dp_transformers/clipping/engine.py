@@ -27,7 +27,7 @@ from .errors import warn_once
 from .gradient_sums import GradientSums
 from .groups import ParameterGroup, parameter_groups
 from .hooks import HookedModel, refuse_attached
-from .loss_graph import LossGraph
+from .loss_graph import BatchLoss, LossGraph
 from .memory import MemoryBudget, Plan
 from .model_state import ModelState
 from .modes import MODES, Mode
@@ -38,7 +38,6 @@ from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall
 from .tap import tapped
 from .trainable import TrainableParameters
-from .untapped import find_untapped, refuse_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +56,9 @@ class TrainingLoop(Protocol):
         """Returns what stands for the batch that is worked on, None between batches. Forward passes on several batches
         are not clipped as one."""
 
-    def add(self, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def add(self, losses: torch.Tensor | BatchLoss, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Somebody calls :meth:`.PerExampleClipper.backward` with these, and no sums of his own. Clips them into the
         sums of the loop, and returns the (B,) norms. May raise."""
-
-    def begin_sum(self, batch_size: int) -> tuple[torch.Tensor | None, ClippingFunction, GradientSums]:
-        """A loop's own backward pass begins. Returns the weights of its batch (None: ones), the function that clips,
-        and the sums to add to. May raise."""
-
-    def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
-        """A loop's own backward pass has added its clipped sum."""
 
 
 class ClippingEngine:
@@ -92,8 +84,7 @@ class ClippingEngine:
         norms_b: The gradient norms of the examples of the last backward pass.
         on_outputs: ``f(args, kwargs, output)``, after a forward pass that is recorded: the output that the user gets,
             None for the same.
-        on_user_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where
-            :meth:`backward` goes back.
+        follows: Whether a loop's own ``loss.backward()`` is led here, so that autograd reaches no tap by itself.
     """
 
     trainable: TrainableParameters
@@ -118,7 +109,7 @@ class ClippingEngine:
         self._divided: tuple[ClippingFunction | None, Sequence[ParameterGroup]] = (None, ())
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
-        self.on_user_backward: Callable[[ForwardPass], None] | None = None
+        self.follows = False
         self.on_outputs: Callable[[tuple, dict, Any], Any] = lambda args, kwargs, output: None
         self._hooks = HookedModel(
             model,
@@ -133,7 +124,6 @@ class ClippingEngine:
         self._on_trial, self._trial_limit = False, 0.0
         self._fills_gradients = False  # autograd may, for the second of two passes
         self.position_dims: list[int | None] = []
-        self._untapped: dict[str, nn.Parameter] = {}  # what no loss may read whose backward pass is the user's
 
     @property
     def _loop_in_charge(self) -> TrainingLoop | None:
@@ -209,8 +199,7 @@ class ClippingEngine:
                 owner.needs_whole_batch = True
             if owner.is_rerun:
                 shards.refuse_rerun(owner.path, owner.module)
-        hides, self._untapped = self.on_user_backward is not None, {}
-        self._hooks.install(self.owners, self.trainable.parameters, gathers=bool(shards), hides=hides)
+        self._hooks.install(self.owners, self.trainable.parameters, gathers=bool(shards))
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept. What a private batch left in the model is put back."""
@@ -368,14 +357,13 @@ class ClippingEngine:
 
     def _new_forward(self, batch_size: int, batch: object) -> ForwardPass:
         probe = torch.zeros(batch_size, device=self.trainable.device, dtype=torch.float32, requires_grad=True)
-        suspended, on_backward = self._hooks.suspended, self.on_user_backward
         return ForwardPass(
             batch_size,
             probe,
             self.trainable,
-            suspended=suspended,
+            suspended=self._hooks.suspended,
             batch=batch,
-            on_backward=on_backward,
+            follows=self.follows,
             conditions=self.conditions,
         )
 
@@ -426,33 +414,10 @@ class ClippingEngine:
     def _end_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._on_trial:
             return None
-        if self.on_user_backward is not None:
-            forward = cast(ForwardPass, self.forward)
-            refuse_gradients(self.model, self._untapped, forward.probe, self.trainable.name_of)
         given = self.on_outputs(args, kwargs, output)
         if self.loop is not None:  # the last, since it follows the user's gradients alone
             self.loop.after_forward(output if given is None else given)
         return given
-
-    def require_tapped(self, run: Callable[[], torch.Tensor]) -> None:
-        """Search ``run()``, a forward pass that returns losses, for parameters that are used past the taps. Where the
-        user goes back they ask for no gradient, so that no later search would find them. Of what modules keep beside
-        what they return it is known from now on.
-
-        Raises:
-            UnsupportedModuleError: the losses depend on such a use.
-        """
-        if self.on_user_backward is None:
-            return
-        with self._hooks.showing_parameters():
-            untapped, losses = find_untapped(self.model, self.trainable.parameter_of, run)
-        self._untapped |= untapped
-        if (
-            losses.requires_grad
-            and (parameter := LossGraph(losses, self.require_forward(losses)).find_escape()) is not None
-        ):
-            self._refuse_escape(parameter)
-        self.forget()
 
     # ---- backward ----
 
@@ -461,8 +426,10 @@ class ClippingEngine:
         forward.go_back(backward)
         self._hooks.in_backward = True
 
-    def require_forward(self, losses: torch.Tensor) -> ForwardPass:
+    def require_forward(self, losses: torch.Tensor | BatchLoss) -> ForwardPass:
         """The forward pass that ``losses`` must come from. Raises ValueError if they cannot."""
+        if isinstance(losses, BatchLoss) and self.forward is not None:
+            return self.forward  # which it was found to come from
         if not isinstance(losses, torch.Tensor) or losses.dim() != 1:
             shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise ValueError(
@@ -492,7 +459,7 @@ class ClippingEngine:
 
     def backward(
         self,
-        losses: torch.Tensor,
+        losses: torch.Tensor | BatchLoss,
         *,
         groups: Sequence[ParameterGroup] | None = None,
         weights: torch.Tensor | None = None,
@@ -507,16 +474,14 @@ class ClippingEngine:
             norms_only: Add nothing.
         """
         forward = self.require_forward(losses)
-        weights_b = checked_weights(weights, losses)
+        weights_b, graph = checked_weights(weights, forward.probe), LossGraph(losses, forward)
         self.trainable.refuse_gradient_hooks()
-        forward.on_backward, forward.followed = None, False
         sums, groups = GradientSums(self.trainable) if into is None else into, groups or self.groups
         try:
             if into is None:
                 sums.take_gradients()
             self._fills_gradients = True
-            with without_autocast(losses.device):
-                graph = LossGraph(losses, forward)
+            with without_autocast(graph.device):
                 clip = partial(coefficients, weights_b=weights_b)
                 plan = self.plan(forward, groups)
                 mode = MODES["book_keeping"] if plan is not None and plan.one_pass else self.mode
@@ -538,8 +503,7 @@ class ClippingEngine:
         """(B,) the gradient norms of the examples when their losses have these weights. Nothing is kept or summed, and
         the forward pass is as good as before."""
         forward = self.require_forward(losses)
-        followed, fills_gradients = (forward.on_backward, forward.followed), self._fills_gradients
-        forward.on_backward, forward.followed, self._fills_gradients = None, False, True
+        fills_gradients, self._fills_gradients = self._fills_gradients, True
         numbers = global_state(losses.device)  # which activation checkpointing may draw from
         try:
             with without_autocast(losses.device):
@@ -555,7 +519,6 @@ class ClippingEngine:
             raise
         finally:
             set_global_state(losses.device, numbers)
-            forward.on_backward, forward.followed = followed
             self._fills_gradients, self._hooks.in_backward, forward.backward = fills_gradients, False, None
 
     def _end_sum(self, sums: GradientSums) -> None:
@@ -598,12 +561,12 @@ class ClippingEngine:
         if self._fills_gradients:
             return
         parameter.grad = None
-        if self.on_user_backward is None:
-            raise ValueError(
-                "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients "
-                "that are not clipped. Call clipper.backward(losses) with losses of shape (B,) (reduction='none'), or "
-                "use the criterion that make_private returned; for a loss that is not the private one (a generator's, "
-                "an adversarial input's) go forward and backward inside 'with engine.suspended():' (of a "
-                "PerExampleClipper: clipper.suspended())."
-            )
-        self._refuse_escape(parameter)
+        if self.follows:
+            self._refuse_escape(parameter)
+        raise ValueError(
+            "loss.backward() was called on a model with a PerExampleClipper attached, which would leave gradients "
+            "that are not clipped. Call engine.backward(losses) (of a PerExampleClipper: clipper.backward(losses)) "
+            "with losses of shape (B,) (reduction='none'), or use the criterion that make_private returned; for a "
+            "loss that is not the private one (a generator's, an adversarial input's) go forward and backward inside "
+            "'with engine.suspended():' (of a PerExampleClipper: clipper.suspended())."
+        )

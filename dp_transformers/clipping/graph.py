@@ -13,7 +13,6 @@ Reentrant activation checkpointing builds its graph only in backward, and so hid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
@@ -21,25 +20,23 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from .loss_rows import shape_of
-from .precision import HALF
 from .recorded_call import RecordedCall
 
-_LEAF = torch._C._functions.AccumulateGrad  # pyrefly: ignore[missing-attribute]  (torch's types leave it out)
+LEAF = torch._C._functions.AccumulateGrad  # pyrefly: ignore[missing-attribute]  (torch's types leave it out)
 _CAST = "ToCopyBackward0"
 
 
 def parameter_outside_calls(
-    losses: torch.Tensor, taps: Collection[type], parameter_of: Mapping[torch.Tensor, nn.Parameter]
+    roots: Iterable[torch.Tensor], taps: Collection[type], parameter_of: Mapping[torch.Tensor, nn.Parameter]
 ) -> nn.Parameter | None:
-    """A trainable parameter with a way to ``losses`` that no tap sees, or None.
+    """A trainable parameter with a way to losses, ``roots``, that no tap sees, or None.
 
     Args:
         taps: The types of the taps' nodes, whose ``call`` has ``parameters`` and the ``first_node`` of the call.
         parameter_of: For each tensor that modules hold for a trainable parameter, that parameter.
     """
     # and inside which calls it was computed
-    todo: list[tuple[Node, tuple[RecordedCall, ...]]] = [(cast(Node, losses.grad_fn), ())]
+    todo: list[tuple[Node, tuple[RecordedCall, ...]]] = [(root.grad_fn, ()) for root in roots if root.grad_fn]
     seen = set()
     while todo:
         entry = node, inside = todo.pop()
@@ -75,32 +72,8 @@ def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
     return found
 
 
-def nodes_of_losses(roots: Iterable[Node | None], taps: Collection[type]) -> list[Any]:
-    """The nodes that ``roots`` lead to, as far as the first taps on each way, these among them."""
-    todo, seen = list(roots), dict[Node, None]()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen[node] = None
-        if type(node) not in taps:
-            todo += [before for before, _ in node.next_functions]
-    return [*seen]
-
-
-def leaves_of_losses(roots: Iterable[Node | None]) -> set[torch.Tensor]:
-    """The tensors that a backward pass from ``roots`` gives a gradient."""
-    return {node.variable for node in nodes_of_losses(roots, ()) if type(node) is _LEAF}
-
-
-def low_precision_of_one_number(nodes: Iterable[Any]) -> torch.dtype | None:
-    """The dtype of less than float32 in which something among ``nodes`` is that is one number, such as a mean."""
-    dtypes = (x.dtype for node in nodes for x in node._input_metadata if math.prod(shape_of(x)) == 1)
-    return next((dtype for dtype in dtypes if dtype in HALF), None)
-
-
 def _leaf(node: Any) -> torch.Tensor | None:
     """The leaf that a gradient is accumulated in here; autocast keeps a leaf's copy from one call for the next."""
     if type(node).__name__ == _CAST:
         node = node.next_functions[0][0]
-    return node.variable if type(node) is _LEAF else None
+    return node.variable if type(node) is LEAF else None

@@ -57,7 +57,7 @@ class HookedModel:
         self._opened_without_graph: contextlib.AbstractContextManager | None = None
         self.in_backward = False
         self._owners: Iterable[Owner] = ()
-        self._hides = self._gathers = False
+        self._gathers = False
         self._handles: list[Any] = []
         self._in_forward = False
         self._suspended = False
@@ -67,13 +67,12 @@ class HookedModel:
         self.dropouts: Sequence[nn.Module] = ()  # their masks are of what all rows share
         self.numbers_of_draw: int | None = None  # which these are drawn from
         self._shapes_of_draw: dict[int, torch.Size] = {}
-        self._hidden: set[nn.Parameter] = set()  # ask for no gradient while the module that uses them runs
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes
         with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
-        inert |= {"_owners": (), "_hidden": set(), "_opened": [], "_opened_without_graph": None}
+        inert |= {"_owners": (), "_opened": [], "_opened_without_graph": None}
         inert |= {"dropouts": (), "numbers_of_draw": None, "_shapes_of_draw": {}}
         return inert | {"_configs": [], "_without_caches": contextlib.ExitStack()}
 
@@ -81,18 +80,14 @@ class HookedModel:
     def are_installed(self) -> bool:
         return bool(self._handles)
 
-    def install(
-        self, owners: Iterable[Owner], parameters: Iterable[nn.Parameter], *, gathers: bool, hides: bool
-    ) -> None:
+    def install(self, owners: Iterable[Owner], parameters: Iterable[nn.Parameter], *, gathers: bool) -> None:
         """Hook the model anew.
 
         Args:
             gathers: The model has hooks of its own that gather parameters, and must not be run inside those.
-            hides: Parameters ask for no gradient while the module that owns them runs, so that autograd computes none.
         """
         self._remove_handles()
-        self._owners, self._hides, self._configs = owners, hides, configurations(self.model)
-        self._gathers = gathers
+        self._owners, self._gathers, self._configs = owners, gathers, configurations(self.model)
         handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=gathers)]
         for owner in owners:
             before_call = self._before_call_inside if owner.rule.tapped_inside else self._before_call
@@ -109,8 +104,6 @@ class HookedModel:
             if owner.runs_by_example:
                 vars(owner.module)["forward"] = ForwardByExample(owner, self._forward)
         handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
-        if hides:
-            handles += [owner.module.register_forward_pre_hook(partial(self._hide, owner)) for owner in owners]
         taps = {owner.module: partial(self._after_call, owner) for owner in owners if owner.rule.tapped_inside}
         for module in self.model.modules():
             context = forward_context_for(module)
@@ -137,7 +130,6 @@ class HookedModel:
 
     def reset(self) -> None:
         """Undo what an interrupt may have left inside a module."""
-        self._show(self._hidden)
         while self._opened:
             self._opened.pop()[1].__exit__(None, None, None)
         self._without_caches.close()
@@ -145,15 +137,6 @@ class HookedModel:
     def begin_draw(self, numbers: int | None) -> None:
         """Draw the masks of :attr:`dropouts` from these numbers from now on; with None as they come."""
         self.numbers_of_draw, self._shapes_of_draw = numbers, {}
-
-    @contextlib.contextmanager
-    def showing_parameters(self) -> Iterator[None]:
-        """Inside, parameters ask for gradients while their modules run, also where they would not."""
-        before, self._hides = self._hides, False
-        try:
-            yield
-        finally:
-            self._hides = before
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -185,15 +168,12 @@ class HookedModel:
                 self._before_call(owner, module, args)
                 if owner.may_be_rerun:
                     self._keep_random_state(owner, module, args)
-                if self._hides:
-                    self._hide(owner, module, args)
             elif not (owner.first_nodes or owner.rule.tapped_inside):  # a check ran the model in this call
                 self._before_call(owner, module, args)
 
     def _after_model(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         was_recorded, self._in_forward = self._in_forward, False
         self._without_caches.close()
-        self._show(self._hidden)
         for owner in self._owners:
             owner.first_nodes.clear()  # of calls that raised
         opened, self._opened_without_graph = self._opened_without_graph, None
@@ -220,7 +200,7 @@ class HookedModel:
         clipped. The self-check then lets a parent own them, where there is one."""
         for p, name in owner.names.items():
             used = _held(owner.module, name, p if owner.runs_by_example else None)
-            if (used is not p and not self._gathers) or not (p.requires_grad or p in self._hidden):
+            if (used is not p and not self._gathers) or not p.requires_grad:
                 raise UnsupportedModuleError(
                     f"{owner} is called with '{name}' frozen or replaced for this call, inside the model's forward "
                     "pass, so its gradient would not be that of what is computed. Freeze or replace parameters before "
@@ -236,20 +216,13 @@ class HookedModel:
         is_recorded = (self._in_forward or self.in_backward) and not self._suspended and torch.is_grad_enabled()
         if not (is_recorded and owner.runs_by_example):
             return function(*args, **kwargs)
-        try:
-            ran, output = self._on_by_example(owner, function, args, kwargs)
-        except BaseException:
-            # activation checkpointing ends so what it runs again, and no hook runs after the call
-            self._show(owner.names)
-            raise
+        ran, output = self._on_by_example(owner, function, args, kwargs)
         if ran:
             owner.first_nodes[-1] = None
         return output
 
     def _after_call(self, owner: Owner, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         first_node = owner.first_nodes.pop()
-        if self._hidden:
-            self._show(owner.names)
         if self._suspended or first_node is None:  # its parameters were tapped
             return None
         if self._in_forward or self.in_backward:
@@ -300,21 +273,6 @@ class HookedModel:
         opened = seeded_global_generators([self.numbers_of_draw, place], x.device)
         opened.__enter__()
         self._opened.append((module, opened))
-
-    # ---- parameters ----
-
-    def _hide(self, owner: Owner, module: nn.Module, args: tuple) -> None:
-        is_recorded = (self._in_forward or self.in_backward) and not self._suspended and torch.is_grad_enabled()
-        if not (is_recorded and self._hides):
-            return
-        for p in owner.names:
-            p.requires_grad = False  # vmap refuses requires_grad_()
-            self._hidden.add(p)
-
-    def _show(self, parameters: Iterable[nn.Parameter]) -> None:
-        for p in list(parameters) if self._hidden else ():
-            p.requires_grad = True
-            self._hidden.discard(p)
 
     def _after_gradient(self, parameter: nn.Parameter) -> None:
         if not self._suspended:

@@ -1,6 +1,9 @@
-"""The backward passes that clipping runs over per-example losses."""
+"""The backward passes that clipping runs over per-example losses, or over the loss of a whole batch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,29 +14,51 @@ from .recorded_call import ForwardPass
 from .tap import TAPS
 
 
-class LossGraph:
-    """Losses (B,) with the graph that leads back to the calls of ``forward``."""
+class BatchLoss(NamedTuple):
+    """The loss of a whole batch, such that what comes back at each row is the gradient of that row's loss.
 
-    def __init__(self, losses: torch.Tensor, forward: ForwardPass):
-        self.losses, self.forward, self.device = losses, forward, losses.device
+    Attributes:
+        roots: The tensors that going back begins at.
+        gradients: What it begins with.
+        leaves: Tensors beyond the model that are to have their gradient too.
+        retain_graph: Whether somebody goes back again afterwards.
+    """
+
+    roots: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    leaves: Sequence[torch.Tensor] = ()
+    retain_graph: bool = False
+
+
+class LossGraph:
+    """Losses (B,), or the loss of a batch, with the graph that leads back to the calls of ``forward``."""
+
+    def __init__(self, losses: torch.Tensor | BatchLoss, forward: ForwardPass):
+        of_rows = not isinstance(losses, BatchLoss)
+        self._loss = BatchLoss([losses], [torch.ones_like(losses)]) if of_rows else losses
+        self.forward, self.device = forward, self._loss.roots[0].device
 
     def go_back(self, *, retain_graph: bool, weights_b: torch.Tensor | None = None) -> None:
         """Reach all taps, by a backward pass that computes no weight gradient, over the losses times ``weights_b``
-        (None: ones)."""
+        (None: ones). The one that does not retain the graph for others gives leaves beyond the model their gradient.
+        """
         forward, trainable = self.forward, self.forward.trainable
         if forward.reentrant and (trainable.shards or trainable.parallel):
             raise ValueError(
                 "reentrant activation checkpointing does not go with parameters that are sharded (FSDP2) or "
                 "tensor-parallel: use use_reentrant=False."
             )
-        weights_b = torch.ones_like(self.losses) if weights_b is None else weights_b.to(self.losses)
+        roots, gradients, leaves, retains = self._loss
+        gradients = gradients if weights_b is None else [weights_b.to(root) for root in roots]
+        leaves, retains = () if retain_graph else leaves, retain_graph or retains
+        probes = [forward.probe, *forward.earlier_probes]
         if forward.reentrant:
-            reached = self._gradient_of_probe(weights_b, retain_graph=retain_graph)
+            reached = self._gradient_of_probe(gradients, retain_graph=retains)
+        elif leaves:
+            torch.autograd.backward(roots, gradients, retain_graph=retains, inputs=[*probes, *leaves])
+            reached, forward.probe.grad = forward.probe.grad, None
         else:
-            probes = [forward.probe, *forward.earlier_probes]
-            reached = torch.autograd.grad(
-                self.losses, probes, weights_b, retain_graph=retain_graph, allow_unused=True
-            )[0]
+            reached = torch.autograd.grad(roots, probes, gradients, retain_graph=retains, allow_unused=True)[0]
         if reached is None:
             raise ValueError(
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under "
@@ -42,7 +67,7 @@ class LossGraph:
                 "losses from what it returns."
             )
 
-    def _gradient_of_probe(self, weights_b: torch.Tensor, *, retain_graph: bool) -> torch.Tensor | None:
+    def _gradient_of_probe(self, gradients: Sequence[torch.Tensor], *, retain_graph: bool) -> torch.Tensor | None:
         """Returns what autograd.grad would, where reentrant checkpointing allows only a backward that fills every
         ``grad``."""
         parameters, probe = self.forward.trainable.parameters, self.forward.probe
@@ -50,7 +75,7 @@ class LossGraph:
         try:
             for p in parameters:
                 p.grad = None
-            self.losses.backward(weights_b, retain_graph=retain_graph)
+            torch.autograd.backward(self._loss.roots, gradients, retain_graph=retain_graph)
             reached, probe.grad = probe.grad, None
             return reached
         finally:
@@ -59,4 +84,4 @@ class LossGraph:
 
     def find_escape(self) -> nn.Parameter | None:
         """A trainable parameter that reaches the losses past the taps, if there is one."""
-        return parameter_outside_calls(self.losses, TAPS, self.forward.trainable.parameter_of)
+        return parameter_outside_calls(self._loss.roots, TAPS, self.forward.trainable.parameter_of)

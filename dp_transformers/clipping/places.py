@@ -43,16 +43,6 @@ def places_in(model: nn.Module, parameters: bool) -> Iterator[Place]:
         yield from _attributes(path, vars(module), seen, _DEPTH)
 
 
-def kept_values(model: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
-    """The tensors and tuples that modules keep in attributes and in containers there: path, what holds it, under which
-    key, and the value."""
-    for place in places_in(model, False):
-        if isinstance(place.holder, (dict, list, deque)):
-            for key, value in list(entries_of(place.holder))[:WIDTH]:
-                if isinstance(value, (torch.Tensor, tuple)):
-                    yield place.name_of(key), place.holder, key, value
-
-
 def _attributes(path: str, holder: Any, seen: set[int], depth: int, of: Any = None) -> Iterator[Place]:
     """``holder`` and what it holds: a dict of attributes, or a container."""
     if id(holder) in seen:

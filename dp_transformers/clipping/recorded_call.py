@@ -70,8 +70,7 @@ class ForwardPass:
         trainable: The parameters.
         suspended: Inside, the model runs without taps.
         batch: A token of the physical batch; passes with different tokens are never clipped together.
-        on_backward: Called when the user's own ``loss.backward()`` reaches the first tap; None where the clipper goes
-            back itself.
+        follows: Whether only the clipper may go back over it.
     """
 
     def __init__(
@@ -82,13 +81,12 @@ class ForwardPass:
         *,
         suspended: Callable[[], AbstractContextManager] = nullcontext,
         batch: object = None,
-        on_backward: Callable[[ForwardPass], None] | None = None,
+        follows: bool = False,
         conditions: Conditions | None = None,
     ):
         self.batch_size, self.probe, self.trainable = batch_size, probe, trainable
         self.conditions = conditions or Conditions()  # of what is summed
-        self.suspended, self.batch, self.on_backward = suspended, batch, on_backward
-        self.followed = on_backward is not None  # by a loss.backward() of the user
+        self.suspended, self.batch, self.follows = suspended, batch, follows
         self.is_current = True  # until another pass takes its place, or a backward pass has used it
         self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
         self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
@@ -114,11 +112,6 @@ class ForwardPass:
             self.packs |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
             self.uses.update(list(owner.names))
             return
-        if self.followed and self.reentrant:
-            raise ValueError(
-                f"{owner} runs under reentrant activation checkpointing, which loss.backward() cannot be followed "
-                "through: use use_reentrant=False."
-            )
         self.recomputes = True
 
     def note_kind(self, owner: Owner, inputs: Sequence[torch.Tensor]) -> None:
@@ -147,11 +140,15 @@ class ForwardPass:
         positions, rest = divmod(len(x), self.batch_size)
         return rest == 0 and (positions == 1 or positions in self.positions)
 
-    def begin_backward(self) -> None:
-        """A tap was reached; the first one may tell that the user went back."""
-        if self.on_backward is not None and self.is_current:
-            begin, self.on_backward = self.on_backward, None
-            begin(self)
+    def require_led(self) -> None:
+        """A tap was reached: raise ValueError if somebody else goes back than the clipper, where only that may."""
+        if self.follows and self.is_current and self.backward is None:
+            raise ValueError(
+                "the model's outputs were differentiated by something else than loss.backward() "
+                "(torch.autograd.grad, or inputs=..., or a function that was there before the model was made "
+                "private), so no gradient was clipped. Do that on a deepcopy of the model, which has no clipper, or "
+                "inside 'with engine.suspended():'."
+            )
 
     def probe_gradient(self) -> torch.Tensor | None:
         """A gradient for the probe, once in a backward pass."""

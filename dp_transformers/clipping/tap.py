@@ -79,7 +79,7 @@ def _reached(ctx: Any) -> tuple[BackwardPass | None, list[torch.Tensor]]:
             "them."
         )
     call, forward = ctx.call, ctx.call.forward
-    forward.begin_backward()  # before activation checkpointing recomputes what was saved
+    forward.require_led()  # before activation checkpointing recomputes what was saved
     saved = [x.detach() for x in _recorded(ctx)]
     if not forward.is_current:
         raise ValueError(
@@ -132,20 +132,6 @@ class ParameterTap(torch.autograd.Function):
                 for parameter, g in found.items():
                     backward.add(parameter, Dense(g))
         return None, reached, None, *map(sums.get, call.parameters), *[None] * len(saved)
-
-
-class FirstReached(torch.autograd.Function):
-    """A copy, whose backward tells that the user goes back, before checkpointing recomputes what is behind it."""
-
-    @staticmethod
-    def forward(ctx, forward: ForwardPass, x: torch.Tensor):
-        ctx.forward_pass = forward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
-        ctx.forward_pass.begin_backward()
-        return None, *grads
 
 
 def tapped(call: RecordedCall) -> Any:

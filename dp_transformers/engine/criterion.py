@@ -56,7 +56,7 @@ class PrivateCriterion:
             raise ValueError(
                 f"criterion {type(criterion).__name__} has reduction={reduction!r} and loss_reduction is "
                 f"{loss_reduction!r}: both must be 'mean', or both 'sum'. Compute other losses per example and call "
-                "engine.clipper.backward(losses), with loss_reduction='none' and without criterion."
+                "engine.backward(losses), without criterion."
             )
         own: Any = copy.copy(criterion)
         own.reduction = "none"
@@ -197,8 +197,7 @@ def _refuse_scaled_loss() -> None:
     raise ValueError(
         "the loss of a private criterion was scaled or combined with another before backward. Call backward on the "
         "loss itself, without GradScaler and without dividing by accumulation steps. For other losses compute losses "
-        "of shape (B,) and call engine.clipper.backward(losses), with make_private(..., loss_reduction='none') and "
-        "without criterion."
+        "of shape (B,) and call engine.backward(losses), without criterion."
     )
 
 
@@ -217,6 +216,5 @@ def check_reduction(
             raise ValueError(
                 f"the loss is not the plain {reduction} of its rows' losses: the gradient of row {i} depends on the "
                 "other rows, or is scaled. Compute losses of shape (B,) with reduction='none' and call "
-                "engine.clipper.backward(losses) instead of loss.backward(), with make_private(..., "
-                "loss_reduction='none')."
+                "engine.backward(losses) instead of loss.backward()."
             )

@@ -62,17 +62,17 @@ class SpentSteps:
 class PrivacyEngine:
     """Makes a plain PyTorch loop (ε, δ)-differentially private in its training examples.
 
-    The loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. ``make_private`` gives back
-    the same model and the same optimizer, with hooks, and a private loader in the place of the old one.
+    The loop stays as it is, but for ``engine.backward(losses)`` with one loss for each row; an ordinary
+    ``loss.backward()`` does the same where ``loss`` is a plain mean over the rows. ``make_private`` gives back the
+    same model and the same optimizer, with hooks, and a private loader in the place of the old one.
 
-    * ``loss.backward()`` adds the clipped per-example gradients to sums that are kept apart: ``p.grad`` is None from
+    * Either adds the clipped per-example gradients to sums that are kept apart: ``p.grad`` is None from
       the loader's batch to ``optimizer.step()`` (in mode "per_sample", ``p.grad_sample`` of shape (B, *p.shape) holds
       the gradients of the batch before clipping, until the step). Nothing that is done to ``p.grad`` in between
       (``zero_grad``, ``clip_grad_norm_``) changes what is released. ``optimizer.step()`` adds the noise, divides by
       the expected batch size and then steps; afterwards ``p.grad`` is what was stepped with.
     * In several processes each has the model, and makes the same calls: the loader hands out every draw among them,
-      and ``optimizer.step()`` adds up their sums. Models under ``fully_shard`` (FSDP2) need losses of shape (B,): a
-      ``criterion``, or ``loss_reduction="none"`` and ``engine.clipper.backward(losses)``.
+      and ``optimizer.step()`` adds up their sums.
     * Steps are counted when their noise is drawn. :meth:`get_epsilon` is the ε of those.
     * Dropout and augmentation must be as unknown as the noise, so ``make_private`` seeds Python's, numpy's and torch's
       global generators anew. Do not set their seeds after it, nor save their states.
@@ -101,7 +101,7 @@ class PrivacyEngine:
         ... )
         >>> for x, y in loader:
         ...     optimizer.zero_grad()
-        ...     torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...     engine.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
         ...     optimizer.step()
         >>> round(engine.get_epsilon(delta=1e-3), 2)
         2.27
@@ -154,9 +154,21 @@ class PrivacyEngine:
 
     @property
     def clipper(self) -> PerExampleClipper:
-        """The clipper of the private model, for losses that are no plain mean or sum:
-        ``engine.clipper.backward(losses)``, (B,) losses."""
+        """The clipper of the private model."""
         return self._made_private().clipper
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """Clip the gradient of each row's loss, and add them to the sums of the draw. It takes the place of
+        ``loss.backward()``, for losses of every form and in every clipping mode, whatever ``loss_reduction`` says.
+
+        Args:
+            losses: (B,) with graph: the loss of each row of the loader's batch, from that row alone
+                (``reduction="none"``). They are neither averaged nor divided by anything.
+
+        Raises:
+            ValueError: the losses are no such ones, or the batch was gone back over before.
+        """
+        self._made_private().clipper.backward(losses)
 
     def clipped_sums(self) -> dict[str, torch.Tensor]:
         """Return copies of the clipped sums of the draw that is not stepped yet, by the names of the parameters: the
@@ -205,11 +217,11 @@ class PrivacyEngine:
                 ``max_grad_norm``, ``clipping``, ``max_examples_per_person``, ``loss_bound`` and ``loss_noise_factor``,
                 from which a mechanism is built otherwise. It must be for this data set and batch size.
             criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per
-                example, which the clipping modes "ghost" and "fast_gradient" need.
-            loss_reduction: "mean" or "sum": how your loss is reduced over the *rows of the batch*, and that is all it
-                may do with them. A mean over what is left by ``ignore_index``, or weighted by class, lets one row
-                change the weight of another: for those take ``engine.clipper.backward(losses)`` with losses of shape
-                (B,), and say "none" here. :meth:`check_loss` tells.
+                example.
+            loss_reduction: "mean" or "sum": how a loss on which you call ``backward()`` is reduced over the *rows of
+                the batch*, and that is all it may do with them. A mean over what is left by ``ignore_index``, or
+                weighted by class, lets one row change the weight of another: for those take :meth:`backward`. With
+                "none" nothing else is possible, and each row's loss is known (``loss_bound``).
             batch_first: False where the batch is the second dimension of the model's inputs (and outputs).
             max_physical_batch_size: Draws of more examples come in several batches; ``optimizer.step()`` does nothing
                 before the last.
@@ -220,8 +232,8 @@ class PrivacyEngine:
             clipping: What an example's gradient is multiplied with: "flat" bounds long gradients, "auto_s" and
                 "normalised" make all nearly equally long, "dp_psac" all but the shortest. Others are given by a
                 mechanism.
-            clipping_mode: "auto" (book-keeping), "book_keeping", "per_sample"; with a ``criterion`` or
-                ``loss_reduction="none"`` also "ghost" and "fast_gradient". See :mod:`dp_transformers.clipping.modes`.
+            clipping_mode: "auto", "book_keeping", "per_sample", "ghost" or "fast_gradient". See
+                :mod:`dp_transformers.clipping.modes`.
             memory_budget: How many bytes of each device a backward pass may keep beyond what the clipping mode keeps,
                 to save time. "auto" is half of what the device has free after some steps, and at most a quarter of
                 what was in use. The modes are "auto", "book_keeping" and "ghost".
@@ -521,8 +533,8 @@ class PrivacyEngine:
 
 
 _LOSSES_ARE_NOT_SEEN = (
-    "\n  your loop goes back itself, so of its losses only means are looked at: each must come from its own row "
-    "alone, without negatives or statistics from the batch (with criterion= they are looked at)"
+    "\n  your loop computes the losses: each must come from its own row alone, without negatives or statistics from "
+    "the batch (what does not show in the graph of the loss is seen with criterion= alone)"
 )
 
 

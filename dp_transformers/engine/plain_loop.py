@@ -190,11 +190,11 @@ class PlainLoop:
             if mechanism.releases and not self.sees_losses:
                 raise ValueError(
                     "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "
-                    "example's is bounded. Give make_private a criterion, or compute losses of shape (B,) and call "
-                    "engine.clipper.backward(losses), with loss_reduction='none'."
+                    "example's is bounded. Give make_private a criterion, or loss_reduction='none' and call "
+                    "engine.backward(losses) with losses of shape (B,)."
                 )
+            clipper.follow(step, self.loss_reduction if criterion is None else "none")
             reduction = None if self.loss_reduction == "none" else self.loss_reduction
-            clipper.follow(step, reduction if criterion is None else None)
             loop = PrivateLoop(step, self.optimizer, PrivateLoader(draws, step), reduction)
             undo.pop_all()
         seeds.reseed()

@@ -209,8 +209,7 @@ def _refuse_unless_as_long(padded: list[torch.Tensor], alone: list[torch.Tensor]
                 "of its batch, so every example has a say in the gradients of others, beyond the clipping bound: the "
                 "criterion is a mean over padded positions, or adds them up. Pad targets with a number that it "
                 "ignores (ignore_index), or leave padding out in a criterion of your own; or compute losses of shape "
-                "(B,), each of its own positions, and call engine.clipper.backward(losses), with make_private(..., "
-                "loss_reduction='none')."
+                "(B,), each of its own positions, and call engine.backward(losses)."
             )
 
 

@@ -31,6 +31,7 @@ from ..checks.validation import validate_optimizer
 from ..clipping import PerExampleClipper
 from ..clipping.checks.synthetic import LossFunction
 from ..clipping.gradient_sums import GradientSums
+from ..clipping.loss_graph import BatchLoss
 from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
 from ..data.mixup import refuse_mixed
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
@@ -286,11 +287,11 @@ class PrivateStep:
 
     # ---- clipped sums ----
 
-    def add(self, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def add(self, losses: torch.Tensor | BatchLoss, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Add the clipped gradients of the batch in the hands of the loop to the sums of its draw.
 
         Args:
-            losses: (B,) with graph, one for each row of the batch.
+            losses: (B,) with graph, one for each row of the batch; or the one that a loop went backward from.
             weights: (B,) in [0, 1], default ones.
 
         Returns:
@@ -303,7 +304,7 @@ class PrivateStep:
         if own_b is not None:
             weights = own_b if weights is None else weights * own_b.to(weights)
         norms_b = self.clipper.backward(losses, weights, clipping=clipping, into=sums)
-        self.end_sum(losses.detach(), weights)
+        self.end_sum(None if isinstance(losses, BatchLoss) else losses.detach(), weights)
         return norms_b
 
     def clipped_sums(self) -> dict[str, torch.Tensor]:

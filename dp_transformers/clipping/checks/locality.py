@@ -86,7 +86,6 @@ def _locality(case: Case) -> tuple[float, float]:
         numbers = global_state(engine.trainable.device)
         summed = unclipped(engine, again.losses)
         losses_b, tolerance = summed.losses_b, TOLERANCE[summed.low_precision]
-        engine.require_tapped(again.losses)
         changes = [*_changes_beside_a_copy(again, summed)]
         if any(owner.runs_by_example for owner in engine.owners):  # there it draws in another order, and cannot mix
             with engine.suspended():

@@ -324,7 +324,6 @@ def _compare_in(
     engine = case.engine
 
     def clipped_sum() -> ClippedSum:
-        engine.require_tapped(case.losses)
         return clip(engine, case.losses)
 
     with perturbed(engine):  # a rule behind a weight that starts at zero (LoRA's B) would see no gradient

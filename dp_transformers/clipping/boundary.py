@@ -1,0 +1,128 @@
+"""``loss.backward()`` of a plain loop: the clipper goes back from the loss itself, in every mode.
+
+What the model returns is handed out with an end behind it (:class:`.loop_graph.End`). When the loop goes backward, the
+part of the graph up to there is looked at (:mod:`.loss_root`, :mod:`.compared_rows`), and then the clipped sum is
+formed as for (B,) losses: from one loss, with the gradient B, or 1 where losses are added up.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .checks.rare_looks import RareLooks
+from .compared_rows import expect_own_rows
+from .engine import ClippingEngine
+from .loop_graph import End, LoopGraph, ModelCall
+from .loss_graph import BatchLoss
+from .loss_root import LossRoot
+from .precision import HALF
+from .recorded_call import is_differentiable
+
+
+class Boundary:
+    """Hands out what the model returns, and clips where a loop goes back from it.
+
+    Args:
+        engine: Records the calls of the model.
+        loss_reduction: "mean" or "sum": how a loss comes from the rows' losses; "none" where ``loss.backward()`` is
+            not followed.
+        add: Clips and sums, given the loss of a batch.
+    """
+
+    def __init__(self, engine: ClippingEngine, loss_reduction: str, add: Callable[[BatchLoss], Any]):
+        self._engine, self._reduction, self._add, self._looks = engine, loss_reduction, add, RareLooks()
+
+    @property
+    def follows(self) -> bool:
+        """Whether ``loss.backward()`` clips."""
+        return self._reduction != "none"
+
+    def hand_out(self, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Return ``output`` with the end of the model behind each tensor that has a graph. What a mean may be formed
+        of is in float32, since 1/B is rounded in half precision."""
+        forward, found = self._engine.forward, dict[int, torch.Tensor]()
+        _mapped(lambda x: found.setdefault(id(x), x), output)
+        if forward is None or not found:
+            return output
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        half = HALF if self._reduction == "mean" else ()
+        outputs = [x.float() if x.dtype in half else x for x in found.values()]
+        given = End.apply(ModelCall(forward, inputs), *outputs)
+        shown = dict(zip(found, given, strict=True))
+        return _mapped(lambda x: shown[id(x)], output)
+
+    def look_at(self, losses: torch.Tensor) -> None:
+        """Expect at first, and then ever more rarely, that (B,) losses do not compare rows."""
+        if (forward := self._engine.forward) is not None and self._looks.is_due() and losses.requires_grad:
+            expect_own_rows(LoopGraph([losses], forward), [losses], forward, self._looks.number)
+
+    # ---- what :mod:`.backward_calls` asks ----
+
+    def graph_of(self, roots: Sequence[Any]) -> LoopGraph | None:
+        """Return the loop's part of the graph, if these roots come from the pass that is to be clipped."""
+        forward = self._engine.forward
+        if not self.follows or forward is None or forward.backward is not None:
+            return None
+        graph = LoopGraph(roots, forward)
+        return graph if graph.ends else None
+
+    def go_back(
+        self, graph: LoopGraph, roots: Sequence[Any], gradients: Sequence[Any], *, retain_graph: bool, is_last: bool
+    ) -> None:
+        """Clip and sum what these losses come from. Gradients of what is no part of the model (its input, a
+        temperature of the loop) are those of the losses as they are.
+
+        Args:
+            gradients: What going back begins with; None for 1.
+            is_last: No other private model takes part in these losses after this one.
+
+        Raises:
+            ValueError: a loss is no plain mean (or sum) over the rows.
+        """
+        engine, forward = self._engine, self._engine.forward
+        assert forward is not None, "graph_of found it"
+        root = LossRoot(graph, forward, self._reduction, batch_first=engine.batch_first)
+        for each in zip(roots, gradients, strict=True):
+            root.require_plain(*each)
+        if self._looks.is_due() and not graph.inputs:
+            expect_own_rows(graph, roots, forward, self._looks.number)
+        factor = forward.batch_size if self._reduction == "mean" else 1
+        begins = [
+            torch.full_like(root, factor) if gradient is None else gradient * factor
+            for root, gradient in zip(roots, gradients, strict=True)
+        ]
+        leaves = [leaf for leaf in graph.leaves if leaf not in engine.trainable.parameter_of] if is_last else []
+        handles = [leaf.register_hook(lambda gradient: gradient / factor) for leaf in leaves if factor > 1]
+        try:
+            self._add(BatchLoss(roots, begins, leaves, retain_graph or not is_last))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
+    """Return ``structure`` with each tensor changed that has a graph; also in mappings and dataclasses that torch does
+    not know. Those of other objects stay as they are."""
+
+    def changed(x: Any) -> Any:
+        if is_differentiable(x):
+            return change(x) if x.requires_grad and not x.is_nested else x
+        if isinstance(x, Mapping):
+            new: Any = copy.copy(x)
+            for name in x:
+                new[name] = _mapped(change, x[name])
+            return new
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            new = copy.copy(x)
+            for name in (field.name for field in dataclasses.fields(x) if hasattr(x, field.name)):
+                object.__setattr__(new, name, _mapped(change, getattr(x, name)))
+            return new
+        return x
+
+    return tree_map(changed, structure)

@@ -1,0 +1,138 @@
+"""The rule for a loss whose ``backward()`` a plain loop calls: it is a plain mean over the rows (or a sum, by
+``loss_reduction``) of one number for each row, or of as many for each, times Python numbers; or a sum of such.
+
+In any other the weight of a row may follow what others hold, or how many there are. Read are the operations between
+the loss and its reductions, and of a reduction how many numbers it is over.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from .loop_graph import LoopGraph, kind, shape_of
+from .precision import HALF
+from .recorded_call import ForwardPass
+
+_SUMS_OF_LOSSES = {"Add", "Sub", "Rsub", "Neg", "Clone", "Alias", "ToCopy", "Squeeze", "View"}
+_REDUCTIONS = {"Mean", "Sum", "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy"}
+_REDUCTIONS |= {"BinaryCrossEntropyWithLogits"}
+_MEAN, _SUM = 1, 2  # as torch saves them
+
+
+class LossRoot:
+    """The root of the graph of a loss.
+
+    Args:
+        graph: That of the loss.
+        forward: The pass that it comes from; its conditions are told of ignored targets.
+        loss_reduction: "mean" or "sum".
+        batch_first: Whether rows come first in targets of several dimensions.
+    """
+
+    def __init__(self, graph: LoopGraph, forward: ForwardPass, loss_reduction: str, *, batch_first: bool):
+        self._graph, self._forward, self._size = graph, forward, forward.batch_size
+        self._reduction, self._batch_first = loss_reduction, batch_first
+
+    def require_plain(self, root: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Raise ValueError unless the loss is such a mean, or sum. That of a single row may be anything.
+
+        Args:
+            gradient: What going back from the loss begins with; None for 1.
+        """
+        size = max(self._size, 1)
+        if any(size not in shape and (not shape or shape[0] % size) for shape in self._graph.returned):
+            self._refuse("the model returned it without rows, which find_example_losses(model)(batch) may have")
+        if size == 1:
+            return
+        if root.numel() != 1 or gradient is not None:
+            self._refuse("it is several numbers, or begins with a gradient of its own")
+        todo: list[tuple[Any, tuple[float, ...]]] = [(root.grad_fn, ())]  # with what it is divided by
+        while todo:
+            node, divisors = todo.pop()
+            if node not in self._graph.leads:
+                continue
+            before = [earlier for earlier, _ in node.next_functions]
+            if kind(node) in _SUMS_OF_LOSSES or (kind(node) in ("Mean", "Sum") and self._numbers_in(node) == 1):
+                todo += [(each, divisors) for each in before]
+            elif kind(node) in ("Mul", "Div"):
+                todo.append((before[0], (*divisors, self._divisor(node))))
+            elif kind(node) in _REDUCTIONS and getattr(node, "_saved_reduction", _MEAN):
+                self._require_reduction(node, divisors)
+            else:
+                self._refuse(f"it is a function of several rows, by {type(node).__name__}")
+
+    def _divisor(self, node: Any) -> float:
+        """What a product or quotient divides one number by. That is a number of Python's, or how many targets count
+        where a cross-entropy smooths its labels."""
+        first, *others = [earlier for earlier, _ in node.next_functions]
+        other = node._saved_other if first in self._graph.leads and not any(others) else None
+        if other is not None and (not isinstance(other, torch.Tensor) or _is_of_python(other)):
+            return float(other) if kind(node) == "Div" else 1 / float(other) if other else 0.0
+        kinds = kind(node), kind(first), *(kind(earlier) for earlier, _ in getattr(first, "next_functions", ()))
+        if other is None or kinds != ("Div", "Sum", "MaskedFill"):
+            self._refuse("it is multiplied with, or divided by, a tensor")
+        self._expect((other == self._numbers_in(first)).all(), "some of its targets are ignored")
+        return self._numbers_in(first)
+
+    def _require_reduction(self, node: Any, divisors: tuple[float, ...]) -> None:
+        """Raise ValueError unless a node is the reduction that is asked for, over as many numbers of each row."""
+        numbers = node._saved_target.numel() if kind(node).startswith("NllLoss") else self._numbers_in(node)
+        each, rest = divmod(numbers, self._size)
+        is_sum = kind(node) == "Sum" or getattr(node, "_saved_reduction", _MEAN) == _SUM
+        is_divided = any(by and by % self._size == 0 and each % (by / self._size) == 0 for by in divisors)
+        if is_sum != (self._reduction == "sum") and not (is_sum and is_divided):
+            self._refuse(f"it is a {'sum' if is_sum else 'mean'}, and loss_reduction is '{self._reduction}'")
+        if rest or self._leaves_out(node):
+            self._refuse(f"it is over {numbers} numbers for {self._size} rows, or over some of what these have")
+        if each % self._size == 0 and any(self._graph.pairs_rows(made, self._size) for made in self._graph.leads):
+            self._refuse(
+                f"it is over {numbers} numbers, as outputs (B, 1) and targets (B,) make them for {self._size} rows"
+            )
+        if self._reduction == "mean" and (dtype := node._input_metadata[0].dtype) in HALF:
+            self._refuse(f"it is formed in {dtype}, where 1/B is rounded (outputs.float() before it helps)")
+        if kind(node).startswith("NllLoss") and not is_sum:
+            self._require_equal_targets(node)
+
+    def _require_equal_targets(self, node: Any) -> None:
+        """Expect that as many targets of each row count in a mean of negative log-likelihoods."""
+        target = node._saved_target
+        if node._saved_weight is not None:
+            self._refuse("it is weighted by class, so that the mean divides by the weights of all rows' targets")
+        counts = target != (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # saved without its sign
+        is_second = not self._batch_first and (target.dim() < 2 or target.shape[0] != self._size)
+        counts_b = counts.reshape(-1, self._size).sum(0) if is_second else counts.reshape(self._size, -1).sum(1)
+        self._expect((counts_b == counts_b[0]).all(), "of some rows more targets are ignored than of others")
+
+    def _numbers_in(self, node: Any) -> int:
+        return max(map(math.prod, self._graph.sizes_before(node)), default=0)
+
+    def _leaves_out(self, reduction: Any) -> bool:
+        """Whether numbers were picked that do not lie by rows any more."""
+        if any(self._size in shape for shape in self._graph.sizes_before(reduction)):
+            return False
+        picks = (node for node in self._graph.leads if kind(node) in ("Index", "MaskedSelect"))
+        return any(math.prod(shape_of(node)) != self._numbers_in(node) for node in picks)
+
+    def _expect(self, holds: torch.Tensor, reason: str) -> None:
+        self._forward.conditions.expect(holds, partial(_refuse, self._reduction, reason))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        _refuse(self._reduction, reason)
+
+
+def _refuse(reduction: str, reason: str) -> NoReturn:
+    raise ValueError(
+        f"loss.backward() of a private loop needs a plain {reduction} over the rows of the batch, of one number or as "
+        f"many for each, and this loss is none: {reason}; call engine.backward(losses) with one loss for each row, of "
+        "shape (B,), in its place."
+    )
+
+
+def _is_of_python(number: torch.Tensor) -> bool:
+    """Whether autograd saved a number of Python's, whose dtype never decides that of a result."""
+    others = (torch.float16, torch.bfloat16) if number.is_floating_point() else (torch.int8, torch.uint8)
+    return all(torch.result_type(torch.zeros((), dtype=dtype), number) == dtype for dtype in others)
