@@ -5,7 +5,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from violations import CONTRIVED, PENDING, TABLE, YOURS, outcome_of
+from violations import CONTRIVED, TABLE, YOURS, outcome_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the library warns of beside it is another test's
 RUN = {name: line for name, line in TABLE.items() if callable(line.make) and line.outcome != YOURS}
@@ -13,13 +13,6 @@ OFTEN = [name for name, line in RUN.items() if line.likely != CONTRIVED]
 TURN = count()
 ONE_LOOP = [(name, RUN[name].loops[next(TURN) % len(RUN[name].loops)]) for name in OFTEN]
 REST = [(name, loop) for name, line in RUN.items() for loop in line.loops if (name, loop) not in ONE_LOOP]
-
-
-def cases(pairs):
-    return [
-        pytest.param(name, loop, id=f"{name}-{loop}", marks=[pytest.mark.xfail(reason="pending")] * (name in PENDING))
-        for name, loop in pairs
-    ]
 
 
 def require_outcome(name, loop):
@@ -31,12 +24,12 @@ def require_outcome(name, loop):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("name", "loop"), cases(ONE_LOOP))
+@pytest.mark.parametrize(("name", "loop"), ONE_LOOP)
 def test_what_scripts_do_is_bounded_or_refused(name, loop):
     require_outcome(name, loop)
 
 
-@pytest.mark.parametrize(("name", "loop"), cases(REST))
+@pytest.mark.parametrize(("name", "loop"), REST)
 def test_what_else_is_bounded_or_refused(name, loop):
     require_outcome(name, loop)
 

@@ -2353,7 +2353,7 @@ STATE = [
     loop("a frozen weight is turned between two physical batches", REFUSED, CONTRIVED, after(turn_a_frozen_weight, lambda: Remembers(lambda m, x: None)), "between|changed"),
     loop("a switch is turned between two physical batches", REFUSED, CONTRIVED, after(lambda p: setattr(p.model, "switch", not p.model.switch), lambda: Remembers(lambda m, x: None)), "between|changed"),
     loop("a counter is set between two physical batches", BOUNDED, OCCASIONAL, after(lambda p: setattr(p.model, "count", p.model.count + 1), lambda: Remembers(lambda m, x: None))),
-    loop("the model evaluates with a graph between two physical batches", REFUSED, OCCASIONAL, after(lambda p: (p.model.eval()(torch.randn(4, 6)), p.model.train())), "training|between"),
+    loop("the model evaluates with a graph between two physical batches", BOUNDED, OCCASIONAL, after(lambda p: (p.model.eval()(torch.randn(4, 6)), p.model.train()))),
     loop("a step up the loss before the forward pass (SAM)", REFUSED, OCCASIONAL, write_first(ascend), "between"),
     loop("statistics of the batch are written to a buffer", REFUSED, OCCASIONAL, write_first(set_a_buffer, Normalises), "between"),
     loop("statistics of the batch are set as an attribute", YOURS, CONTRIVED, write_first(set_an_attribute, Normalises), why="between a step and the next batch the model is the loop's own"),
@@ -2549,13 +2549,20 @@ PROCESSES = [
 ]
 
 # fmt: on
-# what the state before the redesign accepts
-PENDING: set[str] = set()
 TABLE = {
     f"{room}: {each.what}": each
     for room, found in {
-        "data": DATA, "padding": PADDING, "losses": LOSSES, "losses that compare rows": COMPARES, "state": STATE, "random numbers": NUMBERS,
-        "locality": LOCALITY, "calls": CALLS, "settings": SETTINGS, "parameters": ESCAPES, "processes": PROCESSES,
+        "data": DATA,
+        "padding": PADDING,
+        "losses": LOSSES,
+        "losses that compare rows": COMPARES,
+        "state": STATE,
+        "random numbers": NUMBERS,
+        "locality": LOCALITY,
+        "calls": CALLS,
+        "settings": SETTINGS,
+        "parameters": ESCAPES,
+        "processes": PROCESSES,
     }.items()
     for each in found
 }  # fmt: skip
