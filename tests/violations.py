@@ -2152,7 +2152,7 @@ DATA = [
     both("the collator cuts all texts where one is long, in few draws", REFUSED, OCCASIONAL, lambda: reading(lambda: Reads(own_mean), cuts_all(20), (40, *[12] * 11), expected=2, steps=6, check=False)(), "mixes|decide"),
     trainer("a flattening collator makes one row of all examples", REFUSED, COMMON, lambda: Task(llama, [{k: v.tolist() for k, v in r.items() if k != "attention_mask"} for r in texts([4, 7, 9, 5], classes=None)], DataCollatorWithFlattening(), check=False), "Packing"),
     both("rows hold two texts each, told apart by position_ids", REFUSED, COMMON, lambda: Task(llama, [{**r, "position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2])} for r in texts([7] * 4, classes=None)], check=False), "packing"),
-    both("rows hold two texts each, told apart by seq_lengths", YOURS, OCCASIONAL, lambda: Task(llama, [{**r, "seq_lengths": torch.tensor([3, 4])} for r in texts([7] * 4, classes=None)], check=False), why="a row is what the data set returns for its index; only columns that packing collators add are known by name"),
+    both("rows hold two texts each, told apart by seq_lengths", REFUSED, OCCASIONAL, lambda: Task(llama, [{**r, "seq_lengths": torch.tensor([3, 4])} for r in texts([7] * 4, classes=None)], check=False), "packed"),
     both("a transform cuts windows while rows are loaded", REFUSED, OCCASIONAL, lambda: Task(bert, windows(), bound=0.01, check=False), "rows instead of"),
     both("__getitems__ returns every row four times", REFUSED, CONTRIVED, loads(Multiplying), "rows instead of"),
     both("__getitems__ leaves rows out", BOUNDED, OCCASIONAL, loads(LeavesOut)),

@@ -123,7 +123,7 @@ def require_mask(batch: Any, paddings: Sequence[Padding]) -> None:
 def refuse_packed(batch: Any) -> None:
     """Raise ValueError for rows that were packed of several examples before the training."""
     found = dict(tensors_of(batch))
-    packed = next((name for name in found if name.rpartition("/")[2] in _PACKED), None)
+    packed = next((name for name, x in found.items() if _tells_of_packing(name.rpartition("/")[2], x)), None)
     starts = found.get("position_ids")
     if packed is None and (starts is None or starts.dim() != 2):
         return
@@ -135,6 +135,11 @@ def refuse_packed(batch: Any) -> None:
         "of an example. Switch packing, padding_free and flattening collators off, and use one that pads "
         "(DataCollatorWithPadding, or that of your trainer without packing)."
     )
+
+
+def _tells_of_packing(name: str, column: torch.Tensor) -> bool:
+    """Whether it is a packing collator's column, or the lengths of several texts in a row."""
+    return name in _PACKED or (name == "seq_lengths" and column.dim() == 2 and column.shape[1] > 1)
 
 
 def _restarts(positions_bt: Any, mask: Any) -> bool:
