@@ -578,7 +578,7 @@ def test_a_loss_of_the_private_criterion_goes_backward_as_it_is():
     (criterion(model(x), y) / 2).backward()
     with pytest.raises(
         ValueError,
-        match=r"scaled or combined.*without GradScaler.*engine.clipper.backward\(losses\).*loss_reduction='none'",
+        match=r"scaled or combined.*without GradScaler.*engine.backward\(losses\)",
     ):
         optimizer.step()
     assert engine.steps == 0
@@ -1898,12 +1898,12 @@ def test_no_noise_is_said(caplog):
 
 @pytest.mark.parametrize(
     ("options", "are_looked_at"),
-    [({}, False), ({"loss_reduction": "none"}, True), ({"criterion": nn.CrossEntropyLoss()}, True)],
+    [({}, False), ({"loss_reduction": "none"}, False), ({"criterion": nn.CrossEntropyLoss()}, True)],
     ids=["loss.backward()", "losses", "criterion"],
 )
 def test_a_loop_whose_losses_are_not_looked_at_is_told_so(options, are_looked_at, caplog):
     make(**options)
-    assert ("of its losses only means are looked at" in caplog.text) != are_looked_at
+    assert ("your loop computes the losses" in caplog.text) != are_looked_at
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")

@@ -375,7 +375,7 @@ class PrivacyEngine:
             undo.pop_all()
         clipper, loader = self._loop.clipper, self._loop.loader
         trained = Trained.by(clipper)
-        _say(describe(run, mechanism.steps, trained) + ("" if loop.sees_losses else _LOSSES_ARE_NOT_SEEN))
+        _say(describe(run, mechanism.steps, trained) + ("" if loop.criterion is not None else _LOSSES_ARE_NOT_SEEN))
         for warning in warnings(run, mechanism.steps or loader.steps_per_epoch, trained.parameters):
             _say(warning)
         given_back = (loop.module, loop.optimizer)
