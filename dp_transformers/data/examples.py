@@ -31,27 +31,33 @@ class Examples:
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: SecretSeeds):
         _refuse_known_seed(collate)
         self.dataset, self._collate, self._seeds = dataset, collate, seeds
-        self._are_random = False  # whether loading or collating was seen to draw numbers
+        self._drawn: set[str] = set()  # the generators that were seen to be drawn from, or seeded
 
     def of_draw(self, indices: Sequence[int], draw: int) -> tuple[list[Any], list[Any]]:
         """Return the examples of a draw as they were loaded, and each collated alone.
 
-        Seeding takes as long as collating a text, so it is done for each example only once a first one was seen to
-        draw numbers; the draw in which that is seen is made again.
+        Seeding takes about as long as collating a text, so only those generators are seeded for each example that were
+        seen to be drawn from; a draw in which another one is drawn from is made again.
 
         Raises:
             ValueError: the data set gives more or fewer rows than one, or the collator cannot do with one example.
         """
-        made: list[tuple[Any, Any]] = []
-        if not self._are_random:
-            self._seeds.reseed(f"examples of draw {draw}")
-            before, made = generators_apart(), self._made(indices[:1])
-            if generators_apart() == before:
-                made += self._made(indices[1:])
-            self._are_random = generators_apart() != before
-        if self._are_random:
-            made = [self._seeded(i, f"draw {draw}") for i in indices]
-        return [example for example, _ in made], [row for _, row in made]
+        self._seeds.reseed(f"examples of draw {draw}")
+        before, rows = generators_apart(), list[Any]()
+        loaded = self.load(indices) if _is_plain_table(self.dataset) else []
+        for n, i in enumerate(indices):
+            if n == len(loaded):
+                self._seeds.reseed(f"example {i} of draw {draw}", self._drawn)
+                loaded += self.load([i])
+            self._seeds.reseed(f"row {i} of draw {draw}", self._drawn)  # a data set may set a seed for its own example
+            rows.append(self._alone(i, loaded[n]))
+            if n in (0, len(indices) - 1):
+                now = generators_apart()
+                drawn = {k for k, state in before.items() if state != now[k]}
+                if not drawn <= self._drawn:
+                    self._drawn |= drawn
+                    return self.of_draw(indices, draw)
+        return loaded, rows
 
     def together(self, indices: Sequence[int], purpose: str) -> Any:
         """Return what the collator itself makes of several examples. For one purpose an example is loaded, and the
@@ -75,20 +81,9 @@ class Examples:
             self._require_one_each(part, examples)
         return [example for _, examples in loaded for example in examples]
 
-    def _made(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        return [(example, self._alone(i, example)) for i, example in zip(indices, self.load(indices), strict=True)]
-
-    def _seeded(self, index: int, draw: str) -> tuple[Any, Any]:
-        self._seeds.reseed(f"example {index} of {draw}")
-        example = self.load([index])[0]
-        self._seeds.reseed(f"row {index} of {draw}")  # a data set may set a seed for its own example
-        row = self._alone(index, example)
-        require_unseeded("the collator")
-        return example, row
-
     def _alone(self, index: int, example: Any) -> Any:
         try:
-            return self._collate([_copied(example)])
+            row = self._collate([_copied(example)])
         except Exception as error:
             raise ValueError(
                 f"the collator raised {type(error).__name__} for row {index} of the training data alone: {error}. "
@@ -96,6 +91,9 @@ class Examples:
                 "row of another: the collator must make one row of a list of one example. If it needs two of them, or "
                 "leaves some out, compute that before training, or in the data set for each example."
             ) from error
+        if "torch" in self._drawn:  # and was seeded for this row
+            require_unseeded("the collator")
+        return row
 
     def _require_one_each(self, indices: Sequence[int], examples: Sequence[Any]) -> None:
         if len(examples) != len(indices):

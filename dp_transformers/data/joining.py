@@ -179,7 +179,7 @@ class Joiner:
         if column.offsets_of is not None:
             return self._joined_offsets(column.offsets_of, parts)
         if column.shifted_from is not None:
-            return self._shifted(column, parts)
+            return self._shifted(path, column, parts)
         rows = [column.rows_of(x) for x in parts]
         count = {len(x) for x in rows}
         are_apart = column.by_parts and len(count) == 1
@@ -221,7 +221,7 @@ class Joiner:
         joined = column.fill.to(rows[0]).expand(sum(map(len, rows)), *shape).clone()
         at = 0
         for x in rows:
-            block = [slice(at, at := at + len(x)), *map(slice, shape)]
+            block = [slice(at, at := at + len(x)), *[slice(None)] * len(shape)]
             for d in padded:
                 n, own = shape[d - 1], x.shape[d]
                 block[d] = slice(own) if column.sides[d] == "right" else slice(n - own, n)
@@ -249,9 +249,11 @@ class Joiner:
         last = [parts[0].new_tensor(starts[-1:])] if len(parts[0]) > 1 else []  # where the end is among them
         return torch.cat([*(x[:1] + int(n) for x, n in zip(parts, starts, strict=False)), *last])
 
-    def _shifted(self, column: Column, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _shifted(self, path: str, column: Column, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         name = str(column.shifted_from)
         labels = self._joined_tensors(name, [dict(tensors_of(single))[name] for single in self._parts])
+        if name in self._sizes:
+            self._sizes[path] = self._sizes[name]
         return _shift(torch.cat([x[:, :1] for x in parts]), labels, column.fill)
 
     # ---- learning ----

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+GENERATORS = ("python", "numpy", "torch")
 _TWISTER = slice(3, 3 + 624)  # where torch keeps the words of its generator for the CPU (mt19937), counted in 64 bits
 _BYTES = 32 + 32 + 8 + 4 * 624  # for Python, for NumPy, for torch's devices, and for its CPU generator
 
@@ -41,8 +42,8 @@ class SecretSeeds:
         """Return seeds that are the same on all ranks, and none of theirs."""
         return SecretSeeds(self._secret, -1)
 
-    def reseed(self, purpose: str | None = None) -> None:
-        """Seed every generator anew: for a purpose, the same numbers each time, or as in no earlier call.
+    def reseed(self, purpose: str | None = None, only: Collection[str] = GENERATORS) -> None:
+        """Seed the generators anew: for a purpose, the same numbers each time, or as in no earlier call.
 
         The numbers come from SHAKE-256 of the secret, so whoever learns the state of a generator learns nothing of the
         others'.
@@ -50,7 +51,9 @@ class SecretSeeds:
         if purpose is None:
             self._count += 1
             purpose = f"forward {self._count}"
-        _seed_globally(hashlib.shake_256(self._key + purpose.encode()).digest(_BYTES))
+        if only:
+            length = _BYTES if "torch" in only else 64
+            _seed_globally(hashlib.shake_256(self._key + purpose.encode()).digest(length), only)
 
     def number(self, purpose: str) -> int:
         """Return 256 random bits for a purpose, the same each time."""
@@ -80,12 +83,15 @@ def _expanded(entropy: Sequence[int]) -> bytes:
     return hashlib.shake_256(repr(list(entropy)).encode()).digest(_BYTES)
 
 
-def _seed_globally(numbers: bytes) -> None:
-    random.seed(numbers[:32])
-    np.random.seed(_numpy_seed(numbers))
-    if torch.accelerator.is_available():
-        torch.manual_seed(_device_seed(numbers))
-    torch.set_rng_state(_twister(numbers))
+def _seed_globally(numbers: bytes, only: Collection[str] = GENERATORS) -> None:
+    if "python" in only:
+        random.seed(numbers[:32])
+    if "numpy" in only:
+        np.random.seed(_numpy_seed(numbers))
+    if "torch" in only:
+        if torch.accelerator.is_available():
+            torch.manual_seed(_device_seed(numbers))
+        torch.set_rng_state(_twister(numbers))
 
 
 def _numpy_seed(numbers: bytes) -> np.ndarray:
@@ -162,9 +168,10 @@ def same_global_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return a[0] == b[0] and _words(a[1]) == _words(b[1]) and same_state(a[2:], b[2:])
 
 
-def generators_apart() -> tuple[Any, ...]:
+def generators_apart() -> dict[str, Any]:
     """Return the states of the global generators of Python, NumPy and torch on the CPU, to be compared one by one."""
-    return random.getstate(), _words(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
+    states = random.getstate(), _words(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
+    return dict(zip(GENERATORS, states, strict=True))
 
 
 def _words(state: Any) -> tuple[bytes, int]:

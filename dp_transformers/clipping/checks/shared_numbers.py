@@ -212,7 +212,7 @@ _PYTHON, _NUMPY = "Python's random", "numpy.random"
 
 
 def _states() -> dict[str, Any]:
-    of_python, of_numpy, _ = generators_apart()
+    of_python, of_numpy, _ = generators_apart().values()
     return {_PYTHON: of_python, _NUMPY: of_numpy}
 
 
