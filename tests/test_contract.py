@@ -225,11 +225,11 @@ def test_a_process_group_that_is_made_after_the_training_was_set_up(loop, moment
 
 
 class Augmented:
-    """Vectors with noise of NumPy's global generator, Python's, or one of its own; ``seen`` is what it drew."""
+    """Vectors with noise of NumPy's global generator, or Python's; ``seen`` is what it drew."""
 
     def __init__(self, source="numpy"):
         self.rows, self.seen = points(6), []
-        self.rng = np.random.default_rng(0) if source == "own" else np.random if source == "numpy" else random
+        self.rng = np.random if source == "numpy" else random
 
     def __len__(self):
         return len(self.rows)
@@ -269,11 +269,10 @@ class SeedsItself(Scores):
 
 @pytest.mark.table
 @both_loops
-@pytest.mark.parametrize("source", ["numpy", "python", "own"])
+@pytest.mark.parametrize("source", ["numpy", "python"])
 @pytest.mark.parametrize("model", [Scores, SeedsItself])
 def test_augmentation_follows_no_seed_that_is_known(loop, source, model):
-    """Neither one set by a callback or in the loop, nor a model's, nor a data set's own: two runs augment
-    otherwise."""
+    """Neither one set by a callback or in the loop, nor a model's: two runs augment otherwise."""
     seen = []
     for _ in range(2):
         rows = Augmented(source)
