@@ -117,6 +117,11 @@ def images(rows):
     return UserDict(pixel_values=x, pixel_mask=mask, labels=boxes)
 
 
+def placed(rows):
+    ids = pad_sequence(sequences(rows), True)
+    return {"x": ids, "position_ids": torch.arange(ids.shape[1])[None].repeat(len(rows), 1), "longest": ids.shape[1]}
+
+
 def patches(rows):
     """As many patches of an image as it has words, beside one row of words."""
     x = torch.cat([ids[:, None].expand(-1, 2).float() for ids in sequences(rows)])
@@ -164,6 +169,7 @@ COLLATORS = {  # by name: what makes it for a side, and a row
     "pad_sequence": (lambda side: lambda rows: Pair(pad_sequence(sequences(rows), padding_side=side), labels(rows)), classified),
     "squeezed": (lambda side: lambda rows: torch.stack([torch.tensor(x) for x in rows]).squeeze(), lambda draw: [draw.random()] * 3),
     "positions for all rows": (lambda side: lambda rows: {"x": pad_sequence(sequences(rows), True), "at": torch.arange(max(map(len, sequences(rows))))}, text),
+    "positions of each row": (lambda side: placed, text),
     "lists of rows": (lambda side: lambda rows: tuple(zip(*rows, strict=True)), image),
     "images of all sizes": (lambda side: images, image),
     "a number for each channel": (lambda side: normalised, image),
@@ -208,7 +214,15 @@ def test_joined_rows_are_the_batch_of_the_collator(name, side, caplog):
             assert ours.keys() == theirs.keys()
             for k, x in theirs.items():
                 assert ours[k].dtype == x.dtype and are_same(ours[k], x), k
+            assert collate is not placed or made["longest"] == own["longest"]
     assert not caplog.records
+
+
+def test_decoder_inputs_are_padded_like_their_labels():
+    collate, draw = DataCollatorForSeq2Seq(tokenizer("right"), Shifted()), random.Random(0)
+    batches = LogicalBatches([text(draw, labels=words(draw)) for _ in range(6)], collate, 6, SecretSeeds(1))
+    padded = [padding.columns for padding in batches[Draw(0, range(6))].batches[0].paddings]
+    assert {"labels": (1,), "decoder_input_ids": (1,)} in padded
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -22,7 +22,7 @@ from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds
 from .examples import Examples
 from .joining import Joiner, are_same, size_of, tensors_of
-from .padding import Padding, padding_before, paddings_of, refuse_packed, require_mask, traits_of
+from .padding import Padding, padding_before, paddings_of, refuse_packed, traits_of
 from .ranks import require_same_rows
 from .stored_rows import refuse_rows_loaded_from_one
 
@@ -203,7 +203,6 @@ class LogicalBatches(Dataset):
         batch, sizes = self._joiner.join([*rows, *[rows[0]] * fillers])
         paddings = paddings_of(sizes)
         refuse_packed(batch)
-        require_mask(batch, paddings)
         self._note_columns_of_mask(paddings)
         if not paddings and (before := padding_before(batch)) is not None:
             paddings = [replace(before, columns=self._columns_of_mask)]

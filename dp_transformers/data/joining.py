@@ -44,6 +44,7 @@ class Column:
         shifted_from: The labels that these decoder inputs are, one position later.
         sides: On which side each dimension is padded, with the rows in dimension 0.
         fill: What it is padded with: a number, or one for each entry of a dimension that is not padded.
+        is_by_place: All rows of a batch are the same: the numbers of places.
         pairs: How many pairs of examples have told the fill.
     """
 
@@ -54,6 +55,7 @@ class Column:
     shifted_from: str | None = None
     sides: dict[int, str] = field(default_factory=dict)
     fill: torch.Tensor | None = None
+    is_by_place: bool = False
     pairs: int = 0
 
     @property
@@ -88,6 +90,7 @@ class Joiner:
         self._together = together
         self._columns: dict[str, Column] = {}
         self._lists_of_rows: set[str] = set()  # lists that have an entry for each row, and are no list of columns
+        self._largest: set[str] = set()  # whole numbers for a batch that are those of its largest row
         self._has_learned = self._is_longest_first = False
         self._singles: Sequence[Any] = ()  # of the draw
         self._keys: Sequence[Any] = ()
@@ -164,6 +167,8 @@ class Joiner:
 
     def _the_same(self, path: str, parts: Sequence[Any]) -> Any:
         first = parts[0]
+        if path in self._largest:
+            return max(parts)
         if any(part is not first and part != first for part in parts):
             raise ValueError(
                 f"{_name(path)}, which the collator gives for the whole batch and not for each row, is another for "
@@ -211,6 +216,9 @@ class Joiner:
     def _padded(self, path: str, column: Column, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         shape = [max(sizes) for sizes in zip(*(x.shape[1:] for x in rows), strict=True)]
         padded = [d for d, n in enumerate(shape, 1) if any(x.shape[d] != n for x in rows)]
+        if column.is_by_place:
+            self._sizes[path] = {d: ("right", [x.shape[d] for x in rows]) for d in padded}
+            return self._of_the_whole_batch(path, rows).expand(len(rows), *shape).clone()
         if column.fill is None or any(d not in column.sides for d in padded):
             raise ValueError(
                 f"{_name(path)} of single examples has shapes as {tuple(rows[0].shape[1:])} and "
@@ -289,7 +297,9 @@ class Joiner:
                     of_own = _exact(of_own) or of_own
                     if of_own and is_sure == (len(of_own) == 1 and of_own[0].is_exact):
                         _take(path, column, own, p, of_own, votes)
-        for column, _, a, b, p in lying:
+        for column, path, a, b, p in lying:
+            is_known = all(map(bool, ways[is_second][path][:2]))
+            column.is_by_place |= not is_known and len(a) == len(b) == 1 and len(p) == 2 and are_same(p[0], p[1])
             column.pairs += column.fill is not None and bool(_longer(column, a, p) or _longer(column, b, p))
 
     def _triples(self, path: str, a: Any, b: Any, p: Any) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -307,6 +317,8 @@ class Joiner:
             self._is_longest_first |= a.sorted_indices is None
         elif isinstance(a, (list, tuple)) and isinstance(p, (list, tuple)) and len(p) == len(a) + len(b):
             self._lists_of_rows.add(path)
+        elif type(a) is type(b) is type(p) is int:
+            self._largest |= {path} if a != b and p == max(a, b) else set()
         else:
             columns = [_columns_of(x) or {} for x in (a, b, p)]
             for k in columns[0]:
