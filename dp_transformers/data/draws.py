@@ -22,7 +22,7 @@ from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds
 from .examples import Examples
 from .joining import Joiner, are_same, size_of, tensors_of
-from .padding import Padding, padding_before, paddings_of, refuse_packed, traits_of
+from .padding import Padding, padding_before, paddings_of, refuse_packed, require_mask, traits_of
 from .ranks import require_same_rows
 from .stored_rows import refuse_rows_loaded_from_one
 
@@ -152,6 +152,7 @@ class LogicalBatches(Dataset):
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
         # the columns that were always padded like the mask
         self._columns_of_mask: Mapping[str, tuple[int, ...]] | None = None
+        self._own_columns: set[str] = set()  # of the examples as they are loaded
         self._filler: PhysicalBatch | None = None
         if distributed.world_size() > 1:
             require_same_rows(len(dataset), lambda i: self._examples.load([i])[0], seeds.of_all_ranks())
@@ -168,6 +169,7 @@ class LogicalBatches(Dataset):
         indices, size = list(draw.indices), self.physical_batch_size
         loaded, rows = self._examples.of_draw(indices, draw.number)
         refuse_rows_loaded_from_one(indices, loaded, self._copies)
+        self._own_columns = {name for example in loaded[:1] if isinstance(example, Mapping) for name in example}
         order = sorted(range(len(rows)), key=lambda i: size_of(rows[i]))
         rows = [rows[i] for i in order]
         if size > 1:
@@ -203,6 +205,7 @@ class LogicalBatches(Dataset):
         batch, sizes = self._joiner.join([*rows, *[rows[0]] * fillers])
         paddings = paddings_of(sizes)
         refuse_packed(batch)
+        require_mask(batch, paddings, self._own_columns)
         self._note_columns_of_mask(paddings)
         if not paddings and (before := padding_before(batch)) is not None:
             paddings = [replace(before, columns=self._columns_of_mask)]

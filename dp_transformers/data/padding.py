@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,21 @@ def traits_of(batch: Any, size: int) -> frozenset:
 
 # ---- what no batch may be ----
 
+# as models of transformers call texts and sounds
+MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # what packing and flattening collators add
+
+
+def require_mask(batch: Any, paddings: Sequence[Padding], own_columns: set[str]) -> None:
+    """Raise ValueError for texts or sounds of the data set that are padded without a mask."""
+    names = {name for padding in paddings for name in padding.columns or ()} & {*MAIN_INPUTS} & own_columns
+    if names and isinstance(batch, Mapping) and "attention_mask" not in batch:
+        raise ValueError(
+            f"examples of different lengths ('{min(names)}') were padded without an attention_mask, so how much "
+            "padding an example sees depends on the others. Use a collator that returns the attention_mask "
+            "(DataCollatorWithPadding does if the tokenizer's output has it), or pad all to one length "
+            "(padding='max_length')."
+        )
 
 
 def refuse_packed(batch: Any) -> None:

@@ -115,45 +115,6 @@ def test_how_often_a_step_waits_for_the_device(mode, lora, device, waits, tmp_pa
     assert without_looks(steps.seen[-1]).total() == in_trainer, steps.seen[-1]
 
 
-def mean_of(scores):
-    return scores.square().mean()
-
-
-LOSSES = {
-    "weights": lambda s, number: (torch.stack([mean_of(s), s.mean()]) * torch.stack([number(1), number(2)])).sum(),
-    "own weights": lambda s, number: (s.square().sum(1) * s.detach()[:, 0]).mean() / number(3),
-    "rows": lambda s, number: sum(mean_of(x) * number(i) for i, x in enumerate(s)) / len(s),
-    "sizes": lambda s, number: mean_of(s) * number(len(s)),
-    "vectors": lambda s, number: (
-        (torch.stack([mean_of(s)] * len(s)) * torch.stack([number(1)] * len(s))).mean() / 2
-        + mean_of(s) / number(len(s))
-    ),
-}
-
-
-@pytest.mark.table("loops")
-@pytest.mark.parametrize("loss", LOSSES)
-def test_factors_of_a_loss_lie_on_the_device(loss, device):
-    torch.manual_seed(0)
-    engine, model, data = PrivacyEngine(), nn.Linear(4, 2).to(device), [(torch.randn(4), 0) for _ in range(24)]
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, 24), noise_multiplier=1.0,
-        max_grad_norm=1.0, max_physical_batch_size=9,
-    )  # fmt: skip
-
-    def train():
-        for x, _ in loader:
-            LOSSES[loss](model(x.to(device)), lambda n: torch.tensor(float(n), device=device)).backward()
-            optimizer.step()
-
-    if loss in ("sizes", "vectors"):
-        with pytest.raises(ValueError, match="by another number than in another physical batch of the same draw"):
-            train()
-    else:
-        train()
-        assert engine.steps == 1
-
-
 @pytest.mark.table("loops")
 def test_each_group_of_parameters_waits_once(device, waits):
     """Its sum is formed, and its memory freed, before the others are known."""
