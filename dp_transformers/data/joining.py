@@ -90,7 +90,7 @@ class Joiner:
         self._together = together
         self._columns: dict[str, Column] = {}
         self._lists_of_rows: set[str] = set()  # lists that have an entry for each row, and are no list of columns
-        self._largest: set[str] = set()  # whole numbers for a batch that are those of its largest row
+        self._largest: set[str] = set()  # whole numbers for a batch that are the largest of its rows'
         self._has_learned = self._is_longest_first = False
         self._singles: Sequence[Any] = ()  # of the draw
         self._keys: Sequence[Any] = ()
@@ -167,7 +167,7 @@ class Joiner:
 
     def _the_same(self, path: str, parts: Sequence[Any]) -> Any:
         first = parts[0]
-        if path in self._largest:
+        if path in self._largest and all(map(_is_a_size, parts, self._parts)):
             return max(parts)
         if any(part is not first and part != first for part in parts):
             raise ValueError(
@@ -436,6 +436,11 @@ def _of_one_type(path: str, parts: Sequence[torch.Tensor]) -> Sequence[torch.Ten
             "type of all (dtype=..., or the same type in every row of the data set)."
         )
     return [x.to(dtype) for x in parts for dtype, _ in types]
+
+
+def _is_a_size(number: int, single: Any) -> bool:
+    """Return whether a number is the length of something in a row, and so no content of it."""
+    return any(number in x.shape for _, x in tensors_of(single))
 
 
 def are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
