@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _IGNORED = -100  # the label that collators pad with
 _PAIRS = 2  # of examples, which must agree on what a column is padded with
-_TRIES = 8
+_TRIES = 16
 Sizes = dict[str, dict[int, tuple[str, list[int]]]]  # by column and dimension: the side, and the own size of each row
 
 
@@ -92,6 +92,7 @@ class Joiner:
         self._lists_of_rows: set[str] = set()  # lists that have an entry for each row, and are no list of columns
         self._largest: set[str] = set()  # whole numbers for a batch that are the largest of its rows'
         self._has_learned = self._is_longest_first = False
+        self._draws_lengths = False  # as crops at random do: then the first of two examples alone is as long as before
         self._singles: Sequence[Any] = ()  # of the draw
         self._keys: Sequence[Any] = ()
         self._asked: set[str] = set()  # the columns for which pairs of this draw were collated
@@ -216,7 +217,7 @@ class Joiner:
     def _padded(self, path: str, column: Column, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         shape = [max(sizes) for sizes in zip(*(x.shape[1:] for x in rows), strict=True)]
         padded = [d for d, n in enumerate(shape, 1) if any(x.shape[d] != n for x in rows)]
-        if column.is_by_place:
+        if column.is_by_place and column.fill is None:
             self._sizes[path] = {d: ("right", [x.shape[d] for x in rows]) for d in padded}
             return self._of_the_whole_batch(path, rows).expand(len(rows), *shape).clone()
         if column.fill is None or any(d not in column.sides for d in padded):
@@ -271,10 +272,12 @@ class Joiner:
         with the last but one. Where the collator draws the lengths of rows, several tries may be needed."""
         pairs = list(zip(order, reversed(order), strict=True))[: min(_PAIRS, max(1, len(order) // 2))]
         for number in range(_TRIES):
-            for pair in pairs:
-                keys, purpose = [self._keys[i] for i in pair], f"pair {number}"
-                short, long = (self._together([key], purpose) for key in keys)
-                self._compare(short, long, self._together(keys, purpose))
+            purpose = f"pair {number}"
+            alone = {i: self._together([self._keys[i]], purpose) for pair in pairs for i in pair}
+            self._draws_lengths |= any(_shapes_of(self._singles[i]) != _shapes_of(x) for i, x in alone.items())
+            for short, long in pairs:
+                both = self._together([self._keys[short], self._keys[long]], purpose)
+                self._compare(alone[short], alone[long], both)
             if is_known():
                 return
 
@@ -294,11 +297,13 @@ class Joiner:
             for column, path, *x, p in lying:
                 *candidates, column.by_parts = ways[is_second][path]
                 for own, of_own in zip(x, candidates, strict=True):
+                    if self._draws_lengths:
+                        of_own = _exact(of_own) if own is x[0] else []
                     of_own = _exact(of_own) or of_own
                     if of_own and is_sure == (len(of_own) == 1 and of_own[0].is_exact):
                         _take(path, column, own, p, of_own, votes)
         for column, path, a, b, p in lying:
-            is_known = all(map(bool, ways[is_second][path][:2]))
+            is_known = column.fill is not None or self._draws_lengths or all(map(bool, ways[is_second][path][:2]))
             column.is_by_place |= not is_known and len(a) == len(b) == 1 and len(p) == 2 and are_same(p[0], p[1])
             column.pairs += column.fill is not None and bool(_longer(column, a, p) or _longer(column, b, p))
 
@@ -436,6 +441,10 @@ def _of_one_type(path: str, parts: Sequence[torch.Tensor]) -> Sequence[torch.Ten
             "type of all (dtype=..., or the same type in every row of the data set)."
         )
     return [x.to(dtype) for x in parts for dtype, _ in types]
+
+
+def _shapes_of(row: Any) -> dict[str, torch.Size]:
+    return {path: x.shape for path, x in tensors_of(row) if not x.is_nested}
 
 
 def _is_a_size(number: int, single: Any) -> bool:
