@@ -41,7 +41,7 @@ from dp_transformers.step.ledger import LEDGER_NAME
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-MAP = (ROOT / "docs" / "architecture.md").read_text()
+MAP = "\n".join((ROOT / "docs" / name).read_text() for name in ("architecture.md", "inside-clipping.md"))
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 LONGEST = 20
 
@@ -311,12 +311,14 @@ def test_the_page_of_the_interface_has_every_public_name():
     assert sorted(name.rpartition(".")[2] for name in shown) == sorted(dp_transformers.__all__)
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "glossary.md"])
-def test_glossaries_are_sorted_and_in_whole_sentences(page):
-    (glossary,) = re.findall(r"Glossary\n.*?\|---\|---\|\n(.*)", (ROOT / "docs" / page).read_text(), re.S)
-    entries = [line.strip("| ").split(" | ") for line in glossary.splitlines()]
-    words = [word.lower() for word, _ in entries]
-    assert words == sorted(words) and all(meaning.endswith(".") for _, meaning in entries)
+def test_glossaries_are_sorted_and_in_whole_sentences():
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    glossaries = re.findall(r"\| word \| meaning \|\n\|---\|---\|\n(.*?)(?=\n\n|\Z)", page, re.S)
+    assert len(glossaries) == 2
+    for glossary in glossaries:
+        entries = [line.strip("| ").split(" | ") for line in glossary.splitlines()]
+        words = [word.lower() for word, _ in entries]
+        assert words == sorted(words) and all(meaning.endswith(".") for _, meaning in entries)
 
 
 # ---- the layer ----
