@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
 from models import CHECKPOINTING
 from neighbours import LOOPS, Task, assert_bounded, moves, padded, points, texts, train
 from tokenizers import Tokenizer
@@ -17,12 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
-    BertForMaskedLM,
     BertForSequenceClassification,
-    BigBirdConfig,
-    BigBirdForSequenceClassification,
-    DataCollatorForLanguageModeling,
-    DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -33,7 +27,6 @@ from transformers import (
     Wav2Vec2ForSequenceClassification,
 )
 
-from dp_transformers.mechanism.sampling import Draw, DrawSampler
 from dp_transformers.runtime import distributed
 from dp_transformers.step.step import PrivateStep
 
@@ -72,52 +65,6 @@ def llama(**changes):
     )
 
 
-@both_loops
-@pytest.mark.parametrize("others", [range(18, 24), range(6, 12)], ids=["longer", "shorter"])
-def test_rotary_embeddings_that_keep_the_longest_length(loop, others):
-    """Dynamic rotary embeddings are computed anew for the longest example seen, and stay so."""
-    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    task = Task(
-        lambda: llama(rope_parameters=dynamic),
-        texts([60, *others, *others], classes=None),
-        expected=4,
-        physical=16,
-        steps=6,
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)'model.rotary_emb.*changed in a forward or backward pass.*rope_type other than 'dynamic'",
-    ):
-        moves(loop, task, 0)
-
-
-@both_loops
-def test_rotary_embeddings_of_fixed_lengths(loop):
-    """The control: of the default type a long example is one like others."""
-    assert_bounded(moves(loop, Task(llama, texts([60, *range(18, 30)], classes=None), expected=4, steps=6), 0))
-
-
-@both_loops
-def test_attention_that_is_switched_for_good(loop):
-    """BigBird's attention becomes another one with the first short batch, for all that follow."""
-    config = BigBirdConfig(
-        **SIZES,
-        max_position_embeddings=64,
-        block_size=4,
-        num_random_blocks=1,
-        attention_type="block_sparse",
-        num_labels=3,
-        initializer_range=0.5,
-    )
-    task = Task(
-        lambda: BigBirdForSequenceClassification(config), texts([12] + 7 * [64]), expected=3, physical=1, steps=6
-    )
-    with pytest.raises(
-        ValueError, match=r"(?s)attention_type.*changed in a forward or backward pass.*attention_type='original_full'"
-    ):
-        moves(loop, task, 0)
-
-
 # ---- rows of the data set and the collator ----
 
 
@@ -138,23 +85,6 @@ class Multiplying(list):
         return [self[i] for i in indices for _ in range(4)]
 
 
-@both_loops
-@pytest.mark.parametrize("made_by", ["set_transform", "__getitems__"])
-def test_more_rows_from_the_data_set_than_were_asked_for(loop, made_by):
-    """Each window would be clipped by itself."""
-    rows = texts([60, *range(4, 10)])
-    if made_by == "set_transform":
-        rows = Dataset.from_list([{"input_ids": r["input_ids"].tolist(), "labels": int(r["labels"])} for r in rows])
-        rows.set_transform(windows)
-    else:
-        rows = Multiplying(rows)
-    task = Task(bert, rows, bound=0.01)
-    with pytest.raises(
-        ValueError, match=r"(?s)returned \d+ rows instead of 1,.*windows.*before training.*max_examples_per_person"
-    ):
-        moves(loop, task, 0)
-
-
 def bert(dropout=0.0, **changes):
     config = BertConfig(
         **SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3, **changes
@@ -166,40 +96,6 @@ def mixed_up(rows):
     """MixUp: each row is half the one after it."""
     x = torch.stack([row["x"] for row in rows])
     return {"x": 0.5 * x + 0.5 * x.roll(1, 0), "labels": torch.stack([row["labels"] for row in rows])}
-
-
-def normalised(rows):
-    """By the batch's own mean and deviation."""
-    x = torch.stack([row["x"] for row in rows])
-    return {
-        "x": (x - x.mean(0)) / (x.std(0, correction=0) + 1e-3),
-        "labels": torch.stack([row["labels"] for row in rows]),
-    }
-
-
-@both_loops
-@pytest.mark.parametrize("collate", [mixed_up, normalised])
-def test_collators_that_mix_examples(loop, collate):
-    """They are given one example at a time, so that no row is made of two people's data."""
-    assert_bounded(moves(loop, Task(Scores, points(8), collate, mean_cross_entropy, bound=0.01), 0))
-
-
-@both_loops
-def test_flattening_collator(loop):
-    """All examples in one row."""
-    rows = [{"input_ids": r["input_ids"].tolist(), "labels": r["input_ids"].tolist()} for r in texts([4, 7, 9, 5])]
-    with pytest.raises(ValueError, match=r"(?s)Packing joins several examples in one row.*DataCollatorWithPadding"):
-        moves(loop, Task(llama, rows, DataCollatorWithFlattening()), 0)
-
-
-@both_loops
-def test_position_ids_that_restart(loop):
-    """As many rows as examples, but two texts in each, told apart by positions only."""
-    rows = [{**row, "position_ids": torch.tensor([0, 1, 2, 3, 0, 1, 2])} for row in texts([7] * 4, classes=None)]
-    with pytest.raises(
-        ValueError, match=r"(?s)position_ids of a row start again at 0.*Packing joins several examples"
-    ):
-        moves(loop, Task(llama, rows), 0)
 
 
 # ---- processes ----
@@ -425,18 +321,6 @@ def tokenizer():
     )
 
 
-@both_loops
-def test_collators_with_a_seed_of_their_own(loop):
-    """Masks that move with the examples of a batch, from numbers that everybody knows."""
-    collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3, seed=42)
-    rows = [
-        {"input_ids": r["input_ids"].tolist(), "attention_mask": r["attention_mask"].tolist()} for r in texts([20] * 8)
-    ]
-    task = Task(lambda: BertForMaskedLM(BertConfig(**SIZES)), rows, collator, bound=0.01)
-    with pytest.raises(ValueError, match=r"(?s)DataCollatorForLanguageModeling.*seed=42.*Leave it out \(seed=None\)"):
-        moves(loop, task, 0)
-
-
 # ---- two passes over one forward ----
 
 
@@ -540,24 +424,6 @@ class PaddedByDraw(list):
 
 
 @both_loops
-@pytest.mark.parametrize("expected", [10, 3])
-def test_rows_that_the_data_set_pads_to_the_length_of_others(loop, expected):
-    """It is asked for one row at a time, so that no other decides where an example begins."""
-    task = Task(gpt2, PaddedByDraw(texts([40, *range(5, 14)], classes=None)), bound=0.01, expected=expected, steps=4)
-    assert_bounded(moves(loop, task, 0))
-
-
-@both_loops
-def test_texts_padded_on_the_left_by_the_collator(loop):
-    """As generating models' tokenizers do."""
-    task = Task(gpt2, texts([40, *range(5, 14)], classes=None), lambda rows: padded(rows, "left"), bound=0.01)
-    with pytest.raises(
-        ValueError, match=r"(?s)padded on the left to the length of a longer one.*padding_side.*padding='max_length'"
-    ):
-        moves(loop, task, 0)
-
-
-@both_loops
 def test_texts_padded_on_the_right(loop):
     """The control: a causal model does not see what comes after."""
     assert_bounded(moves(loop, Task(gpt2, texts([40, *range(5, 14)], classes=None), bound=0.01), 0))
@@ -589,27 +455,6 @@ def collate_sounds(rows):
     }
 
 
-@both_loops
-def test_sounds_whose_padding_is_normalised_with_them(loop):
-    """wav2vec2's group norm takes mean and deviation over the padding too."""
-    task = Task(
-        lambda: wav2vec2("group"),
-        sounds([400, *range(60, 140, 10)]),
-        collate_sounds,
-        first_output,
-        bound=0.01,
-        physical=16,
-    )
-    with pytest.raises(
-        ValueError, match=r"(?s)padded on the right to the length of a longer one.*padding='max_length'"
-    ):
-        moves(loop, task, 0)
-
-
-def first_output(outputs, labels):
-    return mean_cross_entropy(outputs.logits, labels)
-
-
 class CharLSTM(nn.Module):
     """Opacus's example: reads its states at the last position, which is padding for most."""
 
@@ -623,59 +468,6 @@ class CharLSTM(nn.Module):
 
     def forward(self, input_ids, attention_mask=None):
         return self.head(self.lstm(self.embedding(input_ids))[0][:, -1])
-
-
-class Averaging(nn.Module):
-    """Opacus's example of film reviews: the mean over all positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 12), nn.Linear(12, 3)
-
-    def forward(self, input_ids, attention_mask=None):
-        return self.head(self.embedding(input_ids).mean(1))
-
-
-def as_tuples(rows):
-    return pad_sequence([row["input_ids"] for row in rows], batch_first=True), torch.stack(
-        [row["labels"] for row in rows]
-    )
-
-
-@pytest.mark.parametrize("model", [CharLSTM, Averaging])
-@pytest.mark.parametrize(
-    ("loop", "collate"),
-    [("engine", as_tuples), ("engine", None), ("trainer", None)],
-    ids=["tuples", "dicts", "trainer"],
-)
-def test_models_that_read_the_padding(loop, collate, model):
-    """On the right, from tuples and from dicts with a mask that the model ignores."""
-    task = Task(model, texts([40, *range(4, 14)]), collate, mean_cross_entropy, bound=0.01)
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)padded on the right to the length of a longer one.*padding='max_length'.*pack_padded_sequence",
-    ):
-        moves(loop, task, 0)
-
-
-class ReadsALittle(nn.Module):
-    """The mean over a text's own positions, and 3 percent of that over all."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 12), nn.Linear(12, 3)
-
-    def forward(self, input_ids, attention_mask):
-        x, mask = self.embedding(input_ids), attention_mask[..., None].float()
-        return self.head((x * mask).sum(1) / mask.sum(1) + 0.03 * x.mean(1))
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_model_that_reads_the_padding_by_less_than_bf16_tells_apart(bf16):
-    """Trained in bf16 it is looked at in float32."""
-    task = Task(ReadsALittle, texts([40, *range(4, 14)]), None, mean_cross_entropy, arguments={"bf16": bf16})
-    with pytest.raises(ValueError, match=r"padded on the right to the length of a longer one"):
-        moves("trainer", task, 0)
 
 
 # ---- models and losses of one's own ----
@@ -705,14 +497,6 @@ class OnX(nn.Sequential):
         return super().forward(x)
 
 
-@both_loops
-@pytest.mark.parametrize("mode", ["ghost", "fast_gradient", "book_keeping"])
-def test_a_norm_that_clamps_large_input(loop, mode):
-    """It must not be taken for a plain one in a mode that measures one thing and sums another."""
-    rows = [{"x": torch.tensor([1e4, 100.0, 0, 0, 0, 0]), "labels": torch.tensor(2)} for _ in range(2)]
-    assert_bounded(moves(loop, Task(clamped, rows, None, mean_cross_entropy, bound=0.01, mode=mode), 0))
-
-
 class Sorting(nn.Module):
     """Sorts its rows by length to pack them, and puts the states back: row i of what the LSTM is given is another
     example's."""
@@ -727,46 +511,6 @@ class Sorting(nn.Module):
         return self.h(self.l(packed)[1][0][0][order.argsort()])
 
 
-def with_lengths(rows):
-    ids = [row["input_ids"] for row in rows]
-    return {
-        "input_ids": nn.functional.pad(pad_sequence(ids, batch_first=True), (0, 12 - max(map(len, ids)))),
-        "lengths": torch.tensor([len(x) for x in ids]),
-        "labels": torch.stack([row["labels"] for row in rows]),
-    }
-
-
-@both_loops
-def test_a_model_that_sorts_its_rows(loop, monkeypatch):
-    """Rows of what it packs are other examples', which a first batch of one length does not show."""
-    script = [list(range(6)), list(range(6, 18))]
-    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: Draw((n := next(sampler._number)), script[n]))
-    rows = texts([12] * 6 + [1 + 5 * i % 12 for i in range(12)])
-    task = Task(Sorting, rows, with_lengths, mean_cross_entropy, expected=9, physical=12, steps=2)
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)moved by .* when only another example of its batch changed: the model or its loss mixes examples",
-    ):
-        moves(loop, task, 11)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_rows_padded_before_training_to_the_length_of_the_longest(loop):
-    """As datasets.map(tokenize, batched=True) with padding=True does; a length that several rows fill may be one that
-    was chosen."""
-    batch = padded(texts([40, *range(5, 14)], classes=None), "left")
-    rows = [{name: column[i] for name, column in batch.items()} for i in range(len(batch["input_ids"]))]
-    message = r"padded on the left to the length of a longer one.* One row alone fills the 40 positions.*max_length=48"
-    with pytest.raises(ValueError, match=message):
-        train(loop, Task(gpt2, rows, bound=0.01, physical=16))
-
-
 def hardest(scores, labels):
     each = nn.functional.cross_entropy(scores, labels, reduction="none")
     return each * (each >= each.topk(min(8, len(each))).values[-1])
-
-
-def test_a_loss_that_compares_the_examples_of_a_batch():
-    """More of them than the self-check has rows."""
-    with pytest.raises(ValueError, match=r"when other examples share its batch.*own row"):
-        moves("trainer", Task(Scores, points(16), None, hardest, physical=16), 0)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import clipped_sum, distance, length, per_example_gradients, trainable
+from oracle import clipped_sum, distance, length, per_example_gradients
 from test_mechanism_in_loops import EXPECTED, LOOPS, Gradients, N, by_engine, by_trainer, mechanism
 from test_resume import Classifier, rows
 from torch import nn
@@ -251,17 +251,6 @@ def test_ranks_share_the_largest_draw(world, size, batches):
     assert LogicalBatches(rows(), list, size, largest_draw=sampler.largest_draw).batches_per_draw == 0
 
 
-def test_a_draw_with_a_largest_size_is_one_batch_of_it(sizes):
-    engine, model, optimizer, loader = by_engine(mechanism(sampling=CAPPED), fill_physical_batches=True)
-    assert len(loader) == loader.steps_per_epoch == 5
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    engine.detach()
-    assert sizes == [CAPPED.cap] * 5
-
-
 @pytest.mark.parametrize(
     "sampling", [PoissonSampling(N, EXPECTED), RandomAllocationSampling(N, N // EXPECTED)], ids=str
 )
@@ -308,28 +297,6 @@ def test_fillers_follow_the_examples_and_lengthen_no_row():
     assert len(filled[1].paddings) == len(plain[1].paddings)
     filler = LogicalBatches(Texts(), padded, SIZE, SecretSeeds(1), fill=True).filler()
     assert (filler.size, filler.examples, len(filler.rows["input_ids"])) == (SIZE, 0, SIZE)
-
-
-def test_a_model_sees_whole_batches_of_trainable_rows_only(tmp_path, silent):
-    """The model is as without fillers when training has ended."""
-    ends = []
-    for fill in (False, True):
-        trainer = by_trainer(
-            tmp_path / str(fill),
-            given(),
-            save_strategy="no",
-            per_device_train_batch_size=SIZE,
-            fill_physical_batches=fill,
-        )
-        trainer.train()
-        ends.append(trainable(trainer.model))
-    assert distance(*ends) <= 1e-5 * distance(ends[0], trainable(Classifier()))
-
-
-def test_a_batch_of_rows_that_are_all_alike_has_fillers_like_them():
-    rows = [{"x": torch.ones(2)} for _ in range(3)]
-    batch = filled(lambda examples: {"x": torch.stack([e["x"] for e in examples])}, rows).batches[0]
-    assert batch.fillers == 5 and batch.rows["x"].tolist() == [[1.0, 1.0]] * 8
 
 
 def filled(collate, rows):

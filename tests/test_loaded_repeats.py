@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from neighbours import LOOPS, Task, points, train
+from neighbours import Task, points, train
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -107,17 +107,6 @@ def losses(outputs, labels):
 class Scores(nn.Linear):
     def forward(self, x):
         return super().forward(x)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("read", [STORED["dict"], STORED["views"]])
-def test_both_loops_refuse_an_index_table(loop, read):
-    def trained(numbers):
-        return train(loop, Task(lambda: Scores(6, 3), Rows(read, numbers), loss=losses, bound=0.3, steps=2))
-
-    trained(range(SIZE))
-    with pytest.raises(ValueError, match=REFUSED):
-        trained([0, 0, *range(SIZE)])
 
 
 def test_groups_of_rows_may_come_as_often_as_they_are_counted_for():

@@ -94,18 +94,6 @@ def test_it_is_the_loss_of_outputs_and_labels_where_that_is_what_it_computes(tmp
     assert all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:dp_seed")
-def test_a_loss_that_compares_the_rows_of_a_batch_is_refused(tmp_path):
-    def contrasted(model, inputs):
-        chosen = log_probability(model, inputs["input_ids"], inputs["attention_mask"])
-        return chosen - chosen.detach().mean()
-
-    trainer = trainer_for(task(loss=contrasted), str(tmp_path), self_check=False)
-    with pytest.raises(ValueError, match=r"the loss compares them.*or of the inputs, alone"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 0
-
-
 def test_a_loss_of_another_shape_is_refused(tmp_path):
     trainer = trainer_for(
         task(loss=lambda model, inputs: preferred(model, inputs).mean()), str(tmp_path), dp_seed=None

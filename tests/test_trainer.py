@@ -16,34 +16,23 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import TorchDynamoPlugin
 from datasets import Dataset
-from models import CHECKPOINTING, DeepSpeedEngine, PaddedEncoder, build, losses_function
+from models import DeepSpeedEngine, build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
 from transformers import (
     BertConfig,
-    BertForMultipleChoice,
     BertForPreTraining,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
     EarlyStoppingCallback,
-    GPT2Config,
-    GPT2ForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
     TrainerCallback,
     TrainingArguments,
-    XLNetConfig,
-    XLNetForSequenceClassification,
-    set_seed,
 )
 from transformers.optimization import GreedyLR
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
-from dp_transformers.clipping.checks.rare_looks import RareLooks
-from dp_transformers.losses.heads import causal_lm_loss
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.step.checkpoint import STATE_NAME
 from dp_transformers.step.ledger import LEDGER_NAME, PrivacyStateError
@@ -376,23 +365,6 @@ FOLLOWS = [  # arguments, callbacks, and what follows the metrics of evaluation
 ]
 
 
-@pytest.mark.parametrize(("changes", "callbacks", "what"), FOLLOWS)
-@pytest.mark.parametrize(
-    "inside",
-    [
-        lambda data: data,
-        lambda data: {"a": dataset(4), "b": data},
-        lambda data: Subset(Subset(data, range(20)), range(9)),
-    ],
-)
-def test_training_rows_choose_nothing_without_noise(tmp_path, changes, callbacks, what, inside):
-    data = dataset()
-    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss", **changes}
-    trainer = trainer_for(tmp_path, data=data, callbacks=callbacks, eval_data=inside(data), **options)
-    with pytest.raises(ValueError, match=rf"the training rows would choose .*{what}.*Evaluate on other rows"):
-        trainer.train()
-
-
 @pytest.mark.parametrize("make", [torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR])
 def test_training_rows_choose_no_learning_rate_of_a_scheduler_that_is_handed_over(tmp_path, make):
     data, model = dataset(), build("bert")
@@ -489,14 +461,6 @@ def test_a_derived_batch_size_is_taken_from_the_checkpoint(tmp_path, caplog):
 
 
 # ---- refusals at construction ----
-
-
-def test_a_stream_has_its_article(tmp_path):
-    class AnyStream(Stream):
-        pass
-
-    with pytest.raises(ValueError, match="the training data are an AnyStream without random access"):
-        trainer_for(tmp_path, data=AnyStream())
 
 
 class Stream(IterableDataset):
@@ -663,22 +627,6 @@ def test_output_dir_of_an_earlier_run_is_pointed_out(trained, caplog):
 # ---- what reaches the step by other ways ----
 
 
-def test_collators_that_change_the_number_of_rows_are_refused(tmp_path):
-    twice = lambda rows: collate([r for r in rows for _ in range(2)])  # noqa: E731
-    trainer = DPTrainer(build("bert"), arguments(tmp_path), twice, dataset())
-    with pytest.raises(ValueError, match="2 rows of one example"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 0
-
-
-def test_padding_without_a_mask_is_refused(tmp_path):
-    no_mask = lambda rows: {k: v for k, v in collate(rows).items() if k != "attention_mask"}  # noqa: E731
-    with pytest.raises(ValueError, match="attention_mask"):
-        DPTrainer(build("bert"), arguments(tmp_path), no_mask, dataset()).train()
-    same_length = [{"input_ids": [5, i, 7], "labels": i % 3} for i in range(N)]
-    DPTrainer(build("bert"), arguments(tmp_path), no_mask, same_length).train()
-
-
 def padded(rows, side="right", longest=None):
     """Collated with the pad token 0 on this side, to the longest or to a fixed length."""
     if isinstance(rows[0]["input_ids"][0], list):  # one text for each choice
@@ -700,100 +648,6 @@ def padded(rows, side="right", longest=None):
             pad(r[name], -100) if isinstance(r[name], list) and isinstance(r[name][0], int) else r[name] for r in rows
         ]
     return {name: torch.tensor(x) for name, x in batch.items()}
-
-
-PADDED = {  # model, side, fixed length, whether others' lengths then decide an example's gradient
-    "BERT": (lambda: build("bert"), "right", None, False),
-    "BERT on the left": (lambda: build("bert"), "left", None, True),
-    "BERT on the left, one length": (lambda: build("bert"), "left", 16, False),
-    "GPT-2": (lambda: build("gpt2"), "right", None, False),
-    "GPT-2 on the left": (lambda: build("gpt2"), "left", None, True),  # positions are counted from the padding on
-    "Llama on the left": (lambda: build("llama"), "left", None, False),  # what padding predicts does not count
-    "Llama on the left, LoRA": (lambda: build("llama", lora=True), "left", None, False),
-    "XLNet": (
-        lambda: XLNetForSequenceClassification(XLNetConfig(**TINY)),
-        "right",
-        None,
-        True,
-    ),  # looks at the last position
-    "XLNet on the left": (lambda: XLNetForSequenceClassification(XLNetConfig(**TINY)), "left", None, False),
-    "GPT-2 classifier": (lambda: GPT2ForSequenceClassification(GPT2Config(**TINY)), "right", None, False),
-    "question answering": (
-        lambda: BertForQuestionAnswering(BertConfig(**TINY | {"num_labels": 2})),
-        "right",
-        None,
-        True,
-    ),  # softmax over padding
-    "token classification": (lambda: BertForTokenClassification(BertConfig(**TINY)), "right", None, False),
-    "multiple choice": (lambda: BertForMultipleChoice(BertConfig(**TINY)), "right", None, False),
-    "multiple choice on the left": (lambda: BertForMultipleChoice(BertConfig(**TINY)), "left", None, True),
-    "as many classes as positions": (
-        lambda: BertForSequenceClassification(BertConfig(**TINY | {"num_labels": 13})),
-        "right",
-        None,
-        False,
-    ),
-    "question answering, one length": (
-        lambda: BertForQuestionAnswering(BertConfig(**TINY | {"num_labels": 2})),
-        "right",
-        16,
-        False,
-    ),
-}
-TINY = {"vocab_size": 1000, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "pad_token_id": 0,
-        "n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64, "n_embd": 32, "num_labels": 3}  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
-@pytest.mark.parametrize("case", PADDED)
-def test_padding_to_the_length_of_others_is_refused_where_it_matters(tmp_path, case, mode):
-    make, side, longest, is_refused = PADDED[case]
-    model = make().train()
-    data = dataset(kind="lm" if model.__class__.__name__.endswith(("LMHeadModel", "CausalLM")) else "bert")
-    if "question" in case:
-        data = data.rename_column("labels", "start_positions").map(
-            lambda row: {"end_positions": row["start_positions"] + 1}
-        )
-    if hasattr(model, "peft_config"):
-        data = dataset(kind="lm")
-    if "token classification" in case:
-        data = data.map(lambda row: {"labels": [i % 3 for i in row["input_ids"]]}, remove_columns="labels")
-    if "multiple choice" in case:
-        data = data.map(
-            lambda row: {"input_ids": [row["input_ids"], row["input_ids"][:2], row["input_ids"][1:]]},
-            remove_columns="input_ids",
-        )
-    if "classes" in case:
-        texts = [list(range(1, 13 + i % 2)) for i in range(N)]
-        data = [{"input_ids": ids, "labels": [float(i == len(ids)) for i in range(13)]} for ids in texts]
-    size = 64 if "classes" in case else 5
-    args = arguments(
-        tmp_path,
-        expected_batch_size=30,
-        clipping_mode=mode,
-        max_steps=1,
-        per_device_train_batch_size=size,
-        self_check=True,
-    )
-    trainer = DPTrainer(model, args, lambda rows: padded(rows, side, longest), data)
-    before = [p.detach().clone() for p in trainable(model)]
-    if not is_refused:
-        trainer.train()
-        assert trainer.privacy_spent().steps == 1
-        return
-    with pytest.raises(ValueError, match=f"padded on the {side} to the length of a longer one"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 0 and distance(before, trainable(model)) == 0
-
-
-def test_a_loss_of_the_users_that_counts_what_padding_predicts_is_refused(tmp_path):
-    loss = lambda outputs, labels: causal_lm_loss(outputs.logits, labels)  # noqa: E731
-    args = arguments(tmp_path, expected_batch_size=30, max_steps=1, per_device_train_batch_size=5, self_check=True)
-    rows, collator = dataset(kind="lm"), lambda rows: padded(rows, "left")
-    trainer = DPTrainer(build("llama"), args, collator, rows, per_example_loss_func=loss)
-    with pytest.raises(ValueError, match="padded on the left to the length of a longer one"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 0
 
 
 @pytest.mark.parametrize("made", [False, True])  # by the collator, or from the labels
@@ -822,79 +676,6 @@ def test_targets_padded_on_the_left_are_refused(tmp_path, side, made):
     assert trainer.privacy_spent().steps == 0
 
 
-@pytest.mark.filterwarnings("ignore:dp_seed")
-def test_gradients_left_by_a_callback_do_not_reach_the_sum(tmp_path):
-    class Probe(TrainerCallback):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            for p in model.parameters():
-                p.grad = torch.full_like(p, 1e6)
-
-    sums = []
-    for callbacks in ([], [Probe()]):
-        grads = Grads()
-        trainer_for(tmp_path, noise_multiplier=0.0, dp_seed=2, callbacks=[*callbacks, grads]).train()
-        sums.append(grads.steps[0])
-    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
-
-
-def test_a_seed_set_during_training_does_not_matter(tmp_path):
-    """By a callback, as every Trainer that is made does: the masks of dropout, and of a collator, would be known from
-    there on."""
-
-    class Seeds(TrainerCallback):
-        def __init__(self):
-            self.drawn = []
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            set_seed(42)
-
-    class Noisy(nn.Module):
-        """A dropout that notes what it drew, from each generator."""
-
-        def forward(self, x):
-            # checks on made-up input draw from seeds of their own, and so do looks at real batches, without gradients
-            if torch.is_grad_enabled() and torch.initial_seed() not in (0, 42):
-                drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
-            return x
-
-    runs = []
-    for k in range(2):
-        drawn = []
-        model = build("bert")
-        model.dropout = Noisy()
-        collated = []
-
-        def collate_and_draw(rows, collated=collated):
-            collated.append((torch.rand(()).item(), random.random(), np.random.rand()))
-            return collate(rows)
-
-        args = arguments(tmp_path / str(k), max_steps=3, per_device_train_batch_size=N, expected_batch_size=N)
-        DPTrainer(model, args, collate_and_draw, dataset(), callbacks=[Seeds()]).train()
-        runs.append((drawn[-3:], collated))
-    for first, second in zip(*runs, strict=True):
-        assert (
-            len(set(first)) >= 3
-            and len(set(second)) >= 3
-            and not {*itertools.chain(*first)} & {*itertools.chain(*second)}
-        )
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_parameters_outside_of_the_model_are_refused(tmp_path, reentrant):
-    """Where checkpointing is reentrant, the loss filled their gradients, unclipped, and the optimizer stepped with
-    them."""
-    model, scale = build("bert"), nn.Parameter(torch.ones(3))
-    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
-    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-    loss = lambda outputs, labels: (outputs.logits * scale).gather(1, labels[:, None]).squeeze(1)  # noqa: E731
-    trainer = DPTrainer(
-        model, arguments(tmp_path), collate, dataset(), per_example_loss_func=loss, optimizers=(optimizer, None)
-    )
-    with pytest.raises(ValueError, match="1 parameters that are not the model's.*hold both in one nn.Module"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 0 and torch.equal(scale, torch.ones(3))
-
-
 class At(TrainerCallback):
     """Does something at one event, once."""
 
@@ -907,14 +688,6 @@ class At(TrainerCallback):
         do(**kwargs)
 
 
-def test_parameters_that_a_callback_gives_the_optimizer_are_refused(tmp_path):
-    scale, trainer = nn.Parameter(torch.ones(3)), trainer_for(tmp_path)
-    trainer.add_callback(At("on_step_end", lambda optimizer, **kwargs: optimizer.add_param_group({"params": [scale]})))
-    with pytest.raises(ValueError, match="1 parameters that are not the model's"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 1
-
-
 def test_an_optimizer_that_misses_trained_parameters_is_refused(tmp_path):
     model = build("bert")
     optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.1)
@@ -922,46 +695,6 @@ def test_an_optimizer_that_misses_trained_parameters_is_refused(tmp_path):
     with pytest.raises(ValueError, match="misses [0-9]+ trainable parameters .*take up the clipping bound"):
         trainer.train()
     assert trainer.privacy_spent().steps == 0
-
-
-@pytest.mark.parametrize("rows", [N - 20, N + 20])
-def test_data_of_another_size_than_epsilon_is_computed_for_are_refused(tmp_path, rows):
-    trainer = trainer_for(tmp_path)
-    trainer.train_dataset = dataset(rows)
-    with pytest.raises(ValueError, match=f"train_dataset has {rows} rows, but had {N} when the trainer was made"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 0
-
-
-@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
-def test_another_precision_is_refused_whenever_it_comes(tmp_path, event):
-    """Sums and noise were in fp16."""
-    trainer = trainer_for(tmp_path, callbacks=[At(event, lambda model, **kwargs: model.half())])
-    with pytest.raises(ValueError, match=r"is torch.float16, and was torch.float32 when training began"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == (event == "on_step_end")
-
-
-@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
-def test_accumulation_that_a_callback_switches_on_is_refused(tmp_path, event):
-    """Releases that were paid for were thrown away."""
-    trainer = trainer_for(tmp_path)
-    accumulate = lambda **kwargs: setattr(trainer.args, "gradient_accumulation_steps", 4)  # noqa: E731
-    trainer.add_callback(At(event, accumulate))
-    with pytest.raises(ValueError, match="gradient_accumulation_steps was set to 4 while training runs"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == (event == "on_step_end")
-
-
-def test_settings_are_refused_that_were_made_since_the_trainer_was(tmp_path):
-    trainer = trainer_for(tmp_path)
-    trainer.neftune_noise_alpha = 5.0
-    with pytest.raises(ValueError, match=r"NEFTune .*depends on the length the batch was padded to"):
-        trainer.train()
-    trainer = trainer_for(tmp_path)
-    trainer.args.dataloader_drop_last = True
-    with pytest.raises(ValueError, match="dataloader_drop_last"):
-        trainer.train()
 
 
 def test_a_callback_cannot_train_beyond_the_budget(tmp_path, monkeypatch):
@@ -1047,31 +780,6 @@ def test_heads_without_a_loss_of_their_own_evaluate_too(tmp_path):
     assert math.isfinite(trainer.evaluate()["eval_loss"])
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_transformer_encoders_with_padding_evaluate(tmp_path):
-    """There they take a path through nested tensors."""
-    loss = lambda out, y: nn.functional.cross_entropy(out, y, reduction="none")  # noqa: E731
-    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, remove_unused_columns=False)
-    model, rows, held_out = PaddedEncoder(3), dataset(), dataset(9, seed=1)
-    trainer = DPTrainer(model, args, collate, rows, held_out, per_example_loss_func=loss)
-    trainer.train()
-    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    assert len(losses) == 2
-    assert all(map(math.isfinite, losses))
-
-
-def test_llama_classifier_with_five_labels(tmp_path):
-    """Labels of the synthetic batch stay within the classes of the head."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    config = LlamaConfig(vocab_size=1000, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=5,
-                         pad_token_id=0)  # fmt: skip
-    data = [{**row, "labels": i % 5} for i, row in enumerate(dataset())]
-    trainer = DPTrainer(LlamaForSequenceClassification(config), arguments(tmp_path), collate, data)
-    trainer.train()
-    assert trainer.privacy_spent().steps == 4
-
-
 def test_a_step_that_is_cut_off_leaves_no_gradient_without_noise(tmp_path):
     calls = itertools.count(1)
 
@@ -1094,28 +802,3 @@ def test_models_that_are_split_while_they_load_need_a_trainer_that_knows(tmp_pat
     trainer.model._device_mesh = object()
     with pytest.raises(ValueError, match=r"while it loads \(DistributedConfig\).*install transformers>=5.19"):
         refuse_settings(trainer)
-
-
-def test_weights_that_a_loss_writes_without_a_trace(tmp_path, monkeypatch):
-    """``.data`` tells no version: all trained weights are compared at the end of a draw."""
-    # which physical batches are looked at besides, and which padding is new, depends on the draws before
-    rows = Dataset.from_list([row | {"input_ids": row["input_ids"][:4]} for row in dataset()])
-    monkeypatch.setattr(RareLooks, "is_due", lambda looks: False)
-
-    class Begins(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            due.append(state.global_step)
-
-    def losses_of(model, inputs):
-        if due and due[-1] == 3:  # a draw whose rows are not looked at again
-            model.classifier.weight.data[-1:] *= 0.9
-        return torch.nn.functional.cross_entropy(
-            model(inputs["input_ids"], inputs["attention_mask"]).logits, inputs["labels"], reduction="none"
-        )
-
-    due = []
-    args = arguments(tmp_path, noise_multiplier=1.0, per_device_train_batch_size=2)
-    trainer = DPTrainer(build("bert"), args, collate, rows, callbacks=[Begins()], per_example_loss_func=losses_of)
-    with pytest.raises(ValueError, match=r"'classifier.weight' of the model changed .* between two physical batches"):
-        trainer.train()
-    assert trainer.state.global_step == 3

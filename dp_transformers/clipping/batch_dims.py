@@ -34,7 +34,7 @@ class BatchDim:
     def batch_first(self, x: torch.Tensor, batch: int) -> torch.Tensor:
         """(B, ...), flat tensors as (B, positions, ...); what is the same for all examples stays as it is."""
         if self.flat:
-            return x.reshape(batch, len(x) // batch, *x.shape[1:])
+            return x.reshape(batch, len(x) // max(batch, 1), *x.shape[1:])
         return x.movedim(self.dim, 0) if self.dim and self.holds_examples(x, batch) else x
 
     def restored(self, x: torch.Tensor) -> torch.Tensor:

@@ -137,6 +137,8 @@ class ForwardPass:
 
     def holds_all_positions(self, x: torch.Tensor) -> bool:
         """Returns True if ``x`` may have a row for every position of every example and nothing else."""
+        if self.batch_size == 0:
+            return len(x) == 0
         positions, rest = divmod(len(x), self.batch_size)
         return rest == 0 and (positions == 1 or positions in self.positions)
 

@@ -97,7 +97,7 @@ def terms_by_name(
         return x_btd.float().repeat_interleave(index_btk.shape[2], 1)
 
     x_bsd = to_slots(hidden_btd)
-    g_bsd = (to_slots(backprops) * weight_btk.view(-1, num_slots, 1)).masked_fill_(nowhere_bs1, 0)
+    g_bsd = (to_slots(backprops) * weight_btk.flatten(1).unsqueeze(-1)).masked_fill_(nowhere_bs1, 0)
     up, up_bias = ("gate_up_proj", "gate_up_proj_bias") if module.has_gate else ("up_proj", "up_proj_bias")
     linear = Routing(ids_bs, num_experts)
     with torch.enable_grad():
