@@ -88,7 +88,7 @@ def terms_by_name(
             "each token, then their weights, so its rule cannot be used. " + how_to_fix(module),
             module,
         )
-    num_slots, num_experts = index_btk.shape[1:].numel(), module.num_experts
+    num_experts = module.num_experts
     ids_bs = index_btk.flatten(1)
     nowhere_bs1 = (ids_bs >= num_experts).unsqueeze(-1)  # sent to an expert that is not there
     ids_bs = ids_bs.clamp(max=num_experts - 1)
