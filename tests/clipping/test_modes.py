@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from layers import ALL_MODES, weigh
+from layers import ALL_MODES, Calls, weigh
 from models import Net, net_losses
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
@@ -18,19 +18,6 @@ from dp_transformers.clipping.modes import MODES
 from dp_transformers.mechanism.clipping_functions import FlatClipping, PerLayerClipping
 
 D = 6
-
-
-class Calls(nn.Module):
-    """``call`` of the layers that are its parts."""
-
-    def __init__(self, call, **parts):
-        super().__init__()
-        self.call = call
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self.call(self, x)
 
 
 class Norm(nn.Module):

@@ -29,7 +29,7 @@ def spread(model):
     return model
 
 
-def check(model, modes=tuple(MODES), name="Mixtral"):
+def check(model, modes=("book_keeping",), name="Mixtral"):
     owners = assert_exact_in_modes(model, losses_function(model), batch_for(name), modes)
     assert not any(owner.is_rerun for owner in owners)
 
@@ -37,14 +37,14 @@ def check(model, modes=tuple(MODES), name="Mixtral"):
 @pytest.mark.parametrize("targets", [EXPERTS[:1], EXPERTS[1:], EXPERTS[::-1]], ids=["up", "down", "both"])
 @pytest.mark.parametrize("name", ["Mixtral", "Mixtral + eager experts", "GPT-OSS"])
 def test_by_the_rule_whatever_is_adapted(name, targets):
-    check(adapted(name, targets), name=name)
+    check(adapted(name, targets), MODES if name == "Mixtral" else ["book_keeping"], name)
 
 
 def test_scaled_by_the_root_of_the_rank():
     check(adapted(use_rslora=True), ["book_keeping"])
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 @pytest.mark.parametrize("by", ["scaling", "adapter"])
 def test_what_is_set_otherwise_before_the_backward_pass_is_refused(by, mode):
     """The rule would take the new scaling for what the forward pass computed."""

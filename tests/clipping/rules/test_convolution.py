@@ -1,10 +1,10 @@
-"""Convolutions, option by option, in every mode."""
+"""Convolutions, option by option."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import ALL_MODES, assert_exact_in_all_modes, drawn, freeze, overwritten, weigh
+from layers import ALL_MODES, Calls, assert_exact_by_rule, drawn, freeze, overwritten, weigh
 from oracle import assert_exact
 from torch import nn
 
@@ -47,11 +47,11 @@ def convolutions(draw):
 
 
 @drawn
-@given(convolutions())
-def test_convolutions(drawn_layer):
+@given(convolutions(), st.sampled_from(ALL_MODES))
+def test_convolutions(drawn_layer, mode):
     layer, shape = drawn_layer
     torch.manual_seed(0)
-    assert_exact_in_all_modes(overwritten(layer), torch.randn(shape))
+    assert_exact_by_rule(overwritten(layer), torch.randn(shape), mode=mode)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_convolutions_by_ghost_norm_and_by_instance(layer, shape, ghost, scratch
     torch.testing.assert_close(
         term.instantiate().weighted_sum(torch.ones(4)), term.weighted_sum(torch.ones(4)), rtol=1e-4, atol=1e-4
     )
-    assert_exact_in_all_modes(overwritten(layer), x, self_check=True)
+    assert_exact_by_rule(overwritten(layer), x, self_check=True)
 
 
 @pytest.mark.parametrize(
@@ -97,22 +97,16 @@ def test_convolutions_by_ghost_norm_and_by_instance(layer, shape, ghost, scratch
 def test_patches_that_do_not_overlap_make_a_linear_layer(layer, shape):
     x = torch.randn(shape)
     assert isinstance(convolution(layer, [x], torch.randn_like(layer(x)))[layer.weight], Outer)
-    assert_exact_in_all_modes(overwritten(layer), x, self_check=True)
+    assert_exact_by_rule(overwritten(layer), x, self_check=True)
     with PerExampleClipper(layer, 1.0, mode="per_sample", self_check=False) as clipper:
         clipper.backward(weigh(layer(x)))
         assert layer.weight.grad_sample.shape == (4, *layer.weight.shape)
 
 
-class Twice(nn.Module):
-    """The layer on a signal, on what it gave, and on a part of it."""
-
-    def __init__(self, layer, cut):
-        super().__init__()
-        self.layer, self.cut = layer, cut
-
-    def forward(self, x):
-        y = torch.tanh(self.layer(x))
-        return torch.cat([y.flatten(1), self.layer(y[..., self.cut :]).flatten(1)], 1)
+def twice(m, x):
+    """The layer on a signal, and on a part of what it gave."""
+    y = torch.tanh(m.layer(x))
+    return torch.cat([y.flatten(1), m.layer(y[..., m.cut :]).flatten(1)], 1)
 
 
 @pytest.mark.parametrize("cut", [0, 2], ids=["as large", "smaller"])
@@ -130,31 +124,19 @@ class Twice(nn.Module):
     ids=str,
 )
 def test_a_layer_used_twice_has_the_norm_of_the_sum(layer, shape, cut):
-    assert_exact_in_all_modes(Twice(layer, cut), torch.randn(shape), self_check=True)
+    assert_exact_by_rule(Calls(twice, layer=layer, cut=cut), torch.randn(shape), self_check=True)
 
 
 def test_two_layers_of_different_kind_that_share_a_weight():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.slide = nn.Conv2d(3, 4, 2, stride=2), nn.Conv2d(3, 4, 2, padding=1)
-            self.slide.weight = self.embed.weight
-
-        def forward(self, x):
-            return torch.cat([self.embed(x).flatten(1), self.slide(x).flatten(1)], 1)
-
-    assert_exact_in_all_modes(Shared(), torch.randn(4, 3, 6, 6))
+    both = {"embed": nn.Conv2d(3, 4, 2, stride=2), "slide": nn.Conv2d(3, 4, 2, padding=1)}
+    both["slide"].weight = both["embed"].weight
+    model = Calls(lambda m, x: torch.cat([m.embed(x).flatten(1), m.slide(x).flatten(1)], 1), **both)
+    assert_exact_by_rule(model, torch.randn(4, 3, 6, 6))
 
 
-class Frames(nn.Module):
+def frames_of(layer):
     """Runs a layer on the frames of all examples together."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+    return Calls(lambda m, x: torch.tanh(m.layer(x.flatten(0, 1))).unflatten(0, x.shape[:2]), layer=layer)
 
 
 @pytest.mark.parametrize(
@@ -171,19 +153,18 @@ class Frames(nn.Module):
 )
 def test_frames_that_are_the_layers_batch(layer):
     channels = getattr(layer, "in_channels", 4)
-    assert_exact_in_all_modes(Frames(layer), torch.randn(4, 6, channels, 4, 3), self_check=True)
+    assert_exact_by_rule(frames_of(layer), torch.randn(4, 6, channels, 4, 3), self_check=True)
 
 
 @pytest.mark.parametrize("frames", [3, 4])
 @pytest.mark.parametrize("layer", [nn.GroupNorm(2, 4), nn.PReLU(4)], ids=str)
 def test_frames_are_never_taken_for_channels(layer, frames):
     """Also where the check saw another number of frames: the parent answers."""
-    model = Frames(layer)
-    for mode in ALL_MODES:
-        with PerExampleClipper(model, 1.0, mode=mode) as clipper:
-            for count in (frames, 4, 3):
-                assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": torch.randn(3, count, 4, 5)})
-            assert not any(owner.has_rule for owner in clipper.owners)
+    model = frames_of(layer)
+    with PerExampleClipper(model, 1.0) as clipper:
+        for count in (frames, 4, 3):
+            assert_exact(model, clipper, lambda b: weigh(model(b["x"])), {"x": torch.randn(3, count, 4, 5)})
+        assert not any(owner.has_rule for owner in clipper.owners)
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.InstanceNorm1d(4, affine=True)], ids=str)
@@ -205,7 +186,7 @@ def test_a_convolution_with_its_own_computation_is_somebody_else():
         pass
 
     assert rule_for(Renamed(3, 4, 3)).terms is convolution and rule_for(Doubled(3, 4, 3)).terms is None
-    assert_exact_in_all_modes(nn.Sequential(Doubled(3, 4, 3)), torch.randn(4, 3, 5, 5), has_rule=False)
+    assert_exact_by_rule(nn.Sequential(Doubled(3, 4, 3)), torch.randn(4, 3, 5, 5), has_rule=False)
 
 
 @pytest.mark.parametrize(
@@ -218,11 +199,10 @@ def test_a_convolution_with_its_own_computation_is_somebody_else():
     ids=str,
 )
 def test_transposed_convolutions(layer, shape):
-    assert_exact_in_all_modes(nn.Sequential(layer, nn.Tanh()), torch.randn(shape), self_check=True, has_rule=False)
+    assert_exact_by_rule(nn.Sequential(layer, nn.Tanh()), torch.randn(shape), self_check=True, has_rule=False)
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
-def test_convolutions_under_autocast(mode):
+def test_convolutions_under_autocast():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.LeakyReLU(inplace=True), nn.Conv2d(8, 4, 3, groups=2)
     )
@@ -231,7 +211,7 @@ def test_convolutions_under_autocast(mode):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return weigh(model(batch["x"]).float())
 
-    with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         assert_exact(model, clipper, losses_of, {"x": torch.randn(4, 3, 6, 6)}, tolerance=2e-2)
 
 
@@ -244,3 +224,17 @@ def test_uses_that_are_not_alike_are_added_as_instances():
     mixed = [Outer(torch.randn(2, 3, 4), torch.randn(2, 3, 6)), first]
     expected = (mixed[0].instantiate().grad.flatten(1) + mixed[1].instantiate().grad.flatten(1)).square().sum(1)
     torch.testing.assert_close(norm_of_sum(mixed).squared(), expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 24, 4, 4), (4, 24, 9, 9)], ids=["ghost", "instance"])
+def test_low_precision_factors_are_contracted_in_fp32(shape):
+    how = Convolution(torch.Size((20, 24, 3, 3)), (1, 1), (1, 1), (1, 1), 1)
+    image, grad = torch.randn(shape).bfloat16().unsqueeze(1), torch.randn(4, 20, *shape[2:]).bfloat16().unsqueeze(1)
+    low, full, coef = Convolved(image, grad, how), Convolved(image.float(), grad.float(), how), torch.rand(4)
+    for a, b in zip(
+        (low.norm().norm, low.weighted_sum(coef), low.instantiate().grad),
+        (full.norm().norm, full.weighted_sum(coef), full.instantiate().grad),
+        strict=True,
+    ):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)

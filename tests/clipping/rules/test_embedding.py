@@ -1,4 +1,4 @@
-"""nn.Embedding and nn.EmbeddingBag, option by option, in every mode."""
+"""nn.Embedding and nn.EmbeddingBag, option by option."""
 
 from itertools import pairwise
 
@@ -6,30 +6,32 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import ALL_MODES, assert_exact_in_all_modes, check, drawn, overwritten, weigh
+from layers import ALL_MODES, Calls, assert_exact_by_rule, check, drawn, overwritten, weigh
 from torch import nn
 
 from dp_transformers import ModuleValidator, PerExampleClipper
 from dp_transformers.clipping.errors import SelfCheckError
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("padding_idx", [None, 2])
 @pytest.mark.parametrize("shape", [(4,), (4, 6), (4, 2, 5)], ids=str)
-def test_embedding(shape, padding_idx, mode):
+def test_embedding(shape, padding_idx):
     model = nn.Sequential(nn.Embedding(7, 5, padding_idx=padding_idx), nn.Linear(5, 2))
     ids = torch.randint(0, 4, shape)
     ids[0] = 1
     if padding_idx is not None:
         ids[1, ...] = padding_idx
-    check(model, ids, mode)
+    check(model, ids)
 
 
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}], ids=str)
-def test_embedding_options_that_are_refused(option):
-    model = nn.Sequential(nn.Embedding(7, 5, **option), nn.Linear(5, 2))
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
+def test_options_that_are_refused(layer, option):
+    model = nn.Sequential(layer(7, 5, **{option: 1.0 if option == "max_norm" else True}), nn.Linear(5, 2))
     clipper = PerExampleClipper(model, 1.0, self_check=False)
-    with pytest.raises(ValueError, match=rf"^'0' \(Embedding\): .*{next(iter(option))}"):
+    with pytest.raises(
+        ValueError, match=rf"'0' \({layer.__name__}\): .*{option}|EmbeddingBag\({option}=...\) cannot be"
+    ):
         clipper.backward(weigh(model(torch.randint(0, 7, (4, 3)))))
 
 
@@ -46,17 +48,11 @@ def test_embedding_bags(data):
     )
     ids[:, 0] = 0 if padding_idx != 0 else 1  # no gradient at all would show nothing
     weighted = mode == "sum" and data.draw(st.booleans())
-    model = WeightedBag(layer) if weighted else overwritten(layer)
-    assert_exact_in_all_modes(model, ids, *([torch.randn(batch, n)] if weighted else []))
-
-
-class WeightedBag(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, ids, weights):
-        return self.layer(ids, per_sample_weights=weights)
+    model = (
+        Calls(lambda m, ids, w: m.layer(ids, per_sample_weights=w), layer=layer) if weighted else overwritten(layer)
+    )
+    every = data.draw(st.sampled_from(ALL_MODES))
+    assert_exact_by_rule(model, ids, *([torch.randn(batch, n)] if weighted else []), mode=every)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -65,19 +61,9 @@ def test_a_bag_of_padding_and_a_frozen_bag(mode):
     ids = torch.tensor([[2, 2, 2], [1, 2, 1], [0, 3, 4]])
     with PerExampleClipper(layer, 1.0) as clipper:
         assert clipper.backward(weigh(layer(ids)))[0] == 0 and not layer.weight.grad[2].any()
-    assert_exact_in_all_modes(layer, ids[1:])
+    assert_exact_by_rule(layer, ids[1:])
     model = nn.Sequential(layer.requires_grad_(False), nn.Linear(3, 2))
-    assert_exact_in_all_modes(model, ids)
-
-
-@pytest.mark.parametrize(
-    "option", [{"max_norm": 1.0}, {"sparse": True, "mode": "sum"}, {"scale_grad_by_freq": True}], ids=str
-)
-def test_embedding_bag_options_that_are_refused(option):
-    layer = nn.EmbeddingBag(7, 5, **option)
-    clipper = PerExampleClipper(layer, 1.0, self_check=False)
-    with pytest.raises(ValueError, match=rf"EmbeddingBag\({next(iter(option))}=...\) cannot be trained privately"):
-        clipper.backward(weigh(layer(torch.randint(0, 7, (4, 3)))))
+    assert_exact_by_rule(model, ids)
 
 
 class MadeInside(nn.Module):
@@ -93,7 +79,7 @@ class MadeInside(nn.Module):
 @pytest.mark.parametrize("per_example", [1, 2])
 def test_offsets_that_the_model_makes(per_example):
     model = MadeInside(per_example)
-    assert_exact_in_all_modes(model, torch.randint(0, 7, (4, 6)))
+    assert_exact_by_rule(model, torch.randint(0, 7, (4, 6)))
     with PerExampleClipper(model, 1.0) as clipper:
         clipper.backward(weigh(model(torch.randint(0, 7, (4, 6)))))
 
@@ -159,12 +145,16 @@ def test_ids_and_offsets_as_input(data):
         torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bag_that_reads_another_is_refused():
-    class Neighbours(Bags):
-        def forward(self, text, offsets):
-            y = self.bag(text, offsets)
-            return self.out(y + 0.1 * y.roll(1, 0))
+class Neighbours(Bags):
+    def forward(self, text, offsets):
+        y = self.bag(text, offsets)
+        return self.out(y + 0.1 * y.roll(1, 0))
 
+
+def test_a_bag_that_reads_another_is_refused():
+    batch = {"text": torch.randint(0, 11, (9,)), "offsets": torch.tensor([0, 2, 5, 6])}
+    assert ModuleValidator.find_mixing(Bags(), batch) is None
+    assert ModuleValidator.find_mixing(Neighbours(), batch) is not None
     model = Neighbours()
     with PerExampleClipper(model, 1.0) as clipper, pytest.raises(SelfCheckError, match="moved by|not exact"):
         clipper.backward(weigh(model(torch.randint(0, 11, (9,)), torch.tensor([0, 2, 5]))))
@@ -185,14 +175,3 @@ def test_offsets_under_another_name():
     model = Unnamed()
     with PerExampleClipper(model, 1.0) as clipper, pytest.raises(SelfCheckError, match="name that argument"):
         clipper.backward(weigh(model(torch.randint(0, 11, (9,)), torch.tensor([0, 2, 5]))))
-
-
-def test_mixing_of_bags_is_found():
-    class Neighbours(Bags):
-        def forward(self, text, offsets):
-            y = self.bag(text, offsets)
-            return self.out(y + 0.1 * y.roll(1, 0))
-
-    batch = {"text": torch.randint(0, 11, (9,)), "offsets": torch.tensor([0, 2, 5, 6])}
-    assert ModuleValidator.find_mixing(Bags(), batch) is None
-    assert ModuleValidator.find_mixing(Neighbours(), batch) is not None

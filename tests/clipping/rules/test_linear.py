@@ -1,25 +1,23 @@
-"""nn.Linear and Conv1D of GPT-2, option by option, in every mode."""
+"""nn.Linear and Conv1D of GPT-2, option by option."""
 
 import pytest
 import torch
-from layers import ALL_MODES, check
+from layers import check
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("shape", [(4, 5), (4, 3, 5), (4, 2, 3, 5), (4, 40, 5), (1, 3, 5)], ids=str)
 @pytest.mark.parametrize("train", ["both", "weight", "bias", "no bias"])
-def test_linear(shape, train, mode):
+def test_linear(shape, train):
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True), nn.Linear(6, 3, bias=train != "no bias"))
     for layer in (model[0], model[2]):
         layer.weight.requires_grad_(train != "bias")
         if layer.bias is not None:
             layer.bias.requires_grad_(train != "weight")
-    check(model, torch.randn(shape), mode)
+    check(model, torch.randn(shape))
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
-def test_conv1d(mode):
+def test_conv1d():
     model = nn.Sequential(Conv1D(7, 5), nn.GELU(), Conv1D(3, 7))
-    check(model, torch.randn(4, 6, 5), mode)
+    check(model, torch.randn(4, 6, 5))

@@ -1,10 +1,10 @@
-"""nn.RNN, nn.LSTM, nn.GRU and their cells, option by option, in every mode; the recursion against torch's own; what is
-refused."""
+"""nn.RNN, nn.LSTM, nn.GRU and their cells, option by option; the recursion against torch's own; what is refused."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import ALL_MODES, Calls
 from oracle import assert_exact, clipped_sum, distance, length
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -13,10 +13,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from dp_transformers import PerExampleClipper, check_model
 from dp_transformers.clipping.errors import UnsupportedModuleError
 from dp_transformers.clipping.layer_rule import rule_for
-from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.rules.recurrent import recurrent, recurrent_cell
 
-ALL_MODES = sorted(MODES)
 IN, HIDDEN = 5, 4
 
 LAYERS = {
@@ -31,7 +29,6 @@ CELLS = {
     "gru": lambda **options: nn.GRUCell(IN, HIDDEN, **options),
     "lstm": lambda **options: nn.LSTMCell(IN, HIDDEN, **options),
 }
-every_mode = pytest.mark.parametrize("mode", ALL_MODES)
 every_layer = pytest.mark.parametrize("kind", LAYERS)
 
 
@@ -96,9 +93,9 @@ def losses_of(model):
     return losses
 
 
-def check(model, batch, mode, *, self_check=False):
-    """Against one example at a time. The self-check does the same for all modes, so one will do."""
-    with PerExampleClipper(model, 1.0, mode=mode, self_check=self_check and mode == "book_keeping") as clipper:
+def check(model, batch, *, self_check=False, mode="book_keeping"):
+    """Against one example at a time."""
+    with PerExampleClipper(model, 1.0, mode=mode, self_check=self_check) as clipper:
         assert_exact(model, clipper, losses_of(model), batch)
         assert all(owner.rule.terms for owner in clipper.owners), "a parent answers, not the rule"
 
@@ -107,100 +104,70 @@ def x_of(batch=4, steps=6):
     return torch.randn(batch, steps, IN)
 
 
-@every_mode
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"batch_first": True},
-        {"num_layers": 2},
-        {"bidirectional": True},
-        {"bias": False},
-        {"num_layers": 3, "bidirectional": True, "bias": False, "batch_first": True},
-        {"num_layers": 2, "dropout": 0.5, "bidirectional": True},
-    ],
-    ids=str,
-)
+DEEP = {"num_layers": 2, "bidirectional": True}
+OPTIONS = {  # of the layer, of the tagger, and lengths
+    "plain": ({}, {}, None),
+    "batch first": ({"batch_first": True}, {}, None),
+    "two layers": ({"num_layers": 2}, {}, None),
+    "both ways": ({"bidirectional": True}, {}, None),
+    "no bias": ({"bias": False}, {}, None),
+    "all of it": ({"num_layers": 3, "bidirectional": True, "bias": False, "batch_first": True}, {}, None),
+    "output alone": (DEEP, {"reads": ("output",)}, None),
+    "states alone": (DEEP, {"reads": ("states",)}, None),
+    "output alone, from states": (DEEP, {"reads": ("output",), "starts": True}, None),
+    "states alone, from states": (DEEP, {"reads": ("states",), "starts": True}, None),
+    "called twice": ({"bidirectional": True}, {"calls": 2}, None),
+    "packed": ({}, {"starts": True}, [3, 6, 1, 5]),
+    "packed, deep": ({**DEEP, "batch_first": True}, {"starts": True}, [3, 6, 1, 5]),
+    "packed and sorted": ({}, {"starts": True, "enforce_sorted": True}, [6, 4, 4, 1]),
+    "packed and sorted, deep": ({**DEEP, "batch_first": True}, {"starts": True, "enforce_sorted": True}, [6, 4, 4, 1]),
+    "packed and equal": ({"bidirectional": True}, {"enforce_sorted": True}, [6, 6, 6, 6]),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 @every_layer
-def test_layers(kind, options, mode):
-    model = Tagger(LAYERS[kind](**options)).eval()  # dropout has its own test
-    check(model, {"x": x_of()}, mode, self_check=True)
+def test_options(kind, option):
+    """States are given, with a gradient, or not; sequences end, and reverse ones start, at their own ends."""
+    of_layer, of_tagger, lengths = OPTIONS[option]
+    batch = {"x": x_of()} | ({} if lengths is None else {"lengths": torch.tensor(lengths)})
+    check(Tagger(LAYERS[kind](**of_layer), **of_tagger), batch, self_check=True)
 
 
-@every_mode
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, DEEP, {"bias": False}], ids=str)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-def test_lstm_with_projection(options, mode):
+def test_lstm_with_projection(options):
     rnn = nn.LSTM(IN, HIDDEN, proj_size=3, **options)
-    check(Tagger(rnn, starts=True), {"x": x_of()}, mode)
-    check(Tagger(rnn), {"x": x_of(3, 5), "lengths": torch.tensor([2, 5, 3])}, mode)
+    check(Tagger(rnn, starts=True), {"x": x_of()})
+    check(Tagger(rnn), {"x": x_of(3, 5), "lengths": torch.tensor([2, 5, 3])})
 
 
-@every_mode
-@pytest.mark.parametrize("reads", [("output",), ("states",)], ids=str)
-@pytest.mark.parametrize("starts", [False, True])
+def test_loss_that_reads_c_n_alone():
+    check(Tagger(nn.LSTM(IN, HIDDEN, batch_first=True), reads=("c_n",)), {"x": x_of()})
+
+
 @every_layer
-def test_states_given_and_read(kind, starts, reads, mode):
-    """Initial states with gradient flow; a loss that sees h_n and c_n only, or the outputs only."""
-    model = Tagger(LAYERS[kind](num_layers=2, bidirectional=True), starts=starts, reads=reads)
-    check(model, {"x": x_of()}, mode)
-
-
-@every_mode
-def test_loss_that_reads_c_n_alone(mode):
-    check(Tagger(nn.LSTM(IN, HIDDEN, batch_first=True), reads=("c_n",)), {"x": x_of()}, mode)
-
-
-@every_mode
-@pytest.mark.parametrize("lengths", [[6, 4, 4, 1], [3, 6, 1, 5]], ids=str)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}], ids=str)
-@every_layer
-def test_packed_sequences(kind, options, lengths, mode):
-    """States end (and reverse ones start) at each sequence's own end; initial states are permuted as the sequences
-    are."""
-    batch = {"x": x_of(), "lengths": torch.tensor(lengths)}
-    check(Tagger(LAYERS[kind](**options), starts=True), batch, mode, self_check=lengths == [3, 6, 1, 5])
-    if lengths == sorted(lengths, reverse=True):
-        check(Tagger(LAYERS[kind](**options), starts=True, enforce_sorted=True), batch, mode)
-
-
-@every_mode
-@every_layer
-def test_packed_sequences_of_equal_lengths(kind, mode):
-    model = Tagger(LAYERS[kind](bidirectional=True), enforce_sorted=True)
-    check(model, {"x": x_of(), "lengths": torch.full((4,), 6)}, mode)
-
-
-@every_mode
-@every_layer
-def test_called_twice(kind, mode):
-    check(Tagger(LAYERS[kind](bidirectional=True), calls=2), {"x": x_of()}, mode)
-
-
-@pytest.mark.parametrize(
-    "trained", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "bias_hh_l1_reverse", "weight_ih_l1"]
-)
-@every_layer
-def test_some_parameters_frozen(kind, trained):
+def test_some_parameters_frozen(kind):
     """Among them the GRU's bias_hh, part of which sits behind the reset gate."""
-    model = Tagger(LAYERS[kind](num_layers=2, bidirectional=True))
-    for name, p in model.named_parameters():
-        p.requires_grad_(name == f"rnn.{trained}")
-    for mode in ALL_MODES:
-        check(model, {"x": x_of()}, mode)
+    for trained in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0", "bias_hh_l1_reverse", "weight_ih_l1"):
+        model = Tagger(LAYERS[kind](**DEEP))
+        for name, p in model.named_parameters():
+            p.requires_grad_(name == f"rnn.{trained}")
+        check(model, {"x": x_of()})
 
 
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
-@every_mode
 def test_frozen_below_and_long(kind, mode):
     """Nothing below asks for a gradient; enough steps for both sides of the choice between factors and instances."""
     model = Tagger(LAYERS[kind](batch_first=True))
     model.below.requires_grad_(False)
     for steps in (1, 2, 30):
-        check(model, {"x": x_of(3, steps)}, mode)
+        check(model, {"x": x_of(3, steps)}, mode=mode)
 
 
-@every_mode
+@pytest.mark.table
+@pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("packed", [False, True])
 @every_layer
 def test_dropout_between_layers(kind, packed, mode):
@@ -223,28 +190,21 @@ def test_dropout_between_layers(kind, packed, mode):
     assert distance([p.grad for p in parameters], total) <= 1e-5 * length(total)
 
 
-def test_dropout_that_cannot_be_replayed_is_refused(monkeypatch):
-    """As on devices whose kernel keeps a random state of its own."""
-    model = Tagger(nn.LSTM(IN, HIDDEN, num_layers=2, dropout=0.5))
-    monkeypatch.setattr("dp_transformers.clipping.recorded_call.same_state", lambda a, b: True)
-    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
-        losses = losses_of(model)({"x": x_of()})
-        with pytest.raises(
-            UnsupportedModuleError, match=r"'rnn' \(LSTM\).*dropout cannot be replayed.*Ways out: freeze"
-        ):
-            clipper.backward(losses)
-
-
-def test_another_mask_is_noticed(monkeypatch):
-    model = Tagger(nn.GRU(IN, HIDDEN, num_layers=2, dropout=0.5))
+@pytest.mark.parametrize(
+    ("kind", "where", "stands_in", "reason"),
+    [  # the first as on devices whose kernel keeps a random state of its own
+        ("lstm", "recorded_call.same_state", lambda a, b: True, r"'rnn' \(LSTM\).*dropout cannot be replayed.*Ways out: freeze"),
+        ("gru", "rules.recurrent.replayed", lambda state: torch.random.fork_rng(devices=[]), "again from its weights gives another output"),
+    ],
+)  # fmt: skip
+def test_another_mask_than_that_of_the_forward_pass_is_refused(kind, where, stands_in, reason, monkeypatch):
+    model = Tagger(LAYERS[kind](num_layers=2, dropout=0.5))
     other = torch.Generator().manual_seed(99).get_state()
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
+        monkeypatch.setattr(f"dp_transformers.clipping.{where}", stands_in)
         losses = losses_of(model)({"x": x_of()})
-        monkeypatch.setattr(
-            "dp_transformers.clipping.rules.recurrent.replayed", lambda state: torch.random.fork_rng(devices=[])
-        )
         torch.set_rng_state(other)
-        with pytest.raises(UnsupportedModuleError, match="computing it again from its weights gives another output"):
+        with pytest.raises(UnsupportedModuleError, match=reason):
             clipper.backward(losses)
 
 
@@ -265,33 +225,7 @@ def test_drawn_shapes(kind, mode, num_layers, bidirectional, batch, steps, hidde
     inputs = {"x": x_of(batch, steps)}
     if data.draw(st.booleans()):
         inputs["lengths"] = torch.tensor(data.draw(st.lists(st.integers(1, steps), min_size=batch, max_size=batch)))
-    check(model, inputs, mode)
-
-
-@every_mode
-@every_layer
-def test_empty_batch(kind, mode):
-    model = Tagger(LAYERS[kind](num_layers=2, bidirectional=True), starts=True)
-    with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
-        norms = clipper.backward(losses_of(model)({"x": x_of(0)}))
-    assert norms.shape == (0,)
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-@every_mode
-@every_layer
-def test_an_example_that_is_not_finite_contributes_nothing(kind, mode):
-    model, x = Tagger(LAYERS[kind](num_layers=2)), x_of()
-    with PerExampleClipper(model, 0.1, mode=mode, self_check=False) as clipper:
-        others = torch.tensor([0, 1, 3])
-        expected = clipper.backward(losses_of(model)({"x": x[others]}))
-        total = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        x[2, 3] = float("nan")
-        got = clipper.backward(losses_of(model)({"x": x}))
-    torch.testing.assert_close(got[others], expected)
-    assert not torch.isfinite(got[2])
-    assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+    check(model, inputs, mode=mode)
 
 
 class Unrolled(nn.Module):
@@ -312,13 +246,12 @@ class Unrolled(nn.Module):
         return torch.cat(seen, 1)
 
 
-@every_mode
 @pytest.mark.parametrize("options", [{}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("kind", CELLS)
-def test_cells(kind, starts, options, mode):
-    check(Unrolled(CELLS[kind](**options), starts), {"x": x_of(4, 3)}, mode, self_check=True)
-    check(Unrolled(CELLS[kind](**options), starts), {"x": x_of(1, 1)}, mode)
+def test_cells(kind, starts, options):
+    check(Unrolled(CELLS[kind](**options), starts), {"x": x_of(4, 3)}, self_check=True)
+    check(Unrolled(CELLS[kind](**options), starts), {"x": x_of(1, 1)})
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -329,9 +262,8 @@ def test_float64(kind):
         assert_exact(model, clipper, losses, batch, tolerance=1e-6)
 
 
-@every_mode
 @every_layer
-def test_autocast(kind, mode):
+def test_autocast(kind):
     """Under bf16 autocast, to what bf16 can say; the bound holds for the gradients that are summed."""
     model, batch = Tagger(LAYERS[kind](num_layers=2), starts=True), {"x": x_of()}
 
@@ -339,78 +271,49 @@ def test_autocast(kind, mode):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return torch.tanh(model(**batch)).float().sum(1)
 
-    with PerExampleClipper(model, 1.0, mode=mode, self_check=False) as clipper:
+    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         assert_exact(model, clipper, losses, batch, tolerance=3e-2)
 
 
-class Refused:
-    class Paragraphs(nn.Module):
-        """Every example is several sequences."""
+def parametrised():
+    rnn = nn.GRU(IN, HIDDEN, batch_first=True)
+    parametrizations.weight_norm(rnn, "weight_hh_l0")
+    return rnn
 
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.GRU(IN, HIDDEN, batch_first=True)
 
-        def forward(self, x):
-            return self.rnn(x.flatten(0, 1))[0].view(*x.shape[:3], -1)
-
-    class Single(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.GRU(IN, HIDDEN)
-
-        def forward(self, x):
-            return torch.stack([self.rnn(row)[0] for row in x])
-
-    class Parametrised(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.GRU(IN, HIDDEN, batch_first=True)
-            parametrizations.weight_norm(self.rnn, "weight_hh_l0")
-
-        def forward(self, x):
-            return self.rnn(x)[0]
-
-    class SingleCell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.LSTMCell(IN, HIDDEN)
-
-        def forward(self, x):
-            return torch.stack([self.rnn(row)[0] for row in x])
+REFUSED = {  # calls of ``m.rnn`` that no rule is for
+    "several sequences each": (lambda m, x: m.rnn(x.flatten(0, 1))[0].view(*x.shape[:3], -1), lambda: nn.GRU(IN, HIDDEN, batch_first=True)),
+    "one sequence alone": (lambda m, x: torch.stack([m.rnn(row)[0] for row in x]), lambda: nn.GRU(IN, HIDDEN)),
+    "one step alone": (lambda m, x: torch.stack([m.rnn(row)[0] for row in x]), lambda: nn.LSTMCell(IN, HIDDEN)),
+    "computed weights": (lambda m, x: m.rnn(x)[0], parametrised),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "shape", "reason"),
     [
-        ("Paragraphs", (4, 2, 3, IN), "called on 8 sequences in a batch of 4 examples.*Ways out: freeze"),
-        ("Single", (4, 3, IN), "one sequence without a batch dimension.*three dimensions"),
-        ("SingleCell", (4, IN), r"input has the shape \(5,\) in a batch of 4.*Ways out: freeze"),
-        ("Parametrised", (4, 3, IN), "weights are computed from others.*Ways out: freeze"),
+        ("several sequences each", (4, 2, 3, IN), "called on 8 sequences in a batch of 4 examples.*Ways out: freeze"),
+        ("one sequence alone", (4, 3, IN), "one sequence without a batch dimension.*three dimensions"),
+        ("one step alone", (4, IN), r"input has the shape \(5,\) in a batch of 4.*Ways out: freeze"),
+        ("computed weights", (4, 3, IN), "weights are computed from others.*Ways out: freeze"),
     ],
 )
 def test_what_the_rule_leaves_to_the_parent(kind, shape, reason):
     """Refused by itself, with ways out; answered by the parent, exactly, where the self-check has settled that."""
-    model, x = getattr(Refused, kind)(), torch.randn(shape)
+    call, make = REFUSED[kind]
+    model, x = Calls(call, rnn=make()), torch.randn(shape)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
         losses = model(x).flatten(1).sum(1)
         with pytest.raises(UnsupportedModuleError, match=rf"'rnn' .*{reason}"):
             clipper.backward(losses)
-    report = check_model(model, {"x": x})
+    report = check_model(model, x)
     assert max(report.norm_error, report.sum_error) <= 1e-5
 
 
 def test_the_check_names_the_layer_that_began_it_where_its_parents_cannot_be_run_either():
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.GRU(IN, HIDDEN)
-
-        def forward(self, x):
-            return self.rnn(x)[0]  # examples are taken for the steps of one sequence
-
+    rows = Calls(lambda m, x: m.rnn(x)[0], rnn=nn.GRU(IN, HIDDEN))  # examples are taken for the steps of one sequence
     with pytest.raises(UnsupportedModuleError, match=r"^'0.rnn' \(GRU\) was called on one sequence"):
-        check_model(nn.Sequential(Rows()), torch.randn(4, IN))
+        check_model(nn.Sequential(rows), torch.randn(4, IN))
 
 
 def test_a_batch_that_is_taken_for_time():
@@ -438,8 +341,7 @@ def test_dispatch_is_by_what_runs():
 def test_tied_layers():
     model = Tagger(nn.GRU(HIDDEN + 1, HIDDEN, num_layers=2))
     model.rnn.weight_hh_l1, model.rnn.bias_ih_l1 = model.rnn.weight_hh_l0, model.rnn.bias_ih_l0
-    for mode in ALL_MODES:
-        check(model, {"x": x_of()}, mode)
+    check(model, {"x": x_of()})
 
 
 def test_the_modules_own_backward_does_not_run():
