@@ -59,17 +59,6 @@ def test_the_head_is_trained_as_private_as_it_says(monkeypatch):
     assert open_ended["noise_multiplier"] == 0
 
 
-def test_the_table_is_sorted_and_ends_without_privacy():
-    lines = accuracy.table([row(math.inf, 1, 0.8), row(8.0, 1, 0.7), row(1.0, 1, 0.6)])
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| 1", "| 8", "| ∞ (not private)"]
-
-
-def test_the_picture_is_drawn(tmp_path):
-    rows = [row(1.0, 1, 0.6), row(math.inf, 1, 0.8, "lora"), row(math.inf, 2, 0.9, "lora")]
-    accuracy.draw(rows, tmp_path / "accuracy.png")
-    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_page_has_the_table_of_the_mechanisms():
     text, rows = mechanisms.PAGE.read_text(), accuracy.read(mechanisms.RESULTS)
     assert with_table(text, "mechanisms", mechanisms.table(rows)) == text
@@ -80,9 +69,3 @@ def test_the_page_has_the_table_of_the_mechanisms():
 def test_pages_have_the_table_of_the_results(page):
     text = page.read_text()
     assert with_table(text, "accuracy", accuracy.table(accuracy.read(accuracy.RESULTS))) == text
-
-
-@pytest.mark.parametrize("page", ["no place", "<!-- table: a -->\nx\n\n<!-- table: a -->\ny\n"])
-def test_a_page_has_one_place_for_a_table(page):
-    with pytest.raises(ValueError, match="one place"):
-        with_table(page, "a", ["| z |"])

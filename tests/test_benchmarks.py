@@ -2,19 +2,13 @@
 it says."""
 
 import json
-import os
-import signal
-import time
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks import harness, report, scaling
-from benchmarks.memory import peak_and_growth
-from benchmarks.models import KINDS, NETWORKS, Shape, build_transformer, transformer_losses
+from benchmarks import harness, report
 
 TINY = ["--width", "64", "--layers", "1", "--vocabulary", "50"]
 SMALLEST = {
@@ -94,13 +88,6 @@ def test_every_benchmark_runs_and_reports(name, tmp_path):
         assert any(all(text in cell for text in shown) for cell in cells) or all(text in cells for text in shown)
 
 
-def test_peers_that_are_installed_can_do_the_networks(tmp_path):
-    _, rows = run("end_to_end", tmp_path)
-    peers = [row for row in rows if row["contender"] in ("opacus hooks", "jax")]
-    assert len(peers) >= 4
-    assert not [row for row in peers if not row.get("failed", "ModuleNotFoundError").startswith("ModuleNotFoundError")]
-
-
 @pytest.fixture
 def benchmark():
     return harness.Benchmark("test", harness.parser("test").parse_args(["--repeats", "3", "--allocator", "default"]))
@@ -130,48 +117,6 @@ def test_a_contender_that_fails_is_a_result(benchmark):
     assert [figures[name].get("failed") for name in figures] == [None, "RuntimeError: no", "RuntimeError: no"]
 
 
-def test_on_one_thread_each_contender_has_a_process_of_its_own(benchmark, tmp_path):
-    def writes(name):
-        def contender():
-            (tmp_path / name).write_text(str(os.getpid()))
-            return (lambda: time.sleep(0.01),)
-
-        return contender
-
-    figures = benchmark.compare(
-        {}, {"a": writes("a"), "b": writes("b"), "dies": lambda: (lambda: os.kill(os.getpid(), signal.SIGKILL),)}
-    )
-    assert figures["dies"] == {"failed": "its process ended with exit code -9"}
-    assert figures["b"]["wall_ms"] >= 10
-    ids = {int((tmp_path / name).read_text()) for name in "ab"}
-    assert len(ids | {os.getpid()}) == 3
-    assert not any(Path(f"/proc/{i}").exists() for i in ids)
-
-
-def test_no_two_take_their_turns_at_once(benchmark, tmp_path):
-    seen = tmp_path / "seen"
-
-    def tells(name):
-        def phase():
-            with seen.open("a") as file:
-                file.write(f"{name} begins\n")
-                file.flush()
-                time.sleep(0.02)
-                file.write(f"{name} ends\n")
-
-        return lambda: (phase,)
-
-    benchmark.compare({}, {"a": tells("a"), "b": tells("b")})
-    in_turn = ["a begins", "a ends", "b begins", "b ends"]
-    assert seen.read_text().splitlines() == in_turn * (3 + harness.WARM_UP)
-
-
-def test_on_several_threads_they_take_turns_here(benchmark):
-    benchmark.on_one_thread, seen = False, []
-    benchmark.compare({}, {"a": lambda: (lambda: seen.append("a"),), "b": lambda: (lambda: seen.append("b"),)})
-    assert seen == ["a", "b"] * (3 + harness.WARM_UP)
-
-
 def test_peak_counts_what_is_held_and_what_is_freed_again(benchmark):
     def contender():
         held = torch.zeros(1000)
@@ -183,45 +128,3 @@ def test_peak_counts_what_is_held_and_what_is_freed_again(benchmark):
         return (phase,)
 
     assert benchmark.peak_bytes(contender) == 4 * (1000 + 3 * 3000)
-
-
-def test_the_largest_batch_follows_from_batches_in_which_activations_dominate():
-    measured = []
-
-    def peak_bytes(size):  # of weights, and the gradients of all of them or the activations of all examples
-        measured.append(size)
-        return 1000 + max(1000 + 30 * size, 100 * size)
-
-    figures = peak_and_growth(peak_bytes, 4, 10_000)
-    assert measured == [4, 8, 16, 32, 64]
-    assert figures == {"peak_mb": pytest.approx(2240e-6), "per_example_mb": pytest.approx(1e-4), "largest_batch": 90}
-    assert peak_bytes(90) <= 10_000 < peak_bytes(91)
-
-
-def test_no_largest_batch_where_the_budget_is_full_before():
-    assert peak_and_growth(lambda size: 900 + size, 4, 910) == {"peak_mb": pytest.approx(908e-6)}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_have_the_parameter_counts_of_the_paper(name):
-    network = NETWORKS[name]
-    x, y = network.batch(3, torch.device("cpu"))
-    assert network()(x).shape == (3, network.classes) and y.shape == (3,)  # building asserts the count
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *(f"{kind}-lora" for kind in KINDS)])
-def test_transformers_give_one_loss_for_each_example(kind):
-    shape = Shape(width=64, layers=1, vocabulary=50, tokens=9, size=3, rank=2)
-    model = build_transformer(kind, shape)
-    assert transformer_losses(kind, shape, torch.device("cpu"))(model).shape == (3,)
-    assert all(p.requires_grad == (not kind.endswith("-lora") or "lora_" in n) for n, p in model.named_parameters())
-
-
-def test_formulas_of_scaling():
-    shape = Shape(width=64, layers=1, vocabulary=50, tokens=8, size=2)
-    plain = scaling.operations(shape, "plain", lora=False)
-    weights = sum(
-        p.numel() for n, p in build_transformer("llama", shape).named_parameters() if p.dim() == 2 and "embed" not in n
-    )
-    assert plain == 2 * (6 * 8 * weights + 3 * 4 * 64 * 64)
-    assert scaling.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2)

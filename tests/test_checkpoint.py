@@ -263,18 +263,3 @@ def test_one_writer_at_a_time_and_a_killed_one_does_not_block(tmp_path):
         os.killpg(holder.pid, signal.SIGKILL)
         holder.stdout.close()
         holder.wait()
-
-
-@pytest.mark.parametrize("why", ["no flock", "refused by the file system"])
-def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog, why):
-    if why == "no flock":
-        monkeypatch.setattr(ledger_module, "fcntl", None)
-    else:
-
-        def unsupported(*args):
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        monkeypatch.setattr(ledger_module.fcntl, "flock", unsupported)
-    with writing(tmp_path) as ledger:
-        ledger.add_step("a1", 1, USED)
-    assert "cannot be locked" in caplog.text and ledger.steps("a1") == 1

@@ -12,18 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from neighbours import LOOPS, Task, backward, engine_for, padded, points, seeded, texts, train, trainer_for
-from test_contract import Scores, bert, llama, mean_cross_entropy, tokenizer
+from test_contract import Scores, bert, llama, mean_cross_entropy
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForTokenClassification,
-    DataCollatorWithPadding,
     Trainer,
     TrainerCallback,
 )
 
-from dp_transformers import DPTrainer, DPTrainingArguments, FlatClipping, check_model
+from dp_transformers import DPTrainer, DPTrainingArguments, FlatClipping
 from dp_transformers.runtime import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
@@ -477,28 +474,3 @@ def test_a_finished_run_resumed(tmp_path, caplog):
         trainer(max_steps=4, max_examples_per_person=2).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match=r"(?s)budget is spent.*Nothing was trained.*output_dir"):
         again.train()
-
-
-def rows_as_lists(labels):
-    return [
-        {"input_ids": row["input_ids"].tolist(), "attention_mask": [1] * len(row["input_ids"]), "labels": labels(row)}
-        for row in texts([4, 7, 9, 5], classes=3)
-    ]
-
-
-@pytest.mark.parametrize("collator", ["padding", "language modeling", "token classification"])
-def test_check_model_on_what_collators_return(collator):
-    """A BatchEncoding is no dict."""
-    tok = tokenizer()
-    if collator == "padding":
-        model, batch = bert(), DataCollatorWithPadding(tok)(rows_as_lists(lambda row: 1))
-    elif collator == "language modeling":
-        rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows_as_lists(lambda row: 1)]
-        model, batch = llama(), DataCollatorForLanguageModeling(tok, mlm=False)(rows)
-    else:
-        model, batch = (
-            bert(),
-            DataCollatorForTokenClassification(tok)(rows_as_lists(lambda row: [1] * len(row["input_ids"]))),
-        )
-        batch.pop("labels")
-    assert check_model(model.train(), batch).norm_error < 1e-4

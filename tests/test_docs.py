@@ -4,12 +4,10 @@ import ast
 import doctest
 import importlib
 import itertools
-import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -23,21 +21,17 @@ import torch.distributed as dist
 import typer
 from layers import ALL_MODES, check
 from scipy import stats
-from test_resume import Classifier, build
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, default_data_collator
 
 import dp_transformers
-from dp_transformers import DPTrainer, Mechanism, PerExampleClipper, clipping
+from dp_transformers import Mechanism, PerExampleClipper, clipping
 from dp_transformers.cli.main import app
 from dp_transformers.cli.train import recipes
-from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.clipping.layer_rule import layer_rule
 from dp_transformers.clipping.modes import MODES
-from dp_transformers.clipping.terms import Outer, Term
+from dp_transformers.clipping.terms import Term
 from dp_transformers.mechanism.accounting import PrivacyAccountant
-from dp_transformers.step.ledger import LEDGER_NAME
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -311,16 +305,6 @@ def test_the_page_of_the_interface_has_every_public_name():
     assert sorted(name.rpartition(".")[2] for name in shown) == sorted(dp_transformers.__all__)
 
 
-def test_glossaries_are_sorted_and_in_whole_sentences():
-    page = (ROOT / "docs" / "glossary.md").read_text()
-    glossaries = re.findall(r"\| word \| meaning \|\n\|---\|---\|\n(.*?)(?=\n\n|\Z)", page, re.S)
-    assert len(glossaries) == 2
-    for glossary in glossaries:
-        entries = [line.strip("| ").split(" | ") for line in glossary.splitlines()]
-        words = [word.lower() for word, _ in entries]
-        assert words == sorted(words) and all(meaning.endswith(".") for _, meaning in entries)
-
-
 # ---- the layer ----
 
 
@@ -332,19 +316,6 @@ def test_the_layer_is_exact(page, shape, mode):
         assert clipper.owners[0].has_rule, "it has its rule"
     check(nn.Sequential(layer, nn.Linear(5, 2)), torch.randn(shape), mode)
     check(nn.Sequential(page.Sine(3, 3), tied := page.Sine(3, 3), tied), torch.randn(shape), mode)
-
-
-def test_a_wrong_rule_is_caught(page):
-    class Wrong(page.Sine):
-        def forward(self, x):
-            return super().forward(x)
-
-    @layer_rule(Wrong)
-    def wrong(layer, activations, backprops):
-        return {layer.weight: Outer(backprops[:, None], activations[0][:, None])}  # without the slope
-
-    with pytest.raises(SelfCheckError, match="clipping is not exact"):
-        page.train(nn.Sequential(Wrong(3, 8), nn.Linear(8, 2)), Mechanism(**page.parts))
 
 
 # ---- the clipping function ----
@@ -439,33 +410,6 @@ def test_the_noise_has_the_deviation_that_is_accounted_for(page):
 
 
 # ---- in the Trainer ----
-
-
-@pytest.mark.parametrize("part", ["clipping", "noise"])  # a truncated draw: tests/test_mechanism_in_loops.py
-def test_each_part_trains_in_the_trainer(page, tmp_path, part):
-    own = {"clipping": page.SmoothClipping(0.5), "noise": page.FallingNoise(2.0, 5)}
-    mechanism = Mechanism(**{**page.parts, "sampling": page.PoissonSampling(40, 8), "steps": 6, part: own[part]})
-    options = {
-        "target_epsilon": None,
-        "mechanism": mechanism,
-        "accountant": "pld",
-        "expected_batch_size": None,
-        "max_steps": -1,
-    }
-    trainer = build(DPTrainer, tmp_path, self_check=True, logging_strategy="no", model=Classifier(), **options)
-    before = [p.clone() for p in trainer.model.parameters()]
-    trainer.train()
-    begin, *steps = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()]
-    assert Mechanism.from_dict(begin["mechanism"]) == mechanism and len(steps) == 6
-    assert all(not torch.equal(p, q) for p, q in zip(before, trainer.model.parameters(), strict=True))
-
-
-def test_each_part_is_calibrated(page):
-    for change in ({"noise": page.FallingNoise(2.0, 5)}, {"clipping": page.SmoothClipping(0.5)}):
-        mechanism = Mechanism(**{**page.parts, "steps": 3, **change})
-        calibrated = mechanism.calibrated(target_epsilon=3.0, target_delta=1e-3, accountant="rdp")
-        assert 2.9 < calibrated.epsilon(1e-3, accountant="rdp") <= 3.0
-        assert replace(calibrated, noise=mechanism.noise) == mechanism
 
 
 # ---- docstrings ----

@@ -14,13 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from local_scripts import TASKS, model, save_model, tokenizer, write_files, write_stand_ins
+from local_scripts import save_model, write_files, write_stand_ins
 from safetensors.torch import load_file
 
 import dp_transformers
-from dp_transformers import find_example_losses
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "huggingface-scripts.md").read_text()
@@ -66,20 +64,6 @@ def _indent(line):
 
 def scripts_of_the_page():
     return [name + suffix for suffix in ("", "_no_trainer") for name in SCRIPTS]
-
-
-def test_the_table_counts_the_lines_of_the_diffs():
-    rows = dict(re.findall(r"^\| `(run_\w+)` \| (\d+ \| \d+) \|", PAGE, re.M))
-    counted = {}
-    for script in scripts_of_the_page():
-        blocks = [
-            text
-            for names, text in re.findall(r"<!-- diff: (.*?) -->\n```diff\n(.*?)```", PAGE, re.S)
-            if script in names.split()
-        ]
-        marks = [line[:1] for block in blocks for line in block.splitlines() if not line.startswith("@@")]
-        counted[script] = f"{marks.count('+')} | {marks.count('-')}"
-    assert rows == counted
 
 
 def test_the_diffs_import_what_there_is():
@@ -199,38 +183,6 @@ def test_a_script_with_accelerate_becomes_private(local, tmp_path, monkeypatch, 
     assert run["mechanism"]["sampling"]["expected_batch_size"] == 20
     results = json.loads((out / "all_results.json").read_text())
     assert results["learning_rate"] == 0, "the schedule came to its end with the last step"
-
-
-@pytest.mark.table("scripts")
-def test_a_script_with_accelerate_trains_in_two_processes(local, tmp_path):
-    command = prepared("run_clm_no_trainer", local, tmp_path, change=at_delta)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, *command, "--per_device_train_batch_size", "20", "--num_train_epochs", "1"],
-        env=env, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    run = certificate(tmp_path / "out")
-    assert (run["num_examples"], run["steps"]) == (ROWS, 3)
-    assert run["mechanism"]["sampling"]["expected_batch_size"] == 20, "of both together"
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_losses_of_examples_are_the_models_own_one_at_a_time(task):
-    """For every head of the scripts; columns of labels and inputs of a decoder included."""
-    head, words = model(task).eval(), tokenizer(task)
-    rows = words(["w1 w2 w3", "w4 w5", "w6 w7 w8 w9"], padding=True, return_tensors="pt")
-    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
-    given = {
-        "classification": {"labels": torch.tensor([0, 1, 1])},
-        "tagging": {"labels": labels.remainder(2).masked_fill(labels == -100, -100)},
-        "questions": {"start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([2, 2, 1])},
-    }.get(task, {"labels": labels})
-    batch = {**rows, **given}
-    losses = find_example_losses(head)(batch)
-    one_at_a_time = [head(**{name: values[i : i + 1] for name, values in batch.items()}).loss for i in range(3)]
-    torch.testing.assert_close(losses, torch.stack(one_at_a_time))
 
 
 # ---- on Hugging Face's own scripts ----

@@ -141,16 +141,6 @@ def test_metrics_are_computed_of_what_the_model_returned_and_of_the_labels(tmp_p
     assert predicted.metrics["test_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_predictions_of_a_loss_of_several_calls_are_those_of_the_first(tmp_path):
-    trainer = evaluating(tmp_path, build("llama"), preferred, ROWS, pairs)
-    predicted = trainer.predict(ROWS[:2])
-    with torch.no_grad():
-        batch = pairs(ROWS[:2])
-        logits = trainer.model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    torch.testing.assert_close(torch.tensor(predicted.predictions), logits, rtol=1e-4, atol=1e-5)
-    assert not predicted.label_ids
-
-
 class Scores(nn.Module):
     """It returns a tensor and no dictionary."""
 
@@ -176,15 +166,6 @@ class Scores(nn.Module):
 def test_predictions_of_a_model_that_returns_a_tensor_have_a_row_for_each_example(tmp_path, loss):
     trainer = evaluating(tmp_path, Scores(), loss)
     assert trainer.predict(texts(LENGTHS)).predictions.shape == (len(LENGTHS), 3)
-
-
-def test_metrics_without_predictions_are_refused_with_the_way_out(tmp_path):
-    def of_parts(model, inputs):
-        return model.head(model.embed(inputs["input_ids"]).mean(1)).square().sum(1)
-
-    trainer = evaluating(tmp_path, Scores(), of_parts, compute_metrics=lambda predictions: {})
-    with pytest.raises(ValueError, match=r"no predictions.*Call model\(...\) in it.*leave compute_metrics out"):
-        trainer.evaluate()
 
 
 def test_without_labels_and_with_a_loss_that_needs_them_the_way_out_is_named(tmp_path):

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -258,26 +256,3 @@ def test_draws_go_on_where_they_are_told_to():
 
 
 # ---- no torch ----
-
-
-def test_mechanisms_load_no_torch():
-    code = (
-        "import sys, json\n"
-        "from dp_transformers.step.checkpoint import PrivacyState\n"
-        "from dp_transformers.mechanism.clipping_functions import FlatClipping\n"
-        "from dp_transformers.mechanism.mechanism import Mechanism\n"
-        "from dp_transformers.mechanism.noise import IndependentNoise\n"
-        "from dp_transformers.mechanism.sampling import PoissonSampling\n"
-        "m = Mechanism(sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(1.0), "
-        "steps=30)\nm = Mechanism.from_dict(json.loads(json.dumps(m.to_dict())))\n"
-        "print(m.epsilon(1e-5), m.calibrated(target_epsilon=2.0, target_delta=1e-5).noise.noise_multiplier)\n"
-        "print([name for name in ('torch', 'transformers', 'accelerate') if name in sys.modules])\n"
-    )
-    numbers, loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    assert loaded == "[]"
-    assert numbers.split() == [
-        repr(compute_epsilon(1.0, 0.05, 30, DELTA)),
-        repr(calibrate_noise_multiplier(2.0, DELTA, 0.05, 30)),
-    ]

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -214,28 +213,6 @@ def test_each_group_has_noise_of_its_own(tmp_path, loop, clipping, monkeypatch):
     assert {line["max_grad_norm"] for line in steps} == {clipping.sensitivity}
 
 
-def test_groups_train_in_the_trainer_and_pass_the_self_check(tmp_path):
-    given = mechanism(clipping=PerLayerClipping(AutomaticClipping(BOUND)))
-    trainer = by_trainer(tmp_path, given, self_check=True)
-    before = [p.clone() for p in trainer.model.parameters()]
-    trainer.train()
-    assert trainer.privacy_spent().verified
-    assert not any(map(torch.equal, before, trainer.model.parameters()))
-
-
-@dataclass(frozen=True)
-class Forgetful(Automatic):
-    kind: ClassVar[str] = "forgetful"
-
-    def coefficients(self, norms_b):
-        return 1.1 * self.bound / norms_b.clamp(min=1e-6)
-
-
-def test_a_clipping_function_that_does_not_keep_to_its_sensitivity_is_refused():
-    with pytest.raises(ValueError, match=r"Forgetful.*its sensitivity is 0.7, but coefficient · norm is more"):
-        by_engine(mechanism(clipping=Forgetful(BOUND)))
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_noise_of_the_users_own_is_what_is_added(tmp_path, loop, monkeypatch):
     monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(EMPTY, number=next(sampler._number)))
@@ -262,15 +239,6 @@ def test_a_sampling_of_the_users_own_is_what_draws_and_is_accounted_for(tmp_path
     passes = [sorted(i for d in drawn[start : start + 5] for i in d.indices) for start in (0, 5)]
     assert passes == [list(range(N))] * 2
     assert spent.epsilon == compute_epsilon(1.3, 1.0, 2, DELTA) and spent.sampling == "in turn"
-
-
-def test_a_capped_draw_is_accounted_for_by_its_own_event(tmp_path):
-    capped = mechanism(sampling=Capped(N, EXPECTED, 12), steps=3)
-    trainer = by_trainer(tmp_path, capped, logging_strategy="no")  # which would compute it in every step
-    trainer.train()
-    spent = trainer.privacy_spent()
-    assert spent.epsilon == capped.epsilon(DELTA) > compute_epsilon(1.3, EXPECTED / N, 3, DELTA)
-    assert spent.neighboring_relation == "replace_special"
 
 
 # ---- schedules ----
@@ -401,48 +369,6 @@ def test_another_mechanism_is_refused_and_another_number_of_steps_is_not(tmp_pat
         and spent.epsilon == compute_epsilon(1.3, EXPECTED / N, 8, DELTA)
     )
     assert spent.epsilon_per_person == given.epsilon(DELTA, executed=[given.planned(0, 8)], rows=2) > spent.epsilon
-
-
-def test_flags_go_on_with_what_a_mechanism_began(tmp_path):
-    by_trainer(tmp_path, mechanism(steps=3)).train()
-    options = {"noise_multiplier": 1.3, "max_grad_norm": BOUND, "expected_batch_size": EXPECTED, "max_steps": 5}
-    trainer = by_trainer(tmp_path, None, **options)
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.privacy_spent().mechanism == mechanism(steps=5)
-    assert Ledger(tmp_path).segments(trainer._run.state.run_id) == [Counter({mechanism().at(0): n}) for n in (3, 2)]
-
-
-@dataclass(frozen=True)
-class PairsOfSteps(Shifting):
-    kind: ClassVar[str] = "pairs of steps"
-    bands: ClassVar[int] = 2
-
-    def independent_steps(self, steps, min_separation):
-        return list(steps.items())
-
-
-def test_correlated_noise_stops_where_a_draw_is_left_out():
-    """The rows of the next draw would meet again the noise that they were accounted for as having left behind."""
-    in_turn = EverybodyInTurn(N, EXPECTED)
-    engine, model, optimizer, loader = by_engine(mechanism(sampling=in_turn, noise=PairsOfSteps(1.0)))
-    batches = iter(loader)
-
-    def step():
-        x, y = next(batches)
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    step()
-    step()
-    next(batches)
-    engine.drop_draw()
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(
-        ValueError,
-        match=r"draws 2 to 2 were left out.*sampling 'in turn' and noise 'pairs of steps'.*IndependentNoise",
-    ):
-        step()
-    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("coefficient", [5.0, -5.0])

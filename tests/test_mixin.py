@@ -126,15 +126,6 @@ def test_any_trainer_takes_the_steps_of_dp_trainer(tmp_path, cls):
     assert len(sums[cls]) == 3 and all(torch.equal(a, b) for a, b in zip(sums[DPTrainer], sums[cls], strict=True))
 
 
-@pytest.mark.parametrize("cls", [DPLogging, DPLoggingBelow])
-def test_a_mixin_before_or_behind_logs_epsilon(tmp_path, cls):
-    trainer = make(cls, tmp_path)
-    trainer.train()
-    epsilons = [line["epsilon"] for line in trainer.state.log_history]
-    assert epsilons[-1] == trainer.privacy_spent().epsilon and 0 < epsilons[0] < epsilons[-1]
-    assert len(trainer.logged) == len(epsilons) == 3 and all("loss" in line for line in trainer.state.log_history[:-1])
-
-
 def test_evaluation_stays_that_of_the_class(tmp_path):
     trainer = make(DPInHouse, tmp_path)
     trainer.train()
@@ -224,12 +215,6 @@ def test_a_step_and_a_loader_of_the_class_are_replaced_and_named(tmp_path, caplo
         assert f"OwnStep.{name} is not called: DPTrainerMixin replaces it" in caplog.text
     trainer.train()
     assert trainer.privacy_spent().steps == 2
-
-
-def test_nothing_is_said_where_nothing_is_replaced(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        make(DPInHouse, tmp_path)
-    assert "is not called" not in caplog.text
 
 
 # ---- the order of bases ----

@@ -13,7 +13,6 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 
 from dp_transformers import PrivacyEngine
 from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.data.draws import Draw, LogicalBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 REFUSED = "padded on the right to the length of a longer one.*-100"
@@ -160,28 +159,6 @@ def test_numbers_as_targets_of_positions(loop, collate):
     assert_bounded(moves(loop, Task(Series, rows, collate, masked_error, bound=0.3, physical=16, steps=2), 15))
 
 
-@pytest.mark.parametrize("classes", [4, 8])  # as many as a row has positions, and as a batch has
-def test_several_classes_are_no_positions(classes):
-    class Tags(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, classes)
-
-        def forward(self, input_ids, attention_mask):
-            own = attention_mask[..., None].float()
-            return self.head((self.embed(input_ids) * own).sum(1) / own.sum(1))
-
-    def loss(outputs, labels):
-        return F.binary_cross_entropy_with_logits(outputs, labels, reduction="none").mean(1)
-
-    rows = [
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.rand(classes)}
-        for ids in (torch.randint(1, 50, (4 + 4 * (i == 11),)) for i in range(12))
-    ]
-    for loop in LOOPS:
-        assert_bounded(moves(loop, Task(Tags, rows, padded_with({}), loss, bound=0.3, physical=12), 11))
-
-
 # ---- criteria ----
 
 
@@ -232,24 +209,8 @@ def test_criteria_that_leave_padding_out():
 # ---- how a row was padded ----
 
 
-def paddings(rows, collate):
-    """{columns: own positions} of the shortest row of each column of a batch."""
-    (batch,) = LogicalBatches(rows, collate, len(rows))[Draw(0, range(len(rows)))].batches
-    assert all(padding.by_others for padding in batch.paddings)
-    return {tuple(sorted(padding.columns)): padding.own_t.tolist() for padding in batch.paddings}
-
-
 def own(count, length):
     return [True] * count + [False] * (length - count)
-
-
-def test_columns_with_one_length_are_padded_together():
-    collate = padded_with({"labels": -100})
-    mask = ("attention_mask", "input_ids")
-    assert paddings(translations([3, 7, 5], [6, 4, 9]), collate) == {mask: own(4, 9), ("labels",): own(3, 7)}
-    assert paddings(translations([6, 4, 9], [6, 4, 9]), collate) == {(*mask, "labels"): own(4, 9)}
-    assert paddings(translations([4] * 8 + [30]), collate) == {("labels",): own(4, 30)}
-    assert paddings(translations([4] * 8), collate) == {}
 
 
 # ---- the gradient of a loop's own loss ----
@@ -338,21 +299,6 @@ def test_a_mean_over_outputs_that_are_zero_at_padding(model, options):
 
     whole, without = (last_sum(model, part, collate, losses_of, **options) for part in (rows, rows[:-1]))
     assert 1e-3 < float((whole - without).norm()) <= 1 + 1e-5
-
-
-@pytest.mark.parametrize("model", [t5, bart])
-def test_lengths_that_are_multiples(model):
-    """Sources and targets are padded to the same lengths, and are not as long."""
-
-    def collate(rows):
-        batch = padded_with({"labels": -100})(rows)
-        return {
-            name: F.pad(x, (0, -x.shape[1] % 8), value=-100 if name == "labels" else 0) for name, x in batch.items()
-        }
-
-    rows = translations([8, 3, 12, 5, 16, 7] * 5, [7, 12, 9, 14, 3])
-    task = Task(model, rows, collate, bound=0.7, physical=6, expected=12, steps=6)
-    assert_bounded(moves("trainer", task, 4))
 
 
 def test_pairs_of_positions():

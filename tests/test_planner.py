@@ -4,9 +4,6 @@ import json
 import math
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import (
     BandedInverseNoise,
@@ -17,7 +14,6 @@ from dp_transformers import (
     IndependentNoise,
     Mechanism,
     PoissonSampling,
-    PrivacyEngine,
     plan,
 )
 from dp_transformers.cli.main import main
@@ -149,20 +145,6 @@ def test_the_best_hides_what_was_asked_for(many):
     assert asked.best == first.mechanism
 
 
-def test_what_does_not_apply_is_said():
-    persons = plan(
-        500, expected_batch_size=50, target_epsilon=8.0, target_delta=1e-4, steps=5, max_examples_per_person=2
-    )
-    assert [c.name for c in persons] == ["Poisson, independent"] and "several rows" in str(persons)
-    assert persons.best.unit.max_examples_per_person == 2
-    whole = plan(50, expected_batch_size=40, target_epsilon=8.0, target_delta=1e-3, steps=3, accountant="rdp")
-    assert set(whole.left_out) == {
-        "truncated Poisson, random allocation",
-        "cyclic Poisson, bands",
-        "fixed order, correlated noise",
-    }
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -176,28 +158,6 @@ def test_what_cannot_be_is_refused(changes, message):
     given = {"expected_batch_size": 10, "target_epsilon": 1.0, "target_delta": 1e-3, "steps": 5, **changes}
     with pytest.raises(ValueError, match=message):
         plan(100, **given)
-
-
-def test_every_candidate_trains(many):
-    """Also where the average batch is no whole number."""
-    odd = plan(103, expected_batch_size=10, target_epsilon=8.0, target_delta=1e-3, steps=20)
-    for found, count in ((many, 200), (odd, 103)):
-        data = TensorDataset(torch.randn(count, 3), torch.arange(count) % 2)
-        for c in found:
-            engine, model = PrivacyEngine(), nn.Linear(3, 2)
-            model, optimizer, loader = engine.make_private(
-                module=model,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                data_loader=DataLoader(data, batch_size=10),
-                mechanism=c.mechanism,
-            )
-            for x, y in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-            engine.detach()
-            spent = engine.privacy_spent(delta=1e-3)
-            assert spent.private and 0 < spent.epsilon <= 8.0 and spent.neighboring_relation == c.relation
 
 
 def test_the_trainer_takes_the_best(tmp_path, many):

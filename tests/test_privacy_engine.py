@@ -1191,19 +1191,6 @@ def test_passes_that_train_nothing_may_run_otherwise_within_a_draw(physical, way
     assert {t for t, goes_back in seen if goes_back} == {1.0} and (4.0, False) in seen and engine.steps == 4
 
 
-def test_numbers_that_a_loop_sets_in_a_draw_are_set_back():
-    seen = []
-
-    def count_up(model, count, engine, optimizer):
-        seen.append(getattr(model, "count", None))
-        model.count = count + 1
-
-    train_in_parts(count_up, physical=10**6)
-    whole, seen = seen, []
-    train_in_parts(count_up)
-    assert whole == [None, 1, 2, 3] and len(seen) > 4
-
-
 def test_a_schedule_goes_back_with_a_checkpoint(tmp_path):
     """The first draw after it may have the number of the last one before."""
     engine, model, optimizer, loader = make(noise_multiplier=1.0)
@@ -1414,16 +1401,6 @@ def test_no_noise_is_said(caplog):
     assert "NOTHING IS PRIVATE" in caplog.text
     train(model, optimizer, loader)
     assert engine.get_epsilon(1e-3) == math.inf
-
-
-@pytest.mark.parametrize(
-    ("options", "are_looked_at"),
-    [({}, False), ({"loss_reduction": "none"}, False), ({"criterion": nn.CrossEntropyLoss()}, True)],
-    ids=["loss.backward()", "losses", "criterion"],
-)
-def test_a_loop_whose_losses_are_not_looked_at_is_told_so(options, are_looked_at, caplog):
-    make(**options)
-    assert ("your loop computes the losses" in caplog.text) != are_looked_at
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")

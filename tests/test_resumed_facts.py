@@ -218,20 +218,3 @@ def test_what_was_shown_and_of_which_data_stays_in_reports(tmp_path, loop, caplo
     caplog.clear()
     train(loop, tmp_path, 6, resume=True, seed=1)
     assert "goes on with other data" not in caplog.text
-
-
-def test_digests_of_other_keys_are_not_compared(tmp_path, monkeypatch, caplog):
-    """Another machine has another key. A resume without a digest in between hides nothing."""
-    for steps, seed, options, is_other in (
-        (2, 0, {}, False),
-        (4, 0, {"key": "b"}, False),
-        (6, 0, {"data_digest": False}, False),
-        (8, 1, {"key": "a"}, True),
-    ):
-        caplog.clear()
-        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / options.pop("key", "a")))
-        by_trainer(tmp_path / "run", steps, steps > 2, seed=seed, **options)
-        assert ("goes on with other data" in caplog.text) == is_other
-    assert (
-        "key" in dict(run_table(certificate.build(tmp_path / "run", delta=DELTA)["runs"][0]))["Data digest, earlier"]
-    )

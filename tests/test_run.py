@@ -211,17 +211,6 @@ def test_groups_are_below_what_follows_from_the_epsilon_of_one_row(rows, steps, 
     assert group_epsilon([(1.0, q, steps)], rows, 1e-6) < 1.0005 * by_conversion
 
 
-def test_noise_for_persons_by_sampling_persons_or_rows():
-    """100 persons of 4 rows a step, 300 steps, q = 0.01: noise on the mean over persons, whose 4 rows are one, and on
-    that over 400 rows, in bounds. Persons win where averaging 4 rows halves the norm, but not where it keeps it."""
-    run = dict(target_delta=1e-5, sample_rate=0.01, steps=300)
-    persons, strong = (calibrate_noise_multiplier(epsilon, **run) for epsilon in (2.0, 8.0))
-    rows = calibrate_noise_multiplier(2.0, **run, rows=4)
-    assert (persons, strong, rows) == pytest.approx((0.8042, 0.5141, 1.6454), rel=1e-3)
-    assert (persons / 100, rows / 400) == pytest.approx((0.00804, 0.00411), rel=2e-3)
-    assert persons / 100 / (rows / 400) == pytest.approx(1.95, abs=0.01)
-
-
 def test_sigma_for_all_rows_of_a_person():
     sigma = calibrate_noise_multiplier(2.0, 1e-5, 0.05, 30, rows=4)
     assert 1.99 < group_epsilon([(sigma, 0.05, 30)], 4, 1e-5) <= 2.0
@@ -237,18 +226,6 @@ def test_sigma_for_all_rows_of_a_person():
         spend(run)
     with pytest.raises(ValueError, match="max_examples_per_person"):
         run_of(rows=0)
-
-
-@pytest.mark.parametrize(
-    ("mode", "asked", "why"),
-    [
-        ("book_keeping", "auto", "auto: one backward pass"),
-        ("ghost", "auto", "auto: activations are checkpointed"),
-        ("ghost", "ghost", "as asked for"),
-    ],
-)
-def test_the_start_says_which_mode_and_why(mode, asked, why):
-    assert f"clipping mode {mode} ({why}" in describe(run_of(), 3, replace(TRAINED, mode=mode, asked=asked))
 
 
 def test_the_start_says_what_is_to_be_spent():

@@ -285,13 +285,6 @@ def test_before_training_nothing_is_spent(tmp_path):
     assert (spent.epsilon, spent.steps, spent.neighboring_relation) == (0.0, 0, "add_or_remove_one")
 
 
-def test_without_noise_epsilon_is_infinite_and_it_says_so(tmp_path, caplog):
-    trainer = trainer_for(tmp_path, noise_multiplier=0.0)
-    assert "NOTHING IS PRIVATE" in caplog.text
-    trainer.train()
-    assert trainer.privacy_spent().epsilon == math.inf
-
-
 def test_every_log_line_has_epsilon(tmp_path):
     trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=2, eval_data=dataset(9, seed=1))
     output = trainer.train()

@@ -14,7 +14,6 @@ from dp_transformers.mechanism.clipping_functions import CLIPPING_FUNCTIONS, Fla
 from dp_transformers.mechanism.mechanism import Mechanism
 from dp_transformers.mechanism.noise import IndependentNoise
 from dp_transformers.mechanism.sampling import PoissonSampling
-from dp_transformers.trainer.refused_settings import refuse_arguments
 
 
 def make(tmp_path, **changes):
@@ -88,13 +87,6 @@ def test_expected_batch_size_is_folded_once(tmp_path):
 def test_refusals(tmp_path, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(tmp_path, **changes)
-
-
-def test_deepspeed_is_refused_where_it_is_installed(tmp_path):
-    args = make(tmp_path)
-    args.deepspeed = "zero2.json"
-    with pytest.raises(ValueError, match="deepspeed='zero2.json' cannot be used.*use FSDP2, or DDP"):
-        refuse_arguments(args)
 
 
 def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):
@@ -172,21 +164,6 @@ def test_a_mechanism_in_the_place_of_flags(tmp_path, form):
     assert pickle.loads(pickle.dumps(args)).mechanism == mechanism()
     with pytest.raises(ValueError, match="for num_examples=100, but train_dataset has 99"):
         args.mechanism_for(99, 7)
-
-
-def test_a_mechanism_by_the_command_line(tmp_path):
-    (tmp_path / "mechanism.json").write_text(json.dumps(mechanism().to_dict()))
-    words = [
-        "--output_dir",
-        str(tmp_path),
-        "--mechanism",
-        str(tmp_path / "mechanism.json"),
-        "--target_delta",
-        "1e-6",
-        "--use_cpu",
-    ]
-    (args,) = HfArgumentParser(DPTrainingArguments).parse_args_into_dataclasses(words)
-    assert args.mechanism == mechanism()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from dp_transformers import DPSFTConfig, DPSFTTrainer, DPTrainerMixin, DPTrainingArguments
+from dp_transformers import DPSFTConfig, DPSFTTrainer, DPTrainerMixin
 from dp_transformers.reports import certificate
 from dp_transformers.trainer.refused_settings import refuse_other_trainers
 from dp_transformers.trl.sft import one_image_each
@@ -225,15 +225,6 @@ def test_a_text_with_more_image_tokens_than_another_is_refused():
         one_image_each(collate, 9, [{"image": "one"}] * 2)
 
 
-@pytest.mark.parametrize(
-    "row", [{"image": ["one", "two"]}, {"images": [["one", "two"]]}, {"image": None}, {}], ids=str
-)
-def test_lists_in_the_place_of_an_image_are_counted(row):
-    """Two images of one row and none of another would be as many as there are rows."""
-    with pytest.raises(ValueError, match=r"has [02] images. Private training needs one in each row"):
-        one_image_each(lambda examples: {"input_ids": torch.tensor([[9, 1]] * 2)}, 9, [{"image": "one"}, row])
-
-
 def test_a_processor_that_joins_all_images_is_refused():
     def joined(examples):
         return {"input_ids": torch.zeros(len(examples), 4), "pixel_values": torch.zeros(7 * len(examples), 12)}
@@ -242,32 +233,12 @@ def test_a_processor_that_joins_all_images_is_refused():
         one_image_each(joined, 9, [{"image": "one"}] * 2)
 
 
-def test_arguments_of_another_class_are_refused(tmp_path):
-    other = DPTrainingArguments(str(tmp_path), target_epsilon=8.0, target_delta=1e-6, use_cpu=True)
-    for args in (other, arguments(tmp_path, SFTConfig)):
-        with pytest.raises(ValueError, match=rf"DPSFTTrainer needs DPSFTConfig, got {type(args).__name__}"):
-            DPSFTTrainer(model(), args, train_dataset=rows("text"), processing_class=tokenizer())
-
-
-def test_private_arguments_in_trls_own_trainer_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="SFTTrainer is no DPTrainer and would train without privacy"):
-        SFTTrainer(model(), arguments(tmp_path), train_dataset=rows("text"), processing_class=tokenizer())
-
-
 @pytest.mark.parametrize("name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer"])
 def test_trainers_that_compare_rows_cannot_be_derived_from(name):
     """Not all of them can be imported everywhere, as they need more than TRL."""
     base = trl.KTOTrainer if name == "KTOTrainer" else type(name, (Trainer,), {"__module__": "trl.trainer"})
     with pytest.raises(TypeError, match=rf"{name} of TRL cannot be made private \(Mine tries to\).*DPDPOTrainer"):
         type("Mine", (DPTrainerMixin, base), {})
-
-
-def test_a_mixture_of_ones_own_is_told_of_the_private_trainer(tmp_path):
-    class Mine(DPTrainerMixin, SFTTrainer):
-        pass
-
-    with pytest.raises(ValueError, match=r"Use dp_transformers\.DPSFTTrainer with DPSFTConfig"):
-        Mine(model(), args=arguments(tmp_path), train_dataset=rows("text"), processing_class=tokenizer())
 
 
 def test_without_trl_the_error_names_the_extra():

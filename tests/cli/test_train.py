@@ -1,18 +1,14 @@
 """`dp-transformers train`: recipes are found, their flags grouped and read, also from files, and run as commands."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-import call_notes
 import causal_lm
 import fine_tuning
-import flags
 import image_classification
 import instruction_tuning
 import name_classification
-import outcome
 import plain_loop
 import preference_tuning
 import pytest
@@ -105,13 +101,6 @@ def test_every_privacy_argument_of_the_trainer_is_in_the_group(capsys, monkeypat
         assert f"--{name}" in privacy
 
 
-def test_all_recipes_name_the_same_things_alike():
-    shared = {"target_epsilon", "target_delta", "expected_batch_size", "max_grad_norm", "output_dir", "learning_rate"}
-    shared |= {"num_train_epochs", "per_device_train_batch_size", "seed", "use_cpu"}
-    for module in CLASSES.values():
-        assert shared <= module.Arguments.__dataclass_fields__.keys()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -191,45 +180,3 @@ def test_processes_are_launched_with_accelerate(monkeypatch):
     assert plain.training_script_args == ["--max_steps", "3", "--use_cpu"]
     assert Path(sharded.config_file) == CONFIGS.parent / "accelerate" / "fsdp2.yaml"
     assert sharded.training_script_args == ["--full"]
-
-
-def test_help_of_the_command_lists_the_recipes(capsys):
-    call_main(["train", "--help"], 0)
-    text = capsys.readouterr().out
-    for name in CLASSES:
-        assert f"\n  {name} " in text
-
-
-@pytest.mark.table("commands")
-def test_a_recipe_runs_as_a_command(tmp_path):
-    words = [
-        sys.executable,
-        "-m",
-        "dp_transformers",
-        "train",
-        "image_classification",
-        "--config",
-        tmp_path / "none.yaml",
-    ]
-    result = subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr == f"error: --config: there is no file '{tmp_path / 'none.yaml'}'.\n"
-
-
-@pytest.mark.table("commands")
-def test_without_trl_a_recipe_ends_in_one_line():
-    code = (
-        "import sys\nsys.modules['trl'] = None\nfrom dp_transformers.cli.main import main\n"
-        "main(['train', 'instruction_tuning'])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == (
-        'error: the private trainers of TRL need trl, which is not installed. Type: pip install "dp-finetune[trl]"\n'
-    )
-
-
-def test_modules_that_are_no_recipes_are_left_out():
-    assert set(train.NOT_RECIPES) == {
-        assets_like.__name__ for assets_like in (call_notes, fine_tuning, flags, outcome, plain_loop)
-    } | {"assets"}

@@ -101,27 +101,6 @@ def test_what_the_fallback_refuses(kind):
         clipper.backward(weigh(model(x)))
 
 
-def test_a_refusal_of_the_model_itself_names_no_empty_path():
-    model, x = Refused.Mixing(), torch.randn(4, 3, 5)
-    with (
-        PerExampleClipper(model, 1.0, self_check=False) as clipper,
-        pytest.raises(UnsupportedModuleError, match=r"^the model \(Mixing\) has no rule"),
-    ):
-        clipper.backward(weigh(model(x)))
-
-
-def test_no_rule_is_offered_where_none_would_be_used():
-    model, x = nn.Sequential(Refused.Mixing()), torch.randn(4, 3, 5)
-    forward = model[0].forward
-    model[0].forward = lambda x: forward(x)  # as hooks of accelerate do
-    with (
-        PerExampleClipper(model, 1.0, self_check=False) as clipper,
-        pytest.raises(UnsupportedModuleError) as refused,
-    ):
-        clipper.backward(weigh(model(x)))
-    assert "freeze" in str(refused.value) and "register_grad_sampler" not in str(refused.value)
-
-
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_fallback_sees_the_random_numbers_that_were_drawn(mode):
     """Dropout inside the owning module: the same mask in forward, norms and sum, and the generator goes on as without
@@ -154,31 +133,6 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_what_vmap_cannot_run_is_run_one_by_one(mode):
     check(nn.Sequential(nn.Linear(5, 5), Branches()), torch.randn(4, 3, 5), mode)
-
-
-WAYS_TO_ASSIGN = {
-    "to": lambda inner: inner.to(torch.float32),
-    "data": lambda inner: setattr(inner.weight, "data", inner.weight.data.clone()),
-    "vector": lambda inner: nn.utils.vector_to_parameters(inner.weight.detach().flatten().clone(), [inner.weight]),
-}
-
-
-class Assigns(nn.Module):
-    """Assigns to the data of its parameters in its forward pass, in one of the ways there are."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.way, self.w, self.inner = way, nn.Parameter(torch.randn(5)), nn.Linear(5, 5, bias=False)
-
-    def forward(self, x):
-        WAYS_TO_ASSIGN[self.way](self.inner)
-        return nn.functional.linear(x * self.w, self.inner.weight)
-
-
-@pytest.mark.parametrize("mode", ALL_MODES)
-@pytest.mark.parametrize("way", list(WAYS_TO_ASSIGN))
-def test_modules_that_assign_to_data_do_not_crash_the_process(way, mode):
-    check(nn.Sequential(nn.Linear(5, 5), Assigns(way)), torch.randn(4, 3, 5), mode)
 
 
 class WritesToItsInput(nn.Module):
@@ -266,24 +220,3 @@ def test_flattened_batch_is_refused_unless_it_has_settled():
     for mode in ALL_MODES:
         report = check_model(model, {"x": x}, mode=mode)
         assert max(report.norm_error, report.sum_error) <= 1e-5
-
-
-class NotVectorised(nn.Module):
-    """Positions without a batch dimension, and an operation that torch's vmap runs one example at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.positions = nn.Linear(5, 5), nn.Embedding(9, 5)
-
-    def forward(self, x):
-        x = self.first(x) + self.positions(torch.arange(x.shape[1]))
-        return torch._weight_norm(x, x.flatten(1).norm(dim=1).view(-1, 1, 1) + 1, 0)
-
-
-def test_operations_that_torch_cannot_vectorise_are_no_cause_for_a_warning(recwarn, caplog):
-    model = NotVectorised()
-    with PerExampleClipper(model, 1.0) as clipper:
-        clipper.backward(weigh(model(torch.randn(4, 3, 5))))
-        assert any(owner.is_rerun for owner in clipper.owners)
-    assert "cannot be re-run by vmap" not in caplog.text
-    assert not recwarn

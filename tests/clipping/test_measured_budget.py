@@ -5,7 +5,6 @@ import torch
 from budgets import Net, example_batch, losses_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import HfArgumentParser
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine, register_grad_sampler
 from dp_transformers.clipping.device_memory import DeviceMemory
@@ -146,15 +145,6 @@ def test_a_device_that_nobody_knows_is_refused_at_once(monkeypatch):
     PerExampleClipper(nn.Linear(3, 2), 1.0, memory_budget=1e6).detach()
 
 
-@pytest.mark.parametrize(
-    ("words", "budget"), [([], None), (["--memory_budget", "auto"], "auto"), (["--memory_budget", "2e9"], 2e9)]
-)
-def test_a_command_line_gives_bytes_or_auto(words, budget, tmp_path):
-    fixed = ["--output_dir", str(tmp_path), "--noise_multiplier", "1", "--target_delta", "1e-3", "--report_to", "none"]
-    (args,) = HfArgumentParser(DPTrainingArguments).parse_args_into_dataclasses([*fixed, *words])
-    assert args.memory_budget == budget
-
-
 # ---- in both loops ----
 
 ROWS, WIDTH = 40, 300
@@ -199,14 +189,6 @@ def test_the_trainer_settles_and_trains_the_same(mode, tmp_path, settled):
     assert settled == [SHARE * FREE]
     assert not torch.equal(*trained)  # from then on sums are formed in another order
     torch.testing.assert_close(trained[1], trained[0], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.table("trainings")
-def test_a_resumed_run_looks_anew(tmp_path, settled, device):
-    trainer(tmp_path, "book_keeping", "auto", 5, save_strategy="steps", save_steps=1).train()
-    device["free"] = 1e6
-    trainer(tmp_path, "book_keeping", "auto", 9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert settled == [SHARE * FREE, SHARE * 1e6]
 
 
 @pytest.mark.table("trainings")

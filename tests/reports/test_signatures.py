@@ -4,8 +4,7 @@ import json
 import stat
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.asymmetric import ed25519
 from recorded import record
 
 from dp_transformers.reports import certificate
@@ -62,32 +61,9 @@ def test_another_signer_is_another(tmp_path, key):
     assert sign(folder, tmp_path / "other.pem") == signer(folder) != first
 
 
-def test_a_key_is_never_overwritten(key):
-    with pytest.raises(FileExistsError):
-        new_key(key)
-
-
-def test_files_that_are_no_key(tmp_path):
-    folder = record(tmp_path / "run")
-    (tmp_path / "text").write_text("key")
-    with pytest.raises(SignatureError, match="holds no private key"):
-        sign(folder, tmp_path / "text")
-    other = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    (tmp_path / "rsa").write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    with pytest.raises(SignatureError, match="make an Ed25519 key"):
-        sign(folder, tmp_path / "rsa")
-
-
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"public_key": "zz", "signature": ""}'])
 def test_what_is_no_signature(tmp_path, text):
     folder = record(tmp_path / "run")
     (tmp_path / "run" / SIGNATURE_NAME).write_text(text)
     with pytest.raises(SignatureError, match="is no signature"):
         signer(folder)
-
-
-def test_without_cryptography_the_line_to_type(tmp_path, key, monkeypatch):
-    folder = record(tmp_path / "run")
-    monkeypatch.setitem(__import__("sys").modules, "cryptography.hazmat.primitives", None)
-    with pytest.raises(SignatureError, match=r"pip install 'dp-finetune\[secure\]'"):
-        sign(folder, key)
