@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import CHECKPOINTING
-from neighbours import LOOPS, Task, assert_bounded, moves, padded, points, texts, train
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from neighbours import LOOPS, Task, assert_bounded, moves, points, texts, train
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
@@ -21,10 +18,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     TrainerCallback,
-    Wav2Vec2Config,
-    Wav2Vec2ForSequenceClassification,
 )
 
 from dp_transformers.runtime import distributed
@@ -68,34 +62,11 @@ def llama(**changes):
 # ---- rows of the data set and the collator ----
 
 
-def windows(batch):
-    """What a tokenizer does with return_overflowing_tokens and stride: several rows of one long text."""
-    rows = [
-        (ids[i : i + 6], label)
-        for ids, label in zip(batch["input_ids"], batch["labels"], strict=True)
-        for i in range(0, len(ids), 6)
-    ]
-    return {"input_ids": [ids for ids, _ in rows], "labels": [label for _, label in rows]}
-
-
-class Multiplying(list):
-    """A data set that returns every row four times."""
-
-    def __getitems__(self, indices):
-        return [self[i] for i in indices for _ in range(4)]
-
-
 def bert(dropout=0.0, **changes):
     config = BertConfig(
         **SIZES, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3, **changes
     )
     return BertForSequenceClassification(config)
-
-
-def mixed_up(rows):
-    """MixUp: each row is half the one after it."""
-    x = torch.stack([row["x"] for row in rows])
-    return {"x": 0.5 * x + 0.5 * x.roll(1, 0), "labels": torch.stack([row["labels"] for row in rows])}
 
 
 # ---- processes ----
@@ -311,16 +282,6 @@ def test_seeds_that_workers_are_given_do_not_matter():
     assert not set(seen[0]) & set(seen[1]) and not set(seen[0]) & known
 
 
-def tokenizer():
-    words = {"[PAD]": 0, "[MASK]": 1, "[UNK]": 2, **{str(i): i for i in range(3, 50)}}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")),
-        pad_token="[PAD]",
-        mask_token="[MASK]",
-        unk_token="[UNK]",
-    )
-
-
 # ---- two passes over one forward ----
 
 
@@ -415,102 +376,10 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
-class PaddedByDraw(list):
-    """A transform that pads what it is asked for together, on the left: rows arrive equally long."""
-
-    def __getitems__(self, indices):
-        batch = padded([self[i] for i in indices], side="left")
-        return [{name: x[i] for name, x in batch.items()} for i in range(len(indices))]
-
-
 @both_loops
 def test_texts_padded_on_the_right(loop):
     """The control: a causal model does not see what comes after."""
     assert_bounded(moves(loop, Task(gpt2, texts([40, *range(5, 14)], classes=None), bound=0.01), 0))
 
 
-def wav2vec2(norm):
-    config = Wav2Vec2Config(
-        **SIZES, conv_dim=(8, 8), conv_kernel=(4, 3), conv_stride=(3, 2), num_feat_extract_layers=2, feat_extract_norm=norm,
-        num_conv_pos_embeddings=4, initializer_range=0.5, num_conv_pos_embedding_groups=2, apply_spec_augment=False, num_labels=3, hidden_dropout=0.0,
-        attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0, classifier_proj_size=8,
-    )  # fmt: skip
-    return Wav2Vec2ForSequenceClassification(config)
-
-
-def sounds(lengths):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {"input_values": torch.randn(n, generator=generator) + 1, "labels": torch.tensor(i % 3)}
-        for i, n in enumerate(lengths)
-    ]
-
-
-def collate_sounds(rows):
-    values = [row["input_values"] for row in rows]
-    return {
-        "input_values": pad_sequence(values, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones(len(x), dtype=torch.long) for x in values], batch_first=True),
-        "labels": torch.stack([row["labels"] for row in rows]),
-    }
-
-
-class CharLSTM(nn.Module):
-    """Opacus's example: reads its states at the last position, which is padding for most."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.lstm, self.head = (
-            nn.Embedding(50, 12),
-            nn.LSTM(12, 16, batch_first=True),
-            nn.Linear(16, 3),
-        )
-
-    def forward(self, input_ids, attention_mask=None):
-        return self.head(self.lstm(self.embedding(input_ids))[0][:, -1])
-
-
 # ---- models and losses of one's own ----
-
-
-class ClampedNorm(nn.Module):
-    """What computes an RMS norm on small numbers, and another thing on large ones."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
-
-    def forward(self, x):
-        x = x.clamp(-6, 6)
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-
-def clamped():
-    """With a frozen head that reads the second column."""
-    head = nn.Linear(6, 3, bias=False).requires_grad_(False)
-    head.weight.mul_(0)[:, 1] = torch.tensor([30.0, -30.0, 15.0])
-    return OnX(ClampedNorm(6), head)
-
-
-class OnX(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x)
-
-
-class Sorting(nn.Module):
-    """Sorts its rows by length to pack them, and puts the states back: row i of what the LSTM is given is another
-    example's."""
-
-    def __init__(self):
-        super().__init__()
-        self.e, self.l, self.h = nn.Embedding(50, 12), nn.LSTM(12, 16, batch_first=True), nn.Linear(16, 3)
-
-    def forward(self, input_ids, lengths):
-        order = lengths.argsort(descending=True, stable=True)
-        packed = nn.utils.rnn.pack_padded_sequence(self.e(input_ids)[order], lengths[order], batch_first=True)
-        return self.h(self.l(packed)[1][0][0][order.argsort()])
-
-
-def hardest(scores, labels):
-    each = nn.functional.cross_entropy(scores, labels, reduction="none")
-    return each * (each >= each.topk(min(8, len(each))).values[-1])

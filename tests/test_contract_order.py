@@ -270,10 +270,6 @@ class InHouse(Trainer):
         return DataLoader(self.train_dataset, 4, collate_fn=self.data_collator)
 
 
-class InHouseFirst(InHouse, DPTrainer):
-    pass
-
-
 class DPFirst(DPTrainer, InHouse):
     pass
 

@@ -5,7 +5,6 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import dp_accounting as dp
@@ -29,7 +28,6 @@ from dp_transformers.mechanism.values import StepParameters
 
 pytestmark = pytest.mark.whole
 
-ROOT = Path(__file__).parent.parent
 DELTA = 1e-5
 
 

@@ -669,18 +669,6 @@ def test_targets_padded_on_the_left_are_refused(tmp_path, side, made):
     assert trainer.privacy_spent().steps == 0
 
 
-class At(TrainerCallback):
-    """Does something at one event, once."""
-
-    def __init__(self, event, do):
-        self.do = do
-        setattr(self, event, self._run)
-
-    def _run(self, args, state, control, **kwargs):
-        do, self.do = self.do, lambda **kwargs: None
-        do(**kwargs)
-
-
 def test_an_optimizer_that_misses_trained_parameters_is_refused(tmp_path):
     model = build("bert")
     optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.1)
