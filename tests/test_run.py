@@ -99,7 +99,7 @@ def test_a_run_stays_what_it_was_when_it_is_resumed_without_its_seed(tmp_path):
     first.begin()
     spend(first)
     second = run_of(ledger)
-    second.take_over(first.state, first.executed)
+    second.resume(first.state, first.executed)
     second.begin()
     ledger.close()
     assert (
@@ -108,7 +108,7 @@ def test_a_run_stays_what_it_was_when_it_is_resumed_without_its_seed(tmp_path):
         and "dp_seed=3" in second.spent().not_private_because[0]
     )
     other = run_of(Ledger(tmp_path), run_id="b")
-    other.take_over(other.state, [])
+    other.resume(other.state, [])
     assert other.spent().private
 
 
@@ -123,7 +123,7 @@ def test_steps_that_the_ledger_lacks(tmp_path):
         PrivacyStateError,
         match="holds 1 steps of this run, which has executed 4 at least.*a backup.*DPTrainer or PrivacyEngine",
     ):
-        run_of(Ledger(tmp_path)).take_over(run.state, [run.mechanism.planned(0, 4)])
+        run_of(Ledger(tmp_path)).resume(run.state, [run.mechanism.planned(0, 4)])
 
 
 def test_budget():

@@ -195,7 +195,7 @@ class PrivateLoop:
         ]
         executed = executed or [Counter({state.mechanism.at(0): int(saved["steps"])})]  # of version 1
         state = replace(state, mechanism=self.run.mechanism)  # its steps are those planned now
-        self.run.take_over(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
+        self.run.resume(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
         next_step = int(saved.get("next_step", saved["steps"]))
         self.run.agree(steps=self.run.steps, next_step=next_step)
         self.loader.start_at(next_step)

@@ -305,7 +305,7 @@ class PrivateRun:
             **bound,
         }
 
-    def take_over(
+    def resume(
         self,
         state: PrivacyState,
         at_least: Sequence[Counter[StepParameters]],

@@ -46,7 +46,6 @@ from .overrides import (
 )
 from .progress import show_spent
 from .refused_settings import refuse_arguments, refuse_settings
-from .trainer_loop import TrainerLoop
 from .trainer_run import TrainerRun
 
 if TYPE_CHECKING:
@@ -128,7 +127,6 @@ class DPTrainerMixin(Base):
             refuse_unknown_loss(type(self), DPTrainerMixin)
         warn_about_replaced(type(self), DPTrainerMixin)
         self._training: TrainerRun | None = None
-        self._loop: TrainerLoop | None = None
         self._labels_of_loss: list[str] = []  # columns that a loss of (model, inputs) may take from the batch
         self._raw_losses: list[torch.Tensor] = []  # since the last line of the log, for log_raw_metrics
         super().__init__(
@@ -185,19 +183,17 @@ class DPTrainerMixin(Base):
         self.accelerator.register_load_state_pre_hook(_refuse_state_of_accelerate)
 
     @property
-    def _run(self) -> PrivateRun:
+    def _private(self) -> TrainerRun:
         if self._training is None:
             raise ValueError(
                 "this trainer has no train_dataset, so there is no private training to account for: make a DPTrainer "
                 "with train_dataset."
             )
-        return self._training.run
+        return self._training
 
     @property
-    def _running_loop(self) -> TrainerLoop:
-        if self._loop is None:
-            raise RuntimeError("draws and private steps exist only while train() runs: call train().")
-        return self._loop
+    def _run(self) -> PrivateRun:
+        return self._private.run
 
     def privacy_spent(self) -> PrivacySpent:
         """Return what has been spent until now, by the ledger's count of executed steps.
@@ -295,8 +291,8 @@ class DPTrainerMixin(Base):
         reshard(self.model)  # evaluation leaves some whole, and an optimizer of those would train nothing
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
-        self._running_loop.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled, label_names=self.label_names)
-        self._example_losses.watch(self.model, self._running_loop.step.clipper.conditions)
+        self._private.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled, label_names=self.label_names)
+        self._example_losses.watch(self.model, self._private.step.clipper.conditions)
         return prepared
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -305,13 +301,10 @@ class DPTrainerMixin(Base):
         distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        assert self._training is not None, "train() refuses a trainer without training data"
-        self._loop = TrainerLoop(self._training, self.args, self.get_tp_size(), self._say)
         try:
-            with self._loop.running():
+            with self._private.running(self.get_tp_size()):
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
-            self._loop = None
             self._example_losses.end_watch()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -321,7 +314,7 @@ class DPTrainerMixin(Base):
         model.train()
         if callable(train_mode := getattr(self.optimizer, "train", None)):
             train_mode()
-        raw, step = torch.zeros((), device=self.args.device), self._running_loop.step
+        raw, step = torch.zeros((), device=self.args.device), self._private.step
         if self.model is not step.clipper.model:
             raise ValueError(
                 "trainer.model was replaced while it is trained, so the gradients of the new model would not be "
@@ -403,7 +396,7 @@ class DPTrainerMixin(Base):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        return self._running_loop.loader(dataset, collator)
+        return self._private.loader(dataset, collator)
 
     def training_collator(self) -> Callable[[list[Any]], Any]:
         """Return what makes a training batch, with a row for each example, of a list of examples."""
@@ -427,7 +420,9 @@ class DPTrainerMixin(Base):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log `epsilon` with every line, and a training loss only where it has noise. One without (`log_raw_metrics`)
         is shown on the console; callbacks, trackers and `log_history` do not get it."""
-        if self._loop is not None and loss_release(self._run.mechanism) is None:
+        training = self._training
+        is_running = training is not None and training.is_running
+        if is_running and loss_release(self._run.mechanism) is None:
             if "loss" in logs and self._raw_losses:
                 refuse_settings(self)  # a tracker that records the console may have been added since
                 raw = torch.stack(self._raw_losses).mean() / self.get_tp_size()
@@ -435,9 +430,9 @@ class DPTrainerMixin(Base):
                 distributed.sum_over_ranks([raw])
                 self._say(f"step {self.state.global_step}: raw_loss {float(raw):.4g} (NOT PRIVATE, not saved)")
             logs = {name: value for name, value in logs.items() if name not in ("loss", "train_loss")}
-        if self._training is not None and (self._loop is not None or self._run.steps):
-            self._training.require_counted(self.state.global_step)
-            logs["epsilon"] = self._training.epsilon
+        if training is not None and (is_running or self._run.steps):
+            training.require_counted(self.state.global_step)
+            logs["epsilon"] = training.epsilon
             if self._run.mechanism.unit.max_examples_per_person > 1:
                 logs["epsilon_per_person"] = self._run.spent().epsilon_per_person
         super().log(logs, start_time)
@@ -481,8 +476,7 @@ class DPTrainerMixin(Base):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self._run.state.save(checkpoint, self._run.steps, self._run.facts())
-            assert self._training is not None, "there is no checkpoint without training data"
-            self._training.write_certificate()
+            self._private.write_certificate()
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

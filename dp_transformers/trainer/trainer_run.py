@@ -1,30 +1,38 @@
-"""A TrainerRun says how many steps a trainer's arguments plan, what its budget allows, and how it is resumed from a
-checkpoint."""
+"""A TrainerRun is the private training of one trainer: the plan that its arguments make, the run that counts its steps
+and is resumed from checkpoints, and, while Trainer's loop runs, the draws and the private step."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import AcceleratorConfig
 
+from ..clipping import PerExampleClipper
+from ..clipping.leftovers import refuse_marked
+from ..data.draws import LogicalBatches, draws_dataloader
 from ..mechanism.sampling import DrawSampler, steps_of_epochs, steps_per_epoch
 from ..noise.generators import check_noise_source
 from ..reports import certificate
 from ..runtime import distributed
+from ..runtime.randomness import SecretSeeds, seed_worker, seeded_global_generators
 from ..step.checkpoint import PrivacyState, find_checkpoint
 from ..step.ledger import Ledger, PrivacyStateError
 from ..step.run import PrivateRun
+from ..step.startup_message import Trained, describe, warnings
+from ..step.step import PrivateStep
 from .dp_config import DPTrainingArguments
 
 logger = logging.getLogger(__name__)
-
 
 # The arguments that are read when the trainer is made.
 _READ_ONCE = (
@@ -35,7 +43,7 @@ _READ_ONCE = (
 
 
 class TrainerRun:
-    """The plan that a trainer's arguments make for its training data, and the run that counts the steps.
+    """Plans the steps of a trainer, counts them, and holds the draws and the private step while Trainer's loop runs.
 
     Args:
         args: The trainer's arguments. What they say of privacy is read here, once.
@@ -49,8 +57,6 @@ class TrainerRun:
         self_check: Whether this trainer checks that clipping is exact. A resumed run is verified only if all of its
             trainers did.
         secure: Whether draws and noise come from a cryptographic generator.
-        first_step: The step of the plan, from 0, with which the loader begins.
-        has_ended: Whether the checkpoint is that of a run that took all of its steps.
     """
 
     def __init__(
@@ -68,7 +74,11 @@ class TrainerRun:
         self._output_dir, self._delta, self._loss_bound = args.output_dir, args.target_delta, loss_bound
         self._ledger, self.secure = Ledger(self._output_dir), args.secure_rng
         self._read = {name: getattr(args, name) for name in _READ_ONCE}
-        self.first_step, self._skipped, self.has_ended, self.self_check = 0, 0, False, args.self_check
+        self._first_step, self._skipped, self._has_ended, self.self_check = 0, 0, False, args.self_check
+        self._tp_size = 1  # how many ranks work on the same examples, as one tensor-parallel group
+        self._seeds: SecretSeeds | None = None  # while Trainer's loop runs, as are the draws and the step
+        self._draws: LogicalBatches | None = None
+        self._step: PrivateStep | None = None
         steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
             raise ValueError(
@@ -89,14 +99,6 @@ class TrainerRun:
             verified=self.self_check,
             about=self._about,
         )
-
-    def require_rows(self, number: int) -> None:
-        """Raise ValueError unless the training data have as many rows as epsilon was planned for."""
-        if number != self._num_examples:
-            raise ValueError(
-                f"train_dataset has {number} rows, but had {self._num_examples} when the trainer was made, which is "
-                "what epsilon is computed for: make another trainer with this train_dataset."
-            )
 
     @property
     def epsilon(self) -> float:
@@ -132,9 +134,10 @@ class TrainerRun:
         try:
             folder = self.restore(None if checkpoint is True else checkpoint) if checkpoint else None
             if folder is None:
-                self.run.take_over(self.run.state, self.run.executed, is_own=True)
+                self.run.resume(self.run.state, self.run.executed, is_own=True)
             self._set_budget(folder)
-            self._begin()
+            self._warn_about_arguments()
+            self.run.begin()
             yield folder
             distributed.call_on_rank_zero(self._ledger.require_own_file)
         finally:
@@ -174,7 +177,7 @@ class TrainerRun:
         self.run = self._run_of(state)
         beside = distributed.call_on_rank_zero(lambda: state.most_steps_beside(self._output_dir))
         at_least = [Counter({state.mechanism.at(0): max(steps_at_save, beside)})]
-        self.run.take_over(state, at_least, facts=PrivacyState.facts(checkpoint))
+        self.run.resume(state, at_least, facts=PrivacyState.facts(checkpoint))
         # The flag is a whole number, as HfArgumentParser reads `int | None` alone, but a mechanism's need not be one.
         # pyrefly: ignore[bad-assignment]
         self._read["expected_batch_size"] = args.expected_batch_size = state.mechanism.at(0).expected_batch_size
@@ -189,15 +192,15 @@ class TrainerRun:
             if checkpoint is None
             else TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
         )
-        self.has_ended = done >= planned  # Trainer would take one step more
+        self._has_ended = done >= planned  # Trainer would take one step more
         run.plan(planned, done)
         self._skipped = 0 if self._args.ignore_data_skip else done % self.steps_per_epoch  # as Trainer does
-        self.first_step = done - self._skipped
-        if self.has_ended:
+        self._first_step = done - self._skipped
+        if self._has_ended:
             self._say(f"this run has ended: {run.spent_in_words()}, and there is nothing left to train.")
         elif run.steps_left < 1:
             whole = PrivateRun(state, self._args.accountant)
-            whole.take_over(state, [*run.executed, state.mechanism.planned(done, planned - done)])
+            whole.resume(state, [*run.executed, state.mechanism.planned(done, planned - done)])
             raise ValueError(
                 f"the privacy budget is spent: {run.spent_in_words()}, and one more would exceed "
                 f"target_epsilon={state.target_epsilon:g}. Nothing was trained. All {planned - done} steps that are "
@@ -205,21 +208,6 @@ class TrainerRun:
                 "load the model that was trained and start a new run in another output_dir (with a target_epsilon or "
                 "noise_multiplier of its own); what both spend adds up."
             )
-
-    def sampler(self, rank: int, world_size: int) -> DrawSampler:
-        """Make the sampler of the draws that are left, on this rank of ``world_size`` data-parallel ranks. All ranks
-        call this together."""
-        return DrawSampler(
-            self.run.mechanism.sampling,
-            self.steps_per_epoch,
-            distributed.shared_secret(self.run.dp_seed),
-            rank,
-            world_size,
-            first_step=self.first_step,
-            skipped=self._skipped,
-            ended=self.has_ended,
-            secure=self.secure,
-        )
 
     def require_counted(self, steps: int) -> None:
         """Raise RuntimeError if Trainer took more steps than the run counted."""
@@ -240,6 +228,144 @@ class TrainerRun:
                     name, getattr(self._args, name), value,
                 )  # fmt: skip
 
-    def _begin(self) -> None:
-        self._warn_about_arguments()
-        self.run.begin()
+    # ---- while Trainer's loop runs: it asks for the loader first, and attaches the step when the model is final ----
+
+    @property
+    def is_running(self) -> bool:
+        """Whether Trainer's loop runs."""
+        return self._seeds is not None
+
+    @contextmanager
+    def running(self, tp_size: int) -> Iterator[None]:
+        """Seed the global generators from a secret while Trainer's loop runs, and drop the private step when it
+        ends.
+
+        Args:
+            tp_size: How many ranks are one tensor-parallel group. They work on the same examples.
+        """
+        self._tp_size, secret = tp_size, distributed.shared_secret(self.run.dp_seed)
+        # ranks with different examples draw different dropout masks; a tensor-parallel group draws the same ones
+        self._seeds = SecretSeeds(secret, distributed.rank() // tp_size)
+        try:
+            with seeded_global_generators([secret], self._args.device):  # args.seed is known, and would tell the masks
+                yield
+        finally:
+            step, self._seeds, self._draws, self._step = self._step, None, None, None
+            if step is not None:
+                step.close()  # one that was cut off leaves no gradient without noise
+                step.clipper.detach()
+
+    @property
+    def step(self) -> PrivateStep:
+        """The private step of the model that is trained."""
+        if self._step is None:
+            raise RuntimeError("private steps exist only while train() runs: call train().")
+        return self._step
+
+    def sampler(self, rank: int, world_size: int) -> DrawSampler:
+        """Make the sampler of the draws that are left, on this rank of ``world_size`` data-parallel ranks. All ranks
+        call this together."""
+        return DrawSampler(
+            self.run.mechanism.sampling,
+            self.steps_per_epoch,
+            distributed.shared_secret(self.run.dp_seed),
+            rank,
+            world_size,
+            first_step=self._first_step,
+            skipped=self._skipped,
+            ended=self._has_ended,
+            secure=self.secure,
+        )
+
+    def loader(self, dataset: Any, collator: Callable[[list[Any]], Any]) -> DataLoader:
+        """Make the loader of the draws, each a [`~dp_transformers.data.draws.LogicalBatch`]. All ranks call this
+        together."""
+        if self._seeds is None:
+            raise RuntimeError("draws exist only while train() runs: call train().")
+        if len(dataset) != self._num_examples:
+            raise ValueError(
+                f"train_dataset has {len(dataset)} rows, but had {self._num_examples} when the trainer was made, "
+                "which is what epsilon is computed for: make another trainer with this train_dataset."
+            )
+        args, size = self._args, self._tp_size
+        sampler = self.sampler(distributed.rank() // size, distributed.world_size() // size)
+        self._draws = LogicalBatches(
+            dataset,
+            collator,
+            args.per_device_train_batch_size,
+            self._seeds,
+            fill=args.fill_physical_batches,
+            largest_draw=sampler.largest_draw,
+            copies=self.run.mechanism.unit.max_examples_per_person,
+        )
+        return draws_dataloader(
+            self._draws,
+            sampler,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=seed_worker,
+        )
+
+    def attach(self, model: nn.Module, *, is_fsdp_enabled: bool, label_names: Sequence[str]) -> None:
+        """Attach the clipper to the model, make the private step, and say what is about to be trained.
+
+        Raises:
+            ValueError: the parameters are not split over ranks as the arguments say, or a batch of an earlier training
+                left something in the model.
+        """
+        assert self._draws is not None and self._seeds is not None, "Trainer makes its loader before"
+        args, run = self._args, self.run
+        assert isinstance(args.accelerator_config, AcceleratorConfig), "TrainingArguments make it of what is given"
+        distributed.require_on_all(lambda: refuse_marked(model), args.device)
+        clipper = PerExampleClipper(
+            model,
+            run.mechanism.clipping.at(0),
+            mode=args.clipping_mode,
+            self_check=self.self_check,
+            memory_budget=args.memory_budget,
+        )
+        _refuse_groups(clipper, self._tp_size, is_fsdp_enabled=is_fsdp_enabled)
+        self._step = PrivateStep(
+            clipper,
+            run,
+            self._seeds,
+            self._draws,
+            secure=self.secure,
+            announce=self._say,
+            label_names=label_names,
+            reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get(
+                "sync_each_batch", True
+            ),
+        )
+        clipper.follow(self._step, None)
+        steps, trained = self.planned_steps, Trained.by(clipper)
+        for text in (describe(run, steps, trained), *warnings(run, steps, trained.parameters)):
+            self._say(text)
+
+
+def _refuse_groups(clipper: PerExampleClipper, size: int, *, is_fsdp_enabled: bool) -> None:
+    """Raise ValueError unless FSDP has sharded the model where it was asked for, each tensor-parallel group is
+    ``size`` consecutive ranks, as the sampler assumes, and all gradients are summed."""
+    parallel, shards, world = clipper.parallel, clipper.shards, distributed.world_size()
+    if is_fsdp_enabled and not shards:
+        raise ValueError(
+            "FSDP was asked for, but accelerate did not shard the model. Set fsdp=True and "
+            "fsdp_config={'version': 2}, and start one process per device (accelerate launch or torchrun). If you "
+            "want no FSDP, switch it off in the arguments and in accelerate's configuration."
+        )
+    first = distributed.rank() // size * size
+    own = list(range(first, first + size))
+    if (parallel.mesh.mesh.flatten().tolist() if parallel else own[:1]) != own:
+        raise ValueError(
+            f"the model says tp_size={size}, but its parameters are not split over the {size} processes {own} that "
+            "this makes one group. Load it with from_pretrained(..., "
+            "distributed_config=DistributedConfig(tp_size=...)), and do not split it by hand."
+        )
+    if (parallel or shards) and size * (shards.mesh.size() if shards else 1) != world:
+        raise ValueError(
+            f"some of the {world} processes hold the same parameters, and nothing adds up their gradients: load the "
+            f"model with DistributedConfig(tp_size={size}, fsdp_size={world // size})."
+        )
