@@ -38,7 +38,7 @@ from dp_transformers.step.checkpoint import STATE_NAME
 from dp_transformers.step.ledger import LEDGER_NAME, PrivacyStateError
 from dp_transformers.step.run import PrivateRun
 from dp_transformers.step.step import PrivateStep
-from dp_transformers.trainer.refused_settings import refuse_settings
+from dp_transformers.trainer.refused import refuse_settings
 
 N = 60
 WITH_LOSS = 1.01**-0.5  # σ of gradients and the logged loss together, over that of the gradients

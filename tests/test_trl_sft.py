@@ -27,7 +27,7 @@ from trl import SFTConfig, SFTTrainer
 
 from dp_transformers import DPSFTConfig, DPSFTTrainer, DPTrainerMixin
 from dp_transformers.reports import certificate
-from dp_transformers.trainer.refused_settings import refuse_other_trainers
+from dp_transformers.trainer.refused import refuse_other_trainers
 from dp_transformers.trl.sft import one_image_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")

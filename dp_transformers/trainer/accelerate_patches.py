@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer
 
 from .dp_config import DPTrainingArguments
-from .refused_settings import FSDP_FLAG
+from .refused import FSDP_FLAG
 
 
 @contextmanager

@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -22,74 +23,88 @@ from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from ..mechanism.noise import IndependentNoise
 from ..mechanism.sampling import PoissonSampling
 from ..step.private_loss import LOSS, loss_release
-from .refused_settings import refuse_arguments, refuse_other_trainers
+from .refused import refuse_arguments, refuse_other_trainers
+
+T = TypeVar("T")
+
+_POSITIVE = {
+    "target_epsilon": "target_epsilon must be a positive finite number, got {}.",
+    "max_grad_norm": "max_grad_norm is the clipping bound on one example's gradient norm and must be a positive "
+    "finite number, got {}; 1.0 is common.",
+    "loss_bound": "loss_bound must be a positive finite number, got {}; to log no private loss set "
+    "log_raw_metrics=True.",
+    "loss_noise_factor": "loss_noise_factor must be a positive finite number, got {}; to log no private loss set "
+    "log_raw_metrics=True.",
+}
 
 
+def _explained(cls: type[T]) -> type[T]:
+    """Let a command line say of each field what the docstring of its class says."""
+    for name, text in re.findall(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", cls.__doc__ or "", re.M):
+        plain = re.sub(r"\[`~?(?:\w+\.)*(\w+)`\]", r"\1", " ".join(text.split())).replace("`", "")
+        vars(cls)["__dataclass_fields__"][name].metadata = {"help": plain.replace("%", "%%")}
+    return cls
+
+
+@_explained
 @dataclass
 class DPTrainingArguments(TrainingArguments):
     """Arguments of [`DPTrainer`]: everything [`~transformers.TrainingArguments`] has, and the privacy parameters
     below.
 
-    `max_grad_norm` is the clipping bound C: every example's gradient is clipped to this L2 norm.
     `per_device_train_batch_size` is the *physical* batch size, what fits the device; it has no influence on the
     result. `gradient_accumulation_steps` only helps to derive `expected_batch_size` and is 1 afterwards.
 
     > Parameters that control the privacy
 
         target_epsilon (`float`, *optional*):
-            The privacy budget ε. The noise multiplier is calibrated so that the whole training stays within it, and
-            training stops before the step that would exceed it. Give this or `noise_multiplier`.
+            The privacy budget ε of the whole training. The noise is calibrated to it, and training stops before the
+            step that would exceed it. Give either this or `noise_multiplier`.
         target_delta (`float`):
-            The δ of (ε, δ)-differential privacy; must be given and smaller than 1/N for N training examples.
+            The δ of (ε, δ)-differential privacy: a probability, which must be given and smaller than 1/N for N
+            training examples; 1e-6 is common.
         noise_multiplier (`float`, *optional*):
-            σ: the noise added to the sum of clipped gradients has standard deviation σ·`max_grad_norm`. 0 trains
-            without privacy.
+            The standard deviation σ of the noise on the sum of clipped gradients, in units of `max_grad_norm`. Give it
+            instead of `target_epsilon` to choose the noise yourself; 0 trains without privacy.
         expected_batch_size (`int`, *optional*):
-            The expected number of examples in a step, over all processes; every example is taken with probability
-            `expected_batch_size` / N. Defaults to `per_device_train_batch_size` × `gradient_accumulation_steps` ×
-            number of processes.
+            The number of examples that a step takes on average, over all processes. Defaults to
+            `per_device_train_batch_size` × `gradient_accumulation_steps` × number of processes.
+        max_grad_norm (`float`, defaults to 1.0):
+            The clipping bound C: the largest L2 norm that the gradient of one example may keep. The noise is
+            proportional to it.
         max_examples_per_person (`int`, defaults to 1):
-            How many rows of the training data one person may have. ε protects one row; with k > 1 `target_epsilon` is
-            met for all rows of one person together (σ is calibrated for groups of k rows), and both numbers are
-            reported.
+            The number of rows of the training data that one person may have. ε protects one row; with more,
+            `target_epsilon` is met for all rows of one person together, and both numbers are reported.
         clipping (`str`, defaults to `"flat"`):
-            What an example's gradient is multiplied with: `"flat"` makes those that are longer than `max_grad_norm` C
-            just as long, `"auto_s"` and `"normalised"` make short ones (nearly) as long too, `"dp_psac"` only where
-            they are not very short. With each of them one example adds C at most.
+            What an example's gradient is multiplied with: `"flat"` bounds long gradients, `"auto_s"` and
+            `"normalised"` make all nearly equally long, `"dp_psac"` all but the shortest.
         clipping_mode (`str`, defaults to `"auto"`):
             How the gradients of examples are clipped: `"auto"`, `"book_keeping"`, `"ghost"`, `"fast_gradient"` or
-            `"per_sample"`. All give the same result, and differ in time and memory.
+            `"per_sample"`. All give the same result, and differ in time and memory; `"auto"` suits most models.
         memory_budget (`float` or `"auto"`, *optional*):
-            How many bytes of each device a backward pass may keep beyond what the clipping mode keeps, to save time.
-            `"auto"` is half of what the device has free after some steps, and at most a quarter of what was in use.
-            The modes are `"auto"`, `"book_keeping"` and `"ghost"`.
+            How many bytes of each device a backward pass may keep beyond what the clipping mode (`"auto"`,
+            `"book_keeping"` or `"ghost"`) keeps, to save time; `"auto"` is what devices have to spare.
         fill_physical_batches (`bool`, defaults to `False`):
             Whether every physical batch has exactly `per_device_train_batch_size` rows. Rows that are missing are
-            copies of others, whose gradients have weight 0: they change no result and cost time. Under a sampling with
-            a largest draw every step has the same number of physical batches too.
+            copies of others, with weight 0; they change no result and cost time.
         accountant (`str`, defaults to `"pld"`):
             How ε is computed from the steps: `"pld"` gives the tightest value, `"rdp"` an upper bound that is mostly
-            larger; an [`~dp_transformers.mechanism.accounting.Accountant`] of your own is known by its name
-            afterwards.
+            larger. An [`~dp_transformers.mechanism.accounting.Accountant`] of your own is taken, too.
         sampling (`str`, defaults to `"poisson"`):
             How a step chooses its examples. The only choice is `"poisson"`, which ε is computed for.
         mechanism ([`~dp_transformers.mechanism.mechanism.Mechanism`], `dict` or `str`, *optional*):
-            Sampling, clipping, noise and what else ε depends on, in the place of `noise_multiplier`,
-            `expected_batch_size`, `max_grad_norm`, `clipping`, `max_examples_per_person`, `sampling`, `loss_bound`,
-            `loss_noise_factor` and `max_steps`, from which a mechanism is built otherwise; also as the dictionary of
-            its `to_dict()`, or as the path of a JSON file with that. With `target_epsilon` training stops before the
-            step that would exceed it.
+            Sampling, clipping, noise and what else ε depends on, in the place of the arguments that say so otherwise;
+            also as the dictionary of its `to_dict()`, as JSON text, or as the path of a JSON file.
         secure_rng (`bool`, defaults to `False`):
-            Whether draws and noise come from a cryptographic generator, which needs the extra `secure`.
+            Whether draws and noise come from a cryptographic generator, which needs the extra `secure` of this package
+            (`pip install 'dp-finetune[secure]'`).
         dp_seed (`int`, *optional*):
-            A fixed seed of draws and noise, for tests only: whoever knows it can reproduce the noise, so the run is
-            not private.
+            A fixed seed of draws and noise, for tests only: whoever knows it knows the noise, so nothing is private.
         self_check (`bool`, defaults to `True`):
-            Whether it is checked on synthetic data, before the first step, that clipping is exact for this model and
-            that no parameter escapes it.
+            Whether clipping is compared with the gradients of one example at a time before the first step. The run is
+            reported as not verified otherwise.
         data_digest (`bool`, defaults to `True`):
-            Write a keyed digest of the training data into the certificate (`privacy.json`), so that its owner can tell
-            trainings on the same data. Every row is read once for it.
+            Write a keyed digest of the training data into `privacy.json`. Every row is read for it.
         loss_bound (`float`, *optional*):
             The `loss` that is logged is private: each example's is clipped to [0, `loss_bound`], and their mean gets
             noise of its own, which ε covers. Defaults to 4 + ln K for a head with K classes or tokens, else to 10.
@@ -97,9 +112,10 @@ class DPTrainingArguments(TrainingArguments):
             The noise multiplier of the logged loss, over that of the gradients. At 10 the gradients take 0.5% more
             noise for the same ε.
         log_raw_metrics (`bool`, defaults to `False`):
-            Whether the loss of training batches is shown as it is, without noise and not covered by ε. It is called
-            `raw_loss`, comes on the console alone and is in nothing that is saved or pushed. No private loss is
-            released then, and the gradients get the noise that it would take.
+            Whether the loss of training batches is shown without noise, and not covered by ε, on the console alone
+            (`raw_loss`). No private loss is released then, and nothing is spent on it.
+        logging_steps (`float`, defaults to 10):
+            The number of steps between two lines of the log; a number below 1 is a share of all steps.
 
     Example::
 
@@ -111,150 +127,28 @@ class DPTrainingArguments(TrainingArguments):
         (1024, 1)
     """
 
-    target_epsilon: float | None = field(
-        default=None,
-        metadata={
-            "help": "The privacy budget of the whole training, epsilon. The noise is calibrated to it, and training "
-            "stops before the step that would exceed it. Give either this or noise_multiplier."
-        },
-    )
-    target_delta: float | None = field(
-        default=None,
-        metadata={
-            "help": "The delta of (epsilon, delta)-differential privacy: a probability, which must be given and must "
-            "be smaller than 1/N for N training examples; 1e-6 is common."
-        },
-    )
-    noise_multiplier: float | None = field(
-        default=None,
-        metadata={
-            "help": "The standard deviation of the noise, in units of max_grad_norm. Give it instead of "
-            "target_epsilon to choose the noise yourself; 0 trains without privacy."
-        },
-    )
-    expected_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "The number of examples that one step takes on average, over all processes. By default it is "
-            "per_device_train_batch_size x gradient_accumulation_steps x the number of processes. The larger "
-            "it is, the less the noise weighs in a step."
-        },
-    )
-    max_examples_per_person: int = field(
-        default=1,
-        metadata={
-            "help": "The number of rows of the training data that one person may have. Raise it if a person may have "
-            "several: target_epsilon then holds for all rows of one person together."
-        },
-    )
-    clipping: str = field(
-        default="flat",
-        metadata={
-            "help": "What an example's gradient is multiplied with: flat bounds long gradients, auto_s and normalised "
-            "make all nearly equally long, dp_psac all but the shortest."
-        },
-    )
-    clipping_mode: str = field(
-        default="auto",
-        metadata={
-            "help": "How the gradients of examples are clipped: auto, book_keeping, ghost, fast_gradient or "
-            "per_sample. All give the same result, and differ in time and memory; auto suits most models."
-        },
-    )
-    memory_budget: float | str | None = field(
-        default=None,
-        metadata={
-            "help": "How many bytes of a device a backward pass may keep, to save time, beyond what the clipping mode "
-            "keeps; auto is what devices have to spare."
-        },
-    )
-    fill_physical_batches: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether every physical batch has exactly per_device_train_batch_size rows. Rows that are missing "
-            "are copies of others, whose gradients have weight 0; they change no result and cost time."
-        },
-    )
-    accountant: str = field(
-        default="pld",
-        metadata={
-            "help": "How epsilon is computed from the steps: pld gives the tightest value, rdp an upper bound that "
-            "is mostly larger."
-        },
-    )
-    sampling: str = field(
-        default="poisson",
-        metadata={
-            "help": "How a step chooses its examples. The only choice is poisson, which epsilon is computed for."
-        },
-    )
+    target_epsilon: float | None = None
+    target_delta: float | None = None
+    noise_multiplier: float | None = None
+    expected_batch_size: int | None = None
+    max_grad_norm: float = 1.0
+    max_examples_per_person: int = 1
+    clipping: str = "flat"
+    clipping_mode: str = "auto"
+    memory_budget: float | str | None = None
+    fill_physical_batches: bool = False
+    accountant: str = "pld"
+    sampling: str = "poisson"
     # A Mechanism when the arguments are made. HfArgumentParser reads the second of several types, so a str.
-    mechanism: Mechanism | str | dict[str, Any] | None = field(
-        default=None,
-        metadata={
-            "help": "The path of a JSON file, or the JSON text, that describes a mechanism. It takes the place of "
-            "noise_multiplier, expected_batch_size, max_grad_norm and all else that it says."
-        },
-    )
-    secure_rng: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether draws and noise come from a cryptographic generator, which nobody can predict. It "
-            "needs the extra 'secure' of this package (pip install 'dp-finetune[secure]')."
-        },
-    )
-    dp_seed: int | None = field(
-        default=None,
-        metadata={
-            "help": "A fixed seed of draws and noise, for tests only: whoever knows it can reproduce the noise, so "
-            "the run is NOT private."
-        },
-    )
-    self_check: bool = field(
-        default=True,
-        metadata={
-            "help": "Before the first step clipping is compared, on synthetic data, with the gradients of one example "
-            "at a time. --no_self_check leaves that out, and the run is then reported as not verified."
-        },
-    )
-    data_digest: bool = field(
-        default=True, metadata={"help": "Write a keyed digest of the training data into privacy.json."}
-    )
-    loss_bound: float | None = field(
-        default=None,
-        metadata={
-            "help": "The loss of an example is clipped to between 0 and this number before it is logged. The log "
-            "holds the mean of these losses with noise, which epsilon covers. By default it is 4 + ln K for a head "
-            "with K classes or tokens, and 10 otherwise."
-        },
-    )
-    loss_noise_factor: float = field(
-        default=10.0,
-        metadata={
-            "help": "The noise multiplier of the logged loss, divided by that of the gradients. The smaller it is, "
-            "the more exact the logged loss, and the more noise the gradients take for the same epsilon."
-        },
-    )
-    log_raw_metrics: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the loss of training batches is shown without noise, and not covered by epsilon, on the "
-            "console alone. No private loss is logged then, and nothing is spent on it."
-        },
-    )
-    max_grad_norm: float = field(
-        default=1.0,
-        metadata={
-            "help": "The clipping bound C: the largest L2 norm that the gradient of one example may keep. The noise "
-            "is proportional to it."
-        },
-    )
-    logging_steps: float = field(
-        default=10,
-        metadata={
-            "help": "The number of steps between two lines of the log; a number below 1 is a share of all steps."
-        },
-    )
+    mechanism: Mechanism | str | dict[str, Any] | None = None
+    secure_rng: bool = False
+    dp_seed: int | None = None
+    self_check: bool = True
+    data_digest: bool = True
+    loss_bound: float | None = None
+    loss_noise_factor: float = 10.0
+    log_raw_metrics: bool = False
+    logging_steps: float = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -382,27 +276,14 @@ class DPTrainingArguments(TrainingArguments):
                 "give either target_epsilon (the noise is calibrated to it) or noise_multiplier (epsilon follows); "
                 f"got {given}."
             )
-        if self.target_epsilon is not None and not 0 < self.target_epsilon < math.inf:
-            raise ValueError(f"target_epsilon must be a positive finite number, got {self.target_epsilon}.")
         if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
             raise ValueError(f"noise_multiplier must be a finite number, at least 0, got {self.noise_multiplier}.")
-        if not 0 < self.max_grad_norm < math.inf:
-            raise ValueError(
-                "max_grad_norm is the clipping bound on one example's gradient norm and must be a positive finite "
-                f"number, got {self.max_grad_norm}; 1.0 is common."
-            )
-        for name in ("loss_bound", "loss_noise_factor"):
+        for name, what in _POSITIVE.items():
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(
-                    f"{name} must be a positive finite number, got {value}; to log no private loss set "
-                    "log_raw_metrics=True."
-                )
-        if self.expected_batch_size is not None and self.expected_batch_size < 1:
-            raise ValueError(f"expected_batch_size must be at least 1, got {self.expected_batch_size}.")
-        if self.per_device_train_batch_size < 1:
-            raise ValueError(
-                f"per_device_train_batch_size must be at least 1, got {self.per_device_train_batch_size}."
-            )
+                raise ValueError(what.format(value))
+        for name in ("expected_batch_size", "per_device_train_batch_size"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}.")
         PrivacyUnit(self.max_examples_per_person)  # refuses what is no number of rows
         if self.mechanism is None:
             require_clipping_function(self.clipping)

@@ -36,16 +36,17 @@ from ..step.private_loss import loss_release
 from ..step.run import PrivacySpent, PrivateRun
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
-from .overrides import (
+from .progress import show_spent
+from .refused import (
+    refuse_arguments,
     refuse_order_of_bases,
     refuse_overrides,
+    refuse_settings,
     refuse_trainers_over_the_batch,
     refuse_unknown_loss,
     replaced_owner,
     warn_about_replaced,
 )
-from .progress import show_spent
-from .refused_settings import refuse_arguments, refuse_settings
 from .trainer_run import TrainerRun
 
 if TYPE_CHECKING:
