@@ -367,7 +367,7 @@ def loop(
         return engine, net, losses_of, made[1], made[-1], made[2] if by == "criterion" else F.cross_entropy
 
     engine, net, losses_of, optimizer, loader, criterion = private(eps=1e-3)
-    sampler, draws, gradients, weights = loader._draws.sampler, [], [], []
+    sampler, draws, gradients, weights = loader._sampler, [], [], []
     draw = sampler.draw
     sampler.draw = lambda: draws.append(draw()) or draws[-1]
     for batch in loader:

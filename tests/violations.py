@@ -1315,18 +1315,6 @@ def counts_its_calls() -> None:
         optimizer.step()
 
 
-def halves_momentum() -> Task:
-    def halve(private):
-        group = private.optimizer.param_groups[0]
-        if not group["momentum"] and private.engine.has_stepped:
-            group["momentum"] = 0.9
-        for state in private.optimizer.state.values():
-            if state.get("momentum_buffer") is not None:
-                state["momentum_buffer"].mul_(0.5)
-
-    return after(halve, steps=4)()
-
-
 def writes_weights(model, inputs):
     model.last.weight.data[-1:] *= 0.9
     return ce(model(inputs["x"]), inputs["labels"])
@@ -2212,7 +2200,7 @@ STATE = [
     loop("statistics of the batch are set as an attribute", YOURS, CONTRIVED, why="between a step and the next batch the model is the loop's own"),
     loop("the learning rate changes in each physical batch", REFUSED, COMMON, after(lambda p: p.optimizer.param_groups[0].update(lr=p.optimizer.param_groups[0]["lr"] + 0.1)), "between"),
     loop("the optimizer counts its calls", REFUSED, OCCASIONAL, counts_its_calls, "between"),
-    loop("momentum is halved in each physical batch", REFUSED, CONTRIVED, halves_momentum, "between", begins=3),
+    loop("momentum is halved in each physical batch", YOURS, CONTRIVED, why="moments are the loop's own; the optimizer's settings and numbers are compared"),
     loop("an average of the weights is updated in each physical batch", YOURS, OCCASIONAL, why="outside of the model and its optimizer; next: the number of physical batches is kept from the loop"),
     trainer("a loss writes trained weights by .data", REFUSED, CONTRIVED, lambda: given(loss=writes_weights, physical=2)(), "changed|between|share"),
     both("a number begins to mix the examples between draws", REFUSED, OCCASIONAL, each(Mixes, at_two(lambda m: setattr(m, "epoch", 1))), "mixes", begins=2),

@@ -188,20 +188,8 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         max_grad_norm: float | None = None,
         mechanism: Mechanism | None = None,
-        criterion: nn.Module | None = None,
-        loss_reduction: str = "mean",
-        batch_first: bool = True,
-        max_physical_batch_size: int | None = None,
-        fill_physical_batches: bool = False,
-        clipping: str = "flat",
-        clipping_mode: str = "auto",
-        memory_budget: float | str | None = None,
-        poisson_sampling: bool = True,
-        self_check: bool = True,
         max_examples_per_person: int = 1,
-        loss_bound: float | None = None,
-        loss_noise_factor: float = 10.0,
-        **unknown: Any,
+        **options: Unpack[LoopOptions],
     ) -> tuple:
         """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by one of private draws.
 
@@ -256,24 +244,9 @@ class PrivacyEngine:
             ValueError: the loop cannot be trained privately as it is. The message says what to do.
         """
         self._require_unused()
-        refuse_unknown(unknown, "make_private", ("noise_multiplier", "mechanism", *LoopOptions.__annotations__))
-        loop = PlainLoop(
-            module,
-            optimizer,
-            data_loader,
-            criterion=criterion,
-            loss_reduction=loss_reduction,
-            batch_first=batch_first,
-            max_physical_batch_size=max_physical_batch_size,
-            fill_physical_batches=fill_physical_batches,
-            clipping=clipping,
-            clipping_mode=clipping_mode,
-            memory_budget=memory_budget,
-            poisson_sampling=poisson_sampling,
-            self_check=self_check,
-            loss_bound=loss_bound,
-            loss_noise_factor=loss_noise_factor,
-        )
+        known = ("noise_multiplier", "mechanism", *LoopOptions.__annotations__)
+        refuse_unknown((name for name in options if name not in known), "make_private", known)
+        loop = PlainLoop(module, optimizer, data_loader, **options)
 
         def planned() -> Mechanism:
             loop.require_trainable(PrivacyUnit(max_examples_per_person) if mechanism is None else mechanism.unit)
@@ -283,8 +256,8 @@ class PrivacyEngine:
                         "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
                     )
                 return loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
-            said = (noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound, loss_noise_factor)
-            if said != (None, None, "flat", 1, None, 10.0):
+            given = (noise_multiplier, max_grad_norm, max_examples_per_person, *loop.described)
+            if given != (None, None, 1, "flat", None, 10.0):
                 raise ValueError(
                     "noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound or "
                     "loss_noise_factor is given beside a mechanism, which says them: leave them out."

@@ -1,15 +1,15 @@
-"""The private loader that make_private returns, and the draws that it loads."""
+"""The private loader that make_private returns, and the draws that it takes its batches from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ..checks.validation import validate_training_data
-from ..data.draws import LogicalBatch, LogicalBatches, draws_dataloader
+from ..data.draws import LogicalBatches, draws_dataloader
 from ..mechanism.sampling import DrawSampler, PoissonSampling, Sampling, steps_per_epoch
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds, seed_worker
@@ -27,8 +27,18 @@ _REPEATED_OPTIONS = (  # "generator" is left out, since it seeds the workers, an
 )
 
 
-class LoadedDraws:
-    """Draws from the data of a DataLoader, loaded and collated as that does it.
+def draws_of(
+    loader: DataLoader,
+    sampling: Sampling,
+    secret: int,
+    seeds: SecretSeeds,
+    max_physical_batch_size: int | None,
+    *,
+    fill: bool,
+    secure: bool,
+    copies: int,
+) -> DataLoader:
+    """Return a DataLoader of draws from the data of ``loader``, loaded and collated as that does it.
 
     Args:
         loader: The DataLoader, whose data set, collate_fn, workers and pinning are kept.
@@ -43,67 +53,27 @@ class LoadedDraws:
     Raises:
         ValueError: ``sampling`` is for other data or another batch size, or batches have no size to fill them up to.
     """
-
-    def __init__(
-        self,
-        loader: DataLoader,
-        sampling: Sampling,
-        secret: int,
-        seeds: SecretSeeds,
-        max_physical_batch_size: int | None,
-        *,
-        fill: bool,
-        secure: bool,
-        copies: int,
-    ):
-        if max_physical_batch_size is not None and max_physical_batch_size < 1:
-            raise ValueError(
-                f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}."
-            )
-        given = sampling_of(loader)
-        off = abs(sampling.expected_batch_size - given.expected_batch_size)  # which may be no whole number
-        if sampling.num_examples != given.num_examples or off >= 1:
-            raise ValueError(
-                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
-                f"{sampling.expected_batch_size:g}, but data_loader has {given.num_examples} and "
-                f"batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same "
-                f"data, and give the DataLoader batch_size={round(sampling.expected_batch_size)}."
-            )
-        self.dataset, self.collate_fn, self.max_physical_batch_size = (
-            loader.dataset,
-            loader.collate_fn,
-            max_physical_batch_size,
+    if max_physical_batch_size is not None and max_physical_batch_size < 1:
+        raise ValueError(
+            f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}."
         )
-        options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
-        options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
-        self.sampler = DrawSampler(
-            sampling,
-            steps_per_epoch(sampling.num_examples, sampling.expected_batch_size),
-            secret,
-            distributed.rank(),
-            distributed.world_size(),
-            secure=secure,
+    require_same_data(loader, sampling)
+    passes = steps_per_epoch(sampling.num_examples, sampling.expected_batch_size)
+    sampler = DrawSampler(sampling, passes, secret, distributed.rank(), distributed.world_size(), secure=secure)
+    largest = sampler.largest_draw
+    if fill and max_physical_batch_size is None and largest is None:
+        raise ValueError(
+            f"fill_physical_batches=True needs a size to fill batches up to, and draws of sampling "
+            f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a mechanism whose draws "
+            "have a largest size (TruncatedPoissonSampling, FixedOrderSampling)."
         )
-        largest = self.sampler.largest_draw
-        if fill and max_physical_batch_size is None and largest is None:
-            raise ValueError(
-                f"fill_physical_batches=True needs a size to fill batches up to, and draws of sampling "
-                f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a mechanism whose draws "
-                "have a largest size (TruncatedPoissonSampling, FixedOrderSampling)."
-            )
-        self.logical_batches = LogicalBatches(
-            self.dataset,
-            self.collate_fn,
-            max_physical_batch_size or largest or sampling.num_examples,
-            seeds,
-            fill=fill,
-            largest_draw=largest,
-            copies=copies,
-        )
-        self._loader = draws_dataloader(self.logical_batches, self.sampler, **options)
-
-    def __iter__(self) -> Iterator[LogicalBatch]:
-        return iter(self._loader)
+    size = max_physical_batch_size or largest or sampling.num_examples
+    draws = LogicalBatches(
+        loader.dataset, loader.collate_fn, size, seeds, fill=fill, largest_draw=largest, copies=copies
+    )
+    options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
+    options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
+    return draws_dataloader(draws, sampler, **options)
 
 
 class PrivateLoader:
@@ -113,26 +83,29 @@ class PrivateLoader:
     row of weight zero, so that every draw is stepped. With ``fill_physical_batches`` all batches have one size, and
     their last rows may have weight zero.
 
+    Args:
+        draws: The loader of the draws (:func:`draws_of`).
+        step: The private step, which hands out their physical batches.
+        given: The DataLoader that was replaced.
+        max_physical_batch_size: The size of the largest physical batch, if there is a limit.
+
     Attributes:
         sample_rate: q, the probability of each example to be in a draw.
         expected_batch_size: The average number of examples in a draw, q · N.
         steps_per_epoch: The number of draws in one pass, ``round(1 / q)``.
     """
 
-    def __init__(self, draws: LoadedDraws, step: PrivateStep):
-        self._draws, self._step = draws, step
-        sampling = draws.sampler.sampling
-        self.dataset, self.collate_fn, self.max_physical_batch_size = (
-            draws.dataset,
-            draws.collate_fn,
-            draws.max_physical_batch_size,
-        )
+    def __init__(self, draws: DataLoader, step: PrivateStep, given: DataLoader, max_physical_batch_size: int | None):
+        self._draws, self._step, self._sampler = draws, step, cast(DrawSampler, draws.batch_sampler)
+        sampling = self._sampler.sampling
+        self.dataset, self.collate_fn = given.dataset, given.collate_fn
+        self.max_physical_batch_size = max_physical_batch_size
         self.batch_size = self.expected_batch_size = sampling.expected_batch_size
-        self.sample_rate, self.steps_per_epoch = sampling.sample_rate, draws.sampler.steps_per_epoch
+        self.sample_rate, self.steps_per_epoch = sampling.sample_rate, self._sampler.steps_per_epoch
 
     def start_at(self, step: int) -> None:
         """Let the next draw be for this step of the plan, counted from 0."""
-        self._draws.sampler.start_at(step)
+        self._sampler.start_at(step)
 
     @property
     def batch_sampler(self) -> Any:
@@ -142,7 +115,7 @@ class PrivateLoader:
         )
 
     def __len__(self) -> int:
-        batches_per_draw = self._draws.logical_batches.batches_per_draw
+        batches_per_draw = cast(LogicalBatches, self._draws.dataset).batches_per_draw
         if self.max_physical_batch_size is not None and not batches_per_draw:
             raise TypeError(
                 "how many physical batches a pass has is random with max_physical_batch_size; loader.steps_per_epoch "
@@ -160,6 +133,19 @@ def sampling_of(loader: DataLoader) -> PoissonSampling:
     """Return Poisson draws of the loader's batch size on average. The loader was checked (:func:`check_loader`)."""
     assert isinstance(loader.dataset, Sized) and loader.batch_size is not None
     return PoissonSampling(len(loader.dataset), loader.batch_size)
+
+
+def require_same_data(loader: DataLoader, sampling: Sampling) -> None:
+    """Raise ValueError unless ``sampling`` is of the loader's data, and of about its batch size."""
+    given = sampling_of(loader)
+    off = abs(sampling.expected_batch_size - given.expected_batch_size)  # which may be no whole number
+    if sampling.num_examples != given.num_examples or off >= 1:
+        raise ValueError(
+            f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
+            f"{sampling.expected_batch_size:g}, but data_loader has {given.num_examples} and "
+            f"batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same "
+            f"data, and give the DataLoader batch_size={round(sampling.expected_batch_size)}."
+        )
 
 
 def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:

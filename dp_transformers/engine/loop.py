@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from ..clipping import PerExampleClipper
 from ..mechanism.accounting.arguments import require_small_delta
@@ -247,12 +248,14 @@ class PrivateLoop:
                 )
 
     def _require_same_settings(self) -> None:
-        """Raise ValueError if what the optimizer keeps is other than for the physical batch of the same draw before
-        this one: how many such batches there are is private, and a learning rate that follows their number tells."""
-        draw, settings = self.step.number, _kept_by(self.optimizer)
+        """Raise ValueError if a setting of the optimizer is another one than for the physical batch of the same draw
+        before this one: how many such batches there are is private, and a learning rate that follows their number
+        tells."""
+        draw, settings = self.step.number, _settings_of(self.optimizer)
         (last_draw, last_settings), self._settings = self._settings, (draw, settings)
-        changed = [k for k, v in last_settings.items() if k not in settings or settings[k] != v]
-        if draw == last_draw and changed:
+        if draw != last_draw:
+            return
+        if changed := [k for k, v in last_settings.items() if k not in settings or settings[k] != v]:
             self._settings = last_draw, last_settings
             raise ValueError(
                 f"'{changed[0][0]}' of the optimizer was changed between two physical batches of one draw. How many "
@@ -291,46 +294,9 @@ class PrivateLoop:
             self._show_parameters(self.step.number + 1)
 
 
-def _kept_by(optimizer: torch.optim.Optimizer) -> dict[tuple, Any]:
-    """What tells whether the optimizer keeps something else later: its settings by name and group, its attributes, and
-    its state."""
+def _settings_of(optimizer: torch.optim.Optimizer) -> dict[tuple[str, int], Any]:
+    """Return what the optimizer's groups hold besides parameters, and the numbers among its own attributes."""
+    plain = partial(tree_map, lambda x: x.tolist() if isinstance(x, (torch.Tensor, np.ndarray)) else x)
     groups = enumerate(optimizer.param_groups)
-    settings = {(k, i): _noted(v) for i, group in groups for k, v in group.items() if k != "params"}
-    others = {(k,): _noted(v) for k, v in vars(optimizer).items() if k not in _OTHERS and "hook" not in k}
-    state = {
-        (k, i, "state"): _noted(v)
-        for i, (name, entry) in enumerate(optimizer.state.items())
-        for k, v in (entry.items() if isinstance(entry, Mapping) else [(name, entry)])
-    }
-    return settings | others | state
-
-
-class _Version:
-    """A tensor that was not looked into. It is another one where it was written to since; one that took its place (it
-    was moved to another device) may hold the same."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self._tensor, self._version = weakref.ref(tensor), tensor._version
-
-    def __eq__(self, other: object) -> bool:
-        is_same = isinstance(other, _Version) and self._tensor() is other._tensor() is not None
-        return not is_same or self._version == cast(_Version, other)._version
-
-
-def _noted(setting: Any) -> Any:
-    """What tells whether ``setting`` is another one later; None where nothing is known of it. Tensors on an
-    accelerator are not waited for, and large ones not read."""
-    if isinstance(setting, (list, tuple)):
-        return [_noted(x) for x in setting]
-    if isinstance(setting, Mapping):
-        return {k: _noted(v) for k, v in setting.items()}
-    if isinstance(setting, torch.Tensor):
-        is_read = setting.device.type == "cpu" and setting.numel() <= _FEW and type(setting) is torch.Tensor
-        return setting.tolist() if is_read else _Version(setting)
-    if isinstance(setting, np.ndarray):
-        return setting.tolist() if setting.size <= _FEW else None
-    return setting if isinstance(setting, (int, float, complex, str)) and not isinstance(setting, bool) else None
-
-
-_FEW = 64  # numbers of a tensor that are compared
-_OTHERS = ("param_groups", "state")  # attributes of an optimizer that are looked into by themselves
+    settings = {(k, i): plain(v) for i, group in groups for k, v in group.items() if k != "params"}
+    return settings | {(k, -1): v for k, v in vars(optimizer).items() if type(v) in (int, float)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ..clipping import PerExampleClipper
 from ..clipping.hooks import refuse_attached
 from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import to_local
+from ..data.draws import LogicalBatches
 from ..mechanism.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
 from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from ..mechanism.noise import IndependentNoise
@@ -26,7 +27,7 @@ from ..step.private_loss import LOSS
 from ..step.run import PrivateRun
 from ..step.step import PrivateStep
 from .criterion import REDUCTIONS, PrivateCriterion
-from .loader import LoadedDraws, PrivateLoader, check_loader, sampling_of
+from .loader import PrivateLoader, check_loader, draws_of, sampling_of
 from .loop import PrivateLoop
 
 
@@ -81,6 +82,11 @@ class PlainLoop:
         sampling = self.sampling
         return {"len(data_loader.dataset)": sampling.num_examples, "batch_size": sampling.expected_batch_size}
 
+    @property
+    def described(self) -> tuple[str, float | None, float]:
+        """What a mechanism says, too: the clipping function, and the bound and the noise of losses."""
+        return self.clipping, self.loss_bound, self.loss_noise_factor
+
     def mechanism(
         self, noise_multiplier: float, max_grad_norm: float, max_examples_per_person: int, steps: int | None = None
     ) -> Mechanism:
@@ -98,11 +104,6 @@ class PlainLoop:
             releases=releases,
             unit=PrivacyUnit(max_examples_per_person),
         )
-
-    @property
-    def sees_losses(self) -> bool:
-        """Whether each example's loss is known before its gradient is."""
-        return self.criterion is not None or self.loss_reduction == "none"
 
     def require_trainable(self, unit: PrivacyUnit, *, delta: float | None = None) -> None:
         """Raise ValueError for what no mechanism could train privately, or not at ``delta``, or not with ``unit``.
@@ -145,7 +146,7 @@ class PlainLoop:
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(run.dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())
-        draws = LoadedDraws(
+        draws = draws_of(
             self.data_loader,
             mechanism.sampling,
             secret,
@@ -165,17 +166,12 @@ class PlainLoop:
         )
         with contextlib.ExitStack() as undo:
             undo.callback(clipper.detach)
-            if clipper.parallel:
-                raise ValueError(
-                    "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
-                    "PerExampleClipper with ShardedNoise in a loop that gives each group its examples "
-                    "(docs/scaling.md)."
-                )
+            self._require_supported(clipper, mechanism)
             step = PrivateStep(
                 clipper,
                 run,
                 seeds,
-                draws.logical_batches,
+                cast(LogicalBatches, draws.dataset),
                 secure=secure,
                 announce=announce,
                 at_least=1,
@@ -187,15 +183,23 @@ class PlainLoop:
                 if self.criterion is None
                 else PrivateCriterion(self.criterion, clipper, self.loss_reduction, step.current_batch)
             )
-            if mechanism.releases and not self.sees_losses:
-                raise ValueError(
-                    "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "
-                    "example's is bounded. Give make_private a criterion, or loss_reduction='none' and call "
-                    "engine.backward(losses) with losses of shape (B,)."
-                )
             clipper.follow(step, self.loss_reduction if criterion is None else "none")
             reduction = None if self.loss_reduction == "none" else self.loss_reduction
-            loop = PrivateLoop(step, self.optimizer, PrivateLoader(draws, step), reduction)
+            loader = PrivateLoader(draws, step, self.data_loader, self.max_physical_batch_size)
+            loop = PrivateLoop(step, self.optimizer, loader, reduction)
             undo.pop_all()
         seeds.reseed()
         return loop, criterion
+
+    def _require_supported(self, clipper: PerExampleClipper, mechanism: Mechanism) -> None:
+        if clipper.parallel:
+            raise ValueError(
+                "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
+                "PerExampleClipper with ShardedNoise in a loop that gives each group its examples (docs/scaling.md)."
+            )
+        if mechanism.releases and self.criterion is None and self.loss_reduction != "none":
+            raise ValueError(
+                "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "
+                "example's is bounded. Give make_private a criterion, or loss_reduction='none' and call "
+                "engine.backward(losses) with losses of shape (B,)."
+            )
