@@ -109,8 +109,8 @@ def pytest_collection_modifyitems(config, items):
 def _leave_out_of_tables(config, items):
     """Run a ninth of the cases of each test, rounded up: other ones for another commit. Tests of a file that are marked
     as one table share that ninth, or whatever part the mark says, and those that are marked as whole are run in all
-    cases."""
-    tables, parts = defaultdict(list), {}
+    cases. Of a file that is marked as halved, half of what is then left is run."""
+    tables, halves, parts = defaultdict(list), defaultdict(list), {}
     for item in items:
         if not item.get_closest_marker("whole"):
             mark = item.get_closest_marker("table")
@@ -119,10 +119,19 @@ def _leave_out_of_tables(config, items):
             parts[table] = mark.kwargs.get("of", OF) if mark else OF
     left = set()
     for table, cases in tables.items():
-        cases.sort(key=lambda item: hashlib.sha256(f"{os.environ[PART]} {item.nodeid}".encode()).digest())
-        left.update(cases[math.ceil(len(cases) / parts[table]) :])
+        number = math.ceil(len(cases) / parts[table])
+        left.update(_shuffled(cases, "table")[number:])
+        if any(item.get_closest_marker("halved") for item in cases):
+            halves[cases[0].path] += _shuffled(cases, "table")[:number]
+    for cases in halves.values():
+        left.update(_shuffled(cases, "half")[math.ceil(len(cases) / 2) :])
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
+
+
+def _shuffled(cases, what):
+    """In an order that the commit chooses."""
+    return sorted(cases, key=lambda item: hashlib.sha256(f"{os.environ[PART]} {what} {item.nodeid}".encode()).digest())
 
 
 class Durations:

@@ -123,7 +123,7 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
         "expected_batch_size": 3,
         "per_device_train_batch_size": 2,
         "max_steps": 5,
-        "self_check": True,
+        "self_check": False,
     }
     args = arguments(folder, **{**fixed, **options})
     net = (
@@ -1189,7 +1189,10 @@ LATE = {
     "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
 }  # used by one case, for Trainer changes it
 CASES = {
-    f"ddp-{'lora' if lora else 'full'}-{mode}": (train, {"lora": lora, "clipping_mode": mode, **SILENT})
+    f"ddp-{'lora' if lora else 'full'}-{mode}": (
+        train,
+        {"lora": lora, "clipping_mode": mode, "self_check": lora, **SILENT},
+    )
     for lora in (False, True)
     for mode in ("book_keeping", "ghost")
 }
@@ -1205,7 +1208,7 @@ CASES |= {
         if (loop, name) != ("trainer", "invalid")  # the arguments refuse it where they are made
     },
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
-    "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "ghost", **SILENT}),
+    "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "self_check": True, "clipping_mode": "ghost", **SILENT}),
     "tp-saved": (saved, {}),
     "tp-refusals": (parts_refusals, {}),
     "tp-train-fsdp": (train, {"model": "llama-tied", "tp": 1, "clipping_mode": "ghost", **SILENT}),
@@ -1221,7 +1224,10 @@ CASES |= {
         if WORLD == 2
         else {}
     ),
-    "fsdp-full-book_keeping": (train, {"model": "llama", "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
+    "fsdp-full-book_keeping": (
+        train,
+        {"model": "llama", "self_check": True, "clipping_mode": "book_keeping", **SILENT, **fsdp()},
+    ),
     "fsdp-full-ghost": (
         train,
         {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)},
@@ -1236,7 +1242,10 @@ CASES |= {
             **fsdp(reshard_after_forward=False),
         },
     ),
-    "fsdp-lora-ghost": (train, {"model": "gpt2", "lora": True, "clipping_mode": "ghost", **SILENT, **fsdp()}),
+    "fsdp-lora-ghost": (
+        train,
+        {"model": "gpt2", "lora": True, "self_check": True, "clipping_mode": "ghost", **SILENT, **fsdp()},
+    ),
     # weights tied, activations checkpointed, which makes auto mean ghost
     "fsdp-tied-checkpointed": (train, {"model": "llama-tied", **SILENT, **fsdp(activation_checkpointing=True)}),
     # whole sums kept over the physical batches of a step

@@ -16,6 +16,8 @@ from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
 from dp_transformers.engine.loop import SIGNATURE
 from dp_transformers.step.checkpoint import PrivacyState
 
+pytestmark = pytest.mark.halved
+
 DELTA = 1e-2
 
 

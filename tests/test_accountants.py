@@ -33,6 +33,8 @@ from dp_transformers.mechanism.sampling import Sampling
 from dp_transformers.reports import certificate
 from dp_transformers.reports.findings import Report, look
 
+pytestmark = pytest.mark.halved
+
 
 class Twice:
     """Twice what PLD says, of what PLD knows."""

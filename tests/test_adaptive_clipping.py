@@ -45,6 +45,8 @@ from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.step.ledger import LEDGER_NAME, Ledger
 from dp_transformers.step.quantile import NoisedShare
 
+pytestmark = pytest.mark.halved
+
 SIGMA = 1.3
 ADAPTIVE = AdaptiveClipping(0.7, count_noise=2.0, learning_rate=0.5)
 EFFECTIVE = (SIGMA**-2 + 4.0**-2) ** -0.5

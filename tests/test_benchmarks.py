@@ -10,6 +10,8 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks import harness, report
 
+pytestmark = pytest.mark.halved
+
 TINY = ["--width", "64", "--layers", "1", "--vocabulary", "50"]
 SMALLEST = {
     "throughput": [*TINY, "--models", "llama-lora", "--lengths", "8", "--tokens-per-batch", "32", "--dtypes", "bf16",

@@ -16,6 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator
 
 from dp_transformers import DPTrainer, DPTrainingArguments, first_rows_of_each, keep_documents_apart, padded_blocks
 
+pytestmark = pytest.mark.halved
+
 
 def documents(number=40, longest=30, seed=0):
     """Tokenized documents; token ids say whose they are: those of document i are i · 100 and up."""

@@ -30,6 +30,8 @@ from dp_transformers.runtime.randomness import SecretSeeds
 from dp_transformers.step.private_loss import PrivateLoss
 from dp_transformers.step.quantile import NoisedShare
 
+pytestmark = pytest.mark.halved
+
 SIZE, BOUND = 4, 0.4
 # whole batches alone, a last one of one row, no example, one example, and a last one of three
 DRAWS = [[*range(8)], [*range(20, 29)], [], [7], [*range(33, 40)], [1, 11, 39]]

@@ -10,6 +10,8 @@ import dp_transformers
 from dp_transformers import LinearSchedule, Mechanism, PoissonSampling, PrivacyEngine, ScheduledNoise
 from dp_transformers.mechanism.clipping_functions import AutomaticClipping, FlatClipping
 
+pytestmark = pytest.mark.halved
+
 
 def loop(engine=None, **options):
     torch.manual_seed(0)

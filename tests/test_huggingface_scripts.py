@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 import dp_transformers
 
+pytestmark = pytest.mark.halved
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "huggingface-scripts.md").read_text()
 EXAMPLES = os.environ.get("TRANSFORMERS_EXAMPLES")

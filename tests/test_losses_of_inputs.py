@@ -14,6 +14,8 @@ from dp_transformers import DPTrainer, DPTrainingArguments
 from dp_transformers.losses.example_losses import runs_the_model
 from dp_transformers.losses.heads import find_per_example_loss
 
+pytestmark = pytest.mark.halved
+
 LENGTHS = (3, 9, 5, 12, 7, 4, 8)
 ROWS = [{**row, "other_ids": row["input_ids"].flip(0)} for row in texts(LENGTHS, classes=None)]
 

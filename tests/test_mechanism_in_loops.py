@@ -29,6 +29,8 @@ from dp_transformers.mechanism.sampling import DrawSampler, PoissonSampling
 from dp_transformers.mechanism.values import StepParameters
 from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 
+pytestmark = pytest.mark.halved
+
 N, EXPECTED, STEPS, BOUND = 40, 8, 10, 0.7
 LOOPS = ("trainer", "engine")
 

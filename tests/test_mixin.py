@@ -23,6 +23,8 @@ from transformers import (
 from dp_transformers import DPTrainer, DPTrainerMixin, DPTrainingArguments
 from dp_transformers.step.ledger import Ledger
 
+pytestmark = pytest.mark.halved
+
 ROWS = texts([8, 5, 7] * 4)
 
 

@@ -27,6 +27,8 @@ from dp_transformers import (
 from dp_transformers.mechanism.strategies import inverse
 from dp_transformers.noise.optimizers import noise_variance, set_noise_variance
 
+pytestmark = pytest.mark.halved
+
 NOISE = [IndependentNoise(1.0), BandedNoise(1.0, (0.8, 0.5, 0.3)), BandedInverseNoise(1.0, (1.0, -0.9)), BufferedNoise(1.0, (0.3, 0.1), (0.9, 0.5))]  # fmt: skip
 
 

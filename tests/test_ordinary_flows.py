@@ -52,7 +52,7 @@ def train(model, data, loss_of, collate, *, physical=4, **options):
     return engine.steps
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+pytestmark = [pytest.mark.filterwarnings("ignore:dp_seed"), pytest.mark.halved]
 
 
 class Scaled(nn.Module):
@@ -220,13 +220,13 @@ def examples(seed):
 def test_a_trainer_with_rows_of_random_lengths(collate, tmp_path):
     config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3)  # fmt: skip
     args = DPTrainingArguments(
-        tmp_path, max_steps=10, expected_batch_size=12, per_device_train_batch_size=4, noise_multiplier=1.0, target_delta=1e-3,
+        tmp_path, max_steps=4, expected_batch_size=12, per_device_train_batch_size=4, noise_multiplier=1.0, target_delta=1e-3,
         report_to=[], save_strategy="no", remove_unused_columns=False,
     )  # fmt: skip
     model = BertForSequenceClassification(config)
     trainer = DPTrainer(model, args, train_dataset=examples(1), data_collator=collate)
     trainer.train()
-    assert trainer.state.global_step == 10
+    assert trainer.state.global_step == 4
 
 
 # ---- losses of the model and a batch ----

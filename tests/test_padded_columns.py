@@ -14,7 +14,7 @@ from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5F
 from dp_transformers import PrivacyEngine
 from dp_transformers.clipping.errors import SelfCheckError
 
-pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+pytestmark = [pytest.mark.filterwarnings("ignore:dp_seed"), pytest.mark.halved]
 REFUSED = "padded on the right to the length of a longer one.*-100"
 
 

@@ -19,6 +19,8 @@ from dp_transformers import (
 from dp_transformers.cli.main import main
 from dp_transformers.mechanism.planner import predicted_noise
 
+pytestmark = pytest.mark.halved
+
 BATCH, DELTA = 1000, 1e-6
 
 

@@ -27,6 +27,8 @@ from dp_transformers.reports import certificate
 from dp_transformers.step.ledger import PrivacyStateError
 from dp_transformers.step.private_loss import PrivateLoss, loss_release
 
+pytestmark = pytest.mark.halved
+
 SIGMA, Q, STEPS, DELTA = 0.5473, 0.01024, 293, 1e-6  # a default fine-tuning: epsilon is 8
 EXACT = 1e-9  # a noise factor at which the logged loss is the clipped mean
 

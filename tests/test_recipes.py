@@ -51,6 +51,8 @@ from transformers import (
 from dp_transformers import DPTrainer, FlatClipping, IndependentNoise, Mechanism, PoissonSampling
 from dp_transformers.cli.main import main as cli_main
 
+pytestmark = pytest.mark.halved
+
 ROOT = Path(__file__).parent.parent
 WORDS = ["good", "great", "fine", "bad", "awful", "poor", "the", "film", "plot", "was"]
 

@@ -22,6 +22,8 @@ from dp_transformers.reports.words import run_table
 from dp_transformers.step.checkpoint import STATE_NAME
 from dp_transformers.step.ledger import LEDGER_NAME, PrivacyStateError
 
+pytestmark = pytest.mark.halved
+
 LOOPS = ["trainer", "engine", "engine with a ledger"]
 DELTA = 1e-3
 N = 16

@@ -52,6 +52,8 @@ from dp_transformers.mechanism.schedules import (
 from dp_transformers.mechanism.values import StepParameters
 from dp_transformers.step.ledger import LEDGER_NAME, Ledger
 
+pytestmark = pytest.mark.halved
+
 SCHEDULES = [ConstantSchedule(), LinearSchedule(0.25, 8), ExponentialSchedule(3.0, 4), StepSchedule(0.5, 3)]
 N = 40
 ALL = mechanism(

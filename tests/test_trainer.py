@@ -40,6 +40,8 @@ from dp_transformers.step.run import PrivateRun
 from dp_transformers.step.step import PrivateStep
 from dp_transformers.trainer.refused import refuse_settings
 
+pytestmark = pytest.mark.halved
+
 N = 60
 WITH_LOSS = 1.01**-0.5  # σ of gradients and the logged loss together, over that of the gradients
 
@@ -153,6 +155,7 @@ def test_noiseless_run_is_one_example_at_a_time_for_every_physical_size(tmp_path
         assert distance(trainable(model), trainable(reference)) <= 1e-5 * moved, size
 
 
+@pytest.mark.whole
 def test_noise_has_the_promised_size_and_every_parameter_gets_it(tmp_path):
     """With a loss that no parameter influences, what the optimizer gets is noise of standard deviation σC/B alone."""
     grads = Grads()
@@ -331,6 +334,7 @@ def test_resume_counts_every_executed_step_and_refreshes_the_secrets(tmp_path):
     assert third.privacy_spent().steps == 10
 
 
+@pytest.mark.whole
 def test_training_stops_before_the_step_that_would_exceed_the_budget(tmp_path, caplog):
     options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}
     trainer_for(tmp_path, **options).train()

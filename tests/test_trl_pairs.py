@@ -14,7 +14,7 @@ from dp_transformers import DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardT
 from dp_transformers.reports import certificate
 from dp_transformers.trl.dpo_losses import LOSSES
 
-pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+pytestmark = [pytest.mark.filterwarnings("ignore:dp_seed"), pytest.mark.halved]
 MODES = ["book_keeping", "ghost", "fast_gradient", "per_sample"]
 BOTH = ((DPDPOTrainer, DPDPOConfig), (DPOTrainer, DPOConfig))
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

@@ -30,7 +30,7 @@ from dp_transformers.reports import certificate
 from dp_transformers.trainer.refused import refuse_other_trainers
 from dp_transformers.trl.sft import one_image_each
 
-pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+pytestmark = [pytest.mark.filterwarnings("ignore:dp_seed"), pytest.mark.halved]
 MODES = ["book_keeping", "ghost", "fast_gradient", "per_sample"]
 
 

@@ -17,6 +17,8 @@ from dp_transformers import (
 )
 from dp_transformers.checks.validation import longest_input, validate_lengths, validate_model
 
+pytestmark = pytest.mark.halved
+
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_modules_that_keep_private_data_without_noise_are_named():

@@ -20,6 +20,8 @@ from dp_transformers import (
 from dp_transformers.cli.main import main
 from dp_transformers.cli.planning import Setting, default_delta, find
 
+pytestmark = pytest.mark.halved
+
 
 def budget(capsys, *words):
     """The answer as JSON."""

@@ -13,6 +13,8 @@ import pytest
 import dp_transformers
 from dp_transformers.cli.main import main
 
+pytestmark = pytest.mark.halved
+
 ROOT = Path(__file__).parents[2]
 RECIPES = (
     "causal_lm, image_classification, instruction_tuning, name_classification, preference_tuning, question_answering, "

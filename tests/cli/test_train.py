@@ -20,6 +20,8 @@ import yaml
 
 from dp_transformers.cli import train
 
+pytestmark = pytest.mark.halved
+
 CONFIGS = Path(text_classification.__file__).parent / "configs"
 CLASSES = {
     "text_classification": text_classification,

@@ -11,7 +11,7 @@ from dp_transformers.clipping.device_memory import DeviceMemory
 from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.measured_budget import PART, SHARE, MeasuredBudget
 
-pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
+pytestmark = [pytest.mark.filterwarnings("ignore:dp_seed"), pytest.mark.halved]
 HIGHEST, FREE = 4e9, 1e9
 
 

@@ -18,6 +18,8 @@ from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, P
 from dp_transformers.clipping import memory
 from dp_transformers.clipping.loss_graph import LossGraph
 
+pytestmark = pytest.mark.halved
+
 
 def planned(model, budget, mode, positions, seed=0):
     with PerExampleClipper(model, 1.0, mode, memory_budget=budget) as clipper:

@@ -15,6 +15,8 @@ from dp_transformers.mechanism.sampling import CyclicPoissonSampling, DrawSample
 from dp_transformers.step.ledger import Ledger
 from dp_transformers.step.startup_message import Trained, describe
 
+pytestmark = pytest.mark.halved
+
 N, EXPECTED = 40, 8
 IN_ORDER, IN_GROUPS = FixedOrderSampling(N, EXPECTED), CyclicPoissonSampling(N, EXPECTED, 3)
 PAIRS = [

@@ -9,6 +9,8 @@ from scipy import stats
 
 from dp_transformers.reports.attack import FALSE_ALARMS, ceilings, no_privacy, privacy_curve
 
+pytestmark = pytest.mark.halved
+
 AR = "add_or_remove_one"
 
 

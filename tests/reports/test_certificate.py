@@ -14,6 +14,8 @@ from dp_transformers.reports.certificate import CERTIFICATE_NAME, CertificateErr
 from dp_transformers.reports.findings import Report, look
 from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 
+pytestmark = pytest.mark.halved
+
 
 def lines_of(folder):
     return (folder / LEDGER_NAME).read_bytes().splitlines(keepends=True)

@@ -11,6 +11,8 @@ from torch.utils.data import TensorDataset
 
 from dp_transformers.reports.digest import KEY_NAME, describe_data, digest, key_path, name_of, owner_key, rows_of
 
+pytestmark = pytest.mark.halved
+
 KEY, OTHER = b"k" * 32, b"o" * 32
 ROWS = [{"text": "a", "labels": 0}, {"text": "b", "labels": 1}, {"text": "b", "labels": 1}]
 

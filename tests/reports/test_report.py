@@ -23,6 +23,8 @@ from dp_transformers.reports.html import PAGE_NAME
 from dp_transformers.reports.words import up
 from dp_transformers.step.ledger import LEDGER_NAME
 
+pytestmark = pytest.mark.halved
+
 ROOT = Path(__file__).parents[2]
 
 # torch cannot be imported, nor anything that stands on it

@@ -19,6 +19,8 @@ from dp_transformers import DPTrainer, PrivacyEngine
 from dp_transformers.reports.certificate import disagreements, read
 from dp_transformers.reports.digest import key_path, name_of, owner_key
 
+pytestmark = pytest.mark.halved
+
 ROOT = Path(__file__).parents[2]
 
 
