@@ -24,8 +24,8 @@ class Calls(nn.Module):
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, *inputs):
-        return self.call(self, *inputs)
+    def forward(self, *inputs, **named):
+        return self.call(self, *inputs, **named)
 
 
 def weigh(out, seed=3):

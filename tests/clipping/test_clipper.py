@@ -12,7 +12,6 @@ from models import (
     LONG,
     MODELS,
     SHORT,
-    DeepSpeedEngine,
     Net,
     batch_for,
     build,
@@ -272,129 +271,68 @@ def test_freezing_and_unfreezing_after_attaching_is_seen():
     assert all(p.grad is None for p in model.bert.embeddings.parameters())
 
 
-class TestMisuse:
-    def test_losses_that_are_not_per_example(self):
-        model = nn.Linear(3, 1)
-        clipper = PerExampleClipper(model, 1.0, self_check=False)
-        out = model(torch.randn(4, 3))
-        with pytest.raises(ValueError, match=r"shape \(B,\).*reduction='none'"):
-            clipper.backward(out.mean())
-        with pytest.raises(ValueError, match="3 losses for a batch of 4"):
-            clipper.backward(out[:3, 0])
-
-    def test_forward_before_attach(self):
-        model = nn.Linear(3, 1)
-        losses = model(torch.randn(4, 3))[:, 0]
-        clipper = PerExampleClipper(model, 1.0, self_check=False)
-        with pytest.raises(ValueError, match="no forward pass"):
-            clipper.backward(losses)
-        model(torch.randn(4, 3))
-        with pytest.raises(ValueError, match="before attach"):
-            clipper.backward(losses)
-
-    def test_without_graph(self):
-        model = nn.Linear(3, 1)
-        clipper = PerExampleClipper(model, 1.0, self_check=False)
-        losses = model(torch.randn(4, 3))[:, 0]
-        with pytest.raises(ValueError, match="no graph"):
-            clipper.backward(losses.detach())
-
-    def test_backward_twice(self):
-        model = nn.Linear(3, 1)
-        clipper = PerExampleClipper(model, 1.0, self_check=False)
-        losses = model(torch.randn(4, 3))[:, 0]
+def before_it_was_attached(model, x):
+    losses = model(x)[:, 0]
+    clipper = PerExampleClipper(model, 1.0, self_check=False)
+    with pytest.raises(ValueError, match="no forward pass"):
         clipper.backward(losses)
-        with pytest.raises(ValueError, match="once each"):
-            clipper.backward(losses)
+    model(x)
+    clipper.backward(losses)
 
-    @pytest.mark.parametrize("weights", [[2.0, 1, 1, 1], [-0.1, 1, 1, 1], [float("nan"), 1, 1, 1], [1.0, 1, 1]])
-    def test_weights(self, weights):
-        model = nn.Linear(3, 1)
-        clipper = PerExampleClipper(model, 1.0, self_check=False)
-        with pytest.raises(ValueError, match="weight"):
-            clipper.backward(model(torch.randn(4, 3))[:, 0], torch.tensor(weights))
 
-    @pytest.mark.parametrize("bound", [0, -1.0, float("nan"), float("inf"), None])
-    def test_bound(self, bound):
-        with pytest.raises(ValueError, match="max_grad_norm"):
-            PerExampleClipper(nn.Linear(3, 1), bound)
+def attached(do, **options):
+    return lambda model, x: do(PerExampleClipper(model, 1.0, **{"self_check": False, **options}), model, x)
 
-    def test_mode(self):
-        with pytest.raises(ValueError, match="'magic' is unknown"):
-            PerExampleClipper(nn.Linear(3, 1), 1.0, mode="magic")
 
-    def test_nothing_to_train(self):
-        with pytest.raises(ValueError, match="no trainable parameter"):
-            PerExampleClipper(nn.Linear(3, 1).requires_grad_(False), 1.0)
+def twice(clipper, model, x):
+    losses = model(x)[:, 0]
+    clipper.backward(losses)
+    clipper.backward(losses)
 
-    @pytest.mark.parametrize("mode", ALL_MODES)
-    def test_losses_of_two_forward_passes_of_different_size(self, mode):
-        model = nn.Linear(3, 1)
-        clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
-        first, second = model(torch.randn(5, 3))[:, 0], model(torch.randn(4, 3))[:, 0]
-        with pytest.raises(ValueError, match="earlier forward pass"):
-            clipper.backward(first[:4] + second)
 
-    def test_a_part_of_the_model_called_on_its_own(self):
-        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-        PerExampleClipper(model, 1.0, self_check=False)
-        with torch.no_grad():
-            model[0](torch.randn(4, 3))
-        inner = model[0](torch.randn(4, 3))  # nothing is asked of it, as where peft saves
-        with pytest.raises(ValueError, match=r"'0' .Linear. was called outside.*engine.suspended.*clipper.suspended"):
-            F.relu(inner).sum().backward()
-        with pytest.raises(ValueError, match=r"'0' .Linear. was called outside"):
-            torch.autograd.grad(inner.sum(), model[0].weight)
-        assert model[0].weight.grad is None
+MISUSE = {
+    "the loss of the batch": (attached(lambda c, m, x: c.backward(m(x).mean())), r"shape \(B,\).*reduction='none'"),
+    "too few losses": (attached(lambda c, m, x: c.backward(m(x)[:3, 0])), "3 losses for a batch of 4"),
+    "a forward pass before": (before_it_was_attached, "before attach"),
+    "no graph": (attached(lambda c, m, x: c.backward(m(x)[:, 0].detach())), "no graph"),
+    "backward twice": (attached(twice), "once each"),
+    "a weight above 1": (attached(lambda c, m, x: c.backward(m(x)[:, 0], torch.tensor([2.0, 1, 1, 1]))), "weight"),
+    "a weight below 0": (attached(lambda c, m, x: c.backward(m(x)[:, 0], torch.tensor([-0.1, 1, 1, 1]))), "weight"),
+    "no number as weight": (attached(lambda c, m, x: c.backward(m(x)[:, 0], torch.tensor([torch.nan, 1, 1, 1]))), "weight"),
+    "too few weights": (attached(lambda c, m, x: c.backward(m(x)[:, 0], torch.ones(3))), "weight"),
+    "an unknown mode": (lambda m, x: PerExampleClipper(m, 1.0, mode="magic"), "'magic' is unknown"),
+    "nothing to train": (lambda m, x: PerExampleClipper(m.requires_grad_(False), 1.0), "no trainable parameter"),
+    "two clippers": (attached(lambda c, m, x: PerExampleClipper(m, 1.0)), "another PerExampleClipper"),
+    "batch second, unchecked": (lambda m, x: PerExampleClipper(m, 1.0, batch_first=False, self_check=False), "batch_first=False needs the self-check"),
+    "losses of what is frozen": (attached(lambda c, m, x: (m(x), c.backward(m[0](x).detach().sum(1) + torch.ones(4, requires_grad=True)))), "depend on no"),
+}  # fmt: skip
 
-    @pytest.mark.parametrize("mode", ALL_MODES)
-    def test_a_part_of_the_model_called_on_its_own_for_the_losses(self, mode):
-        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-        clipper, x = PerExampleClipper(model, 1.0, mode=mode, self_check=False), torch.randn(4, 3)
-        for losses in (
-            lambda: model(x)[:, 0] + model[0](x)[:, 0],
-            lambda: model[1](model[0](x))[:, 0] + model(x)[:, 0],
-        ):
-            with pytest.raises(ValueError, match=r"forward ran outside the model|was called outside"):
-                clipper.backward(losses())
-            assert all(p.grad is None for p in model.parameters())
 
-    def test_gradient_hooks_on_parameters(self):
-        model = nn.Linear(3, 1)
-        clipper = PerExampleClipper(model, 1.0, self_check=False)
-        model.weight.register_hook(lambda g: 1000 * g)
-        with pytest.raises(ValueError, match="gradient hook"):
-            clipper.backward(model(torch.randn(4, 3))[:, 0])
+@pytest.mark.parametrize("what", MISUSE)
+def test_misuse(what):
+    do, message = MISUSE[what]
+    with pytest.raises(ValueError, match=message):
+        do(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), torch.randn(4, 3))
 
-    def test_two_clippers_on_one_model(self):
-        model = nn.Linear(3, 1)
-        first = PerExampleClipper(model, 1.0)
-        with pytest.raises(ValueError, match="another PerExampleClipper"):
-            PerExampleClipper(model, 1.0)
-        first.detach()
-        PerExampleClipper(model, 1.0)
 
-    @pytest.mark.parametrize(
-        ("wrap", "way_out"),
-        [
-            (nn.DataParallel, "bare module, and start one process for each device"),
-            (DeepSpeedEngine, r"bare module, after fully_shard"),
-        ],
-    )
-    def test_wrappers_of_several_devices(self, wrap, way_out):
-        """DistributedDataParallel, which needs a process group: tests/test_distributed.py."""
-        for model, where in ((wrap(nn.Linear(3, 1)), "the model"), (nn.Sequential(wrap(nn.Linear(3, 1))), "'0'")):
-            with pytest.raises(ValueError, match=f"{where} is a {wrap.__name__}.*{way_out}"):
-                PerExampleClipper(model, 1.0)
-            assert not model._forward_pre_hooks
-
-    def test_batch_second_needs_the_check(self):
-        with pytest.raises(ValueError, match="batch_first=False needs the self-check"):
-            PerExampleClipper(nn.Linear(3, 1), 1.0, batch_first=False, self_check=False)
-
-    def test_low_precision_parameters(self):
-        with pytest.raises(ValueError, match=r"'weight' is torch.float16.*float32"):
-            PerExampleClipper(nn.Linear(3, 1).half(), 1.0)
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_losses_of_other_calls(mode):
+    """Of another batch, and of a part of the model by itself, which nobody may go back through."""
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), torch.randn(4, 3)
+    clipper = PerExampleClipper(model, 1.0, mode=mode, self_check=False)
+    first, second = model(torch.randn(5, 3))[:, 0], model(x)[:, 0]
+    with pytest.raises(ValueError, match="earlier forward pass"):
+        clipper.backward(first[:4] + second)
+    for losses in (lambda: model(x)[:, 0] + model[0](x)[:, 0], lambda: model[1](model[0](x))[:, 0] + model(x)[:, 0]):
+        with pytest.raises(ValueError, match=r"forward ran outside the model|was called outside"):
+            clipper.backward(losses())
+        assert all(p.grad is None for p in model.parameters())
+    inner = model[0](x)
+    with pytest.raises(ValueError, match=r"'0' .Linear. was called outside.*engine.suspended.*clipper.suspended"):
+        F.relu(inner).sum().backward()
+    with pytest.raises(ValueError, match=r"'0' .Linear. was called outside"):
+        torch.autograd.grad(inner.sum(), model[0].weight)
+    assert model[0].weight.grad is None
 
 
 def test_bf16_autocast_respects_the_bound(bf16_products):
@@ -610,17 +548,6 @@ def test_bounds_that_bound_nothing_are_refused(bound):
     """At 1e-24 every squared norm was 0 in float32, and three examples moved the sum by 103 C."""
     with pytest.raises(ValueError, match="max_grad_norm must be a finite int or float of at least 1e-12"):
         PerExampleClipper(nn.Linear(2, 2), bound)
-
-
-def test_losses_that_depend_on_nothing_that_is_trained_are_told_so():
-    model = nn.ModuleDict({"trained": nn.Linear(3, 2), "frozen": nn.Linear(3, 2).requires_grad_(False)})
-    model.forward = lambda x: {name: part(x) for name, part in model.items()}
-    for others in (0.0, torch.randn(4, requires_grad=True)):
-        with (
-            PerExampleClipper(model, 1.0, self_check=False) as clipper,
-            pytest.raises(ValueError, match="they depend on no(ne of its)? trainable parameter"),
-        ):
-            clipper.backward(model(torch.randn(4, 3))["frozen"].sum(1) + others)
 
 
 def test_a_copy_of_a_clipper_holds_nothing():

@@ -7,15 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from layers import ALL_MODES, Calls
 from oracle import assert_exact
 from torch import nn
 
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping.batch_dims import FLAT
 from dp_transformers.clipping.errors import UnsupportedModuleError
-from dp_transformers.clipping.modes import MODES
-
-ALL_MODES = sorted(MODES)
 
 
 def weigh(model, batch):
@@ -33,209 +31,131 @@ def owner_of(clipper, name):
     )
 
 
-class Packs(nn.Module):
+def packs(m, x, attention_mask):
     """Drops the padding before it computes: the rows of one example are found by the mask alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, attention_mask):
-        kept = attention_mask.bool()
-        return torch.zeros_like(x).masked_scatter(kept[..., None], torch.tanh(self.linear(x[kept])))
+    kept = attention_mask.bool()
+    return torch.zeros_like(x).masked_scatter(kept[..., None], torch.tanh(m.linear(x[kept])))
 
 
-class ReadsPast(nn.Module):
+def past(m, x):
     """Reads a weight past the module that owns it."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return x + F.linear(torch.tanh(x), self.linear.weight, self.linear.bias)
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.head = self.Block(), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.block(x))
+    return x + F.linear(torch.tanh(x), m.linear.weight, m.linear.bias)
 
 
-class Collects(nn.Module):
+def collects(m, x, hidden_states):
     """Takes hidden states out of an encoder past its output, whose first layer's weight only the encoder sees."""
-
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x, hidden_states):
-            hidden_states.append(F.linear(torch.tanh(x), self.linear.weight, self.linear.bias))
-            return self.last(torch.tanh(hidden_states[-1]))
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.head = self.Encoder(), nn.Linear(4, 2)
-
-    def forward(self, x):
-        hidden_states = []
-        return self.head(self.encoder(x, hidden_states) + hidden_states[0])
+    hidden_states.append(F.linear(torch.tanh(x), m.linear.weight, m.linear.bias))
+    return m.last(torch.tanh(hidden_states[-1]))
 
 
-class Transposed(nn.Module):
+def reads_collected(m, x):
+    hidden_states = []
+    return m.head(m.encoder(x, hidden_states) + hidden_states[0])
+
+
+def transposed(m, x):
     """Positions first, as recurrent networks like it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.linear(x.transpose(0, 1)).transpose(0, 1)
+    return m.inner(x.transpose(0, 1)).transpose(0, 1)
 
 
-class TransposedOwn(nn.Module):
-    """The same, and what it calls has no rule: a gate of the whole sequence, with or without random numbers."""
-
-    class Gate(nn.Module):
-        def __init__(self, dropout):
-            super().__init__()
-            self.w, self.dropout = nn.Parameter(torch.randn(4)), nn.Dropout(dropout)
-
-        def forward(self, x_tbd):
-            return self.dropout(x_tbd * torch.sigmoid(self.w * x_tbd.mean(0)))
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.gate = self.Gate(dropout)
-
-    def forward(self, x):
-        return self.gate(x.transpose(0, 1)).transpose(0, 1)
+def gate(dropout=0.0):
+    """Of the whole sequence, without a rule, with or without random numbers."""
+    inner = Calls(lambda m, x: m.dropout(x * torch.sigmoid(m.w * x.mean(0))), w=weight(), dropout=nn.Dropout(dropout))
+    return Calls(transposed, inner=inner)
 
 
-class Repeats(nn.Module):
+def repeats(m, x):
     """What the embedding returns without a batch is repeated by the model, so no copy may be given to each example
     before."""
-
-    def __init__(self):
-        super().__init__()
-        self.prompt, self.linear = nn.Embedding(2, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        prompt = self.prompt(torch.arange(2).unsqueeze(0)).repeat(len(x), 1, 1)
-        return self.linear(torch.cat([prompt, x], 1))
+    return m.linear(torch.cat([m.prompt(torch.arange(2).unsqueeze(0)).repeat(len(x), 1, 1), x], 1))
 
 
-class ReadsOneCopy(nn.Module):
+def reads_a_copy(last):
     """A bias table is computed once for the whole batch, and flattened: an index into its copies finds the same one
     for all examples."""
 
-    class Block(nn.Module):
-        def __init__(self, offset):
-            super().__init__()
-            self.table, self.offset = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), offset
+    def reads(m, x):
+        table = m.table(torch.linspace(-1, 1, 8).view(1, 4, 2)).reshape(-1, 3)
+        return x.unsqueeze(-1) * table[torch.tensor([0, 3, 3, 1]) + last * (len(table) - 4)]
 
-        def forward(self, x):
-            table = self.table(torch.linspace(-1, 1, 8).view(1, 4, 2)).reshape(-1, 3)
-            return x.unsqueeze(-1) * table[torch.tensor([0, 3, 3, 1]) + self.offset * (len(table) - 4)]
-
-    def __init__(self, offset=0):
-        super().__init__()
-        self.block, self.head = self.Block(offset), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.block(x)))
+    block = Calls(reads, table=nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)))
+    return Calls(lambda m, x: m.head(torch.tanh(m.block(x))), block=block, head=nn.Linear(3, 2))
 
 
-class ReadsLastCopy(ReadsOneCopy):
-    def __init__(self):
-        super().__init__(offset=1)
-
-
-class Shares(nn.Module):
+def shares():
     """A parameter of a container, used by two modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.bank = nn.ParameterDict({"w": nn.Parameter(torch.randn(4))})
-        self.one, self.two = Uses(self.bank), Uses(self.bank)
-
-    def forward(self, x):
-        return self.two(torch.tanh(self.one(x)))
+    bank = nn.ParameterDict({"w": weight()})
+    one, two = (Calls(lambda m, x: x * m.bank["w"] + m.scale, bank=bank, scale=weight()) for _ in range(2))
+    return Calls(lambda m, x: m.two(torch.tanh(m.one(x))), bank=bank, one=one, two=two)
 
 
-class Uses(nn.Module):
-    def __init__(self, bank):
-        super().__init__()
-        self.bank, self.scale = bank, nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return x * self.bank["w"] + self.scale
-
-
-class Routes(nn.Module):
+def routes(m, x):
     """Tokens of all examples, sorted by expert."""
+    flat = x.flatten(0, 1)
+    chosen = flat[:, :3].argmax(1)
+    out = torch.zeros_like(flat)
+    for e, expert in enumerate(m.experts):
+        out[chosen == e] = expert(flat[chosen == e])
+    return out.view_as(x)
 
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
-    def forward(self, x):
-        flat = x.flatten(0, 1)
-        chosen = flat[:, :3].argmax(1)
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            out[chosen == e] = expert(flat[chosen == e])
-        return out.view_as(x)
+def weight():
+    return nn.Parameter(torch.randn(4))
+
+
+def square(out=4):
+    return nn.Linear(4, out)
+
+
+BUILDS = {
+    "reads past": lambda: Calls(lambda m, x: m.head(m.block(x)), block=Calls(past, linear=square()), head=square(2)),
+    "collects": lambda: Calls(reads_collected, encoder=Calls(collects, linear=square(), last=square()), head=square(2)),
+    "transposed": lambda: Calls(transposed, inner=square(3)),
+    "transposed, no rule": gate,
+    "repeats": lambda: Calls(repeats, prompt=nn.Embedding(2, 4), linear=square(3)),
+    "one copy": lambda: reads_a_copy(0),
+    "last copy": lambda: reads_a_copy(1),
+    "shares": shares,
+    "routes": lambda: Calls(routes, experts=nn.ModuleList(square() for _ in range(3))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize(
     ("build", "name", "answers"),
     [
-        (ReadsPast, "block.linear.weight", "block"),
-        (Collects, "encoder.linear.weight", ""),
-        (Collects, "encoder.last.weight", "encoder.last"),
-        (Transposed, "linear.weight", "linear"),
-        (TransposedOwn, "gate.w", "gate"),
-        (Repeats, "prompt.weight", ""),
-        (ReadsOneCopy, "block.table.0.weight", "block"),
-        (ReadsOneCopy, "block.table.2.bias", "block"),
-        (ReadsLastCopy, "block.table.0.weight", "block"),
-        (Shares, "bank.w", ""),
-        (Routes, "experts.0.weight", ""),
+        ("reads past", "block.linear.weight", "block"),
+        ("collects", "encoder.linear.weight", ""),
+        ("collects", "encoder.last.weight", "encoder.last"),
+        ("transposed", "inner.weight", "inner"),
+        ("transposed, no rule", "inner.w", "inner"),
+        ("repeats", "prompt.weight", ""),
+        ("one copy", "block.table.0.weight", "block"),
+        ("one copy", "block.table.2.bias", "block"),
+        ("last copy", "block.table.0.weight", "block"),
+        ("shares", "bank.w", ""),
+        ("routes", "experts.0.weight", ""),
     ],
 )
 def test_who_answers_and_that_it_is_exact(build, name, answers, mode):
-    model = build()
+    model = BUILDS[build]()
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         for _ in range(2):
             assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 5, 4)})
         assert owner_of(clipper, name) == answers
 
 
-class AddsPositions(nn.Module):
+def adds_positions(m, x):
     """A table of positions is added, and a scale multiplied, for the whole batch at once: each example reads its own
     copy of either."""
-
-    def __init__(self):
-        super().__init__()
-        self.positions, self.scale, self.head = (
-            nn.Embedding(5, 4),
-            nn.Sequential(nn.Linear(2, 4), nn.ReLU()),
-            nn.Linear(4, 2),
-        )
-
-    def forward(self, x):
-        x = x + self.positions(torch.arange(x.shape[1]).unsqueeze(0))
-        return self.head(torch.tanh(x * self.scale(torch.ones(1, 1, 2))))
+    x = x + m.positions(torch.arange(x.shape[1]).unsqueeze(0))
+    return m.head(torch.tanh(x * m.scale(torch.ones(1, 1, 2))))
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_copies_that_are_read_by_their_own_examples_stay_with_their_modules(mode):
-    model = AddsPositions()
+    scale = nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+    model = Calls(adds_positions, positions=nn.Embedding(5, 4), scale=scale, head=square(2))
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         assert_exact(model, clipper, lambda b: weigh(model, b), {"x": torch.randn(4, 5, 4)})
         assert owner_of(clipper, "positions.weight") == "positions"
@@ -256,28 +176,18 @@ def test_swin_with_positions_computed_once():
         )
 
 
-class SortsRarely(nn.Module):
+def sorts(m, x, chosen):
     """Tokens are sorted by expert inside a module of its own."""
+    out = torch.zeros_like(x)
+    for e, linear in enumerate(m.linears):
+        if (chosen == e).any():
+            out[chosen == e] = linear(x[chosen == e])
+    return out
 
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
-        def forward(self, x, chosen):
-            out = torch.zeros_like(x)
-            for e, linear in enumerate(self.linears):
-                if (chosen == e).any():
-                    out[chosen == e] = linear(x[chosen == e])
-            return out
-
-    def __init__(self):
-        super().__init__()
-        self.experts = self.Experts()
-
-    def forward(self, x):
-        flat = x.flatten(0, 1)
-        return self.experts(flat, (flat[:, 0] > 1).long()).view_as(x)
+def sorts_rarely(m, x):
+    flat = x.flatten(0, 1)
+    return m.experts(flat, (flat[:, 0] > 1).long()).view_as(x)
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -285,7 +195,8 @@ def test_tokens_that_were_as_many_as_examples_or_positions_by_chance(mode):
     """With this seed they are in both batches that owners discover_owners on: the check's next batch shows that they
     are not."""
     torch.manual_seed(15)
-    model, x = SortsRarely(), torch.randn(4, 5, 4)
+    model = Calls(sorts_rarely, experts=Calls(sorts, linears=nn.ModuleList(square() for _ in range(2))))
+    x = torch.randn(4, 5, 4)
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         assert_exact(model, clipper, lambda b: weigh(model, b), {"x": x})
         assert owner_of(clipper, "experts.linears.0.weight") == "experts"
@@ -295,7 +206,7 @@ def test_tokens_that_were_as_many_as_examples_or_positions_by_chance(mode):
 def test_packed_rows_are_not_taken_for_flattened_ones(mode):
     """The first batch has no padding, so that its packed rows look like flattened ones; the second one's divide by the
     batch, too."""
-    model = Packs()
+    model = Calls(packs, linear=square())
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         for lengths in ([6, 6, 6, 6], [6, 2, 3, 1]):
             mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
@@ -306,7 +217,7 @@ def test_packed_rows_are_not_taken_for_flattened_ones(mode):
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_clipper_that_is_attached_again_settles_again(mode):
-    model = ReadsPast()
+    model = BUILDS["reads past"]()
     clipper = PerExampleClipper(model, 1.0, mode=mode)
     for _ in range(2):
         with clipper:
@@ -322,16 +233,16 @@ def test_layouts():
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_random_numbers_are_replayed_where_positions_come_first(mode):
-    model, x = TransposedOwn(dropout=0.5), torch.randn(4, 5, 4)
+    model, x = gate(dropout=0.5), torch.randn(4, 5, 4)
     torch.manual_seed(1)
-    expected = torch.autograd.grad(weigh(model, {"x": x}).sum(), model.gate.w)[0]
+    expected = torch.autograd.grad(weigh(model, {"x": x}).sum(), model.inner.w)[0]
     with PerExampleClipper(
         model, 1e6, mode=mode
     ) as clipper:  # nothing is clipped, so the sum is the ordinary gradient
         weigh(model, {"x": x})
         torch.manual_seed(1)
         clipper.backward(weigh(model, {"x": x}))
-    torch.testing.assert_close(model.gate.w.grad, expected)
+    torch.testing.assert_close(model.inner.w.grad, expected)
 
 
 class WithOtherWeights(nn.Module):
@@ -373,15 +284,6 @@ def test_layers_that_are_always_called_with_computed_weights_are_those_of_their_
         assert_exact(model, clipper, lambda batch: weigh(model, batch), {"x": torch.randn(4, 6, 3)})
 
 
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.start, self.table = nn.Parameter(torch.randn(4)), nn.ParameterList([nn.Parameter(torch.randn(4))])
-
-    def forward(self, x):
-        return x + self.start + self.table[0]
-
-
 class Transformer(nn.Module):
     """Positions as people write them: looked up without a batch dimension, or with one, or held as a parameter."""
 
@@ -393,7 +295,8 @@ class Transformer(nn.Module):
         if way == "parameter":
             self.start, self.table = nn.Parameter(torch.randn(4)), nn.ParameterList([nn.Parameter(torch.randn(4))])
         if way == "module":
-            self.positions = Positions()
+            table = nn.ParameterList([weight()])
+            self.positions = Calls(lambda m, x: x + m.start + m.table[0], start=weight(), table=table)
         self.pos.requires_grad_(way not in ("parameter", "module"))
 
     def forward(self, ids):
@@ -434,14 +337,7 @@ def test_positions_of_a_model_that_returns_its_loss_are_refused_with_the_way_out
 
 
 def test_layers_that_do_nothing_but_use_their_weight_are_told_without(caplog):
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4))
-
-        def forward(self, x):
-            return x * self.weight if x.sum() > 1e9 else x * self.weight * 2
-
-    with PerExampleClipper(nn.Sequential(nn.Linear(4, 4), Scale()), 1.0, mode="book_keeping") as clipper:
+    scale = Calls(lambda m, x: x * m.weight if x.sum() > 1e9 else x * m.weight * 2, weight=weight())
+    with PerExampleClipper(nn.Sequential(nn.Linear(4, 4), scale), 1.0, mode="book_keeping") as clipper:
         clipper.backward(clipper.model(torch.randn(3, 4)).sum(1))
     assert "slower." in caplog.text and "avoided" not in caplog.text
