@@ -32,9 +32,12 @@ def stacked(rows):
     return torch.stack([row["x"] for row in rows])
 
 
+def collated(examples, indices, draw=3):
+    return examples.collated(examples.of_draw(indices, draw), indices, draw)
+
+
 def numbers(dataset, collate, indices, secret=1):
-    rows = Examples(dataset, collate, SecretSeeds(secret)).of_draw(indices, 3)[1]
-    return dict(zip(indices, rows, strict=True))
+    return dict(zip(indices, collated(Examples(dataset, collate, SecretSeeds(secret)), indices), strict=True))
 
 
 @pytest.mark.parametrize("where", ["data set", "collator"])
@@ -106,7 +109,7 @@ def test_a_collator_that_needs_two_examples():
         return torch.stack([rows[0]["x"], rows[1]["x"]])
 
     with pytest.raises(ValueError, match="IndexError for row 3 of the training data alone.*collated by itself"):
-        Examples(Rows(DRAW["torch"]), pairs, SecretSeeds(1)).of_draw([3], 0)
+        collated(Examples(Rows(DRAW["torch"]), pairs, SecretSeeds(1)), [3])
 
 
 def test_a_collator_may_take_columns_out_of_stored_rows():
@@ -132,8 +135,10 @@ TABLES = {
 @pytest.mark.parametrize("kind", TABLES)
 def test_tables_are_read_as_row_by_row(kind):
     table = TABLES[kind]
-    rows = Examples(table, lambda rows: torch.as_tensor(rows[0]["x"])[None], SecretSeeds(1)).of_draw([5, 2, 7], 0)[1]
-    assert [row[0].tolist() for row in rows] == [torch.as_tensor(table[i]["x"]).tolist() for i in (5, 2, 7)]
+    rows = Examples(table, None, SecretSeeds(1)).of_draw([5, 2, 7], 0)
+    assert [torch.as_tensor(row["x"]).tolist() for row in rows] == [
+        torch.as_tensor(table[i]["x"]).tolist() for i in (5, 2, 7)
+    ]
 
 
 class Windows(Rows):

@@ -115,8 +115,8 @@ def poisoned(monkeypatch, number):
 
     original = LogicalBatches._physical_batch
 
-    def filled_up(batches, rows):
-        batch = original(batches, rows)
+    def filled_up(batches, *rows):
+        batch = original(batches, *rows)
         x = batch.rows["x"] if isinstance(batch.rows, dict) else batch.rows[0]
         x[batch.examples :] = number
         return batch

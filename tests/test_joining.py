@@ -21,16 +21,19 @@ from transformers import (
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
     default_data_collator,
 )
 
+from dp_transformers.data.columns import are_same, tensors_of
 from dp_transformers.data.draws import LogicalBatches
-from dp_transformers.data.joining import Joiner, are_same, tensors_of
+from dp_transformers.data.joining import Joiner
 from dp_transformers.mechanism.sampling import Draw
 from dp_transformers.runtime.randomness import SecretSeeds
 
 DRAWS = int(os.environ.get("DRAWS_OF_COLLATORS", "5"))  # of 12 rows each
-PAD, START, WORDS = 3, 1, range(5, 100)
+PAD, WORDS = 3, range(5, 100)
 
 
 def tokenizer(side):
@@ -72,12 +75,6 @@ def preference(draw):
 
 def image(draw):
     return torch.randn(3, draw.randint(4, 9), draw.randint(4, 9)), draw.randrange(3)
-
-
-class Shifted:
-    def prepare_decoder_input_ids_from_labels(self, labels):
-        first = torch.full_like(labels[:, :1], START)
-        return torch.cat([first, labels[:, :-1].masked_fill(labels[:, :-1] == -100, PAD)], 1)
 
 
 def of_trl(module, name):
@@ -156,7 +153,6 @@ COLLATORS = {  # by name: what makes it for a side, and a row
     "in multiples": (lambda side: DataCollatorWithPadding(tokenizer(side), pad_to_multiple_of=8), classified),
     "to one length": (lambda side: DataCollatorWithPadding(tokenizer(side), "max_length", 48), classified),
     "DataCollatorForSeq2Seq": (lambda side: DataCollatorForSeq2Seq(tokenizer(side)), lambda draw: text(draw, labels=words(draw))),
-    "with decoder inputs": (lambda side: DataCollatorForSeq2Seq(tokenizer(side), Shifted()), lambda draw: text(draw, labels=words(draw))),
     "DataCollatorForTokenClassification": (lambda side: DataCollatorForTokenClassification(tokenizer(side)), tagged),
     "DataCollatorForLanguageModeling": (lambda side: DataCollatorForLanguageModeling(tokenizer(side), mlm=False), text),
     "DataCollatorForMultipleChoice": (lambda side: DataCollatorForMultipleChoice(tokenizer(side)), choices),
@@ -203,7 +199,7 @@ def joined(joiner, collate, rows):
 def test_joined_rows_are_the_batch_of_the_collator(name, side, caplog):
     make, row = COLLATORS[name]
     collate, draw = make(side), random.Random(name + side)
-    joiner = Joiner(None)
+    joiner = Joiner(None, 12)
     with caplog.at_level(logging.WARNING):
         for _ in range(DRAWS):
             rows = [row(draw) for _ in range(12)]
@@ -218,16 +214,58 @@ def test_joined_rows_are_the_batch_of_the_collator(name, side, caplog):
     assert not caplog.records
 
 
-def test_decoder_inputs_are_padded_like_their_labels():
-    collate, draw = DataCollatorForSeq2Seq(tokenizer("right"), Shifted()), random.Random(0)
-    batches = LogicalBatches([text(draw, labels=words(draw)) for _ in range(6)], collate, 6, SecretSeeds(1))
-    padded = [padding.columns for padding in batches[Draw(0, range(6))].batches[0].paddings]
-    assert {"labels": (1,), "decoder_input_ids": (1,)} in padded
+# ---- collators that are given several examples ----
+
+
+def with_decoder_inputs(side):
+    config = T5Config(
+        vocab_size=100,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=1,
+        num_heads=2,
+        pad_token_id=PAD,
+        decoder_start_token_id=PAD,
+    )
+    return DataCollatorForSeq2Seq(tokenizer(side), T5ForConditionalGeneration(config))
+
+
+KNOWN = ("DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "default_data_collator", "default_collate")  # fmt: skip
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_random_masks_are_padded_as_the_collator_does(side):
-    collate, draw = DataCollatorForLanguageModeling(tokenizer(side), mlm_probability=0.3), random.Random(0)
+@pytest.mark.parametrize("name", [*KNOWN, "decoder inputs"])
+def test_known_collators_make_the_same_of_several_examples(name, side):
+    """The same batch and sizes as of each alone."""
+    make, row = COLLATORS.get(name, (with_decoder_inputs, COLLATORS["DataCollatorForSeq2Seq"][1]))
+    collate, draw = make(side), random.Random(name + side)
+    rows, sizes = [row(draw) for _ in range(12)], []
+
+    class Apart:
+        def __call__(self, rows):
+            sizes.append(len(rows))
+            return collate(rows)
+
+    together, alone = (LogicalBatches(rows, c, 12, SecretSeeds(1)) for c in (collate, Apart()))
+    (batch,) = together[Draw(0, range(12))].batches
+    if name == "decoder inputs":
+        assert are_same(batch.rows["decoder_input_ids"], collate.model._shift_right(batch.rows["labels"]))
+        assert {"labels": (1,), "decoder_input_ids": (1,)} in [padding.columns for padding in batch.paddings]
+        return
+    (other,) = alone[Draw(0, range(12))].batches
+    ours, theirs = tensors(batch.rows), tensors(other.rows)
+    assert ours.keys() == theirs.keys() and all(are_same(x, theirs[k]) for k, x in ours.items())
+    paddings = ({tuple(sorted(x.columns)): (x.row, x.own_t.tolist()) for x in b.paddings} for b in (batch, other))
+    assert next(paddings) == next(paddings)
+    assert {*sizes} <= {1, 2}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_random_masks_are_padded_as_the_collator_does(side, is_known):
+    collator, draw = DataCollatorForLanguageModeling(tokenizer(side), mlm_probability=0.3), random.Random(0)
+    collate = collator if is_known else lambda rows: collator(rows)
     batches = LogicalBatches([text(draw) for _ in range(30)], collate, 30, SecretSeeds(1))
     (batch,) = batches[Draw(0, range(30))].batches
     own_bt = batch.rows["attention_mask"].bool()
@@ -254,12 +292,20 @@ def edge(xs):
     return torch.stack([torch.cat([x, x[-1:].expand(longest - len(x))]) for x in xs])
 
 
+def block_diagonal(xs):
+    """Causal masks in which padding sees the row's own positions."""
+    own_bt = pad_sequence([torch.ones(len(x), dtype=torch.bool) for x in xs], True)
+    return (own_bt[:, None] & torch.ones(*own_bt.shape[1:] * 2, dtype=torch.bool).tril())[:, None]
+
+
 REFUSED = {
     "flattened": (DataCollatorWithFlattening(), [{"input_ids": [5] * n} for n in (3, 4, 5, 6)], "made one row of 2 examples"),
     "windows": (with_x(lambda xs: torch.cat([x.unfold(0, 2, 2) for x in xs])), rows_of(4, 6, 8, 10), "makes 5 rows of one example"),
     "none": (with_x(lambda xs: torch.stack(xs)[:0]), rows_of(4, 4, 4, 4), "makes no rows of one example"),
     "cut to the shortest": (with_x(lambda xs: torch.stack([x[: min(map(len, xs))] for x in xs])), rows_of(4, 5, 6, 7), "does not pad them"),
     "padded with numbers of a row": (with_x(edge), rows_of(4, 5, 6, 7), "with other numbers for other examples"),
+    "padded with the largest number": (with_x(lambda xs: pad_sequence(xs, True, float(max(map(max, xs))))), rows_of(4, 4, 4, 7), "not seen in two pairs"),
+    "pairs of positions": (lambda rows: {"mask": block_diagonal([row["x"] for row in rows])}, rows_of(4, 5, 6, 7), "leave masks"),
     "a column of some rows": (lambda rows: {"y": torch.ones(len(rows)), **({"x": rows[0]["x"][None]} if rows[0]["i"] else {})}, rows_of(4, 4, 4), "whether 'x' is in a batch"),
     "two types": (lambda rows: {"x": torch.tensor([row["i"] / 2 if row["i"] else 0 for row in rows])}, rows_of(1, 1, 1), "of what type 'x'"),
     "None for some": (lambda rows: {"x": rows[0]["x"][None] if rows[0]["i"] else None}, rows_of(4, 4, 4), "'x'.*a NoneType or a Tensor"),
@@ -276,6 +322,26 @@ def test_what_cannot_be_joined_is_refused(kind):
     batches = LogicalBatches(rows, collate, 8, SecretSeeds(1))
     with pytest.raises(ValueError, match=message):
         batches[Draw(0, range(len(rows)))]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_draws_of_two_rows_are_padded_as_the_data_set_shows(seed):
+    """With lengths that the collator draws, and a number that is no usual one."""
+
+    def cropped(xs):
+        return pad_sequence([x[: random.randint(1, len(x))] for x in xs], True, PAD)
+
+    batches = LogicalBatches(rows_of(*range(20, 60)), with_x(cropped), 2, SecretSeeds(seed))
+    for number in range(3):
+        x = batches[Draw(number, [11 + number, 37])].batches[0].rows["x"]
+        assert {*x.unique().tolist()} <= {PAD, 31.0 + number, 57.0}
+
+
+@pytest.mark.parametrize("number", [0, -100])
+def test_one_longer_row_is_enough_for_usual_numbers(number):
+    collate = with_x(lambda xs: pad_sequence(xs, True, number))
+    x = LogicalBatches(rows_of(4, 4, 7), collate, 3, SecretSeeds(1))[Draw(0, range(3))].batches[0].rows["x"]
+    assert (x[:2, 4:] == number).all()
 
 
 # ---- what a collator does across examples ----
@@ -307,9 +373,13 @@ def test_what_is_done_across_examples_does_nothing_and_is_said_once(collate, cap
 
 def test_no_row_of_a_batch_changes_when_another_example_does():
     """But for its padding."""
+
+    class OfOneself(DataCollatorForLanguageModeling):
+        """Of a class that is not known, and so given one example at a time."""
+
     draw = random.Random(0)
     rows = [text(draw) for _ in range(12)]
-    collate = DataCollatorForLanguageModeling(tokenizer("right"))
+    collate = OfOneself(tokenizer("right"))
 
     def own_rows(rows):
         batch = LogicalBatches(rows, collate, 12, SecretSeeds(1))[Draw(0, range(12))].batches[0].rows

@@ -20,11 +20,15 @@ from ..clipping.checks.padding import is_of_targets
 from ..mechanism.sampling import Draw, DrawSampler
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds
+from .columns import are_same, size_of, tensors_of
 from .examples import Examples
-from .joining import Joiner, are_same, size_of, tensors_of
+from .joining import Joiner, Sizes
+from .known_collators import acts_on_rows_alone, kind_of, sizes_of
 from .padding import Padding, padding_before, paddings_of, refuse_packed, require_mask, traits_of
 from .ranks import require_same_rows
 from .stored_rows import refuse_rows_loaded_from_one
+
+_Join = Callable[[Sequence[Any]], tuple[Any, Sizes]]
 
 
 @dataclass
@@ -146,8 +150,9 @@ class LogicalBatches(Dataset):
         copies: int = 1,
     ):
         seeds = seeds or SecretSeeds(secrets.randbits(128))
-        self._examples = Examples(dataset, collate, seeds)
-        self._joiner = Joiner(self._examples.together)
+        self._examples, self._collate, self._seeds = Examples(dataset, collate, seeds), collate, seeds
+        self._is_collator_known = acts_on_rows_alone(collate)
+        self._joiner = Joiner(self._examples.together, len(dataset))
         self.physical_batch_size, self._fill, self._copies = physical_batch_size, fill, copies
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
         # the columns that were always padded like the mask
@@ -167,24 +172,36 @@ class LogicalBatches(Dataset):
     # pyrefly: ignore[bad-override-param-name]  (given by position, by torch's loader)
     def __getitem__(self, draw: Draw) -> LogicalBatch:
         indices, size = list(draw.indices), self.physical_batch_size
-        loaded, rows = self._examples.of_draw(indices, draw.number)
-        refuse_rows_loaded_from_one(indices, loaded, self._copies)
-        self._own_columns = {name for example in loaded[:1] if isinstance(example, Mapping) for name in example}
-        order = sorted(range(len(rows)), key=lambda i: size_of(rows[i]))
-        rows = [rows[i] for i in order]
-        if size > 1:
-            self._joiner.begin(rows, [indices[i] for i in order])
-        batches = [self._physical_batch(rows[i : i + size]) for i in range(0, len(rows), size)]
+        rows, join = self._rows(indices, draw.number)
+        rows = sorted(rows, key=size_of)
+        batches = [self._physical_batch(rows[i : i + size], join) for i in range(0, len(rows), size)]
         return LogicalBatch(draw.number, batches, draw.starts_pass, draw.step)
 
     def filler(self) -> PhysicalBatch:
         """Return rows of weight 0 alone, for a rank that has no examples left, and for a draw that is empty."""
         if self._filler is None:
             size = self.physical_batch_size if self._fill else 1
-            rows = self._examples.of_draw([0], -1)[1] * size
-            self._joiner.begin(rows, [0] * size)
-            self._filler = PhysicalBatch(self._joiner.join(rows)[0], size, fillers=size)
+            rows, join = self._rows([0], -1)
+            self._filler = PhysicalBatch(join([*rows] * size)[0], size, fillers=size)
         return self._filler
+
+    def _rows(self, indices: Sequence[int], draw: int) -> tuple[Sequence[Any], _Join]:
+        """Return the rows of a draw, and the function that joins some of them."""
+        loaded = self._examples.of_draw(indices, draw)
+        refuse_rows_loaded_from_one(indices, loaded, self._copies)
+        self._own_columns = {name for example in loaded[:1] if isinstance(example, Mapping) for name in example}
+        kinds = {*map(kind_of, loaded)} if self._is_collator_known else set()
+        if len(kinds) == 1 and None not in kinds:
+            self._seeds.reseed(f"batches of draw {draw}")
+            return loaded, self._collated_together
+        rows = self._examples.collated(loaded, indices, draw)
+        if self.physical_batch_size > 1:
+            self._joiner.begin(rows, indices)
+        return rows, self._joiner.join
+
+    def _collated_together(self, examples: Sequence[Any]) -> tuple[Any, Sizes]:
+        batch = self._collate(list(examples))
+        return batch, sizes_of(self._collate, examples, batch)
 
     def has_one_longest(self) -> bool:
         """Return whether just one row of the data set comes without padding, so that it decided the length of the
@@ -198,11 +215,11 @@ class LogicalBatches(Dataset):
                 return False
         return full == 1
 
-    def _physical_batch(self, rows: Sequence[Any]) -> PhysicalBatch:
+    def _physical_batch(self, rows: Sequence[Any], join: _Join) -> PhysicalBatch:
         """Join a part of a draw, filled up if batches have a fixed size. Fillers are copies of the shortest row, so
         that no row gets more padding than without them."""
         fillers = self.physical_batch_size - len(rows) if self._fill else 0
-        batch, sizes = self._joiner.join([*rows, *[rows[0]] * fillers])
+        batch, sizes = join([*rows, *[rows[0]] * fillers])
         paddings = paddings_of(sizes)
         refuse_packed(batch)
         require_mask(batch, paddings, self._own_columns)

@@ -31,33 +31,44 @@ class Examples:
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: SecretSeeds):
         _refuse_known_seed(collate)
         self.dataset, self._collate, self._seeds = dataset, collate, seeds
-        self._drawn: set[str] = set()  # the generators that were seen to be drawn from, or seeded
+        self._drawn: dict[str, set[str]] = {"example": set(), "row": set()}  # the generators that were drawn from
 
-    def of_draw(self, indices: Sequence[int], draw: int) -> tuple[list[Any], list[Any]]:
-        """Return the examples of a draw as they were loaded, and each collated alone.
-
-        Seeding takes about as long as collating a text, so only those generators are seeded for each example that were
-        seen to be drawn from; a draw in which another one is drawn from is made again.
+    def of_draw(self, indices: Sequence[int], draw: int) -> list[Any]:
+        """Return the examples of a draw.
 
         Raises:
-            ValueError: the data set gives more or fewer rows than one, or the collator cannot do with one example.
+            ValueError: the data set gives more or fewer rows than one.
         """
-        self._seeds.reseed(f"examples of draw {draw}")
-        before, rows = generators_apart(), list[Any]()
-        loaded = self.load(indices) if _is_plain_table(self.dataset) else []
+        if _is_plain_table(self.dataset):
+            return self.load(indices)
+        return self._each("example", indices, draw, lambda n: self.load([indices[n]])[0])
+
+    def collated(self, examples: Sequence[Any], indices: Sequence[int], draw: int) -> list[Any]:
+        """Return the examples of a draw, each collated alone.
+
+        Raises:
+            ValueError: the collator cannot do with one example, or sets a seed.
+        """
+        return self._each("row", indices, draw, lambda n: self._alone(indices[n], examples[n]))
+
+    def _each(self, what: str, indices: Sequence[int], draw: int, make: Callable[[int], Any]) -> list[Any]:
+        """Return what is made for each index under random numbers of its own.
+
+        Only those generators are seeded for each that were seen to be drawn from, or seeded; where another one is
+        drawn from, all are made again.
+        """
+        drawn, made = self._drawn[what], list[Any]()
+        self._seeds.reseed(f"{what}s of draw {draw}")
+        before = generators_apart()
         for n, i in enumerate(indices):
-            if n == len(loaded):
-                self._seeds.reseed(f"example {i} of draw {draw}", self._drawn)
-                loaded += self.load([i])
-            self._seeds.reseed(f"row {i} of draw {draw}", self._drawn)  # a data set may set a seed for its own example
-            rows.append(self._alone(i, loaded[n]))
+            self._seeds.reseed(f"{what} {i} of draw {draw}", drawn)
+            made.append(make(n))
             if n in (0, len(indices) - 1):
                 now = generators_apart()
-                drawn = {k for k, state in before.items() if state != now[k]}
-                if not drawn <= self._drawn:
-                    self._drawn |= drawn
-                    return self.of_draw(indices, draw)
-        return loaded, rows
+                if new := {k for k, state in before.items() if state != now[k]} - drawn:
+                    drawn |= new
+                    return self._each(what, indices, draw, make)
+        return made
 
     def together(self, indices: Sequence[int], purpose: str) -> Any:
         """Return what the collator itself makes of several examples. For one purpose an example is loaded, and the
@@ -91,7 +102,7 @@ class Examples:
                 "row of another: the collator must make one row of a list of one example. If it needs two of them, or "
                 "leaves some out, compute that before training, or in the data set for each example."
             ) from error
-        if "torch" in self._drawn:  # and was seeded for this row
+        if "torch" in self._drawn["row"]:  # and was seeded for this row
             require_unseeded("the collator")
         return row
 

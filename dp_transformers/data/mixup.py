@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .joining import tensors_of
+from .columns import tensors_of
 
 _ROWS, _NUMBERS, _FEWEST = 32, 256, 8  # that are compared, and numbers of a row that must come from another one
 

@@ -17,7 +17,7 @@ import torch
 
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds
-from .joining import leaves_of
+from .columns import leaves_of
 
 _ROWS = 16
 

@@ -57,10 +57,11 @@ def refuse_rows_loaded_from_one(indices: Sequence[int], loaded: Sequence[Any], c
         places = tuple(map(_memory_of, parts))
         if places and None not in places:
             found[places].append(index)
-        elif parts and not _may_be_shared(row) and _memory_of(row) is None:
+        elif parts and _memory_of(row) is None:
             found[id(row)].append(index)
-    same = max(found.values(), key=len, default=[])
-    if len(same) > copies:
+    rows = dict(zip(indices, loaded, strict=True))
+    several = [same for same in found.values() if len(same) > copies and not _may_be_shared(rows[same[0]])]
+    for same in several[:1]:
         raise ValueError(
             f"rows {same[0]} and {same[1]} of the training data are one stored row ({len(same)} of this draw are): "
             "what is loaded for them is the same object, or lies in the same memory, but "

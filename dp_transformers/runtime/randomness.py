@@ -71,7 +71,8 @@ def require_unseeded(what: str) -> None:
 
 
 _UNSEEDED = torch.Generator().initial_seed()  # what the state that is written says
-_FRESH = torch.Generator().get_state()
+_STATE = torch.Generator().get_state()
+_WORDS = _STATE.view(torch.int64)[_TWISTER].numpy()  # in the same memory
 
 
 def seed_worker(worker_id: int) -> None:
@@ -105,9 +106,8 @@ def _device_seed(numbers: bytes) -> int:
 def _twister(numbers: bytes) -> torch.Tensor:
     """The state of torch's generator for the CPU. Its own seeding keeps 32 bits of a seed, few enough to try them all,
     so its words are written."""
-    state = _FRESH.clone()
-    state.view(torch.int64)[_TWISTER] = torch.from_numpy(np.frombuffer(numbers, np.uint32, offset=72).astype(np.int64))
-    return state
+    _WORDS[:] = np.frombuffer(numbers, np.uint32, offset=72)
+    return _STATE
 
 
 @contextmanager

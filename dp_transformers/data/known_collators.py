@@ -1,0 +1,78 @@
+"""Collators of torch and transformers that make each row of a batch of its own example, and random numbers of its own.
+
+They are given a whole physical batch, which takes a fraction of the time of one call for each example. Every other
+collator, a subclass of these too, is given one example at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from .joining import Sizes
+
+_PADDING = ("DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling")
+_LIKE_IDS = ("attention_mask", "token_type_ids", "special_tokens_mask")  # what tokenizers pad
+
+
+def acts_on_rows_alone(collate: Any) -> bool:
+    """Return whether a collator is known to, and to pad rows to the longest of them alone."""
+    collate = _inner(collate)
+    if collate is default_collate or _is_of_transformers(collate, "default_data_collator"):
+        return True
+    if not any(_is_of_transformers(type(collate), name) for name in _PADDING):
+        return False
+    from transformers import PreTrainedTokenizerBase
+
+    tokenizer, model = type(collate.tokenizer), getattr(collate, "model", None)
+    pads_as_usual = all(getattr(tokenizer, f, 0) is getattr(PreTrainedTokenizerBase, f) for f in ("pad", "_pad"))
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", default_collate)  # of the labels, by the model
+    is_shift_known = shift.__module__.startswith(("transformers.models.", "torch."))
+    to_longest = getattr(collate, "padding", True) in (True, "longest") and collate.pad_to_multiple_of is None
+    return pads_as_usual and is_shift_known and to_longest and collate.return_tensors == "pt"
+
+
+def kind_of(example: Any) -> Any:
+    """Return the names and types of what an example holds, so that a column of examples of one kind has one type.
+    None for what these collators may make no such column of."""
+    if isinstance(example, (torch.Tensor, np.ndarray)):
+        return type(example), example.dtype
+    if isinstance(example, (int, float, str, np.generic)):
+        return type(example)
+    if type(example) is list:
+        kinds = {*map(type, example)}
+        return (list, *kinds) if len(kinds) == 1 and kinds <= {int, float, bool} else None
+    is_named = isinstance(example, Mapping)
+    if not is_named and type(example) is not tuple:
+        return None
+    kinds = tuple(map(kind_of, example.values() if is_named else example))
+    return None if None in kinds else (*example, *kinds) if is_named else kinds
+
+
+def sizes_of(collate: Any, examples: Sequence[Any], batch: Any) -> Sizes:
+    """Return the own sizes of the rows in the padded columns of a batch that such a collator made of examples."""
+    collate, sizes = _inner(collate), Sizes()
+    if type(collate).__name__ not in _PADDING:
+        return sizes
+    ids, labels = collate.tokenizer.model_input_names[0], "label" if "label" in examples[0] else "labels"
+    padded_like = dict.fromkeys((ids, *_LIKE_IDS), ids) | {
+        "DataCollatorForLanguageModeling": {"labels": ids},
+        "DataCollatorForSeq2Seq": {"labels": labels, "decoder_input_ids": labels},
+    }.get(type(collate).__name__, {})
+    for name in batch:
+        own = [len(example[padded_like[name]]) for example in examples if name in padded_like]
+        if own and min(own) < max(own):
+            sizes[name] = {1: (collate.tokenizer.padding_side, own)}
+    return sizes
+
+
+def _inner(collate: Any) -> Any:
+    return collate.data_collator if _is_of_transformers(type(collate), "RemoveColumnsCollator") else collate
+
+
+def _is_of_transformers(x: Any, name: str) -> bool:
+    return getattr(x, "__name__", "") == name and x.__module__.startswith("transformers.")
