@@ -39,13 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def model(kind: type = LlamaForCausalLM, seed: int = 0, **changes):
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}  # fmt: skip
     extra = {"num_labels": 1} if kind is LlamaForSequenceClassification else {}
     return kind(LlamaConfig(**{**sizes, "pad_token_id": 0, "eos_token_id": 1, **extra, **changes}))
 

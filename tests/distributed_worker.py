@@ -118,13 +118,7 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
                        "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(dist.get_world_size() // replicas)}  # fmt: skip
     gradients = Gradients()
     kind = "bert" if model == "bert" else "lm"
-    fixed = {
-        "dp_seed": SEED,
-        "expected_batch_size": 3,
-        "per_device_train_batch_size": 2,
-        "max_steps": 5,
-        "self_check": False,
-    }
+    fixed = {"dp_seed": SEED, "expected_batch_size": 3, "per_device_train_batch_size": 2, "max_steps": 5, "self_check": False}  # fmt: skip
     args = arguments(folder, **{**fixed, **options})
     net = (
         build(model, lora=lora) if tp is None else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
@@ -255,10 +249,7 @@ class Traffic(TorchDispatchMode):
         name = func.__name__
         if func.namespace in ("c10d", "_c10d_functional"):
             tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            share, size = (
-                (dist.get_world_size() - 1) / dist.get_world_size(),
-                max((x.nbytes for x in tensors), default=0),
-            )
+            share, size = ((dist.get_world_size() - 1) / dist.get_world_size(), max((x.nbytes for x in tensors), default=0))  # fmt: skip
             if size <= 12:
                 self.sent["scalars"] += size
             elif "allreduce" in name or "all_reduce" in name:
@@ -305,12 +296,7 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
 
     for mode in ("book_keeping", "ghost"):
         counter = StepTraffic()
-        options = {
-            "expected_batch_size": rows,
-            "per_device_train_batch_size": 2,
-            "noise_multiplier": 1.0,
-            "self_check": False,
-        }
+        options = {"expected_batch_size": rows, "per_device_train_batch_size": 2, "noise_multiplier": 1.0, "self_check": False}  # fmt: skip
         args = arguments(folder, clipping_mode=mode, **options, **layout())
         DPTrainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter]).train()
         found[mode] = counter.last_step()
@@ -387,10 +373,7 @@ def loop(
                     dist.barrier()
             if len(gradients) == steps:
                 break
-    found = {
-        "rest": engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer),
-        "loaded": flat_state(net, optimizer),
-    }
+    found = {"rest": engine.load_checkpoint(folder / "c.pt", module=net, optimizer=optimizer), "loaded": flat_state(net, optimizer)}  # fmt: skip
     draws = [d.indices for d in draws[:steps]]
     found |= {"draws": draws, "gradients": gradients, "weights": weights, "counted": engine.steps,
               "ledger": Ledger(folder).steps(engine._loop.run.state.run_id)}  # fmt: skip
@@ -449,13 +432,8 @@ def leftovers(folder):
         loader, engine = DataLoader(dataset(kind="bert"), 4, collate_fn=collate), PrivacyEngine(dp_seed=1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         _, optimizer, loader = engine.make_private(
-            module=net,
-            optimizer=optimizer,
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            self_check=False,
-        )
+            module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, self_check=False,
+        )  # fmt: skip
         try:
             for batch in loader:
                 inputs = {k: v for k, v in batch.items() if k != "labels"}
@@ -711,11 +689,7 @@ def split(name, mesh, *, lora=False, plan=None):
     tied = head is not None and head.weight is net.get_input_embeddings().weight
     if tied:
         head.weight = nn.Parameter(head.weight.detach().clone())
-    net._device_mesh, net._tp_size, net.config.distributed_config = (
-        mesh,
-        mesh.size(),
-        DistributedConfig(tp_size=mesh.size()),
-    )
+    net._device_mesh, net._tp_size, net.config.distributed_config = (mesh, mesh.size(), DistributedConfig(tp_size=mesh.size()))  # fmt: skip
     net.tp_plan = plan or (BERT_PLAN if name == "bert" else net.tp_plan)
     apply_tensor_parallelism(net, mesh, net._expand_parallel_plan(net.tp_plan))
     if tied:
@@ -887,10 +861,7 @@ def by_ranks(folder, loop, kind=None, workers=0, **of_the_last):
             finally:
                 steps.append(trainer.privacy_spent().steps)
             return
-        engine, loader = (
-            PrivacyEngine(secure_rng=secure),
-            DataLoader(data, batch, collate_fn=stack, num_workers=workers),
-        )
+        engine, loader = (PrivacyEngine(secure_rng=secure), DataLoader(data, batch, collate_fn=stack, num_workers=workers))  # fmt: skip
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         made = {"module": net, "optimizer": optimizer, "data_loader": loader, "loss_reduction": "none"}
         if epsilon is None:
@@ -989,11 +960,8 @@ def parts_refusals(folder):
                 return self.inside(x) * self.scale
 
         PerExampleClipper(
-            parallelize_module(
-                nn.Sequential(Around()), mesh, {"0.inside": ColwiseParallel(output_layouts=Replicate())}
-            ),
-            1.0,
-        )
+            parallelize_module(nn.Sequential(Around()), mesh, {"0.inside": ColwiseParallel(output_layouts=Replicate())}), 1.0,
+        )  # fmt: skip
 
     def norm_sampler():
         class Normed(nn.LayerNorm):
@@ -1026,25 +994,12 @@ def parts_refusals(folder):
 
     def in_a_loop():
         net = split("llama", mesh)
-        loader, optimizer = (
-            DataLoader(dataset(kind="lm"), 3, collate_fn=collate),
-            torch.optim.SGD(net.parameters(), lr=0.1),
-        )
+        loader, optimizer = (DataLoader(dataset(kind="lm"), 3, collate_fn=collate), torch.optim.SGD(net.parameters(), lr=0.1))  # fmt: skip
         PrivacyEngine().make_private(
             module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
         )
 
-    modules = (
-        packed,
-        partial_norm,
-        own_layer,
-        too_small,
-        rerun,
-        norm_sampler,
-        plain_parts,
-        split_sequence,
-        left_split,
-    )
+    modules = (packed, partial_norm, own_layer, too_small, rerun, norm_sampler, plain_parts, split_sequence, left_split)  # fmt: skip
     uses = (in_a_loop, per_sample, other_examples, other_random_numbers, resumed, derived_batch_size)
     return {f.__name__: message(f) for f in (*modules, *uses)}
 
@@ -1075,11 +1030,7 @@ def checkpoint(folder, kind="FULL_STATE_DICT", lora=False, resume=False):
     trainer = DPTrainer(build("llama", lora=lora), args, collate, dataset(kind="lm"), callbacks=[start])
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
     found = {"steps": trainer.privacy_spent().steps, "sharded": isinstance(trainer.model, FSDPModule)}
-    return {
-        **found,
-        "step": start.step,
-        "values": start.values if resume else flat_state(trainer.model, trainer.optimizer),
-    }
+    return {**found, "step": start.step, "values": start.values if resume else flat_state(trainer.model, trainer.optimizer)}  # fmt: skip
 
 
 def dropped(folder):
@@ -1149,10 +1100,7 @@ def refusals(folder):
     def written_in_a_draw():
         net = shard(build("llama"))
         engine, losses_of = PrivacyEngine(ledger_dir=folder / "written"), losses_function(net)
-        loader, optimizer = (
-            DataLoader(dataset(kind="lm"), 6, collate_fn=collate),
-            torch.optim.SGD(net.parameters(), lr=0.1),
-        )
+        loader, optimizer = (DataLoader(dataset(kind="lm"), 6, collate_fn=collate), torch.optim.SGD(net.parameters(), lr=0.1))  # fmt: skip
         made = engine.make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
                                    loss_reduction="none", max_physical_batch_size=1)  # fmt: skip
         for batch in made[-1]:

@@ -83,13 +83,9 @@ def write_files(folder: Path, number: int = 60) -> dict[str, Path]:
     """Write what the scripts read, ``number`` rows each, and return the files by task."""
     texts = documents(number, 20)
     files = {
-        "classification": folder / "classes.csv",
-        "tagging": folder / "tags.json",
-        "masked": folder / "texts.txt",
-        "causal": folder / "texts.txt",
-        "questions": folder / "questions.json",
-        "summaries": folder / "summaries.csv",
-    }
+        "classification": folder / "classes.csv", "tagging": folder / "tags.json", "masked": folder / "texts.txt", "causal": folder / "texts.txt",
+        "questions": folder / "questions.json", "summaries": folder / "summaries.csv",
+    }  # fmt: skip
     _write_csv(files["classification"], ["sentence1", "label"], [(" ".join(t), i % 2) for i, t in enumerate(texts)])
     tags = [{"tokens": t, "ner_tags": ["O" if int(w[1:]) % 3 else "B-PER" for w in t]} for t in texts]
     files["tagging"].write_text("".join(json.dumps(row) + "\n" for row in tags))

@@ -55,11 +55,8 @@ class Capped(Sampling):
     def event(self, steps):
         make = dp.dp_event.TruncatedSubsampledGaussianDpEvent
         return dp.ComposedDpEvent(
-            [
-                dp.SelfComposedDpEvent(make(self.num_examples, s.sample_rate, self.cap, s.noise_multiplier), n)
-                for s, n in steps
-            ]
-        )
+            [dp.SelfComposedDpEvent(make(self.num_examples, s.sample_rate, self.cap, s.noise_multiplier), n) for s, n in steps],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

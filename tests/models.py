@@ -30,13 +30,7 @@ SHORT, LONG = 8, 48  # on either side of the ghost crossover of a 32 x 64 layer,
 
 def build(name: str, *, lora: bool = False, dropout: float = 0.0, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}  # fmt: skip
     if name == "bert":
         config = BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3)
         model = BertForSequenceClassification(config)

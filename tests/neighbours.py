@@ -143,12 +143,8 @@ def trainer_for(task: Task, folder: str, cls: type = DPTrainer, **changes: Any) 
 def engine_for(task: Task, **options: Any) -> tuple:
     model = seeded(task.model)
     loader = DataLoader(
-        task.rows,
-        task.batch_size,
-        collate_fn=task.collate or collate,
-        num_workers=task.workers,
-        worker_init_fn=task.worker_init_fn,
-    )
+        task.rows, task.batch_size, collate_fn=task.collate or collate, num_workers=task.workers, worker_init_fn=task.worker_init_fn,
+    )  # fmt: skip
     options = {"noise_multiplier": task.sigma, "max_grad_norm": task.bound, "max_physical_batch_size": task.physical,
                "loss_reduction": "none", "clipping_mode": task.mode, "self_check": task.check, **(task.options or {}),
                **options}  # fmt: skip

@@ -56,10 +56,7 @@ def epsilon_and_sigma(setting: dict) -> dict[str, float | str]:
 
 def fingerprint() -> dict[str, str]:
     """What decides the last digits: the processor, and the versions of what computes."""
-    return {
-        "processor": processor(),
-        **{name: importlib.metadata.version(name) for name in ("dp-accounting", "numpy", "scipy")},
-    }
+    return {"processor": processor(), **{name: importlib.metadata.version(name) for name in ("dp-accounting", "numpy", "scipy")}}  # fmt: skip
 
 
 if __name__ == "__main__":

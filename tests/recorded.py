@@ -17,12 +17,8 @@ DATA = {"rows": 1000, "digest": "hmac-sha256:" + "1" * 64, "key": "2" * 16}
 
 def mechanism(sigma=1.0, steps=20, rows=1):
     return Mechanism(
-        sampling=PoissonSampling(1000, 50),
-        clipping=FlatClipping(1.0),
-        noise=IndependentNoise(sigma),
-        steps=steps,
-        unit=PrivacyUnit(rows),
-    )
+        sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(sigma), steps=steps, unit=PrivacyUnit(rows),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -87,12 +87,9 @@ def test_the_state_of_another_mechanism_is_refused(tmp_path, accelerator):
     model = nn.Linear(3, 2)
     other = PrivacyEngine()
     other.make_private(
-        module=model,
-        optimizer=torch.optim.Adam(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=8),
-        noise_multiplier=0.5,
+        module=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=8), noise_multiplier=0.5,
         max_grad_norm=1.0,
-    )
+    )  # fmt: skip
     accelerator.register_for_checkpointing(other)
     with pytest.raises(ValueError, match="noise_multiplier"):
         accelerator.load_state(str(tmp_path))

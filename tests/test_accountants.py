@@ -77,12 +77,7 @@ def _forget(monkeypatch):
 
 
 def mechanism(**changes):
-    parts = {
-        "sampling": PoissonSampling(40, 8),
-        "clipping": FlatClipping(1.0),
-        "noise": IndependentNoise(1.0),
-        "steps": 5,
-    }
+    parts = {"sampling": PoissonSampling(40, 8), "clipping": FlatClipping(1.0), "noise": IndependentNoise(1.0), "steps": 5}  # fmt: skip
     return Mechanism(**{**parts, **changes})  # fmt: skip
 
 

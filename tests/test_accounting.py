@@ -425,12 +425,7 @@ def test_max_steps_limits():
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @few_examples
-@given(
-    target=log_uniform(0.1, 16),
-    delta=log_uniform(1e-9, 1e-5),
-    q=log_uniform(1e-3, 0.2),
-    steps=log_uniform(10, 1e5).map(int),
-)
+@given(target=log_uniform(0.1, 16), delta=log_uniform(1e-9, 1e-5), q=log_uniform(1e-3, 0.2), steps=log_uniform(10, 1e5).map(int))  # fmt: skip
 def test_calibration_is_tight_and_never_overshoots(accountant, target, delta, q, steps):
     sigma = calibrate_noise_multiplier(target, delta, q, steps, accountant)
     assert 0.998 * target <= compute_epsilon(sigma, q, steps, delta, accountant) <= target

@@ -12,14 +12,7 @@ from dp_transformers import compute_epsilon
 
 
 def row(epsilon, seed, score, trained="head"):
-    return {
-        "trained": trained,
-        "epsilon": epsilon,
-        "seed": seed,
-        "test_accuracy": score,
-        "noise_multiplier": 1.5,
-        "majority": 0.5,
-    }
+    return {"trained": trained, "epsilon": epsilon, "seed": seed, "test_accuracy": score, "noise_multiplier": 1.5, "majority": 0.5}  # fmt: skip
 
 
 @pytest.fixture

@@ -57,14 +57,8 @@ EFFECTIVE = (SIGMA**-2 + 4.0**-2) ** -0.5
 
 @pytest.mark.parametrize(
     ("whole", "count_noise", "on_gradients"),
-    [
-        (1.0, 51.2, 1.00004769),
-        (1.0, 10.0, 1.00125235),
-        (1.0, 1.0, 1.15470054),
-        (1.0, 0.55, 2.40039680),
-        (0.5473, 51.2, 0.54730782),
-    ],
-)
+    [(1.0, 51.2, 1.00004769), (1.0, 10.0, 1.00125235), (1.0, 1.0, 1.15470054), (1.0, 0.55, 2.40039680), (0.5473, 51.2, 0.54730782)],
+)  # fmt: skip
 def test_count_and_gradient_are_one_gaussian(whole, count_noise, on_gradients):
     """z_Δ = (z⁻² - (2σ_b)⁻²)^(-½) is what is left for the gradient."""
     given = mechanism(clipping=AdaptiveClipping(1.0, count_noise), noise=IndependentNoise(on_gradients))

@@ -30,21 +30,9 @@ SMALLEST = {
     "noise": ["--parameters", "1", "--bands", "3", "--steps", "30", "--separation", "10"],
 }  # fmt: skip
 OURS = (
-    "plain",
-    "auto",
-    "book_keeping",
-    "ghost",
-    "per_layer",
-    "apart",
-    "re-run",
-    "Trainer",
-    "DPTrainer auto",
-    "TRL",
-    "private auto",
-    "fp32",
-    "mixed",
+    "plain", "auto", "book_keeping", "ghost", "per_layer", "apart", "re-run", "Trainer", "DPTrainer auto", "TRL", "private auto", "fp32", "mixed",
     "bf16 body",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

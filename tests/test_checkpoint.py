@@ -244,12 +244,8 @@ def test_one_writer_at_a_time_and_a_killed_one_does_not_block(tmp_path):
     with writing(tmp_path):
         pass
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ},
-    )
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ},
+    )  # fmt: skip
     try:
         assert holder.stdout.readline() == "open\n"
         with pytest.raises(PrivacyStateError, match="another training"):

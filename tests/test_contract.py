@@ -25,13 +25,7 @@ from dp_transformers.runtime import distributed
 from dp_transformers.step.step import PrivateStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}  # fmt: skip
 both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 
@@ -146,17 +140,8 @@ def test_augmentation_follows_no_seed_that_is_known(loop, source, model):
         seed_augmentation()
         train(
             loop,
-            Task(
-                model,
-                rows,
-                None,
-                mean_cross_entropy,
-                steps=3,
-                seed=None,
-                callbacks=[Seeding(seed_augmentation)],
-                before_forward=seed_augmentation,
-            ),
-        )
+            Task(model, rows, None, mean_cross_entropy, steps=3, seed=None, callbacks=[Seeding(seed_augmentation)], before_forward=seed_augmentation),
+        )  # fmt: skip
         seen.append(rows.seen)
     assert len(seen[0]) >= 18 and not set(seen[0]) & set(seen[1])
     assert len(set(seen[0])) > len(seen[0]) * 0.7  # what is collated twice, to look at it, is drawn once
@@ -183,15 +168,8 @@ def test_dropout_follows_no_seed_that_is_known(loop):
         SEEN.clear()
         seed_all()
         task = Task(
-            Masks,
-            points(6),
-            None,
-            mean_cross_entropy,
-            physical=6,
-            seed=None,
-            callbacks=[Seeding(seed_all)],
-            before_forward=seed_all,
-        )
+            Masks, points(6), None, mean_cross_entropy, physical=6, seed=None, callbacks=[Seeding(seed_all)], before_forward=seed_all,
+        )  # fmt: skip
         train(loop, task)
         runs.append(SEEN[-1])
     torch.manual_seed(0)
@@ -226,15 +204,8 @@ def test_a_seed_of_the_devices_does_not_matter(loop, monkeypatch):
         SEEN.clear()
         seed_devices()
         task = Task(
-            OnDevice,
-            rows,
-            None,
-            mean_cross_entropy,
-            seed=None,
-            steps=2,
-            callbacks=[Seeding(seed_devices)],
-            before_forward=seed_devices,
-        )
+            OnDevice, rows, None, mean_cross_entropy, seed=None, steps=2, callbacks=[Seeding(seed_devices)], before_forward=seed_devices,
+        )  # fmt: skip
         train(loop, task)
         runs.append(set(SEEN))
     assert len(SEEN) >= 4 and not runs[0] & runs[1] and 0 not in runs[0] | runs[1]
@@ -266,15 +237,7 @@ def test_seeds_that_workers_are_given_do_not_matter():
     seen = []
     for _ in range(2):
         SEEN.clear()
-        task = Task(
-            Listening,
-            Told(points(3)),
-            None,
-            mean_cross_entropy,
-            seed=None,
-            workers=1,
-            worker_init_fn=seed_numpy_of_worker,
-        )
+        task = Task(Listening, Told(points(3)), None, mean_cross_entropy, seed=None, workers=1, worker_init_fn=seed_numpy_of_worker)  # fmt: skip
         train("engine", task)
         seen.append(SEEN[-1])
     np.random.seed(42)
@@ -305,11 +268,7 @@ class Recomputed(nn.Module):
 
     def forward(self, x):
         x = torch.tanh(self.first(x))
-        return self.head(
-            checkpoint(
-                lambda x: self.random(self.block(self.random(x))), x, use_reentrant=False, preserve_rng_state=False
-            )
-        )
+        return self.head(checkpoint(lambda x: self.random(self.block(self.random(x))), x, use_reentrant=False, preserve_rng_state=False))  # fmt: skip
 
 
 def alone(mode, model, **options):
@@ -351,10 +310,7 @@ def test_a_generator_of_its_own_in_a_checkpointed_block(loop, mode, way_out):
 
 def test_gradient_checkpointing_that_does_not_restore_random_numbers():
     """Trainer's own option, for which "auto" takes ghost clipping."""
-    arguments = {
-        CHECKPOINTING: True,
-        f"{CHECKPOINTING}_kwargs": {"use_reentrant": False, "preserve_rng_state": False},
-    }
+    arguments = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False, "preserve_rng_state": False}}  # fmt: skip
     task = Task(lambda: bert(0.5), texts([12]), bound=0.01, steps=12, arguments=arguments)
     lengths = [float(total.norm()) for total in train("trainer", task)]
     assert 0 < max(lengths) <= 1 + 1e-5, max(lengths)
@@ -364,15 +320,7 @@ def test_gradient_checkpointing_that_does_not_restore_random_numbers():
 
 
 def gpt2():
-    sizes = {
-        "vocab_size": 50,
-        "n_embd": 16,
-        "n_layer": 1,
-        "n_head": 2,
-        "n_positions": 64,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 

@@ -29,16 +29,8 @@ both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 def task(**changes):
     return Task(
-        **{
-            "model": Scores,
-            "rows": points(12),
-            "loss": mean_cross_entropy,
-            "bound": 0.01,
-            "expected": 6,
-            "physical": 12,
-            **changes,
-        }
-    )
+        **{"model": Scores, "rows": points(12), "loss": mean_cross_entropy, "bound": 0.01, "expected": 6, "physical": 12, **changes},
+    )  # fmt: skip
 
 
 def private_loop(**changes):
@@ -318,11 +310,8 @@ def test_methods_that_a_private_training_needs(tmp_path, name):
 def test_dp_trainer_first_in_the_order_of_bases(tmp_path, cls):
     """Then a base's own step is never called, and the training is private."""
     trainer = cls(
-        model=seeded(bert),
-        args=dp_arguments(tmp_path),
-        train_dataset=texts([8] * 12),
-        data_collator=lambda r: padded(r, "right"),
-    )
+        model=seeded(bert), args=dp_arguments(tmp_path), train_dataset=texts([8] * 12), data_collator=lambda r: padded(r, "right"),
+    )  # fmt: skip
     trainer.train()
     assert trainer.privacy_spent().steps == trainer.state.global_step == 2 and 0 < trainer.privacy_spent().epsilon <= 5
 

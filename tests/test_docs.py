@@ -243,12 +243,9 @@ def test_every_page_with_blocks_is_run():
 
 def test_the_site_builds_without_warnings(tmp_path):
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-    )
+    )  # fmt: skip
     assert built.returncode == 0, built.stderr
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert pages <= {path.stem for path in (tmp_path / "site").glob("*.html")}

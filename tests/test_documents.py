@@ -109,16 +109,8 @@ def test_rows_of_a_person_are_bounded(seed):
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        list,
-        torch.tensor,
-        np.array,
-        pa.array,
-        lambda ids: [[i, "a"] for i in ids],
-        lambda ids: [UUID(int=i) for i in ids],
-    ],
-)
+    "form", [list, torch.tensor, np.array, pa.array, lambda ids: [[i, "a"] for i in ids], lambda ids: [UUID(int=i) for i in ids]],
+)  # fmt: skip
 def test_owners_are_compared_by_what_they_hold(form):
     """Each tensor was an owner of its own, so that every row was kept."""
     assert first_rows_of_each(form([1, 1, 2, 1, 2]), 1) == [0, 2]

@@ -277,11 +277,7 @@ def padded(examples):
     ids = torch.tensor([e["input_ids"] + [0] * (longest - len(e["input_ids"])) for e in examples])
     for example in examples:  # as some collators do
         example["input_ids"] = None
-    return {
-        "input_ids": ids,
-        "attention_mask": (ids > 0).long(),
-        "label": torch.tensor([e["label"] for e in examples]),
-    }
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "label": torch.tensor([e["label"] for e in examples])}  # fmt: skip
 
 
 def batches_of(collate, indices, size=SIZE, fill=True):

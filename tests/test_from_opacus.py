@@ -97,12 +97,8 @@ def test_accountants_of_opacus(name, instead):
 
 @pytest.mark.parametrize(
     ("name", "ours"),
-    [
-        ("BatchMemoryManager", "max_physical_batch_size"),
-        ("GradSampleModule", "PerExampleClipper"),
-        ("DPLightningDataModule", "configure_optimizers"),
-    ],
-)
+    [("BatchMemoryManager", "max_physical_batch_size"), ("GradSampleModule", "PerExampleClipper"), ("DPLightningDataModule", "configure_optimizers")],
+)  # fmt: skip
 def test_names_of_opacus_say_what_does_it_here(name, ours):
     with pytest.raises(ImportError, match=ours):
         exec(f"from dp_transformers import {name}")
@@ -158,14 +154,9 @@ def tagging(criterion, reduction="mean"):
     labels[torch.rand(24, 5) < 0.4] = -100
     labels[3] = -100  # an example without any position
     return PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(ids, labels), batch_size=8),
-        criterion=criterion,
-        loss_reduction=reduction,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(TensorDataset(ids, labels), batch_size=8),
+        criterion=criterion, loss_reduction=reduction, noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2.0, 0.5])], ids=["plain", "weighted"])
@@ -211,13 +202,9 @@ def private_batch_norm(model, **options):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(24, 3), torch.randint(0, 2, (24,)))
     return PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=8),
-        noise_multiplier=1.0,
-        max_grad_norm=0.1,
-        **options,
-    )
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=8), noise_multiplier=1.0,
+        max_grad_norm=0.1, **options,
+    )  # fmt: skip
 
 
 def test_batch_norm_that_stays_in_evaluation_mode_is_exact():

@@ -96,15 +96,8 @@ def prepared(script, local, tmp_path, source=ROOT / "tests" / "scripts", change=
     if not model.exists():
         save_model(task, folder)
     flags = [
-        "--model_name_or_path",
-        model,
-        "--train_file",
-        files[task],
-        "--validation_file",
-        files[task],
-        "--output_dir",
-        tmp_path / "out",
-    ]
+        "--model_name_or_path", model, "--train_file", files[task], "--validation_file", files[task], "--output_dir", tmp_path / "out",
+    ]  # fmt: skip
     return [str(tmp_path / f"{script}.py"), *map(str, flags)]
 
 

@@ -30,27 +30,14 @@ from dp_transformers.losses.heads import (
     token_loss,
 )
 
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
+SIZES = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}  # fmt: skip
 IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 GPT = {"vocab_size": 100, "n_embd": 16, "n_layer": 1, "n_head": 2, **IDS}
 DECODER = {**SIZES, **IDS, "num_key_value_heads": 1, "head_dim": 8}
 GEMMA = {**DECODER, "sliding_window": 4, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0}
 T5 = {
-    "vocab_size": 100,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 16,
-    "num_layers": 1,
-    "num_heads": 2,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-}
+    "vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "pad_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
 BART = {"vocab_size": 100, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
         "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_start_token_id": 2, **IDS}  # fmt: skip
 IMAGE = {**SIZES, "image_size": 16, "patch_size": 8}
@@ -307,21 +294,15 @@ def ragged(size: int, length: int, vocabulary: int) -> torch.Tensor:
 def test_losses_and_gradients_are_those_of_plain_cross_entropy(shape, dtype, label_smoothing):
     logits = (torch.randn(shape) * 3).to(dtype).requires_grad_()
     labels, weight = ragged(*shape), torch.rand(shape[0])
-    losses, expected = (
-        token_loss(logits, labels, label_smoothing=label_smoothing),
-        reference(logits, labels, label_smoothing),
-    )
+    losses, expected = (token_loss(logits, labels, label_smoothing=label_smoothing), reference(logits, labels, label_smoothing))  # fmt: skip
     assert losses.dtype == expected.dtype
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     (grad,) = torch.autograd.grad((losses * weight).sum(), logits)
     (expected_grad,) = torch.autograd.grad((expected * weight).sum(), logits)
     assert grad.dtype == dtype
     torch.testing.assert_close(
-        grad,
-        expected_grad,
-        rtol=1e-6 if dtype == torch.float64 else None,
-        atol=None if dtype != torch.float64 else 1e-8,
-    )
+        grad, expected_grad, rtol=1e-6 if dtype == torch.float64 else None, atol=None if dtype != torch.float64 else 1e-8,
+    )  # fmt: skip
     assert losses[-1] == 0 and (grad[-1] == 0).all()
 
 

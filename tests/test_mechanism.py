@@ -32,12 +32,7 @@ DELTA = 1e-5
 
 
 def mechanism(**changes):
-    parts = {
-        "sampling": PoissonSampling(1000, 50),
-        "clipping": FlatClipping(0.5),
-        "noise": IndependentNoise(1.0),
-        "steps": 30,
-    }
+    parts = {"sampling": PoissonSampling(1000, 50), "clipping": FlatClipping(0.5), "noise": IndependentNoise(1.0), "steps": 30}  # fmt: skip
     return Mechanism(**{**parts, **changes})
 
 
@@ -146,12 +141,8 @@ def test_other_events_are_accounted_for_by_dp_accounting():
 def test_phases_are_found_in_nested_events():
     step = dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(1.0))
     nested = dp.ComposedDpEvent(
-        [
-            dp.SelfComposedDpEvent(dp.ComposedDpEvent([step, step]), 5),
-            dp.NoOpDpEvent(),
-            dp.SelfComposedDpEvent(step, 20),
-        ]
-    )
+        [dp.SelfComposedDpEvent(dp.ComposedDpEvent([step, step]), 5), dp.NoOpDpEvent(), dp.SelfComposedDpEvent(step, 20)],
+    )  # fmt: skip
     assert event_epsilon(nested, DELTA) == compute_epsilon(1.0, 0.05, 30, DELTA)
     with pytest.raises(ValueError, match="groups of 2 rows"):
         event_epsilon(nested, DELTA, relation="replace_special", rows=2)

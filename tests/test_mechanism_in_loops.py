@@ -36,12 +36,7 @@ LOOPS = ("trainer", "engine")
 
 
 def mechanism(**changes):
-    parts = {
-        "sampling": PoissonSampling(N, EXPECTED),
-        "clipping": FlatClipping(BOUND),
-        "noise": IndependentNoise(1.3),
-        "steps": STEPS,
-    }
+    parts = {"sampling": PoissonSampling(N, EXPECTED), "clipping": FlatClipping(BOUND), "noise": IndependentNoise(1.3), "steps": STEPS}  # fmt: skip
     return Mechanism(**{**parts, **changes})
 
 
@@ -62,13 +57,7 @@ class Gradients(TrainerCallback):
 
 
 def by_trainer(folder, mechanism, *callbacks, **changes):
-    options = {
-        "target_epsilon": None,
-        "mechanism": mechanism,
-        "accountant": "pld",
-        "save_total_limit": None,
-        "expected_batch_size": None,
-    }
+    options = {"target_epsilon": None, "mechanism": mechanism, "accountant": "pld", "save_total_limit": None, "expected_batch_size": None}  # fmt: skip
     return build(DPTrainer, folder, callbacks, **{**options, "max_steps": -1, **changes})
 
 

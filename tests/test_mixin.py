@@ -110,14 +110,7 @@ def test_any_trainer_takes_the_steps_of_dp_trainer(tmp_path, cls):
     for each in (DPTrainer, cls):
         noted, folder = Noted(task), tmp_path / each.__name__
         args = trainer_for(task, str(folder)).args.to_dict()
-        kept = (
-            "max_grad_norm",
-            "noise_multiplier",
-            "dp_seed",
-            "max_steps",
-            "per_device_train_batch_size",
-            "expected_batch_size",
-        )
+        kept = ("max_grad_norm", "noise_multiplier", "dp_seed", "max_steps", "per_device_train_batch_size", "expected_batch_size")  # fmt: skip
         args = arguments(
             folder, arguments_class if each is cls else DPTrainingArguments, **{name: args[name] for name in kept}
         )

@@ -158,13 +158,7 @@ class Variances(TrainerCallback):
 def test_both_loops_say_it(tmp_path, noise):
     sampling = PoissonSampling(40, 8) if noise.kind == "independent" else FixedOrderSampling(40, 8)
     made = Mechanism(sampling=sampling, clipping=FlatClipping(0.5), noise=noise, steps=5)
-    options = {
-        "mechanism": made,
-        "target_epsilon": None,
-        "expected_batch_size": None,
-        "max_steps": -1,
-        "accountant": "pld",
-    }
+    options = {"mechanism": made, "target_epsilon": None, "expected_batch_size": None, "max_steps": -1, "accountant": "pld"}  # fmt: skip
     watch = Variances()
     trainer = trainer_for(DPTrainer, tmp_path, [watch], **options)
     trainer.train()

@@ -25,14 +25,9 @@ def train(model, data, loss_of, collate, *, physical=4, **options):
     """Two passes of a loop; the sums of the last draw, and those of its examples one at a time."""
     engine = PrivacyEngine(dp_seed=0)
     model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
-        data_loader=DataLoader(data, 12, collate_fn=collate),
-        noise_multiplier=0.0,
-        max_grad_norm=1e6,
-        max_physical_batch_size=physical,
-        **options,
-    )
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), data_loader=DataLoader(data, 12, collate_fn=collate),
+        noise_multiplier=0.0, max_grad_norm=1e6, max_physical_batch_size=physical, **options,
+    )  # fmt: skip
     trained = [p for p in model.parameters() if p.requires_grad]
     wanted = [torch.zeros_like(p) for p in trained]
     for _ in range(2):
@@ -184,11 +179,7 @@ def test_dropout_between_recurrent_layers_of_packed_rows(kind):
 
 def masked(rows, examples):
     ids = pad_sequence(rows, batch_first=True)
-    return {
-        "input_ids": ids,
-        "attention_mask": (ids != 0).long(),
-        "labels": torch.tensor([e["labels"] for e in examples]),
-    }
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.tensor([e["labels"] for e in examples])}  # fmt: skip
 
 
 def dropping(examples):
@@ -235,14 +226,7 @@ def test_a_trainer_with_rows_of_random_lengths(collate, tmp_path):
 @pytest.mark.parametrize("second", ["inputs", "batch"])
 def test_a_loss_of_the_model_is_known_by_its_first_parameter(second, tmp_path):
     made = {}
-    exec(
-        re.sub(
-            "SECOND",
-            second,
-            "def loss(model, SECOND):\n    return (model(SECOND['x']) - SECOND['goal']).square().sum(1)\n",
-        ),
-        made,
-    )
+    exec(re.sub("SECOND", second, "def loss(model, SECOND):\n    return (model(SECOND['x']) - SECOND['goal']).square().sum(1)\n"), made)  # fmt: skip
     args = DPTrainingArguments(
         tmp_path, max_steps=3, expected_batch_size=12, per_device_train_batch_size=4, noise_multiplier=1.0, target_delta=1e-3,
         report_to=[], save_strategy="no", remove_unused_columns=False,

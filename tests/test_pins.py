@@ -56,12 +56,9 @@ def test_those_of_a_mechanism_are_too(pin):
     # of so many examples that q is the same number
     q, (numerator, denominator) = pin["sample_rate"], pin["sample_rate"].as_integer_ratio()
     mechanism = Mechanism(
-        sampling=PoissonSampling(denominator, numerator),
-        clipping=FlatClipping(0.3),
-        noise=IndependentNoise(pin["noise_multiplier"]),
-        steps=pin["steps"],
-        unit=PrivacyUnit(pin["rows"]),
-    )
+        sampling=PoissonSampling(denominator, numerator), clipping=FlatClipping(0.3), noise=IndependentNoise(pin["noise_multiplier"]),
+        steps=pin["steps"], unit=PrivacyUnit(pin["rows"]),
+    )  # fmt: skip
     assert mechanism.sampling.sample_rate == q
     epsilon = mechanism.epsilon(pin["delta"], accountant=pin["accountant"], rows=pin["rows"])
     found = mechanism.calibrated(
@@ -112,20 +109,12 @@ def test_a_loop_resumes_version_1(tmp_path, with_ledger):
     seen, data = VERSION_1["engine"], [(torch.tensor(row["x"]), row["labels"]) for row in rows()]
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.save(
-        {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "privacy": seen["privacy"]},
-        tmp_path / "c.pt",
-    )
+    torch.save({"module": model.state_dict(), "optimizer": optimizer.state_dict(), "privacy": seen["privacy"]}, tmp_path / "c.pt")  # fmt: skip
     (tmp_path / LEDGER_NAME).write_text(seen["ledger"])
     engine = PrivacyEngine(ledger_dir=tmp_path if with_ledger else None)
     model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=DataLoader(data, batch_size=10),
-        noise_multiplier=1.5,
-        max_grad_norm=0.5,
-        self_check=False,
-    )
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=10), noise_multiplier=1.5, max_grad_norm=0.5, self_check=False,
+    )  # fmt: skip
     assert engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer) == {}
     assert engine.steps == (8 if with_ledger else 4)
     for x, y in loader:

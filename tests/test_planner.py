@@ -39,15 +39,8 @@ def examples(steps, epochs):
 
 @pytest.mark.parametrize(
     ("steps", "epochs", "epsilon", "expected"),
-    [
-        (30, 3, 1, 3.560),
-        (30, 3, 8, 1.033),
-        (1000, 3, 1, 6.379),
-        (1000, 3, 4, 4.414),
-        (1000, 10, 8, 1.380),
-        (200, 20, 8, 0.608),
-    ],
-)
+    [(30, 3, 1, 3.560), (30, 3, 8, 1.033), (1000, 3, 1, 6.379), (1000, 3, 4, 4.414), (1000, 10, 8, 1.380), (200, 20, 8, 0.608)],
+)  # fmt: skip
 def test_poisson(steps, epochs, epsilon, expected):
     found = predicted(PoissonSampling(examples(steps, epochs), BATCH), IndependentNoise(1.0), steps, epsilon)
     assert found == pytest.approx(expected, rel=0.01)
@@ -76,15 +69,8 @@ def test_fixed_order(steps, epochs, epsilon, decay, square_root):
 
 @pytest.mark.parametrize(
     ("steps", "epochs", "epsilon", "bands", "expected"),
-    [
-        (30, 3, 1, 2, 3.691),
-        (30, 3, 8, 8, 0.826),
-        (1000, 3, 2, 16, 2.689),
-        (1000, 3, 8, 32, 1.283),
-        (2000, 10, 8, 64, 0.752),
-        (200, 20, 1, 2, 3.120),
-    ],
-)
+    [(30, 3, 1, 2, 3.691), (30, 3, 8, 8, 0.826), (1000, 3, 2, 16, 2.689), (1000, 3, 8, 32, 1.283), (2000, 10, 8, 64, 0.752), (200, 20, 1, 2, 3.120)],
+)  # fmt: skip
 def test_cyclic_poisson_with_bands(steps, epochs, epsilon, bands, expected):
     sampling = CyclicPoissonSampling(examples(steps, epochs), BATCH, bands)
     noise = BandedNoise.optimal(1.0, steps=steps, bands=bands)

@@ -34,11 +34,8 @@ class Net(nn.Module):
     def __init__(self, checkpointed=False, batch_first=True):
         super().__init__()
         self.embed, self.mix, self.norm, self.head = (
-            nn.Embedding(9, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, CLASSES),
-        )
+            nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES),
+        )  # fmt: skip
         self.checkpointed, self.batch_first = checkpointed, batch_first
 
     def block(self, x):
@@ -174,10 +171,7 @@ class Classic(nn.Module):
         self.embed, self.conv = nn.Embedding(9, WIDTH), nn.Conv1d(WIDTH, WIDTH + 1, 3, padding="same")
         self.group, self.scale = nn.GroupNorm(2, WIDTH + 1), self.Scale()
         self.lstm = nn.LSTM(WIDTH + 1, WIDTH + 1, batch_first=True, bidirectional=True)
-        self.attention, self.head = (
-            nn.MultiheadAttention(2 * WIDTH + 2, 2, batch_first=True),
-            nn.Linear(2 * WIDTH + 2, CLASSES),
-        )
+        self.attention, self.head = (nn.MultiheadAttention(2 * WIDTH + 2, 2, batch_first=True), nn.Linear(2 * WIDTH + 2, CLASSES))  # fmt: skip
 
     def forward(self, ids):
         x = self.scale(self.group(self.conv(self.embed(ids).mT)).mT)
@@ -298,14 +292,8 @@ def test_target_epsilon_is_kept():
     loader = DataLoader(make_data(), batch_size=10)
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=sgd(model.parameters()),
-        data_loader=loader,
-        target_epsilon=3.0,
-        target_delta=1e-3,
-        epochs=2,
-        max_grad_norm=1.0,
-    )
+        module=model, optimizer=sgd(model.parameters()), data_loader=loader, target_epsilon=3.0, target_delta=1e-3, epochs=2, max_grad_norm=1.0,
+    )  # fmt: skip
     for _ in range(2):
         for x, y in loader:
             F.cross_entropy(model(x), y).backward()
@@ -325,12 +313,7 @@ def test_no_pass_to_calibrate_noise_for(epochs):
     """Nothing would be spent in no step, so there is no noise that a target could be calibrated to."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    options = {
-        "module": model,
-        "optimizer": optimizer,
-        "data_loader": DataLoader(make_data(), 10),
-        "target_epsilon": 3.0,
-    }
+    options = {"module": model, "optimizer": optimizer, "data_loader": DataLoader(make_data(), 10), "target_epsilon": 3.0}  # fmt: skip
     options |= {"target_delta": 1e-4, "max_grad_norm": 1.0}
     engine = PrivacyEngine()
     with pytest.raises(ValueError, match=rf"(?s)epochs={epochs}.*above 0.*make_private\(noise_multiplier=...\)"):
@@ -671,12 +654,8 @@ def test_augmentation_in_workers_follows_no_generator_that_is_known():
         model, data = nn.Linear(3, 2), Augmented(torch.zeros(20, 3), torch.zeros(20, dtype=torch.long))
         loader = DataLoader(data, batch_size=20, num_workers=1, generator=torch.Generator().manual_seed(42))
         _, _, loader = PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters()),
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
+            module=model, optimizer=torch.optim.SGD(model.parameters()), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
         drawn.append(next(iter(loader))[0])
     assert not torch.equal(*drawn)
 
@@ -755,13 +734,8 @@ def test_criterion_with_the_batch_second(mode):
     model = PerPosition()
     reference = copy.deepcopy(model)
     engine, model, _, criterion, loader = make(
-        model,
-        batch_first=False,
-        collate_fn=positions_first,
-        criterion=nn.MSELoss(),
-        clipping_mode=mode,
-        batch_size=LENGTH,
-    )
+        model, batch_first=False, collate_fn=positions_first, criterion=nn.MSELoss(), clipping_mode=mode, batch_size=LENGTH,
+    )  # fmt: skip
     for batch in (batch for _ in range(20) for batch in loader):
         x, y = batch
         if x.shape == (LENGTH, LENGTH):
@@ -1268,13 +1242,8 @@ def test_lightning_module():
     module = Module()
     start = copy.deepcopy(module.net)
     trainer = lightning.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
     trainer.fit(module)
     assert module.engine.steps == 8
     _, model, optimizer, loader = make()

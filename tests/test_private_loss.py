@@ -35,11 +35,7 @@ EXACT = 1e-9  # a noise factor at which the logged loss is the clipped mean
 
 def default_mechanism(factor=None, sigma=SIGMA, **changes):
     releases = () if factor is None else (Release.within("loss", 0.0, 10.0, noise_multiplier=factor * sigma),)
-    parts = {
-        "sampling": PoissonSampling(100_000, 1024),
-        "clipping": FlatClipping(1.0),
-        "noise": IndependentNoise(sigma),
-    }
+    parts = {"sampling": PoissonSampling(100_000, 1024), "clipping": FlatClipping(1.0), "noise": IndependentNoise(sigma)}  # fmt: skip
     return Mechanism(**{**parts, "steps": STEPS, "releases": releases, **changes})  # fmt: skip
 
 
@@ -215,12 +211,7 @@ def test_losses_without_noise_are_shown_and_never_kept(tmp_path, caplog):
 
 
 def plain_mechanism(**changes):
-    parts = {
-        "sampling": PoissonSampling(N, 12),
-        "clipping": FlatClipping(1.0),
-        "noise": IndependentNoise(1.0),
-        "steps": 4,
-    }
+    parts = {"sampling": PoissonSampling(N, 12), "clipping": FlatClipping(1.0), "noise": IndependentNoise(1.0), "steps": 4}  # fmt: skip
     return Mechanism(**{**parts, **changes})  # fmt: skip
 
 
@@ -246,13 +237,7 @@ def test_settings_that_are_refused(tmp_path, changes, message):
 
 
 def test_the_bound_follows_the_head():
-    small = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-        "vocab_size": 30,
-    }
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 30}  # fmt: skip
     assert default_loss_bound(build("bert")) == pytest.approx(4 + math.log(3))
     assert default_loss_bound(build("llama", lora=True)) == pytest.approx(4 + math.log(1000))
     several = BertConfig(**small, num_labels=5, problem_type="multi_label_classification")

@@ -31,11 +31,8 @@ class Watch(TrainerCallback):
 def test_the_bar_shows_epsilon_and_its_target(tmp_path, budget, target):
     watch = Watch()
     trainer = make(
-        DPTrainer,
-        tmp_path,
-        lambda **values: DPTrainingArguments(**{**values, **budget, "max_steps": 3, "disable_tqdm": False}),
-        callbacks=[watch],
-    )
+        DPTrainer, tmp_path, lambda **values: DPTrainingArguments(**{**values, **budget, "max_steps": 3, "disable_tqdm": False}), callbacks=[watch],
+    )  # fmt: skip
     bars = [c for c in trainer.callback_handler.callbacks if isinstance(c, ProgressCallback)]
     assert [type(bar) for bar in bars] == [PrivateProgress]
     watch.bar = bars[0]
@@ -70,11 +67,8 @@ def test_the_table_of_a_notebook_has_columns_for_epsilon(tmp_path, notebook, eva
     watch = Watch()
     watch.on_step_end = lambda *args, **kwargs: None
     trainer = make(
-        DPTrainer,
-        tmp_path,
-        lambda **values: DPTrainingArguments(**{**values, **changes}),
-        callbacks=[watch, NotebookProgressCallback],
-    )
+        DPTrainer, tmp_path, lambda **values: DPTrainingArguments(**{**values, **changes}), callbacks=[watch, NotebookProgressCallback],
+    )  # fmt: skip
     show_spent(trainer)  # as in the construction of a trainer in a notebook
     (shown,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, NotebookProgressCallback)]
     assert type(shown).__name__ == "PrivateNotebookProgress"

@@ -57,21 +57,15 @@ def test_two_steps_by_quadrature(sigma, epsilon):
     x = np.exp(z / sigma - 0.5 / sigma**2)
     ratio = (x[:, None] + x) / 2
     weights = np.outer(weight, weight)
-    exact = (
-        (weights * np.maximum(0, ratio - math.exp(epsilon))).sum(),
-        (weights * np.maximum(0, 1 - math.exp(epsilon) * ratio)).sum(),
-    )
+    exact = ((weights * np.maximum(0, ratio - math.exp(epsilon))).sum(), (weights * np.maximum(0, 1 - math.exp(epsilon) * ratio)).sum())  # fmt: skip
     for bound, value in zip(deltas(sigma, 2, epsilon, 0.01), exact, strict=True):
         assert value * (1 - 1e-4) - 1e-9 < bound < 1.003 * value + 1e-7
 
 
 @pytest.mark.parametrize(
     ("sigma", "epsilon", "remove", "error", "add", "published", "poisson"),
-    [
-        (1.0, 1.0, 0.002765, 0.000028, 0.000492, 0.002814, 0.006901),
-        (0.5, 2.0, 0.07329, 0.00021, None, 0.07322, 0.08860),
-    ],
-)
+    [(1.0, 1.0, 0.002765, 0.000028, 0.000492, 0.002814, 0.006901), (0.5, 2.0, 0.07329, 0.00021, None, 0.07322, 0.08860)],
+)  # fmt: skip
 def test_published_monte_carlo_values_of_ten_steps(sigma, epsilon, remove, error, add, published, poisson):
     """With 10⁶ samples, of jax_privacy: to three of their standard errors, and 0.5%; and below the bound of
     dp_accounting after 0.6.0, and what Poisson sampling at the rate 1/10 has."""

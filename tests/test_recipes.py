@@ -290,13 +290,7 @@ def llama_tokenizer():
 
 def tiny_llama():
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "vocab_size": 3 + len(WORDS),
-    }
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 3 + len(WORDS)}  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(bos_token_id=0, eos_token_id=1, tie_word_embeddings=True, **sizes))
 
 
@@ -359,16 +353,7 @@ def test_causal_lm_learns_completions_and_resumes(language, tmp_path, call):
     assert (first["steps"], resumed["steps"]) == (2, 4)
     assert resumed["epsilon"] > first["epsilon"]
     assert resumed["perplexity_before"] == first["perplexity_before"]
-    wrong = call(
-        causal_lm,
-        *flags,
-        "--max_steps",
-        4,
-        "--resume_from_checkpoint",
-        tmp_path / "checkpoint-2",
-        "--max_grad_norm",
-        2,
-    )
+    wrong = call(causal_lm, *flags, "--max_steps", 4, "--resume_from_checkpoint", tmp_path / "checkpoint-2", "--max_grad_norm", 2)  # fmt: skip
     assert "max_grad_norm" in wrong
 
 
@@ -744,12 +729,9 @@ def test_the_model_is_asked_as_the_rows_are_written(conversations):
 
 @pytest.mark.parametrize(
     ("recipe", "needed"),
-    [
-        (instruction_tuning, "'prompt' and 'completion', or 'messages', or 'text'"),
-        (preference_tuning, "'chosen' and 'rejected'"),
-    ],
+    [(instruction_tuning, "'prompt' and 'completion', or 'messages', or 'text'"), (preference_tuning, "'chosen' and 'rejected'")],
     ids=["instructions", "preferences"],
-)
+)  # fmt: skip
 def test_rows_of_another_kind_are_refused_in_one_line(recipe, needed, conversations, tmp_path, call):
     flags = lm_flags(conversations, tmp_path / "o")
     said = call(recipe, *flags, "--train_file", conversations / "rows.jsonl")
@@ -827,16 +809,7 @@ def test_what_the_archives_hold(tiny_assets):
 @pytest.mark.table("trainings")
 @pytest.mark.parametrize("recipe", [name_classification, image_classification], ids=lambda recipe: recipe.__name__)
 def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
-    flags = [
-        "--target_delta",
-        1e-3,
-        "--expected_batch_size",
-        50,
-        "--num_train_epochs",
-        2,
-        "--output_dir",
-        tmp_path / "o",
-    ]
+    flags = ["--target_delta", 1e-3, "--expected_batch_size", 50, "--num_train_epochs", 2, "--output_dir", tmp_path / "o"]  # fmt: skip
     private = call(recipe, *flags, "--target_epsilon", 4, "--per_device_train_batch_size", 32)
     assert private["epsilon"] == pytest.approx(4, rel=0.01)
     assert 0 <= private["test_accuracy"] <= 1

@@ -182,21 +182,13 @@ class Attempt:
         self.around(PrivacyState, "save", before="before the privacy state")
         self.around(os, "replace", before="before the privacy state is in place", after="after the privacy state")
         self.around(
-            checkpoint.shutil,
-            "rmtree",
-            before="before a deletion",
-            cut=("in a deletion", half_a_folder),
-            after="after a deletion",
-        )
+            checkpoint.shutil, "rmtree", before="before a deletion", cut=("in a deletion", half_a_folder), after="after a deletion",
+        )  # fmt: skip
         draw_noise = GaussianNoise._numbers
 
         def noted(noise, count, device):
             values = draw_noise(noise, count, device)
-            self.note(
-                noise=hashlib.sha256(values.numpy().tobytes()).hexdigest(),
-                run=self.trainer._run.state.run_id,
-                draw=self.draw,
-            )
+            self.note(noise=hashlib.sha256(values.numpy().tobytes()).hexdigest(), run=self.trainer._run.state.run_id, draw=self.draw)  # fmt: skip
             self.at("between noise and optimizer")
             return values
 
@@ -264,12 +256,7 @@ class Attempt:
 
     def spent(self):
         spent = self.trainer.privacy_spent()
-        return {
-            "run": self.trainer._run.state.run_id,
-            "steps": spent.steps,
-            "epsilon": spent.epsilon,
-            "sigma": spent.noise_multiplier,
-        }
+        return {"run": self.trainer._run.state.run_id, "steps": spent.steps, "epsilon": spent.epsilon, "sigma": spent.noise_multiplier}  # fmt: skip
 
     def digest(self):
         """Of everything that a checkpoint must bring back to this rank: weights, optimizer, schedule."""
@@ -347,12 +334,7 @@ def _quick_garbage_collection():
 
 
 def environment():
-    return {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent.parent),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -360,27 +342,16 @@ def attempt(tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
     with open(log, "w") as errors:
         server = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment(),
-        )
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(),
+        )  # fmt: skip
 
     def ask(folder, point=None, occurrence=1, delay=None, ranks=1, victims=(0,), sharded=False, noise=None):
         """Train in `folder` on that many ranks, of which the victims are killed; what became of it, and how long it
         took."""
         Path(folder).mkdir(exist_ok=True)
         job = {
-            "point": point,
-            "occurrence": occurrence,
-            "delay": delay,
-            "ranks": ranks,
-            "victims": victims,
-            "sharded": sharded,
-            "noise": noise,
-        }
+            "point": point, "occurrence": occurrence, "delay": delay, "ranks": ranks, "victims": victims, "sharded": sharded, "noise": noise,
+        }  # fmt: skip
         server.stdin.write(json.dumps({"folder": str(folder), **job}) + "\n")
         server.stdin.flush()
         answer = server.stdout.readline()
@@ -489,65 +460,23 @@ def live(attempt, folder, kills, **layout):
 # before it is written again; the ledger has a line for each start and one for each of at most sixteen steps; a step
 # draws one vector of noise.
 NASTY_LIVES = [
-    [
-        ("between ledger line and noise", 4),
-        ("ledger locked", 1),
-        ("before begin", 1),
-        ("after begin", 1),
-        ("training begins", 1),
-    ],
-    [
-        ("in a checkpoint file", 2),
-        ("between noise and optimizer", 4),
-        ("in a ledger line", 2),
-        ("between checkpoint files", 4),
-    ],
-    [
-        ("before the privacy state", 1),
-        ("in a checkpoint file", 8),
-        ("in a ledger line", 1),
-        ("in a deletion", 1),
-        ("in a deletion", 2),
-    ],
-    [
-        ("before the privacy state is in place", 2),
-        ("after the privacy state", 1),
-        ("in a checkpoint file", 6),
-        ("before a deletion", 1),
-    ],
+    [("between ledger line and noise", 4), ("ledger locked", 1), ("before begin", 1), ("after begin", 1), ("training begins", 1)],
+    [("in a checkpoint file", 2), ("between noise and optimizer", 4), ("in a ledger line", 2), ("between checkpoint files", 4)],
+    [("before the privacy state", 1), ("in a checkpoint file", 8), ("in a ledger line", 1), ("in a deletion", 1), ("in a deletion", 2)],
+    [("before the privacy state is in place", 2), ("after the privacy state", 1), ("in a checkpoint file", 6), ("before a deletion", 1)],
     [("after the optimizer", 5), ("after a log line", 3), ("before the ledger line", 2), ("after a deletion", 2)],
-    [
-        ("in a checkpoint file", 1),
-        ("in a checkpoint file", 9),
-        ("in a checkpoint file", 4),
-        ("in a checkpoint file", 5),
-    ],
-]
+    [("in a checkpoint file", 1), ("in a checkpoint file", 9), ("in a checkpoint file", 4), ("in a checkpoint file", 5)],
+]  # fmt: skip
 POINTS = sorted({point for kills in NASTY_LIVES for point, _ in kills})
 
 
 # The same of two ranks; the last number is the rank that is killed. The sum over ranks comes after the noise: a rank
 # that is killed before its optimizer steps leaves the other with the noised gradient.
 NASTY_LIVES_OF_RANKS = [
-    [
-        ("between ledger line and noise", 4, 0),
-        ("between noise and optimizer", 3, 0),
-        ("after begin", 1, 0),
-        ("after the optimizer", 2, 1),
-    ],
-    [
-        ("in a checkpoint file", 2, 0),
-        ("in a checkpoint file", 2, 1),
-        ("in a ledger line", 3, 0),
-        ("before the privacy state", 1, 0),
-    ],
-    [
-        ("after a log line", 3, 0),
-        ("after a log line", 2, 1),
-        ("before the ledger line", 3, 0),
-        ("after the privacy state", 1, 0),
-    ],
-]
+    [("between ledger line and noise", 4, 0), ("between noise and optimizer", 3, 0), ("after begin", 1, 0), ("after the optimizer", 2, 1)],
+    [("in a checkpoint file", 2, 0), ("in a checkpoint file", 2, 1), ("in a ledger line", 3, 0), ("before the privacy state", 1, 0)],
+    [("after a log line", 3, 0), ("after a log line", 2, 1), ("before the ledger line", 3, 0), ("after the privacy state", 1, 0)],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("kills", NASTY_LIVES, ids=lambda kills: kills[0][0])

@@ -54,12 +54,7 @@ def by_trainer(
 def by_engine(folder, steps, resume, *, ledger_dir=None, target_epsilon=None, sigma=1.0, seed=0, **options):
     model, engine = Classifier(), PrivacyEngine(ledger_dir=ledger_dir)
     data = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(seed)), torch.arange(N) % 2)
-    common = {
-        "module": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-        "data_loader": DataLoader(data, 4),
-        **options,
-    }
+    common = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data_loader": DataLoader(data, 4), **options}  # fmt: skip
     _, optimizer, loader = engine.make_private(**common, noise_multiplier=sigma, max_grad_norm=1.0)
     if resume:
         engine.load_checkpoint(folder / "c.pt", module=model, optimizer=optimizer)

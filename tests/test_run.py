@@ -26,11 +26,8 @@ def run_of(
     ledger=None, run_id="a", dp_seed=None, rows=1, verified=True, noise_multiplier=1.0, target_epsilon=None, delta=1e-5
 ):
     mechanism = Mechanism(
-        sampling=PoissonSampling(1000, 50),
-        clipping=FlatClipping(1.0),
-        noise=IndependentNoise(noise_multiplier),
-        unit=PrivacyUnit(rows),
-    )
+        sampling=PoissonSampling(1000, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(noise_multiplier), unit=PrivacyUnit(rows),
+    )  # fmt: skip
     state = PrivacyState(run_id, mechanism, delta=delta, target_epsilon=target_epsilon)
     return PrivateRun(state, ledger=ledger, dp_seed=dp_seed, verified=verified)
 

@@ -29,14 +29,10 @@ from dp_transformers.mechanism.schedules import ConstantSchedule
 
 EXAMPLES, BATCH = 40, 8
 SCHEMES = [
-    PoissonSampling(EXAMPLES, BATCH),
-    ScheduledPoissonSampling(EXAMPLES, BATCH, ConstantSchedule()),
-    TruncatedPoissonSampling(EXAMPLES, BATCH, EXAMPLES),
-    CyclicPoissonSampling(EXAMPLES, 4, min_separation=5),
-    RandomAllocationSampling(EXAMPLES, 5),
-    BallsInBinsSampling(EXAMPLES, 5),
-    FixedOrderSampling(EXAMPLES, BATCH),
-]
+    PoissonSampling(EXAMPLES, BATCH), ScheduledPoissonSampling(EXAMPLES, BATCH, ConstantSchedule()),
+    TruncatedPoissonSampling(EXAMPLES, BATCH, EXAMPLES), CyclicPoissonSampling(EXAMPLES, 4, min_separation=5), RandomAllocationSampling(EXAMPLES, 5),
+    BallsInBinsSampling(EXAMPLES, 5), FixedOrderSampling(EXAMPLES, BATCH),
+]  # fmt: skip
 
 
 def words(generator, count):

@@ -30,15 +30,9 @@ def loop(*, sigma=0.0, physical=None, loss_reduction="none", mode="auto", batch_
     data = TensorDataset(torch.randn(N, WIDTH))
     engine = PrivacyEngine(dp_seed=1)
     model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(data, batch_size=batch_size),
-        noise_multiplier=sigma,
-        max_grad_norm=BOUND,
-        loss_reduction=loss_reduction,
-        max_physical_batch_size=physical,
-        clipping_mode=mode,
-    )
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), data_loader=DataLoader(data, batch_size=batch_size),
+        noise_multiplier=sigma, max_grad_norm=BOUND, loss_reduction=loss_reduction, max_physical_batch_size=physical, clipping_mode=mode,
+    )  # fmt: skip
     return engine, model, optimizer, loader, generator, torch.optim.SGD(generator.parameters(), lr=0.5)
 
 

@@ -92,15 +92,7 @@ def test_a_tracker_gets_epsilon_and_nothing_raw(tmp_path, folder, tracker, raw):
         return losses
 
     def arguments(**values):
-        return DPTrainingArguments(
-            **{
-                **values,
-                "max_steps": 3,
-                "report_to": tracker,
-                "log_raw_metrics": raw,
-                "logging_first_step": True,
-            }
-        )
+        return DPTrainingArguments(**{**values, "max_steps": 3, "report_to": tracker, "log_raw_metrics": raw, "logging_first_step": True})  # fmt: skip
 
     trainer = make(DPTrainer, tmp_path / "out", arguments, per_example_loss_func=noted)
     output = trainer.train()

@@ -82,13 +82,8 @@ def arguments(folder, **changes):
 
 def trainer_for(folder, model=None, data=None, callbacks=(), eval_data=None, **changes):
     return DPTrainer(
-        model or build("bert"),
-        arguments(folder, **changes),
-        collate,
-        data or dataset(),
-        eval_data,
-        callbacks=list(callbacks),
-    )
+        model or build("bert"), arguments(folder, **changes), collate, data or dataset(), eval_data, callbacks=list(callbacks),
+    )  # fmt: skip
 
 
 class Grads(TrainerCallback):
@@ -107,13 +102,7 @@ def draws(monkeypatch):
     seen, physical_batches = [], PrivateStep.physical_batches
 
     def noted(step, draw):
-        seen.append(
-            [
-                row
-                for b in draw.physical_batches
-                for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)
-            ]
-        )
+        seen.append([row for b in draw.physical_batches for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)])  # fmt: skip
         return physical_batches(step, draw)
 
     monkeypatch.setattr(PrivateStep, "physical_batches", noted)
@@ -384,13 +373,7 @@ def test_rows_beside_the_training_rows_may_choose(tmp_path):
 
 @pytest.mark.parametrize(("changes", "callbacks", "what"), FOLLOWS)
 def test_choices_by_other_rows_are_said(tmp_path, changes, callbacks, what, caplog):
-    options = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "eval_loss",
-        "max_steps": 2,
-        **changes,
-    }
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss", "max_steps": 2, **changes}  # fmt: skip
     trainer_for(tmp_path, callbacks=callbacks, eval_data=dataset(8, seed=5), noise_multiplier=1.0, **options).train()
     assert callbacks or f"the evaluation data choose {what}" in caplog.text
     certificate = json.loads((tmp_path / "privacy.json").read_text())
@@ -443,13 +426,7 @@ def test_resume_without_privacy_state_or_ledger_is_refused(trained):
 
 
 def test_a_derived_batch_size_is_taken_from_the_checkpoint(tmp_path, caplog):
-    options = {
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "noise_multiplier": 1.0,
-        "expected_batch_size": None,
-    }
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "noise_multiplier": 1.0, "expected_batch_size": None}  # fmt: skip
     trainer_for(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=3, **options).train()
     resumed = trainer_for(tmp_path, per_device_train_batch_size=2, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -483,13 +460,7 @@ def test_bad_input_is_refused_at_construction(tmp_path):
     with pytest.raises(ValueError, match="per_example_loss_func"):
         DPTrainer(build("bert"), arguments(tmp_path), collate, dataset(), compute_loss_func=lambda *a, **k: None)
     with pytest.raises(ValueError, match="BertForPreTraining"):
-        sizes = {
-            "hidden_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "intermediate_size": 8,
-            "vocab_size": 9,
-        }
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}  # fmt: skip
         trainer_for(tmp_path, model=BertForPreTraining(BertConfig(**sizes)))
     with pytest.raises(ValueError, match="BatchNorm1d"):
         model = build("bert")
@@ -636,10 +607,7 @@ def padded(rows, side="right", longest=None):
         padding = [value] * (longest - len(ids))
         return ids + padding if side == "right" else padding + ids
 
-    batch = {
-        "input_ids": [pad(r["input_ids"], 0) for r in rows],
-        "attention_mask": [pad([1] * len(r["input_ids"]), 0) for r in rows],
-    }
+    batch = {"input_ids": [pad(r["input_ids"], 0) for r in rows], "attention_mask": [pad([1] * len(r["input_ids"]), 0) for r in rows]}  # fmt: skip
     for name in rows[0].keys() - {"input_ids"}:
         batch[name] = [
             pad(r[name], -100) if isinstance(r[name], list) and isinstance(r[name][0], int) else r[name] for r in rows

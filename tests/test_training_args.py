@@ -92,17 +92,8 @@ def test_refusals(tmp_path, changes, message):
 def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):
     parser = HfArgumentParser(DPTrainingArguments)
     (args,) = parser.parse_args_into_dataclasses(
-        [
-            "--output_dir",
-            str(tmp_path),
-            "--noise_multiplier",
-            "1.1",
-            "--target_delta",
-            "1e-6",
-            "--use_cpu",
-            "--no_self_check",
-        ]
-    )
+        ["--output_dir", str(tmp_path), "--noise_multiplier", "1.1", "--target_delta", "1e-6", "--use_cpu", "--no_self_check"],
+    )  # fmt: skip
     assert (args.noise_multiplier, args.target_delta, args.self_check) == (1.1, 1e-6, False)
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--help"])
@@ -124,12 +115,7 @@ def test_every_field_of_ours_has_help_and_parses(tmp_path, capsys):
 
 
 def mechanism(**changes):
-    parts = {
-        "sampling": PoissonSampling(100, 12),
-        "clipping": FlatClipping(0.7),
-        "noise": IndependentNoise(1.3),
-        "steps": 40,
-    }
+    parts = {"sampling": PoissonSampling(100, 12), "clipping": FlatClipping(0.7), "noise": IndependentNoise(1.3), "steps": 40}  # fmt: skip
     return Mechanism(**{**parts, **changes})
 
 

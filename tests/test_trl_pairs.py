@@ -26,13 +26,8 @@ def dpo(cls, config, folder, made=None, data="preference", ref_model="another", 
     args = arguments_of(config, folder / cls.__name__, **{**private, "seed": 7, "max_grad_norm": 1.0, **changes})
     ref_model = model(seed=1) if ref_model == "another" else ref_model
     return cls(
-        made or model(),
-        args=args,
-        train_dataset=rows(data),
-        processing_class=tokenizer(),
-        ref_model=ref_model,
-        peft_config=peft_config,
-    )
+        made or model(), args=args, train_dataset=rows(data), processing_class=tokenizer(), ref_model=ref_model, peft_config=peft_config,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("data", ["preference", "chat-preference"])

@@ -48,12 +48,7 @@ FORMATS = {
     "dft": {"loss_type": "dft", "max_grad_norm": 0.002},  # the gradient of a token is times its probability
     "truncated": {"max_length": 9},
 }
-DATA = {
-    "completion_only_loss=False": "prompt-completion",
-    "assistant_only_loss": "chat",
-    "dft": "chat-completion",
-    "truncated": "text",
-}
+DATA = {"completion_only_loss=False": "prompt-completion", "assistant_only_loss": "chat", "dft": "chat-completion", "truncated": "text"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -76,15 +71,7 @@ def test_every_mode_is_one_row_at_a_time(tmp_path, mode, lora):
     ):
         peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False) if lora else None
         args = arguments(tmp_path / cls.__name__, config, seed=7, max_grad_norm=0.2, **changes)
-        made.append(
-            cls(
-                model(),
-                args,
-                train_dataset=rows("chat-completion"),
-                processing_class=tokenizer(),
-                peft_config=peft_config,
-            )
-        )
+        made.append(cls(model(), args, train_dataset=rows("chat-completion"), processing_class=tokenizer(), peft_config=peft_config))  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(*(trainable(t.model) for t in made), strict=True))
     assert_exact(*made)
 
@@ -109,13 +96,8 @@ def test_neighbours_differ_by_one_row(tmp_path, data, lora):
 def test_the_defaults_are_those_of_trl(tmp_path):
     """But for the privacy parameters, and what the private arguments set themselves."""
     private = DPSFTConfig(
-        str(tmp_path),
-        target_epsilon=8.0,
-        target_delta=1e-6,
-        expected_batch_size=8,
-        use_cpu=True,
-        activation_checkpointing=False,
-    )
+        str(tmp_path), target_epsilon=8.0, target_delta=1e-6, expected_batch_size=8, use_cpu=True, activation_checkpointing=False,
+    )  # fmt: skip
     plain = SFTConfig(str(tmp_path), use_cpu=True, activation_checkpointing=False)
     different = {name for name in vars(plain) if getattr(private, name) != getattr(plain, name)}
     assert different <= {"_n_gpu", "distributed_state", "run_name", "logging_dir"}, different
@@ -171,12 +153,9 @@ def llava():
     widths = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     tok = processor_of_images().tokenizer
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**widths, image_size=8, patch_size=4),
-        text_config=LlamaConfig(vocab_size=len(tok), **widths),
-        image_token_index=tok.convert_tokens_to_ids("<image>"),
-        vision_feature_select_strategy="full",
-        vision_feature_layer=-2,
-    )
+        vision_config=CLIPVisionConfig(**widths, image_size=8, patch_size=4), text_config=LlamaConfig(vocab_size=len(tok), **widths),
+        image_token_index=tok.convert_tokens_to_ids("<image>"), vision_feature_select_strategy="full", vision_feature_layer=-2,
+    )  # fmt: skip
     return LlavaForConditionalGeneration(config)
 
 
@@ -208,11 +187,8 @@ def test_rows_with_an_image_each_are_exact(tuning, tmp_path):
 @pytest.mark.parametrize("counts", [[2], [1, 2, 0]], ids=["two", "one, two or none"])
 def test_rows_with_another_number_of_images_are_refused(counts, tmp_path):
     trainer = DPSFTTrainer(
-        llava(),
-        arguments(tmp_path),
-        train_dataset=rows_with_images(lambda i: counts[i % len(counts)]),
-        processing_class=processor_of_images(),
-    )
+        llava(), arguments(tmp_path), train_dataset=rows_with_images(lambda i: counts[i % len(counts)]), processing_class=processor_of_images(),
+    )  # fmt: skip
     with pytest.raises(ValueError, match=r"has [02] images. Private training needs one in each row"):
         trainer.train()
 
@@ -272,22 +248,10 @@ def test_logs_tell_nothing_of_private_batches(tmp_path):
 def test_a_resumed_training_goes_on_and_its_card_and_certificate_say_so(tmp_path):
     def trainer(steps):
         args = arguments(
-            tmp_path,
-            target_epsilon=20.0,
-            noise_multiplier=None,
-            dp_seed=None,
-            max_steps=4,
-            save_strategy="steps",
-            save_steps=2,
-        )
+            tmp_path, target_epsilon=20.0, noise_multiplier=None, dp_seed=None, max_steps=4, save_strategy="steps", save_steps=2,
+        )  # fmt: skip
         peft_config = LoraConfig(r=2, target_modules=["q_proj"])
-        made = DPSFTTrainer(
-            model(),
-            args,
-            train_dataset=rows("prompt-completion"),
-            processing_class=tokenizer(),
-            peft_config=peft_config,
-        )
+        made = DPSFTTrainer(model(), args, train_dataset=rows("prompt-completion"), processing_class=tokenizer(), peft_config=peft_config)  # fmt: skip
         made.add_callback(StopAt(steps))
         return made
 

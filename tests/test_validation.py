@@ -130,12 +130,8 @@ def test_every_problem_is_named_and_repaired_where_it_can_be(name, caplog):
 def test_what_is_no_problem():
     frozen = nn.Embedding(5, 3, sparse=True, scale_grad_by_freq=True).requires_grad_(False)
     model = nn.Sequential(
-        nn.InstanceNorm2d(3, affine=True),
-        FrozenBatchNorm2d(),
-        frozen,
-        nn.GroupNorm(2, 4),
-        nn.Linear(3, 2).bfloat16().requires_grad_(False),
-    )
+        nn.InstanceNorm2d(3, affine=True), FrozenBatchNorm2d(), frozen, nn.GroupNorm(2, 4), nn.Linear(3, 2).bfloat16().requires_grad_(False),
+    )  # fmt: skip
     assert ModuleValidator.validate(model) == []
 
 
@@ -144,19 +140,13 @@ def test_problems_of_parameters():
     fp16 = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).half()
     frozen = nn.Sequential(nn.Linear(3, 2)).requires_grad_(False)
     found = [
-        *ModuleValidator.validate(fp16),
-        *ModuleValidator.validate(frozen),
-        *ModuleValidator.validate(nn.Sequential(nn.LazyLinear(2))),
-        *ModuleValidator.validate(with_gradient_hook()),
-        *ModuleValidator.validate(nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False))),
-    ]
+        *ModuleValidator.validate(fp16), *ModuleValidator.validate(frozen), *ModuleValidator.validate(nn.Sequential(nn.LazyLinear(2))),
+        *ModuleValidator.validate(with_gradient_hook()), *ModuleValidator.validate(nn.Sequential(nn.Linear(3, 2), nn.LazyBatchNorm1d(affine=False))),
+    ]  # fmt: skip
     said = [
-        r"'0.weight' \(and 3 others\).*neither in float32 nor in bfloat16.*dtype=torch.float32",
-        "no trainable parameter",
-        r"'0.weight'.*without a shape",
-        "hook",
-        "whole batch",
-    ]
+        r"'0.weight' \(and 3 others\).*neither in float32 nor in bfloat16.*dtype=torch.float32", "no trainable parameter",
+        r"'0.weight'.*without a shape", "hook", "whole batch",
+    ]  # fmt: skip
     assert [re.search(words, str(problem)) is not None for words, problem in zip(said, found, strict=True)] == [
         True
     ] * 5

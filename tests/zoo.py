@@ -12,24 +12,11 @@ from torch import nn
 from dp_transformers.losses.heads import decoder_inputs, find_per_example_loss
 
 VOCABULARY, LABELS = 120, 4
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
+TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}  # fmt: skip
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = TEXT | SPECIAL | {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-IMAGE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-    "num_labels": LABELS,
-}
+IMAGE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "num_labels": LABELS}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2}
 DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 
@@ -180,14 +167,8 @@ ZOO: dict[str, tuple[type, type, dict]] = {
     ),
 }
 ALWAYS_UNTIED = (
-    "GPT-NeoX",
-    "ViT",
-    "DINOv2",
-    "SigLIP + attention head",
-    "Mamba",
-    "DeBERTa-v2 + conv, own keys",
-    "Mixtral + eager experts",
-)
+    "GPT-NeoX", "ViT", "DINOv2", "SigLIP + attention head", "Mamba", "DeBERTa-v2 + conv, own keys", "Mixtral + eager experts",
+)  # fmt: skip
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA_TARGETS = {  # where peft refuses all-linear, or warns about it
     **dict.fromkeys(("Mixtral", "Mixtral + eager experts", "Qwen3-MoE", "OLMoE", "GPT-OSS"), ATTENTION),

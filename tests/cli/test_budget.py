@@ -82,12 +82,8 @@ def test_6_a_patient_has_up_to_ten_notes(capsys):
     )
     sigma = calibrate_noise_multiplier(8, 1e-5, 0.02, 100, rows=10)
     mechanism = Mechanism(
-        sampling=PoissonSampling(10_000, 200),
-        clipping=FlatClipping(1.0),
-        noise=IndependentNoise(sigma),
-        steps=100,
-        unit=PrivacyUnit(10),
-    )
+        sampling=PoissonSampling(10_000, 200), clipping=FlatClipping(1.0), noise=IndependentNoise(sigma), steps=100, unit=PrivacyUnit(10),
+    )  # fmt: skip
     assert answer["noise_multiplier"] == sigma
     assert answer["epsilon_of_one_row"] == mechanism.epsilon(1e-5) < 8
     assert mechanism.epsilon(1e-5, rows=10) <= 8
@@ -156,21 +152,7 @@ def test_the_table_says_what_each_change_costs(capsys):
 
 def test_words_say_who_is_protected_and_which_flags_train_so(capsys):
     with pytest.raises(SystemExit):
-        main(
-            [
-                "budget",
-                "--examples",
-                "1000",
-                "--batch",
-                "50",
-                "--epochs",
-                "2",
-                "--epsilon",
-                "8",
-                "--trainable-parameters",
-                "90000000",
-            ]
-        )
+        main(["budget", "--examples", "1000", "--batch", "50", "--epochs", "2", "--epsilon", "8", "--trainable-parameters", "90000000"])  # fmt: skip
     text = capsys.readouterr().out
     assert "one row of the data" in text
     assert "(chosen: a power of ten, at most a tenth of 1/N)" in text

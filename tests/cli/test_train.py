@@ -24,16 +24,10 @@ pytestmark = pytest.mark.halved
 
 CONFIGS = Path(text_classification.__file__).parent / "configs"
 CLASSES = {
-    "text_classification": text_classification,
-    "causal_lm": causal_lm,
-    "name_classification": name_classification,
-    "image_classification": image_classification,
-    "instruction_tuning": instruction_tuning,
-    "preference_tuning": preference_tuning,
-    "question_answering": question_answering,
-    "summarization": summarization,
-    "token_classification": token_classification,
-}
+    "text_classification": text_classification, "causal_lm": causal_lm, "name_classification": name_classification,
+    "image_classification": image_classification, "instruction_tuning": instruction_tuning, "preference_tuning": preference_tuning,
+    "question_answering": question_answering, "summarization": summarization, "token_classification": token_classification,
+}  # fmt: skip
 
 
 def parse(monkeypatch, recipe, *words):

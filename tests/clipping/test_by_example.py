@@ -533,15 +533,9 @@ class WithCache(nn.Module):
 
 @pytest.mark.parametrize(
     "model",
-    [
-        lambda: nn.Sequential(nn.Linear(D, D), Stores()),
-        ReadsCollected,
-        lambda: ReadsKept({}),
-        lambda: ReadsKept([{}]),
-        WithCache,
-    ],
+    [lambda: nn.Sequential(nn.Linear(D, D), Stores()), ReadsCollected, lambda: ReadsKept({}), lambda: ReadsKept([{}]), WithCache],
     ids=["attribute", "list", "dictionary", "dictionary in a list", "object"],
-)
+)  # fmt: skip
 def test_tensors_of_one_example_do_not_stay(model):
     """Where they would, the module is run again in backward instead."""
     model = model()

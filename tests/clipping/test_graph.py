@@ -61,11 +61,8 @@ class Ways(nn.Module):
 
 
 PAST = {
-    "functional": "head.weight",
-    "kept activation": "block.scale",
-    "bypassed inside": "block.inner.weight",
-    "as an input": "block.inner.weight",
-}
+    "functional": "head.weight", "kept activation": "block.scale", "bypassed inside": "block.inner.weight", "as an input": "block.inner.weight",
+}  # fmt: skip
 
 
 def data():
@@ -192,19 +189,8 @@ class Net(nn.Module):
     def __init__(self, way):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.middle, self.other, self.head = (
-            nn.Linear(3, 4),
-            nn.Linear(4, 4),
-            nn.Linear(4, 4),
-            nn.Linear(4, 2),
-        )
-        self.bias, self.carries, self.in_place, self.nearest, self.token = (
-            Bias(),
-            Carries(),
-            InPlace(),
-            Nearest(),
-            MaskToken(),
-        )
+        self.first, self.middle, self.other, self.head = (nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))  # fmt: skip
+        self.bias, self.carries, self.in_place, self.nearest, self.token = (Bias(), Carries(), InPlace(), Nearest(), MaskToken())  # fmt: skip
         self.borrows = Borrows(self.middle)
         self.way = way
 
@@ -255,11 +241,7 @@ def test_the_walk_takes_every_operation_once():
     class Residual(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.blocks, self.head = (
-                nn.Linear(3, 4),
-                nn.ModuleList(Bias() for _ in range(200)),
-                nn.Linear(4, 2),
-            )
+            self.first, self.blocks, self.head = (nn.Linear(3, 4), nn.ModuleList(Bias() for _ in range(200)), nn.Linear(4, 2))  # fmt: skip
 
         def forward(self, x):
             h = self.first(x)

@@ -186,18 +186,9 @@ def test_the_trainer_keeps_to_it_too_and_trains_the_same(mode, tmp_path, monkeyp
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3))
         args = DPTrainingArguments(
-            tmp_path / str(budget),
-            clipping_mode=mode,
-            memory_budget=budget,
-            max_steps=3,
-            expected_batch_size=8,
-            per_device_train_batch_size=4,
-            noise_multiplier=0.1,
-            target_delta=1e-3,
-            dp_seed=0,
-            report_to=[],
-            save_strategy="no",
-        )
+            tmp_path / str(budget), clipping_mode=mode, memory_budget=budget, max_steps=3, expected_batch_size=8, per_device_train_batch_size=4,
+            noise_multiplier=0.1, target_delta=1e-3, dp_seed=0, report_to=[], save_strategy="no",
+        )  # fmt: skip
         rows = [{"input": x} for x in torch.randn(40, 100, 300)]
         DPTrainer(
             model,

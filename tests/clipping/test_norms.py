@@ -17,19 +17,7 @@ from dp_transformers.clipping.rounding import FP32, SPLIT
 from dp_transformers.clipping.terms import dense
 
 CPU = torch.device("cpu")
-VIEWS = {
-    "view",
-    "t",
-    "transpose",
-    "detach",
-    "unsqueeze",
-    "diagonal",
-    "_unsafe_view",
-    "expand",
-    "split",
-    "slice",
-    "alias",
-}
+VIEWS = {"view", "t", "transpose", "detach", "unsqueeze", "diagonal", "_unsafe_view", "expand", "split", "slice", "alias"}  # fmt: skip
 
 
 def weigh(out):
@@ -128,11 +116,7 @@ class Tagger(nn.Module):
     def __init__(self, width=64):
         super().__init__()
         self.embed = nn.Embedding(50, width, padding_idx=0)
-        self.proj, self.norm, self.head = (
-            nn.Linear(width, width, bias=False),
-            nn.RMSNorm(width, eps=1e-6),
-            nn.Linear(width, 1),
-        )
+        self.proj, self.norm, self.head = (nn.Linear(width, width, bias=False), nn.RMSNorm(width, eps=1e-6), nn.Linear(width, 1))  # fmt: skip
 
     def forward(self, ids):
         return self.head(self.norm(self.proj(self.embed(ids)))).squeeze(-1)

@@ -169,11 +169,8 @@ def test_swin_with_positions_computed_once():
     model = hf.Swinv2ForImageClassification(hf.Swinv2Config(**sizes, initializer_range=0.2))
     with PerExampleClipper(model, 1.0) as clipper:
         assert_exact(
-            model.eval(),
-            clipper,
-            lambda b: weigh(lambda **b: model(**b).logits, b),
-            {"pixel_values": torch.randn(3, 3, 32, 32)},
-        )
+            model.eval(), clipper, lambda b: weigh(lambda **b: model(**b).logits, b), {"pixel_values": torch.randn(3, 3, 32, 32)},
+        )  # fmt: skip
 
 
 def sorts(m, x, chosen):

@@ -17,13 +17,9 @@ def train(device: torch.device) -> list[torch.Tensor]:
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(device)
     data, engine = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,))), PrivacyEngine(dp_seed=1)
     model, optimizer, criterion, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(data, batch_size=16),
-        criterion=nn.CrossEntropyLoss(),
-        noise_multiplier=0.0,
-        max_grad_norm=0.5,
-    )
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), data_loader=DataLoader(data, batch_size=16),
+        criterion=nn.CrossEntropyLoss(), noise_multiplier=0.0, max_grad_norm=0.5,
+    )  # fmt: skip
     for x, y in loader:
         optimizer.zero_grad()
         criterion(model(x.to(device)), y.to(device)).backward()

@@ -353,10 +353,7 @@ def estimates(losses_p, losses_q, epsilon):
     return max(means), max(errors)
 
 
-SAMPLINGS = {
-    "fixed": FixedOrderSampling(4 * 300_000, 300_000),
-    "cyclic": CyclicPoissonSampling(4 * 300_000, 120_000, SEPARATION),
-}
+SAMPLINGS = {"fixed": FixedOrderSampling(4 * 300_000, 300_000), "cyclic": CyclicPoissonSampling(4 * 300_000, 120_000, SEPARATION)}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)

@@ -118,12 +118,9 @@ def test_leaving_the_loader_early_gives_nobody_more_turns_than_epsilon_counts():
     model = torch.nn.Linear(3, 2)
     engine, taken = PrivacyEngine(), []
     _, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=loader,
-        mechanism=mechanism(sampling=IN_ORDER),
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loader, mechanism=mechanism(sampling=IN_ORDER),
         self_check=False,
-    )
+    )  # fmt: skip
     with pytest.raises(
         ValueError, match=r"draws 1 to \d were left out .* sampling 'fixed_order' .* follow each other"
     ):

@@ -125,14 +125,8 @@ def nested(depth=100_000):
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        lambda: {"x": Quoting(ValueError)},
-        lambda: {"x": Quoting(KeyError)},
-        lambda: {"x": Quoting(RuntimeError)},
-        lambda: {"x": nested()},
-    ],
-)
+    "row", [lambda: {"x": Quoting(ValueError)}, lambda: {"x": Quoting(KeyError)}, lambda: {"x": Quoting(RuntimeError)}, lambda: {"x": nested()}],
+)  # fmt: skip
 def test_an_error_of_a_row_is_not_quoted_and_stops_no_training(row, tmp_path):
     """What is said here is handed over in privacy.json."""
     facts = describe_data([{"x": 1}, row()], tmp_path / "out")

@@ -165,13 +165,9 @@ def test_an_engine(tmp_path):
     data = TensorDataset(torch.randn(40, 3), torch.arange(40) % 2)
     engine, model = PrivacyEngine(ledger_dir=tmp_path), Classifier()
     model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=10),
-        noise_multiplier=1.5,
-        max_grad_norm=0.5,
-        max_physical_batch_size=4,
-    )
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=10), noise_multiplier=1.5,
+        max_grad_norm=0.5, max_physical_batch_size=4,
+    )  # fmt: skip
     for steps, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()

@@ -38,12 +38,8 @@ class Attention(nn.Module):
         options = {"batch_first": True, **options}
         self.attention = nn.MultiheadAttention(WIDTH, HEADS, **options)
         self.before = nn.ModuleDict(
-            {
-                "x": nn.Linear(5, WIDTH),
-                "y": nn.Linear(5, options.get("kdim") or WIDTH),
-                "z": nn.Linear(5, options.get("vdim") or WIDTH),
-            }
-        )
+            {"x": nn.Linear(5, WIDTH), "y": nn.Linear(5, options.get("kdim") or WIDTH), "z": nn.Linear(5, options.get("vdim") or WIDTH)},
+        )  # fmt: skip
         with torch.no_grad():
             for p in self.attention.parameters():
                 p.copy_(0.5 * torch.randn_like(p))
@@ -96,10 +92,7 @@ def losses_of(model):
 
 def batch_of(size=4, queries=5, keys=5, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return {
-        "x": torch.randn(size, queries, 5, generator=generator),
-        "y": torch.randn(size, keys, 5, generator=generator),
-    }
+    return {"x": torch.randn(size, queries, 5, generator=generator), "y": torch.randn(size, keys, 5, generator=generator)}  # fmt: skip
 
 
 def check(model, batch, modes=("book_keeping",), answers=multihead_attention):
@@ -129,13 +122,7 @@ OPTIONS = {
     "added, causal": {"add_bias_kv": True, "causal": True},
     "added, no bias, with weights": {"add_bias_kv": True, "bias": False, "need_weights": True},
     "added zero": {"add_zero_attn": True, "mask": "bool", "padding": "bool"},
-    "added, cross, masks": {
-        "add_bias_kv": True,
-        "add_zero_attn": True,
-        "inputs": "x,y,y",
-        "mask": "float",
-        "padding": "float",
-    },
+    "added, cross, masks": {"add_bias_kv": True, "add_zero_attn": True, "inputs": "x,y,y", "mask": "float", "padding": "float"},
     "cross": {"inputs": "x,y,y"},
     "cross, positions first": {"inputs": "x,y,y", "batch_first": False, "need_weights": True},
     "three inputs": {"inputs": "x,y,z", "padding": "bool"},
@@ -143,19 +130,13 @@ OPTIONS = {
     "query is value": {"inputs": "x,z,x"},
     "own widths": {"inputs": "x,y,z", "kdim": 6, "vdim": 3},
     "own widths, added, no bias": {"inputs": "x,y,z", "kdim": 6, "vdim": 3, "add_bias_kv": True, "bias": False},
-    "own widths, positions first": {
-        "inputs": "x,y,z",
-        "kdim": 6,
-        "vdim": 3,
-        "batch_first": False,
-        "need_weights": True,
-    },
+    "own widths, positions first": {"inputs": "x,y,z", "kdim": 6, "vdim": 3, "batch_first": False, "need_weights": True},
     "bool mask": {"mask": "bool", "padding": "bool"},
     "float mask": {"mask": "float", "padding": "float", "need_weights": True},
     "bool mask of its own": {"mask": "bool of its own", "padding": "bool"},
     "float mask of its own": {"mask": "float of its own", "need_weights": True},
     "float mask of its own, cross": {"mask": "float of its own", "inputs": "x,y,y", "padding": "float"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("option", OPTIONS)

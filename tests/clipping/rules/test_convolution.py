@@ -28,16 +28,10 @@ def convolutions(draw):
     padding = draw(st.sampled_from([(0,) * dims, each(0, 2), "valid", "same"]))
     groups = draw(st.sampled_from([1, 1, 2, 3]))
     layer = getattr(nn, f"Conv{dims}d")(
-        groups * draw(st.integers(1, 4)),
-        groups * draw(st.integers(1, 6)),
-        kernel,
-        stride=1 if padding == "same" else stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        bias=draw(st.booleans()),
+        groups * draw(st.integers(1, 4)), groups * draw(st.integers(1, 6)), kernel, stride=1 if padding == "same" else stride, padding=padding,
+        dilation=dilation, groups=groups, bias=draw(st.booleans()),
         padding_mode=draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"])),
-    )
+    )  # fmt: skip
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     shape = (draw(st.integers(1, 4)), layer.in_channels, *(size + draw(st.integers(2, 4)) for size in reach))
     return freeze(

@@ -42,13 +42,7 @@ class Tagger(nn.Module):
 
     def __init__(self, rnn, *, reads=("output", "states"), starts=False, enforce_sorted=False, calls=1):
         super().__init__()
-        self.below, self.rnn, self.reads, self.enforce_sorted, self.calls = (
-            nn.Linear(IN, IN),
-            rnn,
-            reads,
-            enforce_sorted,
-            calls,
-        )
+        self.below, self.rnn, self.reads, self.enforce_sorted, self.calls = (nn.Linear(IN, IN), rnn, reads, enforce_sorted, calls)  # fmt: skip
         self.num_states = rnn.num_layers * (1 + rnn.bidirectional)  # of h, and of an LSTM's c
         widths = [rnn.proj_size or rnn.hidden_size, rnn.hidden_size][: 1 + isinstance(rnn, nn.LSTM)]
         self.starts = nn.ModuleList(nn.Linear(IN, self.num_states * width) for width in widths) if starts else None
@@ -210,16 +204,9 @@ def test_another_mask_than_that_of_the_forward_pass_is_refused(kind, where, stan
 
 @settings(max_examples=25, derandomize=True, deadline=None)
 @given(
-    kind=st.sampled_from(sorted(LAYERS)),
-    mode=st.sampled_from(ALL_MODES),
-    num_layers=st.integers(1, 3),
-    bidirectional=st.booleans(),
-    batch=st.integers(1, 5),
-    steps=st.integers(1, 9),
-    hidden=st.integers(1, 7),
-    starts=st.booleans(),
-    data=st.data(),
-)
+    kind=st.sampled_from(sorted(LAYERS)), mode=st.sampled_from(ALL_MODES), num_layers=st.integers(1, 3), bidirectional=st.booleans(),
+    batch=st.integers(1, 5), steps=st.integers(1, 9), hidden=st.integers(1, 7), starts=st.booleans(), data=st.data(),
+)  # fmt: skip
 def test_drawn_shapes(kind, mode, num_layers, bidirectional, batch, steps, hidden, starts, data):
     model = Tagger(LAYERS[kind](hidden, num_layers=num_layers, bidirectional=bidirectional), starts=starts)
     inputs = {"x": x_of(batch, steps)}

@@ -121,10 +121,7 @@ def test_factors_in_bf16_are_multiplied_without_further_rounding(b, rows, column
             torch.einsum("bse,bsp,bsd->bepd", F.one_hot(ids, e).double(), f(left), f(right))
             for f in (torch.clone, torch.abs)
         )
-    norm_sq, scale = (
-        norm_of_sum([term], instantiate=instantiate, cache=LastResultCache()).squared(),
-        reach.flatten(1).square().sum(1),
-    )
+    norm_sq, scale = (norm_of_sum([term], instantiate=instantiate, cache=LastResultCache()).squared(), reach.flatten(1).square().sum(1))  # fmt: skip
     assert ((norm_sq.double() - exact.flatten(1).square().sum(1)).abs() <= 2e-6 * scale).all()
     instance = term.instantiate().grad.double().view_as(exact)
     assert ((instance - exact).abs() <= 1e-6 * reach).all()
@@ -274,10 +271,7 @@ def test_routed(b, e, rows, columns, lengths, dense, seed, instantiate, scratch)
 
 
 def test_the_only_term_of_its_kind_is_not_copied():
-    outer, rows = (
-        Outer(torch.randn(2, 5, 9), torch.randn(2, 5, 3)),
-        Rows(torch.ones(2, 4).long(), torch.randn(2, 4, 3), 9),
-    )
+    outer, rows = (Outer(torch.randn(2, 5, 9), torch.randn(2, 5, 3)), Rows(torch.ones(2, 4).long(), torch.randn(2, 4, 3), 9))  # fmt: skip
     assert [id(t) for t in merge([rows, outer])] == [id(outer), id(rows)], "an embedding, and the head tied to it"
     ids, left, right = torch.ones(2, 4).long(), torch.randn(2, 4, 6), torch.randn(2, 4, 5)
     routed = Routed(ids, left, right, 3)
