@@ -42,7 +42,10 @@ BUGS = {
         "clipping/rules/test_normalization.py",
     ),
     "a weight of a row dropped": bug(
-        "coef_b if weights_b is None else coef_b * weights_b", "coef_b", "clipping/test_clipper.py"
+        "coef_b if weights_b is None else coef_b * weights_b",
+        "coef_b",
+        "clipping/test_modes.py",
+        "clipping/test_clipper.py",
     ),
     "a coefficient above 1": bug(
         "(self.max_grad_norm / norms_b).clamp(max=1.0)",
@@ -62,6 +65,24 @@ BUGS = {
         "is_repeated = sorted_ids[:, 1:] == sorted_ids[:, :-1]",
         "is_repeated = torch.zeros_like(sorted_ids[:, 1:], dtype=torch.bool)",
         "clipping/rules/test_embedding.py",
+    ),
+    "an example that is not finite, kept": bug(
+        "term = term if clipped.invalid_b is None else term.zero_examples(clipped.invalid_b.to(device))",
+        "term = term",
+        "clipping/test_modes.py",
+    ),
+    "the forget gate twice": bug(
+        "dc_bh.mul_(self._f_t[t])", "dc_bh.mul_(self._f_t[t].square())", "clipping/rules/test_recurrent.py"
+    ),
+    "a bias of keys for one of values": bug(
+        "zip((module.bias_k, module.bias_v), added",
+        "zip((module.bias_v, module.bias_k), added",
+        "clipping/rules/test_attention.py",
+    ),
+    "a second step of one backward": bug(
+        "given.stage is not _Stage.SUMMED",
+        "given.stage is None",
+        "test_violations.py::test_what_scripts_do_is_bounded_or_refused[calls: step twice-engine]",
     ),
     "padding counted in a mean": bug(
         "losses_bt.sum(1) / (labels != IGNORE_INDEX).sum(1).clamp(min=1)",

@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from test_mixin import make
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import TrainerCallback
 
-from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
+from dp_transformers import PrivacyEngine
 from dp_transformers.engine.loop import SIGNATURE
 from dp_transformers.step.checkpoint import PrivacyState
 
@@ -146,21 +144,3 @@ def test_ranks_know_the_state_of_the_first_as_their_own(monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 3)  # a process that was forked from the second counts on its own
     engine.load_state_dict(state)
     assert engine.steps == 6
-
-
-def test_a_state_that_says_nothing_of_steps_is_refused():
-    engine, model, optimizer, _ = loop(0)
-    with pytest.raises(ValueError, match="the state says nothing of what was spent"):
-        engine.load_state_dict({"module": model.state_dict(), "optimizer": optimizer.state_dict()})
-
-
-@pytest.mark.parametrize("method", ["save_state", "load_state"])
-def test_the_accelerator_of_a_trainer(tmp_path, method):
-    class Calls(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            getattr(trainer.accelerator, method)(str(tmp_path))
-
-    trainer = make(DPTrainer, tmp_path / "out", lambda **values: DPTrainingArguments(**{**values, "max_steps": 2}))
-    trainer.add_callback(Calls())
-    with pytest.raises(ValueError, match=r"know nothing of the steps.*resume_from_checkpoint"):
-        trainer.train()

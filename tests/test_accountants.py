@@ -25,10 +25,8 @@ from dp_transformers.mechanism.accounting import (
     PrivacyAccountant,
     accountants,
     event_epsilon,
-    group_epsilon,
     register_accountant,
 )
-from dp_transformers.mechanism.mechanism import PrivacyUnit
 from dp_transformers.mechanism.sampling import Sampling
 from dp_transformers.reports import certificate
 from dp_transformers.reports.findings import Report, look
@@ -92,16 +90,6 @@ def test_functions_take_it():
     run = PrivacyAccountant(own)
     run.step(noise_multiplier=1.0, sample_rate=0.2, steps=5)
     assert run.accountant == "twice" and run.epsilon(1e-3) == 2 * compute_epsilon(1.0, 0.2, 5, 1e-3)
-
-
-def test_a_mechanism_takes_it():
-    made = mechanism()
-    assert made.epsilon(1e-3, accountant=Twice()) == 2 * made.epsilon(1e-3)
-    found = made.calibrated(target_epsilon=4.0, target_delta=1e-3, accountant="twice")
-    assert 3.99 < 2 * found.epsilon(1e-3) <= 4.0
-    with pytest.raises(ValueError, match=r"no bound for groups of 3 rows .* by accountant 'twice'"):
-        mechanism(unit=PrivacyUnit(3)).epsilon(1e-3, accountant="twice", rows=3)
-    assert mechanism(unit=PrivacyUnit(3)).epsilon(1e-3, rows=3) == group_epsilon([(1.0, 0.2, 5)], 3, 1e-3)
 
 
 def test_it_may_know_what_nobody_else_does():
@@ -188,17 +176,3 @@ def test_an_engine_reports_by_it():
 
 
 # ---- many phases ----
-
-
-def test_ten_thousand_levels_of_noise():
-    """In fifty groups, with ε a little larger; the bound is never below that of the levels themselves."""
-    run, sigmas = PrivacyAccountant(), np.linspace(0.8, 1.6, 10_000)
-    for sigma in sigmas:
-        run.step(noise_multiplier=float(sigma), sample_rate=0.01)
-    epsilon = run.epsilon(1e-6)
-    bounds = [PrivacyAccountant(), PrivacyAccountant()]  # groups of 200 steps with their largest σ, and their middle
-    for group in sigmas.reshape(50, 200):
-        for bound, sigma in zip(bounds, (group[-1], group.mean()), strict=True):
-            bound.step(noise_multiplier=float(sigma), sample_rate=0.01, steps=200)
-    below, nearly = (bound.epsilon(1e-6) for bound in bounds)
-    assert below < epsilon and nearly < epsilon < 1.04 * nearly

@@ -1,12 +1,10 @@
 """Rows made of documents: none holds pieces of two, and of one there are no more than a bound."""
 
-import math
 import random
 from itertools import chain
 from uuid import UUID
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -114,26 +112,6 @@ def test_rows_of_a_person_are_bounded(seed):
 def test_owners_are_compared_by_what_they_hold(form):
     """Each tensor was an owner of its own, so that every row was kept."""
     assert first_rows_of_each(form([1, 1, 2, 1, 2]), 1) == [0, 2]
-
-
-@pytest.mark.parametrize(
-    ("owner", "why"),
-    [(None, "has no owner"), (math.nan, "has no owner"), (pd.NA, "has no owner"), (object(), "is a object")],
-)
-def test_owners_that_may_be_unequal_to_themselves(owner, why):
-    with pytest.raises(ValueError, match=f"row 1 {why}"):
-        first_rows_of_each([3.0, owner, owner], 1)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, None])
-def test_bounds_are_whole_numbers(value):
-    for make in (
-        lambda: keep_documents_apart(dict, value),
-        lambda: padded_blocks(value),
-        lambda: first_rows_of_each([], value),
-    ):
-        with pytest.raises(ValueError, match=r"must be an int of at least 1, got"):
-            make()
 
 
 def test_padded_blocks_train(tmp_path):

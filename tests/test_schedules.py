@@ -26,7 +26,6 @@ from test_mechanism_in_loops import (
     step_through,
     train,
 )
-from test_resume import Classifier, rows
 
 from dp_transformers import PerExampleClipper, compute_epsilon
 from dp_transformers.mechanism.accounting import PrivacyAccountant
@@ -39,7 +38,6 @@ from dp_transformers.mechanism.clipping_functions import (
     PerSampleAdaptiveClipping,
     ScheduledClipping,
 )
-from dp_transformers.mechanism.mechanism import Mechanism
 from dp_transformers.mechanism.noise import BandedNoise, Noise, ScheduledNoise
 from dp_transformers.mechanism.sampling import CyclicPoissonSampling, DrawSampler, Sampling, ScheduledPoissonSampling
 from dp_transformers.mechanism.schedules import (
@@ -64,14 +62,6 @@ ALL = mechanism(
 
 
 # ---- the values ----
-
-
-def test_factors():
-    factors = [[schedule.at(step) for step in (0, 1, 3, 4, 8, 100)] for schedule in SCHEDULES]
-    assert factors[0] == [1.0] * 6
-    assert factors[1] == pytest.approx([1, 1 - 0.75 / 8, 1 - 0.75 * 3 / 8, 1 - 0.75 / 2, 0.25, 0.25])
-    assert factors[2] == pytest.approx([1, 3**0.25, 3**0.75, 3, 3, 3])
-    assert factors[3] == pytest.approx([1, 1, 0.5, 0.5, 0.25, 0.5**33])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
@@ -272,15 +262,3 @@ def test_a_draw_that_is_left_out_would_shift_the_schedule():
 def test_a_schedule_that_leaves_the_data_set_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="makes the expected batch size 42 in step"):
         by_trainer(tmp_path, replace(ALL, sampling=ScheduledPoissonSampling(N, 6, LinearSchedule(7.0, 6)))).train()
-
-
-def test_the_mechanism_is_a_file_of_json(tmp_path):
-    assert Mechanism.from_dict(json.loads(json.dumps(ALL.to_dict()))) == ALL
-    assert len(rows()) == N and Classifier() is not None
-
-
-def test_a_schedule_that_outgrows_numbers():
-    with pytest.raises(
-        ValueError, match=r"StepSchedule\(factor=2.0, every=1\) is larger than any number at step 1100"
-    ):
-        StepSchedule(2.0, every=1).at(1100)

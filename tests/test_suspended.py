@@ -203,18 +203,6 @@ def test_an_error_in_the_block_leaves_the_loop_as_it_was():
     optimizer.step()
 
 
-def test_freezing_for_the_time_of_the_block():
-    engine, model, optimizer, loader, generator, generator_optimizer = loop()
-    x = next(iter(loader))[0]
-    with engine.suspended():
-        model.requires_grad_(False)
-        losses_of(model, generator(torch.randn(7, NOISE))).mean().backward()
-        model.requires_grad_(True)
-    generator_optimizer.step()
-    engine.clipper.backward(losses_of(model, x))
-    optimizer.step()
-
-
 def test_a_clipper_by_itself():
     torch.manual_seed(0)
     model, x = Discriminator(), torch.randn(5, WIDTH)
@@ -226,12 +214,3 @@ def test_a_clipper_by_itself():
         assert all(torch.equal(p.grad, s) for p, s in zip(model.parameters(), sums, strict=True))
         with pytest.raises(ValueError, match=r"of a PerExampleClipper: clipper.suspended\(\)"):
             losses_of(model, x).sum().backward()
-
-
-def test_a_second_backward_is_told_of_the_block():
-    _, model, optimizer, loader, generator, _ = loop(loss_reduction="mean")
-    x = next(iter(loader))[0]
-    losses_of(model, x).mean().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match=r"a generator's.*with engine.suspended\(\)"):
-        losses_of(model, generator(torch.randn(len(x), NOISE))).mean().backward()

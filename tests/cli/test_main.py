@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import dp_transformers
 from dp_transformers.cli.main import main
 
 pytestmark = pytest.mark.halved
@@ -40,12 +39,6 @@ def heavy_modules_after(*words):
 )
 def test_help_and_wrong_usage_load_nothing_heavy(words):
     assert heavy_modules_after(*words) == "[]"
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert not end.value.code and capsys.readouterr().out == f"dp-transformers {dp_transformers.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -255,13 +255,6 @@ def test_adapter_is_refused_by_name(adapter, model_table):
     model_table.add_adapter(adapter, f"refused: {str(first).partition(': ')[2]}", None, [])
 
 
-def test_a_start_computed_from_data_is_warned_of(caplog):
-    model = nn.Linear(3, 2)
-    model.peft_config = {"default": peft.LoraConfig(init_lora_weights="eva", eva_config=peft.EvaConfig())}
-    validate_model(model)
-    assert "computed from data" in caplog.text
-
-
 def test_table_is_current(model_table, request):
     if not request.config.getoption("--write-tables"):
         assert not model_table.stale(), "docs/models.md is not current: run again with --write-tables"
@@ -358,14 +351,3 @@ def test_every_method_of_peft_is_exact_or_refused_by_name():
     for entry in (ADAPTERS | REFUSED).values():
         kinds.add(entry[1]().peft_type)
     assert kinds >= set(PEFT_TYPE_TO_CONFIG_MAPPING)
-
-
-def test_x_lora_is_refused_by_name(tmp_path):
-    for name in "01":
-        peft.get_peft_model(build("Llama"), lora(target_modules=["q_proj"])()).save_pretrained(tmp_path / name)
-    adapters = {name: str(tmp_path / name) for name in "01"}
-    model = peft.get_peft_model(
-        build("Llama"), peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters=adapters)
-    )
-    with pytest.raises(ValueError, match="XLORA.*runs the model twice"):
-        validate_model(model)

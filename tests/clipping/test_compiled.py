@@ -24,10 +24,6 @@ class Block(nn.Module):
         return x + self.second(torch.relu(self.first(x)))
 
 
-class CompiledByItsClass(Block):
-    forward = torch.compile(Block.forward, backend="eager")
-
-
 def network(block=Block):
     return nn.Sequential(block(), nn.Sequential(block()), nn.Linear(3, 2))
 
@@ -93,14 +89,6 @@ def test_what_was_compiled_and_run_before_hooks_were_there_is_refused(way, mode,
             clipper.backward(called(x).square().sum((1, 2)))
 
 
-def test_a_forward_that_a_class_compiles_is_refused():
-    with (
-        pytest.raises(ValueError, match=TRACED),
-        PerExampleClipper(network(CompiledByItsClass), 1.0, self_check=False) as clipper,
-    ):
-        clipper.backward(clipper.model(torch.randn(4, 6, 3)).square().sum((1, 2)))
-
-
 def test_losses_that_are_compiled_with_the_model_are_refused_and_alone_are_not():
     model, x = network(), torch.randn(4, 6, 3)
 
@@ -161,13 +149,3 @@ def test_what_torch_jit_compiled_is_refused(compiled_by):
     model[1] = compiled_by(model[1])
     with pytest.raises(ValueError, match=r"'1' is a \w*Module: torch.jit compiled it"):
         PerExampleClipper(model, 1.0)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_what_torch_jit_traces_in_the_middle_is_refused():
-    model, x = network(), torch.randn(4, 6, 3)
-    with PerExampleClipper(model, 1.0) as clipper:
-        clipper.backward(model(x).square().sum((1, 2)))
-        with pytest.raises(ValueError):  # hooks run while torch.jit traces
-            model[1] = torch.jit.trace(model[1], x)
-            clipper.backward(model(x).square().sum((1, 2)))

@@ -70,22 +70,6 @@ def test_the_tightest_control_group_counts_and_its_cached_files_make_room(machin
     assert DeviceMemory.of(CPU).free == (10 - 7 + 2 - 1) * GB
 
 
-def test_control_groups_of_version_1_too_seen_from_inside_of_a_container(machine):
-    machine("proc/self/cgroup", "4:memory:/docker/of-the-host\n2:cpu:/\n")
-    machine("cgroups/memory/memory.limit_in_bytes", f"{4 * GB}\n")
-    machine("cgroups/memory/memory.usage_in_bytes", f"{GB}\n")
-    machine("cgroups/memory/memory.stat", f"inactive_file 1\ntotal_inactive_file {GB // 2}\n")
-    assert DeviceMemory.of(CPU).free == 2.5 * GB
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_where_nobody_knows_it_bytes_are_asked_for(device, tmp_path, monkeypatch):
-    monkeypatch.setattr(device_memory, "PROC", tmp_path)  # another system than Linux
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
-    with pytest.raises(ValueError, match="give memory_budget in bytes"):
-        DeviceMemory.of(torch.device(device))
-
-
 REAL = """
 import json, torch
 from dp_transformers.clipping.device_memory import DeviceMemory

@@ -4,7 +4,6 @@ Monte-Carlo audits of the claim with each sampling."""
 import copy
 import gc
 import itertools
-import json
 import math
 import os
 import pickle
@@ -19,9 +18,8 @@ from toeplitz import brute_force, matrix
 from dp_transformers.mechanism.accounting import compute_epsilon
 from dp_transformers.mechanism.clipping_functions import FlatClipping
 from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit, Release
-from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, Noise
+from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
 from dp_transformers.mechanism.sampling import CyclicPoissonSampling, FixedOrderSampling, PoissonSampling
-from dp_transformers.noise.sharded import ShardedNoise
 
 pytestmark = pytest.mark.whole
 
@@ -133,12 +131,6 @@ def test_equal_entropy_gives_equal_noise(noise):
 
 
 @every_correlated
-def test_parameters_of_one_layout_share_a_stream(noise):
-    source = source_of(noise, [(3,), (4,)])
-    assert isinstance(source, ShardedNoise) and len(source._streams) == 1
-
-
-@every_correlated
 def test_a_source_is_neither_copied_nor_drawn_from_in_a_forked_process(noise):
     source = source_of(noise, [(3,)])
     source.add_([torch.zeros(3)], 1.0)
@@ -161,18 +153,6 @@ def test_the_level_stays(noise):
     source.add_([torch.zeros(3)], 1.0)
     with pytest.raises(ValueError, match=r"correlated at standard deviation 1, and this step wants 0.5.*Independent"):
         source.add_([torch.zeros(3)], 0.5)
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 5), ()])
-@every_correlated
-def test_any_shape(noise, shape):
-    """Also nothing: a shard of a parameter with fewer rows than there are ranks."""
-    assert np.isfinite(drawn(noise, 3, [shape, (2,)])).all()
-
-
-@every_correlated
-def test_no_noise(noise):
-    assert not drawn(noise, 5, [(3,)], std=0.0).any()
 
 
 # ---- what is kept ----
@@ -277,13 +257,6 @@ def test_what_does_not_go_together_is_refused(noise):
     for sampling in (FixedOrderSampling(100, 10), CyclicPoissonSampling(100, 10, 5)):
         with pytest.raises(ValueError, match=r"groups of 2 rows"):
             mechanism(noise, sampling, unit=PrivacyUnit(2))
-
-
-@every_correlated
-def test_json(noise):
-    made = mechanism(noise, FixedOrderSampling(100, 10))
-    assert Mechanism.from_dict(json.loads(json.dumps(made.to_dict()))) == made
-    assert Noise.from_dict(noise.to_dict()) == noise and noise.scaled_to(2.0).noise_multiplier == 2.0
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from recorded import DATA, DELTA, mechanism, record, writing
+from recorded import DATA, DELTA, mechanism, record
 
 from dp_transformers import compute_epsilon
 from dp_transformers.mechanism.sampling import CyclicPoissonSampling, FixedOrderSampling, RandomAllocationSampling
@@ -94,21 +94,6 @@ def test_killed_in_the_middle(tmp_path):
     assert any("total.steps = 6, by the ledger it is 10" in fault for fault in found), "the torn line counts"
     record(tmp_path, first=9, steps=1)
     assert faults(tmp_path) == [] and read(tmp_path)["total"]["steps"] == 11
-
-
-def test_no_certificate_was_written(tmp_path):
-    record(tmp_path, certified=False)
-    with pytest.raises(CertificateError, match="is missing: the training was killed before it was written"):
-        read(tmp_path)
-    assert certificate.build(tmp_path)["total"]["steps"] == 20
-
-
-def test_nothing_was_trained(tmp_path):
-    with writing(tmp_path):
-        pass
-    assert certificate.write(tmp_path) is None and not (tmp_path / CERTIFICATE_NAME).exists()
-    with pytest.raises(CertificateError, match="holds no run"):
-        certificate.build(tmp_path)
 
 
 def test_what_is_not_private_says_so(tmp_path):
@@ -256,23 +241,3 @@ def test_unfinished_draws_take_no_steps_away(tmp_path, draws):
     found = Report([look(tmp_path)])
     assert found.certificate["total"]["epsilon"] == honest and "must not be negative" in found.faults[0]
     assert found.guarantee.startswith("Nothing is guaranteed")
-
-
-def test_epsilon_may_be_rounded_in_another_way(tmp_path):
-    record(tmp_path)
-    rewrite(tmp_path, lambda c: c["total"].update(epsilon=c["total"]["epsilon"] * (1 + 1e-4)))
-    assert faults(tmp_path) == []
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "x", "version": 1}'])
-def test_what_is_no_certificate(tmp_path, text):
-    (tmp_path / CERTIFICATE_NAME).write_text(text)
-    with pytest.raises(CertificateError, match="is no certificate"):
-        read(tmp_path)
-
-
-def test_a_training_does_not_end_where_the_certificate_cannot_be_written(tmp_path, caplog):
-    record(tmp_path)
-    (tmp_path / CERTIFICATE_NAME).write_text("{}")
-    certificate.write_or_warn(tmp_path)
-    assert "was not written" in caplog.text and (tmp_path / CERTIFICATE_NAME).read_text() == "{}"

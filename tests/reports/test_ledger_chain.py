@@ -77,13 +77,6 @@ def test_a_line_put_in_shows(path, number, of_an_earlier_release):
     assert chain_of(path).broken_at == number + (2 if fits else 1)
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_a_torn_line_put_in_shows_at_the_next(path, number):
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:number], b'{"run": "a1", "st\n', *lines[number:]]))
-    assert chain_of(path).broken_at == number + 2
-
-
 @pytest.mark.parametrize("torn", [b'{"run": "b2", "st', b"\0\0\0", b"\xff\n"])
 def test_a_kill_in_the_middle_of_a_line_breaks_nothing(path, torn):
     with open(path, "ab") as file:
@@ -92,13 +85,6 @@ def test_a_kill_in_the_middle_of_a_line_breaks_nothing(path, torn):
     with writing(path.parent) as ledger:
         ledger.add_step("b2", 3, USED)
     assert chain_of(path) == Chain(8, 0, None)
-
-
-def test_a_kill_in_the_very_first_line(tmp_path):
-    (tmp_path / LEDGER_NAME).write_bytes(b'{"ru')
-    with writing(tmp_path) as ledger:
-        ledger.add_step("a1", 1, USED)
-    assert ledger.chain().broken_at is None
 
 
 def test_lines_of_an_earlier_release_are_read_and_said_to_be_unchained(tmp_path):
@@ -119,7 +105,3 @@ def test_what_is_cut_off_at_the_end_shows_by_the_digest_alone(path):
     assert ledger.chain().broken_at is None and ledger.digest(size) != (size, digest)
     path.write_bytes(content + b"{}\n")
     assert ledger.digest(size) == (size, digest), "what follows does not change what was"
-
-
-def test_of_no_file(tmp_path):
-    assert Ledger(tmp_path).chain() == Chain(0, 0, None) and Ledger(tmp_path).digest()[0] == 0

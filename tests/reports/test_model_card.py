@@ -56,13 +56,6 @@ def test_a_ledger_of_which_lines_are_missing_gives_no_figure(tmp_path, card):
         assert "The training was differentially private" not in card.read_text()
 
 
-def test_what_is_not_private_says_so(tmp_path, card):
-    record(tmp_path / "run", private=False, not_private_because=["dp_seed=1: draws and noise can be reproduced"])
-    add_to(card, tmp_path / "run")
-    assert "This training gives no guarantee of privacy (dp_seed=1" in card.read_text()
-    assert "| ε for one row | ∞ |" in card.read_text()
-
-
 def test_no_card_or_no_training(tmp_path, card):
     before = card.read_text()
     add_to(card, tmp_path / "run")
@@ -70,11 +63,3 @@ def test_no_card_or_no_training(tmp_path, card):
     record(tmp_path / "run")
     add_to(tmp_path / "run" / "README.md", tmp_path / "run")
     assert not (tmp_path / "run" / "README.md").exists()
-
-
-def test_a_model_is_saved_all_the_same(tmp_path, card, caplog):
-    record(tmp_path / "run")
-    ledger = tmp_path / "run" / "privacy_ledger.jsonl"
-    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[1:]))
-    add_to(card, tmp_path / "run")
-    assert "says nothing of privacy" in caplog.text and "## Privacy" not in card.read_text()

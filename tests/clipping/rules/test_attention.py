@@ -2,11 +2,9 @@
 
 import contextlib
 import copy
-import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_exact_in_modes, clipped_sum, distance, errors, length, trainable
@@ -350,20 +348,6 @@ def test_unbatched_calls_that_come_later_are_refused():
     assert not torch.overrides._get_current_function_mode_stack()  # closed although it raised
 
 
-def test_attached_models_are_copied_and_pickled():
-    model, batch = Attention(), batch_of()
-    with PerExampleClipper(model, 1.0) as clipper:
-        clipper.backward(losses_of(model)(batch))
-        with torch.no_grad():
-            expected = losses_of(model)(batch)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            with torch.no_grad():
-                assert torch.equal(losses_of(twin)(batch), expected)
-    assert type(model.attention) is nn.MultiheadAttention
-    assert not model.attention._forward_hooks
-    assert not model.attention._forward_pre_hooks
-
-
 def test_bf16_autocast():
     """Norms are those of one example at a time under autocast, to the precision of bf16."""
     model, batch = Attention(inputs="x,y,y", need_weights=True), batch_of()
@@ -374,15 +358,3 @@ def test_bf16_autocast():
 
     norm_error, sum_error, _ = errors(model, "book_keeping", batch, in_bf16)
     assert max(norm_error, sum_error) <= 2e-2
-
-
-def test_the_layer_computes_what_it_always_did():
-    """F.multi_head_attention_forward has the signature that stands in for it: a new argument in torch shall not pass
-    unseen."""
-    import inspect
-
-    from dp_transformers.clipping.rules.attention import _attend
-
-    assert list(inspect.signature(_attend).parameters)[2:] == list(
-        inspect.signature(F.multi_head_attention_forward).parameters
-    )

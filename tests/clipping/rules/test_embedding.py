@@ -158,20 +158,3 @@ def test_a_bag_that_reads_another_is_refused():
     model = Neighbours()
     with PerExampleClipper(model, 1.0) as clipper, pytest.raises(SelfCheckError, match="moved by|not exact"):
         clipper.backward(weigh(model(torch.randint(0, 11, (9,)), torch.tensor([0, 2, 5]))))
-
-
-@pytest.mark.parametrize("offsets", [[1, 2], [0, 5, 2], [0, 11]], ids=str)
-def test_offsets_that_divide_nothing(offsets):
-    model = Bags()
-    with pytest.raises((ValueError, RuntimeError), match="offsets"), PerExampleClipper(model, 1.0) as clipper:
-        clipper.backward(weigh(model(torch.randint(0, 11, (9,)), torch.tensor(offsets))))
-
-
-def test_offsets_under_another_name():
-    class Unnamed(Bags):
-        def forward(self, text, where):
-            return self.out(self.bag(text, where))
-
-    model = Unnamed()
-    with PerExampleClipper(model, 1.0) as clipper, pytest.raises(SelfCheckError, match="name that argument"):
-        clipper.backward(weigh(model(torch.randint(0, 11, (9,)), torch.tensor([0, 2, 5]))))

@@ -297,12 +297,6 @@ def test_what_the_rule_leaves_to_the_parent(kind, shape, reason):
     assert max(report.norm_error, report.sum_error) <= 1e-5
 
 
-def test_the_check_names_the_layer_that_began_it_where_its_parents_cannot_be_run_either():
-    rows = Calls(lambda m, x: m.rnn(x)[0], rnn=nn.GRU(IN, HIDDEN))  # examples are taken for the steps of one sequence
-    with pytest.raises(UnsupportedModuleError, match=r"^'0.rnn' \(GRU\) was called on one sequence"):
-        check_model(nn.Sequential(rows), torch.randn(4, IN))
-
-
 def test_a_batch_that_is_taken_for_time():
     model, x = nn.Sequential(nn.GRU(IN, HIDDEN)), torch.randn(4, 3, IN)
     with PerExampleClipper(model, 1.0, self_check=False) as clipper:
@@ -329,16 +323,6 @@ def test_tied_layers():
     model = Tagger(nn.GRU(HIDDEN + 1, HIDDEN, num_layers=2))
     model.rnn.weight_hh_l1, model.rnn.bias_ih_l1 = model.rnn.weight_hh_l0, model.rnn.bias_ih_l0
     check(model, {"x": x_of()})
-
-
-def test_the_modules_own_backward_does_not_run():
-    """It would take a tanh_backward for every step; the rule takes one for all."""
-    steps, model = 50, Tagger(nn.RNN(IN, HIDDEN))
-    with PerExampleClipper(model, 1.0, mode="book_keeping", self_check=False) as clipper:
-        losses = losses_of(model)({"x": x_of(steps=steps)})
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            clipper.backward(losses)
-    assert 0 < sum(event.count for event in profile.key_averages() if event.key == "aten::tanh_backward") < steps
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
