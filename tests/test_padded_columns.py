@@ -8,10 +8,8 @@ from neighbours import LOOPS, Task, assert_bounded, moves, train
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
-from dp_transformers import PrivacyEngine
 from dp_transformers.clipping.errors import SelfCheckError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:dp_seed"), pytest.mark.halved]
@@ -162,50 +160,6 @@ def test_numbers_as_targets_of_positions(loop, collate):
 # ---- criteria ----
 
 
-class MeanOfOwn(nn.Module):
-    """The mean over positions whose target is a number."""
-
-    reduction = "mean"
-
-    def forward(self, outputs, targets):
-        losses = masked_error(outputs, targets)
-        return losses if self.reduction == "none" else losses.mean()
-
-
-class MeanOfMasked(nn.Module):
-    """Padding adds nothing, and counts."""
-
-    reduction = "mean"
-
-    def forward(self, outputs, targets):
-        is_own = ~targets.isnan()
-        losses = (F.mse_loss(outputs, targets.nan_to_num(), reduction="none") * is_own).mean(1)
-        return losses if self.reduction == "none" else losses.mean()
-
-
-def step_with(criterion, rows, fill, physical=16):
-    """The clipped sum of one step, in units of C."""
-    torch.manual_seed(0)
-    model, engine = Series(), PrivacyEngine(dp_seed=5)
-    collate = padded_with({"labels": fill})
-    model, optimizer, criterion, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), criterion=criterion, loss_reduction=criterion.reduction,
-        data_loader=DataLoader(rows, len(rows), collate_fn=collate), noise_multiplier=0.0, max_grad_norm=0.3, max_physical_batch_size=physical,
-    )  # fmt: skip
-    for batch in loader:
-        criterion(model(batch["x"]), batch["labels"]).backward()
-        optimizer.step()
-    return torch.cat([p.grad.flatten() for p in model.parameters()]) * len(rows) / 0.3
-
-
-def test_criteria_that_leave_padding_out():
-    rows = series([4 + i % 5 for i in range(16)])
-    whole, without = (step_with(MeanOfOwn(), part, float("nan")) for part in (rows, rows[:-1]))
-    assert 1e-3 < float((whole - without).norm()) <= 1 + 1e-5
-    with pytest.raises(ValueError, match="padded to the length of a longer one"):
-        step_with(MeanOfMasked(), rows, float("nan"))
-
-
 # ---- how a row was padded ----
 
 
@@ -216,89 +170,7 @@ def own(count, length):
 # ---- the gradient of a loop's own loss ----
 
 
-def last_sum(model, rows, collate, losses_of, **options):
-    """The clipped sum of one step in units of C; ``losses_of(model, batch)`` gives (B,) losses."""
-    torch.manual_seed(0)
-    model, engine = model().train(), PrivacyEngine(dp_seed=5)
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), data_loader=DataLoader(rows, len(rows), collate_fn=collate),
-        noise_multiplier=0.0, max_grad_norm=0.3, **options,
-    )  # fmt: skip
-    for batch in loader:
-        losses = losses_of(model, batch)
-        engine.clipper.backward(losses) if options else losses.mean().backward()
-        optimizer.step()
-    return torch.cat([p.grad.flatten() for p in model.parameters()]) * len(rows) / 0.3
-
-
-HANDED_OVER = {"loss_reduction": "none"}
-
-
 # ---- what is honest ----
-
-
-class WithMask(nn.Module):
-    """The mean over own positions, which are given as numbers."""
-
-    reduction = "mean"
-
-    def forward(self, outputs, targets, mask):
-        losses = ((outputs - targets) ** 2 * mask).sum(1) / mask.sum(1)
-        return losses if self.reduction == "none" else losses.mean()
-
-
-def test_a_criterion_that_is_given_a_mask():
-    rows = series([4 + i % 5 for i in range(16)])
-
-    def collate(rows):
-        batch = padded_with({})(rows)
-        return {**batch, "mask": pad_sequence([torch.ones(len(row["x"])) for row in rows], batch_first=True)}
-
-    model, engine = Series(), PrivacyEngine(dp_seed=5)
-    model, optimizer, criterion, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), criterion=WithMask(),
-        data_loader=DataLoader(rows, 16, collate_fn=collate), noise_multiplier=0.0, max_grad_norm=0.3,
-    )  # fmt: skip
-    for batch in loader:
-        criterion(model(batch["x"]), batch["labels"], batch["mask"]).backward()
-        optimizer.step()
-    assert engine.steps == 1
-
-
-class Packed(nn.Module):
-    """States of a recurrent layer, zeros behind each example's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.states = nn.GRU(3, 4, batch_first=True)
-
-    def forward(self, x, lengths):
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return nn.utils.rnn.pad_packed_sequence(self.states(packed)[0], batch_first=True, total_length=x.shape[1])[0]
-
-
-class Silenced(Series):
-    """Numbers that a mask has multiplied."""
-
-    def forward(self, x, lengths):
-        own_bt = torch.arange(x.shape[1]) < lengths[:, None]
-        return super().forward(x)[..., None] * own_bt[..., None]
-
-
-@pytest.mark.parametrize("options", [{}, HANDED_OVER], ids=["loss.backward", "clipper.backward"])
-@pytest.mark.parametrize("model", [Packed, Silenced])
-def test_a_mean_over_outputs_that_are_zero_at_padding(model, options):
-    rows = series([4 + i % 5 for i in range(16)])
-
-    def collate(rows):
-        return {"x": padded_with({})(rows)["x"], "lengths": torch.tensor([len(row["x"]) for row in rows])}
-
-    def losses_of(model, batch):
-        means = model(batch["x"], batch["lengths"]).sum(1) / batch["lengths"][:, None]
-        return (means - 1).square().sum(1)
-
-    whole, without = (last_sum(model, part, collate, losses_of, **options) for part in (rows, rows[:-1]))
-    assert 1e-3 < float((whole - without).norm()) <= 1 + 1e-5
 
 
 def test_pairs_of_positions():

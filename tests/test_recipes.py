@@ -269,13 +269,6 @@ def test_a_command_that_is_repeated_goes_on(task, tmp_path, call, capsys):
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")} == weights
 
 
-def test_a_tampered_archive_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("DP_TRANSFORMERS_CACHE", str(tmp_path))
-    (tmp_path / assets.MINILM.filename).write_bytes(b"something else")
-    with pytest.raises(assets.AssetError, match="sha256"):
-        assets.fetch(assets.MINILM)
-
-
 # ---- causal_lm ----
 
 
@@ -684,20 +677,6 @@ def test_only_completions_are_trained_to_be_written(conversations, tmp_path, cal
     for labels in seen["labels"].tolist():
         trained = [token for token in labels if token != -100]
         assert len(trained) == 4 and trained[-1] == 1, "three words and the end"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "needed"),
-    [(instruction_tuning, "'prompt' and 'completion', or 'messages', or 'text'"), (preference_tuning, "'chosen' and 'rejected'")],
-    ids=["instructions", "preferences"],
-)  # fmt: skip
-def test_rows_of_another_kind_are_refused_in_one_line(recipe, needed, conversations, tmp_path, call):
-    flags = lm_flags(conversations, tmp_path / "o")
-    said = call(recipe, *flags, "--train_file", conversations / "rows.jsonl")
-    assert said == (
-        f"error: the data ('train') has the columns ['film', 'verdict'], and needs {needed}: rename the columns."
-    )
-    assert not (tmp_path / "o").exists()
 
 
 # ---- the GGUF archive ----

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layers import ALL_MODES, check, weigh
+from layers import ALL_MODES, Calls, check, weigh
 from oracle import clipped_sum, distance, length
 from torch import nn
 
@@ -10,50 +10,25 @@ from dp_transformers import PerExampleClipper, check_model
 from dp_transformers.clipping.errors import UnsupportedModuleError
 
 
-class Scale(nn.Module):
+def weight(*shape):
+    return nn.Parameter(torch.randn(*shape or (5,)))
+
+
+def uses_scale():
     """No rule: a raw parameter, a keyword argument, two outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3, 1))
-
-    def forward(self, x, *, factor=1.0):
-        return x * self.scale.exp() * factor, x.sum(-1, keepdim=True) + self.shift
+    scale = Calls(lambda m, x, *, factor: (x * m.scale.exp() * factor, x.sum(-1, keepdim=True) + m.shift), scale=weight(), shift=weight(3, 1))  # fmt: skip
+    return Calls(lambda m, x: sum(m.scale(m.first(x), factor=0.5)), first=nn.Linear(5, 5), scale=scale)
 
 
-class UsesScale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.scale = nn.Linear(5, 5), Scale()
-
-    def forward(self, x):
-        a, b = self.scale(self.first(x), factor=0.5)
-        return a + b
-
-
-class Broadcast(nn.Module):
+def broadcast():
     """Parameters used without a batch dimension: position embeddings for (1, T), a raw token."""
-
-    def __init__(self):
-        super().__init__()
-        self.positions, self.token = nn.Embedding(9, 5), Token()
-
-    def forward(self, x):
-        positions = torch.arange(x.shape[1]).unsqueeze(0)
-        return x + self.positions(positions) + self.token()
-
-
-class Token(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.value = nn.Parameter(torch.randn(1, 1, 5))
-
-    def forward(self):
-        return self.value * 2
+    token = Calls(lambda m: m.value * 2, value=weight(1, 1, 5))
+    call = lambda m, x: x + m.positions(torch.arange(x.shape[1]).unsqueeze(0)) + m.token()  # noqa: E731
+    return Calls(call, positions=nn.Embedding(9, 5), token=token)
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
-@pytest.mark.parametrize("model", [UsesScale, Broadcast])
+@pytest.mark.parametrize("model", [uses_scale, broadcast])
 def test_fallback_and_modules_without_a_batch(model, mode):
     check(model(), torch.randn(4, 3, 5), mode)
 
@@ -119,66 +94,43 @@ def test_fallback_sees_the_random_numbers_that_were_drawn(mode):
     assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
 
 
-class Branches(nn.Module):
+def branches(m, x):
     """Runs under no vmap, and treats its examples independently."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(5))
-
-    def forward(self, x):
-        return torch.stack([row * self.w if row.sum().item() > 0 else row.flip(0) * self.w**2 for row in x])
+    return torch.stack([row * m.w if row.sum().item() > 0 else row.flip(0) * m.w**2 for row in x])
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_what_vmap_cannot_run_is_run_one_by_one(mode):
-    check(nn.Sequential(nn.Linear(5, 5), Branches()), torch.randn(4, 3, 5), mode)
+    check(nn.Sequential(nn.Linear(5, 5), Calls(branches, w=weight())), torch.randn(4, 3, 5), mode)
 
 
-class WritesToItsInput(nn.Module):
+def writes_to_its_input():
     """Zeroes padding in place, as speech encoders do: doing it twice changes nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(5))
-
-    def forward(self, x):
-        x[:, -1] = 0
-        return x * self.w
+    return Calls(lambda m, x: (x[:, -1].zero_(), x * m.w)[1], w=weight())
 
 
-class WritesToAnothersInput(nn.Module):
+def writes_to_anothers_input():
     """A sum needs neither of its parts to go back, so plain autograd lets them be overwritten."""
 
-    class Adds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(5))
-
-        def forward(self, x):
-            return x + self.w
-
-    def __init__(self):
-        super().__init__()
-        self.adds = self.Adds()
-
-    def forward(self, x):
+    def call(m, x):
         x = x * 2
-        y = torch.tanh(self.adds(x))
+        y = torch.tanh(m.adds(x))
         return x.mul_(3) + y
+
+    return Calls(call, adds=Calls(lambda m, x: x + m.w, w=weight()))
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
-@pytest.mark.parametrize("writes", [WritesToItsInput, WritesToAnothersInput])
+@pytest.mark.parametrize("writes", [writes_to_its_input, writes_to_anothers_input])
 def test_modules_that_write_to_inputs(writes, mode):
     check(nn.Sequential(nn.Linear(5, 5), writes()), torch.randn(4, 3, 5), mode)
 
 
 def test_what_was_overwritten_is_refused_by_name_without_the_check():
-    model = nn.Sequential(nn.Linear(5, 5), WritesToAnothersInput())
+    model = nn.Sequential(nn.Linear(5, 5), writes_to_anothers_input())
     with (
         PerExampleClipper(model, 1.0, self_check=False) as clipper,
-        pytest.raises(UnsupportedModuleError, match=r"writes in place .* '1.adds' \(Adds\) .*x = x \+ y.*Ways out"),
+        pytest.raises(UnsupportedModuleError, match=r"writes in place .* '1.adds' \(Calls\) .*x = x \+ y.*Ways out"),
     ):
         clipper.backward(weigh(model(torch.randn(4, 3, 5))))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import Calls
 from oracle import assert_exact_in_modes, clipped_sum, distance, errors, length, trainable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -213,17 +214,17 @@ def test_frozen_parts(frozen):
     check(model, batch_of())
 
 
-class Twice(nn.Module):
+def of_one_attention(call, **parts):
+    """Between a layer before and what ``call`` makes of both."""
+    attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    return Calls(call, attention=attention, before=nn.Linear(5, WIDTH), **parts)
+
+
+def twice(m, x, y):
     """One attention for both: the blocks of rows of its packed weight are not the same in the two calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.before = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), nn.Linear(5, WIDTH)
-
-    def forward(self, x, y):
-        x, y = self.before(x), self.before(y)
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return x + self.attention(x, y, y.flip(1))[0] + self.attention(x, y, y)[0]
+    x, y = m.before(x), m.before(y)
+    x = x + m.attention(x, x, x, need_weights=False)[0]
+    return x + m.attention(x, y, y.flip(1))[0] + m.attention(x, y, y)[0]
 
 
 class Checkpointed(Attention):
@@ -238,7 +239,12 @@ class Checkpointed(Attention):
 
 
 @pytest.mark.parametrize(
-    "build", [Twice, lambda: Checkpointed(True, inputs="x,y,y"), lambda: Checkpointed(False, add_bias_kv=True)]
+    "build",
+    [
+        lambda: of_one_attention(twice),
+        lambda: Checkpointed(True, inputs="x,y,y"),
+        lambda: Checkpointed(False, add_bias_kv=True),
+    ],
 )
 def test_several_calls_and_checkpointing(build):
     check(build(), batch_of(queries=3))
@@ -305,35 +311,27 @@ def test_calls_outside_the_model_are_still_refused():
             torch.testing.assert_close(model.attention(x, x, x)[0], expected)
 
 
-class Windows(nn.Module):
+def windows(m, x, y):
     """Attention inside windows, (B·windows, T, d): nobody there sees the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.attention = nn.Linear(5, WIDTH), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-
-    def forward(self, x, y):
-        windows = self.before(x).unflatten(1, (-1, 2)).flatten(0, 1)
-        return (
-            self.attention(windows, windows, windows, need_weights=False)[0].unflatten(0, (len(x), -1)).flatten(1, 2)
-        )
+    x_wtd = m.before(x).unflatten(1, (-1, 2)).flatten(0, 1)
+    return m.attention(x_wtd, x_wtd, x_wtd, need_weights=False)[0].unflatten(0, (len(x), -1)).flatten(1, 2)
 
 
-class Shared(Windows):
+def shared(batched):
     """The same attention for all examples, with and without a batch dimension."""
 
-    def __init__(self, batched):
-        super().__init__()
-        self.batched, self.table = batched, nn.Parameter(torch.randn(4, WIDTH))
+    def call(m, x, y):
+        table = m.table[None] if batched else m.table
+        table = m.attention(table, table, table, need_weights=False)[0]
+        return m.before(x) * (table if batched else table[None])
 
-    def forward(self, x, y):
-        table = self.table[None] if self.batched else self.table
-        table = self.attention(table, table, table, need_weights=False)[0]
-        return self.before(x) * (table if self.batched else table[None])
+    return of_one_attention(call, table=nn.Parameter(torch.randn(4, WIDTH)))
 
 
 @pytest.mark.parametrize(
-    "build", [Windows, lambda: Shared(True), lambda: Shared(False)], ids=["windows", "shared", "no batch"]
+    "build",
+    [lambda: of_one_attention(windows), lambda: shared(True), lambda: shared(False)],
+    ids=["windows", "shared", "no batch"],
 )
 def test_calls_without_the_batch_are_answered_by_the_model(build):
     check(build(), batch_of(queries=4), answers=None)
@@ -341,7 +339,7 @@ def test_calls_without_the_batch_are_answered_by_the_model(build):
 
 def test_unbatched_calls_that_come_later_are_refused():
     """A model that squeezes: what the self-check saw had a batch."""
-    model = Shared(False)
+    model = shared(False)
     clipper = PerExampleClipper(model, 1.0, mode="ghost", self_check=False)
     with pytest.raises(ValueError, match="unbatched query in a forward pass of 4 examples"):
         clipper.backward(losses_of(model)(batch_of(queries=4)))
