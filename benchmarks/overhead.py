@@ -23,7 +23,7 @@ from dp_transformers.mechanism.sampling import DrawSampler, PoissonSampling
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.step.checkpoint import PrivacyState
 from dp_transformers.step.ledger import Ledger
-from dp_transformers.step.private_loss import LOSS, PrivateLoss
+from dp_transformers.step.releases import LOSS, PrivateLoss
 from dp_transformers.step.run import PrivateRun
 
 from .contenders import Task, plain

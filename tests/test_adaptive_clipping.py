@@ -43,7 +43,7 @@ from dp_transformers.mechanism.sampling import CyclicPoissonSampling, DrawSample
 from dp_transformers.mechanism.schedules import ConstantSchedule
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.step.ledger import LEDGER_NAME, Ledger
-from dp_transformers.step.quantile import NoisedShare
+from dp_transformers.step.releases import NoisedShare
 
 pytestmark = pytest.mark.halved
 

@@ -25,8 +25,7 @@ from dp_transformers.mechanism.sampling import (
 )
 from dp_transformers.noise.generators import GaussianNoise
 from dp_transformers.runtime.randomness import SecretSeeds
-from dp_transformers.step.private_loss import PrivateLoss
-from dp_transformers.step.quantile import NoisedShare
+from dp_transformers.step.releases import NoisedShare, PrivateLoss
 
 pytestmark = pytest.mark.halved
 

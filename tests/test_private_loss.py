@@ -25,7 +25,7 @@ from dp_transformers import (
 from dp_transformers.losses.heads import default_loss_bound
 from dp_transformers.reports import certificate
 from dp_transformers.step.ledger import PrivacyStateError
-from dp_transformers.step.private_loss import PrivateLoss, loss_release
+from dp_transformers.step.releases import PrivateLoss, loss_release
 
 pytestmark = pytest.mark.halved
 

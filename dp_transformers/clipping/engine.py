@@ -111,15 +111,7 @@ class ClippingEngine:
         self.loop: TrainingLoop | None = None
         self.follows = False
         self.on_outputs: Callable[[tuple, dict, Any], Any] = lambda args, kwargs, output: None
-        self._hooks = HookedModel(
-            model,
-            self._begin_forward,
-            self._record,
-            self._run_by_example,
-            self._end_forward,
-            self._refuse_native_gradient,
-            self._during_forward_without_graph,
-        )
+        self._hooks = HookedModel(model, self)
         self._apart = ExamplesApart(self._record_whole)
         self._on_trial, self._trial_limit = False, 0.0
         self._fills_gradients = False  # autograd may, for the second of two passes
@@ -318,7 +310,7 @@ class ClippingEngine:
             self.forward.backward, self.forward.calls = None, []  # they hold each other, and what was kept
         self.forward, self._hooks.in_backward = forward, False
 
-    def _begin_forward(self, args: tuple, kwargs: dict) -> bool:
+    def begin_forward(self, args: tuple, kwargs: dict) -> bool:
         """The model is called with a graph; False if activation checkpointing calls it inside backward."""
         if self._hooks.in_backward:
             if torch._C._current_graph_task_id() != -1:
@@ -347,7 +339,7 @@ class ClippingEngine:
         return True
 
     @contextlib.contextmanager
-    def _during_forward_without_graph(self) -> Iterator[None]:
+    def without_graph(self) -> Iterator[None]:
         """Such a pass over a private batch may leave something in the model, which would tell later batches of it as a
         pass with a graph would."""
         loop = self._loop_in_charge
@@ -367,7 +359,7 @@ class ClippingEngine:
             conditions=self.conditions,
         )
 
-    def _run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
+    def run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
         """Whether the module could run one example at a time, and what it returned. One that could not is re-run from
         now on; in this forward pass it is tried at every call, since activation checkpointing must meet what it met
         before."""
@@ -391,7 +383,7 @@ class ClippingEngine:
         set_random_state(device, numbers)
         return False, function(*args, **kwargs)
 
-    def _record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
+    def record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
         if self._apart.is_running:
             return self._apart.record(owner, args, kwargs, output, first_node)
         return self._record_whole(owner, args, kwargs, output, first_node)
@@ -399,7 +391,7 @@ class ClippingEngine:
     def _record_whole(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
         if owner.rule.require is not None:
             owner.rule.require(owner.module)
-        forward = cast(ForwardPass, self.forward)  # calls are passed on only after _begin_forward
+        forward = cast(ForwardPass, self.forward)  # calls are passed on only after begin_forward
         forward.note_call(owner)
         if not torch.is_grad_enabled():
             forward.reentrant = True
@@ -411,7 +403,7 @@ class ClippingEngine:
         owner.random_state = None  # of no use any more, and nobody shall find it in a saved model
         return tapped(call)
 
-    def _end_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
+    def end_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._on_trial:
             return None
         given = self.on_outputs(args, kwargs, output)
@@ -556,7 +548,7 @@ class ClippingEngine:
     def _refuse_escape(self, parameter: nn.Parameter) -> None:
         refuse_escape(self.owners, parameter, self.trainable.name_of(parameter))
 
-    def _refuse_native_gradient(self, parameter: nn.Parameter) -> None:
+    def refuse_native_gradient(self, parameter: nn.Parameter) -> None:
         """Autograd filled a gradient by itself, which is not clipped."""
         if self._fills_gradients:
             return

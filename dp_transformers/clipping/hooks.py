@@ -1,12 +1,12 @@
-"""The hooks of one model: they tell when it is called, and pass on every call of a module that owns parameters. They
-know no gradients."""
+"""The hooks of one model, which pass on its forward passes and every call of a module that owns parameters to an
+:class:`Observer`. They know no gradients."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -20,40 +20,48 @@ from .owners import Owner
 from .recorded_call import differentiable_leaves
 
 
+class Observer(Protocol):
+    """What a hooked model passes on to whoever records its forward passes."""
+
+    def begin_forward(self, args: tuple, kwargs: dict) -> bool:
+        """Called before the model runs with a graph. Returns whether calls are to be passed on."""
+
+    def record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
+        """Called after each call of a module that owns parameters. Returns the output to go on with, None for the
+        same."""
+
+    def run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
+        """Called in the place of ``function(*args, **kwargs)``, the forward of an owner that is to run one example at
+        a time. Returns whether it did, and the output."""
+
+    def end_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Called after a forward pass whose calls were passed on. Returns the output to go on with, None for the
+        same."""
+
+    def refuse_native_gradient(self, parameter: nn.Parameter) -> None:
+        """Called when autograd has filled a gradient by itself. May raise."""
+
+    def without_graph(self) -> contextlib.AbstractContextManager:
+        """Returns a context in which the model runs without a graph."""
+
+
 class HookedModel:
     """A model with hooks, while it is attached.
 
     Args:
-        on_forward: ``f(args, kwargs)``, before the model runs with a graph. Whether calls shall be passed on.
-        on_call: ``f(owner, args, kwargs, output, first_node)``, after each of them: the output to go on with, None for
-            the same.
-        on_by_example: ``f(owner, function, args, kwargs)``, in the place of ``function(*args, **kwargs)``, the forward
-            of an owner that is to run one example at a time: whether it did, and the output.
-        on_output: ``f(args, kwargs, output)``, after a forward pass whose calls were passed on: the output to go on
-            with, None for the same.
-        on_gradient: ``f(parameter)``, when autograd has filled a gradient by itself.
-        without_graph: A context in which the model runs without a graph.
+        observer: It is told of calls and outputs.
 
     Attributes:
         in_backward: Set while calls are passed on that run inside backward, where activation checkpointing recomputes
             them.
+        dropouts: Dropout modules whose masks are of what all rows share.
+        numbers_of_draw: What the masks of these are drawn from; None where they are drawn as they come.
     """
 
     _is_copy = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        on_forward: Callable[[tuple, dict], bool],
-        on_call: Callable[[Owner, tuple, dict, Any, int], Any],
-        on_by_example: Callable[[Owner, Callable, tuple, dict], tuple[bool, Any]],
-        on_output: Callable[[tuple, dict, Any], Any],
-        on_gradient: Callable[[nn.Parameter], None],
-        without_graph: Callable[[], contextlib.AbstractContextManager],
-    ):
-        self.model, self._on_forward, self._on_call, self._on_gradient = model, on_forward, on_call, on_gradient
-        self._on_output, self._on_by_example = on_output, on_by_example
-        self._without_graph = without_graph
+    def __init__(self, model: nn.Module, observer: Observer):
+        self.model, self._observer = model, observer
         self._opened_without_graph: contextlib.AbstractContextManager | None = None
         self.in_backward = False
         self._owners: Iterable[Owner] = ()
@@ -64,8 +72,8 @@ class HookedModel:
         self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
         self._configs: list[Any] = []  # those that say whether the model fills a cache
         self._without_caches = contextlib.ExitStack()
-        self.dropouts: Sequence[nn.Module] = ()  # their masks are of what all rows share
-        self.numbers_of_draw: int | None = None  # which these are drawn from
+        self.dropouts: Sequence[nn.Module] = ()
+        self.numbers_of_draw: int | None = None
         self._shapes_of_draw: dict[int, torch.Size] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,11 +162,11 @@ class HookedModel:
             return
         refuse_tracing()
         if not torch.is_grad_enabled():
-            opened = self._opened_without_graph = self._without_graph()
+            opened = self._opened_without_graph = self._observer.without_graph()
             opened.__enter__()
             return
         handles = self._handles
-        if not self._on_forward(args, kwargs):
+        if not self._observer.begin_forward(args, kwargs):
             return
         self._in_forward = True
         if kwargs.get("past_key_values") is None:
@@ -180,7 +188,7 @@ class HookedModel:
         if opened is not None:
             opened.__exit__(None, None, None)
         recorded = was_recorded and output is not None  # None: it raised
-        return self._on_output(args, kwargs, output) if recorded else None
+        return self._observer.end_forward(args, kwargs, output) if recorded else None
 
     # ---- modules that own parameters ----
 
@@ -216,7 +224,7 @@ class HookedModel:
         is_recorded = (self._in_forward or self.in_backward) and not self._suspended and torch.is_grad_enabled()
         if not (is_recorded and owner.runs_by_example):
             return function(*args, **kwargs)
-        ran, output = self._on_by_example(owner, function, args, kwargs)
+        ran, output = self._observer.run_by_example(owner, function, args, kwargs)
         if ran:
             owner.first_nodes[-1] = None
         return output
@@ -226,7 +234,7 @@ class HookedModel:
         if self._suspended or first_node is None:  # its parameters were tapped
             return None
         if self._in_forward or self.in_backward:
-            return self._on_call(owner, args, kwargs, output, first_node)
+            return self._observer.record(owner, args, kwargs, output, first_node)
         differentiated = [x for x in differentiable_leaves(output) if x.grad_fn is not None]
         if differentiated and torch.jit.is_tracing():
             raise ValueError(
@@ -276,7 +284,7 @@ class HookedModel:
 
     def _after_gradient(self, parameter: nn.Parameter) -> None:
         if not self._suspended:
-            self._on_gradient(parameter)
+            self._observer.refuse_native_gradient(parameter)
 
 
 def _refuse_gradient(owner: Owner, gradient: torch.Tensor) -> NoReturn:

@@ -73,7 +73,8 @@ class TrainableParameters:
     def refuse_gradient_hooks(self) -> None:
         """Raise ValueError if somebody else looks at gradients."""
         for p in self.parameters:
-            if (p._backward_hooks or p._post_accumulate_grad_hooks) and self._has_foreign_hook(p):
+            # one of them is that of the clipper
+            if p._backward_hooks or (len(p._post_accumulate_grad_hooks or ()) > 1 and self._has_foreign_hook(p)):
                 raise ValueError(
                     f"trainable parameter '{self.name_of(p)}' has a gradient hook, which could change or use "
                     "gradients that are not private yet. Remove it: call remove() of the handle that register_hook "
@@ -81,8 +82,7 @@ class TrainableParameters:
                 )
 
     def _has_foreign_hook(self, p: nn.Parameter) -> bool:
-        own = 1 + self.parallel.native_hooks(p)
-        return bool(p._backward_hooks) or len(p._post_accumulate_grad_hooks or ()) > own
+        return len(p._post_accumulate_grad_hooks or ()) > 1 + self.parallel.native_hooks(p)
 
     def are_the_same(self) -> bool:
         """Returns True if the same parameters are trainable now."""

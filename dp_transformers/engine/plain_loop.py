@@ -23,7 +23,7 @@ from ..mechanism.noise import IndependentNoise
 from ..mechanism.sampling import PoissonSampling
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds
-from ..step.private_loss import LOSS
+from ..step.releases import LOSS
 from ..step.run import PrivateRun
 from ..step.step import PrivateStep
 from .criterion import REDUCTIONS, PrivateCriterion

@@ -78,10 +78,9 @@ class PrivacyState:
             flush_to_disk(path)
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
         temporary = folder / f".{STATE_NAME}"
+        content = {**self.to_dict(), "ledger_steps": ledger_steps, **(facts or {}), "files": sizes}
         with open(temporary, "w") as file:
-            json.dump(
-                {**self.to_dict(), "ledger_steps": ledger_steps, **(facts or {}), "files": sizes}, file, indent=2
-            )
+            json.dump(content, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / STATE_NAME)
@@ -190,15 +189,8 @@ def find_checkpoint(output_dir: str | os.PathLike) -> str:
         if faults:
             logger.warning("resuming from '%s'; newer checkpoints are not complete: %s", folder, " ".join(faults))
         return str(folder)
-    raise PrivacyStateError(
-        " ".join(
-            (
-                f"there is no complete checkpoint in '{output_dir}' to resume from.",
-                *faults,
-                "Start a new run (resume_from_checkpoint=None).",
-            )
-        )
-    )
+    missing = f"there is no complete checkpoint in '{output_dir}' to resume from."
+    raise PrivacyStateError(" ".join([missing, *faults, "Start a new run (resume_from_checkpoint=None)."]))
 
 
 def rotate(output_dir: str | os.PathLike, limit: int, keep: Collection[str]) -> None:
@@ -212,11 +204,8 @@ def rotate(output_dir: str | os.PathLike, limit: int, keep: Collection[str]) -> 
 
 
 def _checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    return [
-        path
-        for path in Path(output_dir).glob("checkpoint-*")
-        if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
-    ]
+    found = Path(output_dir).glob("checkpoint-*")
+    return [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
 
 
 def _number(checkpoint: Path) -> int:

@@ -27,7 +27,7 @@ class ReleasedGradients:
 
     def __init__(self, clipper: PerExampleClipper, own_optimizer: torch.optim.Optimizer | None):
         self._clipper, self._own_optimizer = clipper, own_optimizer
-        self._private = frozenset(clipper.parameters)
+        self._private = {id(p) for p in clipper.parameters}  # a set of tensors takes a call of Python for each
         self._handle = register_optimizer_step_pre_hook(partial(_before_any_step, weakref.ref(self)))
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class ReleasedGradients:
         if optimizer is self._own_optimizer and not also_own:
             return
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p in self._private and p.grad is not None and not is_noised(p.grad):
+            if id(p) in self._private and p.grad is not None and not is_noised(p.grad):
                 name = next((name for name, q in self._clipper.model.named_parameters() if q is p), "?")
                 raise ValueError(
                     f"{type(optimizer).__name__} would step with a gradient of '{name}' that has no noise: no private "

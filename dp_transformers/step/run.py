@@ -101,32 +101,15 @@ class PrivacySpent:
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which knows no infinity: an infinite ε is None."""
         values = {name: getattr(self, name) for name in _REPORTED}
-        plain = {
-            name: None if value == math.inf else list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
-        return {**plain, "mechanism": self.mechanism.to_dict()}
+        values = {name: None if value == math.inf else value for name, value in values.items()}
+        return {**values, "not_private_because": [*self.not_private_because], "mechanism": self.mechanism.to_dict()}
 
 
 _REPORTED = (
-    "epsilon",
-    "delta",
-    "steps",
-    "noise_multiplier",
-    "sample_rate",
-    "max_grad_norm",
-    "expected_batch_size",
-    "num_examples",
-    "accountant",
-    "sampling",
-    "neighboring_relation",
-    "unit",
-    "private",
-    "not_private_because",
-    "verified",
-    "max_examples_per_person",
-    "epsilon_per_person",
-)
+    "epsilon", "delta", "steps", "noise_multiplier", "sample_rate", "max_grad_norm", "expected_batch_size",
+    "num_examples", "accountant", "sampling", "neighboring_relation", "unit", "private", "not_private_because",
+    "verified", "max_examples_per_person", "epsilon_per_person",
+)  # fmt: skip
 
 
 class PrivateRun:
@@ -270,29 +253,27 @@ class PrivateRun:
     def begin(self) -> None:
         """Record in the ledger that this run starts or goes on with a new noise source, and what is known of it."""
         self._segments.setdefault(self.state.run_id, []).append(Counter())
-        if self.ledger is None:
-            return
-        distributed.call_on_rank_zero(self._record_beginning)
+        if (ledger := self.ledger) is not None:
+            distributed.call_on_rank_zero(lambda: self._record_beginning(ledger))
 
-    def _record_beginning(self) -> None:
-        assert self.ledger is not None
-        require_intact(self.ledger)
-        if earlier := self.ledger.other_steps(self.state.run_id):
+    def _record_beginning(self, ledger: Ledger) -> None:
+        require_intact(ledger)
+        if earlier := ledger.other_steps(self.state.run_id):
             logger.warning(
                 "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. "
                 "If this model starts from theirs, or several models trained on the same data are released, what they "
                 "spent adds up. If nothing of those runs was kept, they cost nothing.",
-                self.ledger.path, earlier,
+                ledger.path, earlier,
             )  # fmt: skip
-        about, before = self._about(), self.ledger.beginnings(self.state.run_id)
-        now, said = about.get("data") or {}, [line["data"] for line in before if line.get("data")]
-        comparable = [each for each in said if each.get("digest") and each.get("key") == now.get("key")]
-        if any(is_other_data(now, each) for each in comparable[-1:]):
+        about = self._about()
+        now, recorded = about.get("data") or {}, [line.get("data") for line in ledger.beginnings(self.state.run_id)]
+        comparable = [data for data in recorded if data and data.get("digest") and data.get("key") == now.get("key")]
+        if any(is_other_data(now, data) for data in comparable[-1:]):
             logger.warning(
                 "this run goes on with other data than it had before (their digests differ): its epsilon is that of "
                 "rows that are in both, and its report names both."
             )
-        self.ledger.begin(self.state.to_dict(), {**about, **self.facts()})
+        ledger.begin(self.state.to_dict(), {**about, **self.facts()})
 
     def facts(self) -> dict[str, Any]:
         """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is
@@ -327,7 +308,7 @@ class PrivateRun:
             PrivacyStateError: the ledger lacks steps.
         """
         own, counted = self._segments.setdefault(state.run_id, []), self._counted(state.run_id)
-        said = [] if facts is None else [facts]
+        earlier = [] if facts is None else [facts]
         if self.ledger is not None:
             known = max(sum(segment.total() for segment in at_least), counted)
             recorded, beginnings = distributed.call_on_rank_zero(
@@ -343,14 +324,12 @@ class PrivateRun:
                     "anything of this run is kept, its steps still count."
                 )
             own[:] = [state.mechanism.known(segment, executed) for segment in recorded if segment]
-            said += beginnings
+            earlier += beginnings
         elif not is_own:
             own.extend(at_least)
-        self.state = _with_rows(state, max([_rows(each) for each in said], default=1))
-        self._reasons = list(
-            dict.fromkeys([*self._reasons, *(why for each in said for why in each.get("not_private_because", ()))])
-        )
-        self.verified = self.verified and all(each.get("verified", True) for each in said)
+        self.state = _with_rows(state, max([_rows(each) for each in earlier], default=1))
+        self._reasons += [why for each in earlier for why in each.get("not_private_because", ())]
+        self.verified = self.verified and all(each.get("verified", True) for each in earlier)
         clipping = state.mechanism.clipping
         if facts is not None and "max_grad_norm" in facts and isinstance(clipping, AdaptiveClipping):
             self._moved = replace(clipping, max_grad_norm=facts["max_grad_norm"])
@@ -403,8 +382,8 @@ def _require_releases(mechanism: Mechanism, beginnings: Iterable[Mapping[str, An
     """Raise PrivacyStateError if the ledger says of a run's steps that they released other sums, since their lines
     say of gradients alone what noise they had."""
     now = mechanism.to_dict()["releases"]
-    for said in beginnings:
-        if (before := said.get("mechanism", {}).get("releases", [])) != now:
+    for line in beginnings:
+        if (before := line.get("mechanism", {}).get("releases", [])) != now:
             raise PrivacyStateError(
                 f"the ledger says that this run released {before} besides gradients, and the checkpoint says {now}: "
                 "one of the two was changed. Restore it from a backup, or start a new run without this checkpoint."

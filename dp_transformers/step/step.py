@@ -43,8 +43,7 @@ from ..noise.sharded import ShardedNoise
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds, require_unseeded
 from .gradients import ReleasedGradients
-from .private_loss import LOSS, private_loss_of
-from .quantile import noised_share_of
+from .releases import LOSS, NoisedShare, PrivateLoss, loss_release
 from .run import PrivateRun
 
 
@@ -120,10 +119,12 @@ class PrivateStep:
             if getattr(self._noise, "is_dithered", False)
             else None
         )
-        self._private_loss = private_loss_of(run.mechanism, clipper, **source)
-        self._share = noised_share_of(run.mechanism, clipper, **source)
+        release, is_adaptive = loss_release(run.mechanism), isinstance(run.mechanism.clipping, AdaptiveClipping)
+        self._private_loss = None if release is None else PrivateLoss(release, clipper, **source)
+        self._share = NoisedShare(clipper, **source) if is_adaptive else None
         self.gradients, self._sums = ReleasedGradients(clipper, own_optimizer), clipper.empty_sums()
         self.loss: torch.Tensor | None = None
+        self._trained, self._validated = {id(p) for p in clipper.parameters}, own_optimizer
         self._released = 0  # how many steps the noise source has served
         self._checks = BatchChecks(clipper, data, announce, label_names)
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
@@ -386,8 +387,11 @@ class PrivateStep:
         """
         clipper, given = self.clipper, self.given
         self._require_same_processes()
-        clipper.require_same_parameters()
-        validate_optimizer(optimizer, clipper.model)
+        clipper.shards.reshard()
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if stepped != self._trained or optimizer is not self._validated:
+            validate_optimizer(optimizer, clipper.model)
+            self._validated = optimizer
         clipper.end_draw()
         self._require_no_gap()
         if (

@@ -22,7 +22,7 @@ from ..mechanism.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_
 from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from ..mechanism.noise import IndependentNoise
 from ..mechanism.sampling import PoissonSampling
-from ..step.private_loss import LOSS, loss_release
+from ..step.releases import LOSS, loss_release
 from .refused import refuse_arguments, refuse_other_trainers
 
 T = TypeVar("T")

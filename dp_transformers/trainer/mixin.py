@@ -32,7 +32,7 @@ from ..reports.model_card import add_to
 from ..runtime import distributed
 from ..runtime.randomness import seeded_global_generators
 from ..step.checkpoint import rotate
-from ..step.private_loss import loss_release
+from ..step.releases import loss_release
 from ..step.run import PrivacySpent, PrivateRun
 from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments

@@ -15,8 +15,7 @@ from dp_transformers.noise.add_noise import add_noise_and_divide
 from dp_transformers.noise.digits import DITHER, round_digits, step
 from dp_transformers.noise.generators import Dither, GaussianNoise
 from dp_transformers.runtime import distributed
-from dp_transformers.step.private_loss import PrivateLoss
-from dp_transformers.step.quantile import NoisedShare
+from dp_transformers.step.releases import NoisedShare, PrivateLoss
 
 pytestmark = pytest.mark.whole
 

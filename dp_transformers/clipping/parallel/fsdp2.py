@@ -108,15 +108,15 @@ class Shards:
 
     def unsharded(self, p: nn.Parameter) -> nn.Parameter:
         """The tensor that modules hold for ``p`` while they run; ``p`` itself if it is not sharded."""
-        return self.all_unsharded(p)[0]
+        return self.all_unsharded(p)[0] if self._unsharded else p
 
     def all_unsharded(self, p: nn.Parameter) -> list[nn.Parameter]:
         """The same, for each unit of ``fully_shard`` that gathers it."""
-        return self._unsharded.get(p, [p])
+        return self._unsharded.get(p, [p]) if self._unsharded else [p]
 
     def sharded(self, unsharded: nn.Parameter) -> nn.Parameter:
         """The parameter that ``unsharded`` stands for."""
-        return self._sharded.get(unsharded, unsharded)
+        return self._sharded.get(unsharded, unsharded) if self._sharded else unsharded
 
     def refuse_rerun(self, path: str, module: nn.Module) -> None:
         """A module that gathers parameters on its own cannot be re-run inside backward with others in their place."""

@@ -225,7 +225,7 @@ class TensorParallel:
 
     def shape(self, parameter: nn.Parameter) -> torch.Size:
         """Local shape of the parameter."""
-        return self._slices[parameter].shape if parameter in self._slices else parameter.shape
+        return self._slices[parameter].shape if self._slices and parameter in self._slices else parameter.shape
 
     def native_hooks(self, parameter: nn.Parameter) -> int:
         """Returns how many of the parameter's gradient hooks are those of transformers' norms by head."""
