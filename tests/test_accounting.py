@@ -18,7 +18,7 @@ from dp_transformers.mechanism.accounting import (
     event_epsilon,
     gaussian,
 )
-from dp_transformers.mechanism.accounting.arguments import ACCOUNTANTS
+from dp_transformers.mechanism.accounting.accountants import ACCOUNTANTS
 from dp_transformers.mechanism.accounting.events import event_accountant
 
 pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.whole]

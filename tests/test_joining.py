@@ -82,7 +82,7 @@ def of_trl(module, name):
 
 
 def pairs_as_rows(side):
-    from dp_transformers.trl.pairs import PairsAsRows
+    from dp_transformers.trl.base import PairsAsRows
 
     return PairsAsRows(of_trl("dpo_trainer", "DataCollatorForPreference")(side))
 

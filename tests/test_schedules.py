@@ -98,7 +98,7 @@ def test_what_is_no_schedule_is_refused(make):
 
 def test_a_clipper_takes_the_function_of_a_step():
     clipping = ScheduledClipping(FlatClipping(1.0), StepSchedule(0.5, every=1))
-    with pytest.raises(ValueError, match=r"give PerExampleClipper the function of the first step, clipping\.at\(0\)"):
+    with pytest.raises(ValueError, match=r"Give PerExampleClipper the function of the first step, clipping\.at\(0\)"):
         PerExampleClipper(Net(), clipping)
     model, found = Net(), []
     for made_with, given in ((clipping.at(0), clipping.at(1)), (FlatClipping(0.5), None)):

@@ -189,7 +189,7 @@ def test_rows_with_another_number_of_images_are_refused(counts, tmp_path):
     trainer = DPSFTTrainer(
         llava(), arguments(tmp_path), train_dataset=rows_with_images(lambda i: counts[i % len(counts)]), processing_class=processor_of_images(),
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"has [02] images. Private training needs one in each row"):
+    with pytest.raises(ValueError, match=r"has [02] images, and private training needs exactly one"):
         trainer.train()
 
 

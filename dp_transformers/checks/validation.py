@@ -25,7 +25,7 @@ from ..clipping.owners import unsupported_wrapper_reason
 from ..clipping.parallel.fsdp2 import reshard
 from ..clipping.precision import TRAINABLE
 from ..data.stored_rows import most_frequent_row
-from ..mechanism.accounting.arguments import require_small_delta
+from ..mechanism.accounting.accountants import require_small_delta
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`dp-transformers budget`: what a private training costs, before it is trained. Free of torch."""
+"""`dp-transformers budget`: computes the cost of a private training before it is run. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from typer import Option
 
 from ..mechanism.values import HOPELESS
 from ..reports.words import up
-from .extras import missing_extra
 
 if TYPE_CHECKING:
     from ..mechanism.planner import MechanismPlan
     from .planning import Plan
 
-FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+FACTORS, VARIED = (0.25, 0.5, 1.0, 2.0, 4.0), ("sigma", "batch", "epochs")
 NAMES = {
     "epsilon": "epsilon",
     "sigma": "noise multiplier (sigma)",
@@ -52,7 +51,7 @@ def budget(
     as_json: Annotated[bool, Option("--json", help="Write the answer as JSON.")] = False,
     plot: Annotated[Path | None, Option(help="Draw epsilon over steps and sigma into this file (.png, .svg).")] = None,
 ) -> None:
-    """Say what a private training costs.
+    """Compute the cost of a private training.
 
     Give all but one of --epsilon, --sigma, --batch and --epochs (or --steps): the one left out is the answer. Nothing
     is trained, and no data is read.
@@ -86,43 +85,36 @@ def budget(
 
 
 def _answer(plan: Plan, found: str, parameters: int | None) -> dict[str, Any]:
-    """Everything that is said of a plan, for JSON."""
+    """Return everything about a plan for JSON. An infinite ε is None."""
+    setting, training = plan.setting, (plan.sigma, plan.batch, plan.steps)
+    of_one_row = setting.epsilon(*training, rows=1) if setting.max_examples_per_person > 1 else plan.epsilon
     answer = {
         "found": found,
-        "num_examples": plan.setting.examples,
+        "num_examples": setting.examples,
         "expected_batch_size": plan.batch,
-        "sample_rate": plan.batch / plan.setting.examples,
+        "sample_rate": plan.batch / setting.examples,
         "steps": plan.steps,
         "epochs": plan.epochs,
         "noise_multiplier": plan.sigma,
-        "max_grad_norm": plan.setting.max_grad_norm,
-        "epsilon": _finite(plan.epsilon),
-        "delta": plan.setting.delta,
-        "accountant": plan.setting.accountant,
-        "max_examples_per_person": plan.setting.max_examples_per_person,
-        "epsilon_of_one_row": _finite(
-            plan.setting.epsilon(plan.sigma, plan.batch, plan.steps, rows=1)
-            if plan.setting.max_examples_per_person > 1
-            else plan.epsilon
-        ),
+        "max_grad_norm": setting.max_grad_norm,
+        "epsilon": plan.epsilon if plan.epsilon < math.inf else None,
+        "delta": setting.delta,
+        "accountant": setting.accountant,
+        "max_examples_per_person": setting.max_examples_per_person,
+        "epsilon_of_one_row": of_one_row if of_one_row < math.inf else None,
         "noise_on_mean": plan.noise_on_mean,
         "d_ln_sigma_d_ln_batch": plan.batch_exponent(),
-        "mechanism": plan.setting.mechanism(plan.sigma, plan.batch, plan.steps).to_dict(),
+        "mechanism": setting.mechanism(*training).to_dict(),
     }
     if parameters is not None:
         norm = plan.noise_norm(parameters)
         answer |= {
             "trainable_parameters": parameters,
             "noise_norm": norm,
-            "noise_over_signal": norm / plan.setting.max_grad_norm,
-            "noise_over_signal_of_all_steps": norm / plan.setting.max_grad_norm / math.sqrt(plan.steps),
+            "noise_over_signal": norm / setting.max_grad_norm,
+            "noise_over_signal_of_all_steps": norm / setting.max_grad_norm / math.sqrt(plan.steps),
         }
     return answer
-
-
-def _finite(value: float) -> float | None:
-    """JSON knows no infinity: None is a plan that protects nothing."""
-    return value if math.isfinite(value) else None
 
 
 def _in_words(plan: Plan, answer: dict[str, Any], *, delta_was_chosen: bool) -> str:
@@ -163,7 +155,9 @@ def _rows(plan: Plan, answer: dict[str, Any], delta_was_chosen: bool) -> dict[st
     if k > 1 and plan.epsilon < math.inf:
         rows["epsilon"] += f"  (of one row alone: {up(answer['epsilon_of_one_row'])})"
     if (exponent := answer["d_ln_sigma_d_ln_batch"]) is not None:
-        rows["with twice the batch"] = _what_a_larger_batch_does(exponent)
+        rows["with twice the batch"] = (
+            f"sigma/B is {2 ** (1 - exponent):.2f} times smaller at the same epsilon and epochs, in half the steps"
+        )
     if (norm := answer.get("noise_norm")) is not None:
         rows["noise beside signal"] = (
             f"length {norm:.3g} beside at most C = {plan.setting.max_grad_norm:g} in a step; over all steps "
@@ -186,17 +180,9 @@ def _flags(plan: Plan, found: str) -> str:
     )
 
 
-def _what_a_larger_batch_does(exponent: float) -> str:
-    times = 2 ** (1 - exponent)
-    return f"sigma/B is {times:.2f} times smaller at the same epsilon and epochs, in half the steps"
-
-
 def _table(plan: Plan) -> list[dict[str, float | None]]:
-    """Epsilon with one of sigma, batch and epochs changed and the others as planned; None where B would exceed N."""
-    return [
-        {"factor": factor, **{name: plan.varied_epsilon(name, factor) for name in ("sigma", "batch", "epochs")}}
-        for factor in FACTORS
-    ]
+    """Return ε with one of sigma, batch and epochs multiplied by each factor; None if B would exceed N."""
+    return [{"factor": factor, **{name: plan.varied_epsilon(name, factor) for name in VARIED}} for factor in FACTORS]
 
 
 def _table_in_words(plan: Plan, rows: list[dict[str, float | None]]) -> str:
@@ -212,7 +198,7 @@ def _table_in_words(plan: Plan, rows: list[dict[str, float | None]]) -> str:
         line("", f"sigma {plan.sigma:.3g}", f"B {plan.batch}", f"epochs {plan.epochs:.3g}"),
     ]
     for row in rows:
-        lines.append(line(f"x {row['factor']:g}", *(epsilon(row[name]) for name in ("sigma", "batch", "epochs"))))
+        lines.append(line(f"x {row['factor']:g}", *(epsilon(row[name]) for name in VARIED)))
     return "\n".join(lines)
 
 
@@ -234,11 +220,13 @@ def _mechanisms(plan: Plan) -> MechanismPlan:
 
 
 def _draw(plan: Plan, path: Path) -> None:
-    """Epsilon over the steps of the plan, and at its end for other sigmas."""
+    """Draw ε over the steps of the plan, and at its end over sigma."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise missing_extra("--plot", "matplotlib", "report") from error
+        raise ValueError(
+            '--plot needs matplotlib, which is not installed. Type: pip install "dp-finetune[report]"'
+        ) from error
     if plan.sigma == 0:
         raise ValueError("--plot has nothing to draw: with --sigma 0 epsilon is infinite from the first step on.")
     steps = sorted({max(1, round(plan.steps * share / 10)) for share in range(1, 11)})

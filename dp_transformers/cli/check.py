@@ -1,4 +1,4 @@
-"""`dp-transformers check`: whether a model can be trained privately, and what that takes."""
+"""`dp-transformers check`: checks that a model can be trained privately, and measures the cost."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def check(
     tokens: Annotated[int, Option(min=1, help="Tokens of an example.")] = 32,
     as_json: Annotated[bool, Option("--json", help="Write the findings as JSON.")] = False,
 ) -> None:
-    """Say whether MODEL can be trained privately.
+    """Check that MODEL can be trained privately.
 
-    It is tried on random inputs: which of its modules are covered by which rule, how far norms and clipped sums are
-    from those of one example at a time, and what a step takes in each clipping mode. The exit code is 1 if the model
-    is refused.
+    Runs it on random inputs, and shows the rule that covers each module, the error of norms and clipped sums against
+    one example at a time, and the time and memory of a step in each clipping mode. The exit code is 1 if the model is
+    refused.
     """
     if target_modules is not None and lora_rank is None:
-        raise ValueError("--target-modules says where adapters are put: give their --lora-rank too.")
+        raise ValueError("--target-modules needs the rank of the adapters: give --lora-rank too.")
     from .model_check import build, check_model_in_all_modes
 
     built = build(model, task, lora_rank, target_modules, from_config=from_config)

@@ -1,4 +1,4 @@
-"""The commands of `dp-transformers`, and what is said of wrong usage: one line, and exit code 2."""
+"""The commands of `dp-transformers`. Wrong usage ends in one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def options(
 
 app.command(context_settings=either_spelling)(budget)
 app.command(context_settings=either_spelling)(check)
-# the flags of a recipe, --help among them, are the recipe's to read
+# the recipe parses its own flags, --help among them
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(train)
@@ -49,7 +49,7 @@ app.command(context_settings=either_spelling)(report)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. What the user can set right ends in one line on standard error and exit code 2."""
+    """Run a command. An error that the user can correct ends in one line on standard error and exit code 2."""
     try:
         code = app(arguments, prog_name="dp-transformers", standalone_mode=False)
     except (typer.TyperException, ValueError, OSError, ImportError) as error:
@@ -69,5 +69,5 @@ def _message(error: Exception) -> str:
 
 
 def _are_close(flag: str, other: str) -> bool:
-    """The dashes, which all flags have, do not count."""
+    """Compare two flags without their dashes."""
     return bool(get_close_matches(flag.strip("-"), [other.strip("-")]))

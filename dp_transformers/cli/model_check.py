@@ -1,4 +1,4 @@
-"""A model is tried out as it would be trained: what covers its parameters, how exact clipping is, what it takes."""
+"""Tries a model on random inputs: the rules that cover its parameters, the errors of clipping, time and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TASKS = {
     "image_classification": "AutoModelForImageClassification",
     "base": "AutoModel",
 }
-# new heads, which peft then trains beside the adapters
+# new heads, which peft trains together with the adapters
 TRAINED_HEADS = {
     "ForSequenceClassification": TaskType.SEQ_CLS,
     "ForTokenClassification": TaskType.TOKEN_CLS,
@@ -43,7 +43,7 @@ TRAINED_HEADS = {
 
 @dataclass
 class ModelCheck:
-    """What was found: ``refusals`` says why the model cannot be trained privately, and is empty if it can."""
+    """The result of a check. ``refusals`` are the reasons why the model cannot be trained privately."""
 
     name: str
     parameters: int
@@ -60,10 +60,10 @@ class ModelCheck:
 def build(
     name: str, task: str | None, lora_rank: int | None, target_modules: str | None, *, from_config: bool
 ) -> PreTrainedModel | PeftModel:
-    """The model, with adapters if a rank is given.
+    """Load the model, with adapters if a rank is given.
 
     Raises:
-        ValueError: there is no such model or task, or peft does not know where adapters go.
+        ValueError: there is no such model or task, or peft has no default modules for adapters.
         OSError: it cannot be read.
     """
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not os.path.isdir(name):
@@ -95,7 +95,7 @@ def _with_lora(model: PreTrainedModel, rank: int, target_modules: str | None) ->
 
 
 def check_model_in_all_modes(model: PreTrainedModel | PeftModel, examples: int, tokens: int) -> ModelCheck:
-    """Try the model out on random inputs of so many examples."""
+    """Try the model on random inputs of ``examples`` examples."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     found = ModelCheck(
@@ -111,7 +111,7 @@ def check_model_in_all_modes(model: PreTrainedModel | PeftModel, examples: int, 
     nn.Module.to(model, device).train()
     batch = random_batch(model, inner.config, examples, tokens)
     try:
-        with _errors_alone():  # what else is logged is in the table
+        with _only_errors():  # other log lines are in the table
             found.modes = [_try_mode(model, batch, mode) for mode in MODES]
     except ValueError as error:
         found.refusals.append(str(error))
@@ -122,7 +122,7 @@ def check_model_in_all_modes(model: PreTrainedModel | PeftModel, examples: int, 
 
 
 @contextlib.contextmanager
-def _errors_alone() -> Iterator[None]:
+def _only_errors() -> Iterator[None]:
     logger = logging.getLogger("dp_transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -133,10 +133,10 @@ def _errors_alone() -> Iterator[None]:
 
 
 def random_batch(model: nn.Module, config: PretrainedConfig, examples: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Inputs by the name of the model's main one.
+    """Make random inputs for the kind of the model's main input.
 
     Raises:
-        ValueError: nothing is known of that kind of input.
+        ValueError: inputs of this kind cannot be made.
     """
     text, device = config.get_text_config(), next(model.parameters()).device
     ids = lambda: torch.randint(1, text.vocab_size, (examples, tokens), device=device)  # noqa: E731
@@ -154,7 +154,7 @@ def random_batch(model: nn.Module, config: PretrainedConfig, examples: int, toke
 
 
 def _losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(B,) losses: the mean square of each example's first output."""
+    """Return (B,) losses: the mean square of each example's first output."""
     return model(**batch)[0].flatten(1).square().mean(1)
 
 
@@ -171,7 +171,7 @@ def _try_mode(model: nn.Module, batch: dict[str, torch.Tensor], mode: str) -> di
 
 
 def _measured(mode: str, step: Callable[[], Any], model: nn.Module) -> dict[str, Any]:
-    """Time and peak memory of a step, beyond what the model takes by itself."""
+    """Measure time and peak memory of a step, beyond the memory of the model."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -194,7 +194,7 @@ def _peak_bytes(once: Callable[[], Any]) -> int:
         once()
         return torch.cuda.max_memory_allocated() - before
     with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        once()  # no gradient is left from before, whose end alone would be seen
+        once()  # no gradient is left from before: only its release would be recorded
     now = peak = 0
     events: Any = recorded.profiler.kineto_results.events()  # pyrefly: ignore[missing-attribute]
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
@@ -205,7 +205,7 @@ def _peak_bytes(once: Callable[[], Any]) -> int:
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """torch's profiler writes lines of its own there, past Python."""
+    """Silence the file descriptor, to which torch's profiler writes directly."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -218,7 +218,7 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def _covered(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """How many parameters are covered by which kind of module, and how."""
+    """Count the parameters by kind of module and kind of rule that covers them."""
     modules: Counter[tuple[str, str]] = Counter()
     parameters: Counter[tuple[str, str]] = Counter()
     counted: set[nn.Parameter] = set()  # a tied weight has several owners

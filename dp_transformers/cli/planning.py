@@ -1,4 +1,4 @@
-"""A training that is planned: what is known of it, and the one number that follows. Free of torch."""
+"""Plans of private trainings: finds the one number that is not given. Free of torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST_STEPS = 10**6
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is given of every training that is planned: Poisson sampling, flat clipping and independent noise.
+    """The fixed part of a plan, with Poisson sampling, flat clipping and independent noise.
 
     Attributes:
-        examples: N, the rows of the training data.
+        examples: N, the number of rows of the training data.
         max_examples_per_person: Rows that one person may have; epsilon is for all of them together.
     """
 
@@ -40,7 +40,7 @@ class Setting:
             )
 
     def mechanism(self, sigma: float, batch: float, steps: int) -> Mechanism:
-        """The training as the library has it."""
+        """Return the mechanism of a training."""
         return Mechanism(
             sampling=PoissonSampling(self.examples, batch),
             clipping=FlatClipping(self.max_grad_norm),
@@ -50,24 +50,24 @@ class Setting:
         )
 
     def epsilon(self, sigma: float, batch: float, steps: int, rows: int | None = None) -> float:
-        """Epsilon for so many rows together; default: those that one person may have."""
+        """Return ε for ``rows`` rows together (default: the rows of one person)."""
         rows = self.max_examples_per_person if rows is None else rows
         return self.mechanism(sigma, batch, steps).epsilon(self.delta, accountant=self.accountant, rows=rows)
 
     def guess_sigma(self, epsilon: float, batch: float, steps: int) -> float:
-        """About the sigma that meets epsilon, in no time."""
+        """Estimate the sigma that meets epsilon, without an accountant."""
         return guess_noise_multiplier(
             epsilon, self.delta, batch / self.examples, steps, rows=self.max_examples_per_person
         )
 
     def steps_of(self, epochs: float, batch: int) -> int:
-        """The steps of so many passes over the data, as DPTrainer counts them."""
+        """Return the steps of ``epochs`` passes over the data, as DPTrainer counts them."""
         return steps_of_epochs(epochs, self.examples, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A training of which everything is known."""
+    """A complete plan of a training."""
 
     setting: Setting
     epsilon: float
@@ -77,25 +77,23 @@ class Plan:
 
     @property
     def epochs(self) -> float:
-        """Passes over the data, on average."""
+        """Mean number of passes over the data."""
         return self.steps * self.batch / self.setting.examples
 
     @property
     def noise_on_mean(self) -> float:
-        """The standard deviation of the noise in each coordinate of the mean gradient, in units of C: sigma / batch.
-        It is what learning sees of the noise."""
+        """Standard deviation of the noise in each coordinate of the mean gradient, in units of C: sigma / batch."""
         return self.sigma / self.batch
 
     def noise_norm(self, parameters: int) -> float:
-        """The expected length of the noise of a step, sigma * C * sqrt(d) / batch."""
+        """Return the expected norm of the noise of a step, sigma * C * sqrt(d) / batch."""
         return self.noise_on_mean * self.setting.max_grad_norm * math.sqrt(parameters)
 
     def batch_exponent(self) -> float | None:
-        """d ln sigma / d ln batch where epsilon and the passes over the data stay as they are; None where so much
-        noise, so few steps or so large a batch leave nothing to compare with.
+        """Return d ln sigma / d ln batch at constant epsilon and passes over the data; None if it cannot be computed
+        for so much noise, so few steps or so large a batch.
 
-        While sigma stays nearly flat this is near 0, and sigma / batch falls as 1 / batch; near 1/2 it falls as the
-        root only.
+        Near 0, sigma is almost constant, and sigma / batch falls as 1 / batch; near 1/2, it falls as its root.
         """
         fewer = min(round(self.steps / 1.1), self.steps - 1)
         if fewer < 1 or self.batch * self.steps / fewer > self.setting.examples or self.sigma == 0:
@@ -109,8 +107,8 @@ class Plan:
         return -(math.log(larger / here) / math.log(growth)) / (math.log(noisier / here) / math.log(1.05))
 
     def varied_epsilon(self, name: str, factor: float) -> float | None:
-        """Epsilon with one of sigma, batch and epochs multiplied and the others as they are, in as many steps as that
-        takes; None where the batch would exceed the data."""
+        """Return ε with one of sigma, batch and epochs multiplied by ``factor``; None if the batch would exceed the
+        data."""
         sigma = self.sigma * (factor if name == "sigma" else 1)
         batch = self.batch * (factor if name == "batch" else 1)
         steps = self.steps * {"sigma": 1, "batch": 1 / factor, "epochs": factor}[name]
@@ -126,7 +124,7 @@ def find(
     steps: int | None = None,
     epochs: float | None = None,
 ) -> tuple[Plan, str]:
-    """The plan with everything known, and the name of what was found.
+    """Return the complete plan, and the name of the number that was found.
 
     Raises:
         ValueError: too much or too little is given, or nothing meets the budget.
@@ -154,7 +152,7 @@ def find(
 
 
 def default_delta(examples: int) -> float:
-    """The largest power of ten that is at most a tenth of 1/N."""
+    """Return the largest power of ten that is at most a tenth of 1/N."""
     return 10.0 ** -math.ceil(math.log10(10 * examples))
 
 
@@ -175,19 +173,19 @@ def _most_steps(setting: Setting, epsilon: float, sigma: float, batch: int) -> i
 
 
 def _largest_batch(setting: Setting, epsilon: float, training: Callable[[int], tuple[float, int, int]]) -> int:
-    """The largest batch whose training, of (sigma, batch, steps), stays within epsilon."""
+    """Return the largest batch that stays within epsilon, where ``training(batch)`` is (sigma, batch, steps)."""
+
+    def missing_sigma(batch: int) -> float:
+        sigma, _, steps = training(batch)
+        return setting.guess_sigma(epsilon, batch, steps) - sigma
+
     sizes = range(1, setting.examples + 1)
-    guess = bisect_right(sizes, 0, key=lambda batch: _guess_excess(setting, epsilon, *training(batch)))
+    guess = bisect_right(sizes, 0, key=missing_sigma)
     batch = largest_within(lambda batch: setting.epsilon(*training(batch)), epsilon, len(sizes), guess=guess)
     if batch == 0:
         spent = setting.epsilon(*training(1))
         _refuse("not even a batch of one example", epsilon, spent, "fewer steps or epochs")
     return batch
-
-
-def _guess_excess(setting: Setting, epsilon: float, sigma: float, batch: int, steps: int) -> float:
-    """About how much sigma lacks to meet epsilon."""
-    return setting.guess_sigma(epsilon, batch, steps) - sigma
 
 
 def _refuse(what: str, epsilon: float, spent: float, way_out: str) -> NoReturn:
@@ -199,7 +197,7 @@ def _refuse(what: str, epsilon: float, spent: float, way_out: str) -> NoReturn:
 
 def _batch_of(setting: Setting, batch: int | None, steps: int, epochs: float) -> int:
     if batch is not None:
-        raise ValueError("--batch, --steps and --epochs say the same thing twice: leave one of them out.")
+        raise ValueError("of --batch, --steps and --epochs two give the third: leave one of them out.")
     batch = max(1, round(epochs * setting.examples / steps))
     if batch > setting.examples:
         raise ValueError(

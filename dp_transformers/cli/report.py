@@ -51,14 +51,14 @@ def report(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False))
     else:
-        _print(found)  # the answer first: to draw takes longer than to compute
+        _print(found)  # before the pictures, which take longer
         typer.echo("\n" + "\n".join(f"wrote {path}" for path in write(found, out or run_dirs[0])))
     if found.faults or found.not_signed:
         raise typer.Exit(1)
 
 
 def _refuse_parent(folder: Path) -> None:
-    """Raise ValueError for a folder of output folders, with their names."""
+    """Raise ValueError if the folder is not an output folder but contains some, and name them."""
     from ..reports.certificate import CERTIFICATE_NAME
     from ..step.ledger import LEDGER_NAME
 

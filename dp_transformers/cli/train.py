@@ -29,7 +29,7 @@ def train(
 ) -> None:
     """Train by a recipe: dp-transformers train RECIPE --config FILE --FLAG VALUE ...
 
-    Flags win over the file. The command goes on from the newest checkpoint in --output_dir if it is repeated.
+    Flags override the file. If the command is repeated, it resumes from the newest checkpoint in --output_dir.
     """
     if recipe is None:
         if not show_help:
@@ -45,7 +45,7 @@ def train(
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes by name: in the checkout they lie beside the package, in an installation within it."""
+    """Return the recipes by name. They are in the package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
     folder = next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())
     return {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem not in NOT_RECIPES}

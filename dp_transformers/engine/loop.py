@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..clipping import PerExampleClipper
-from ..mechanism.accounting.arguments import require_small_delta
+from ..mechanism.accounting.accountants import require_small_delta
 from ..mechanism.values import StepParameters
 from ..step.checkpoint import PrivacyState
 from ..step.run import PrivateRun

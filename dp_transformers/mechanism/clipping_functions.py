@@ -1,7 +1,6 @@
-"""Clipping functions as values: how much of an example's gradient enters the sum, and what one example can add to it.
-Free of torch.
+"""Clipping functions as values: they bound what one example adds to the sum of gradients. Free of torch.
 
-A function of your own is a frozen dataclass derived from :class:`ClippingFunction`.
+To write your own, derive a frozen dataclass from :class:`ClippingFunction`.
 """
 
 from __future__ import annotations
@@ -13,40 +12,40 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .schedules import Schedule
-from .values import Value
+from .values import Value, require_positive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class ClippingFunction(Value):
-    """Says what each example's gradient is multiplied with, given its norm.
+    """Maps the norm of an example's gradient to the coefficient that multiplies this gradient.
 
     Attributes:
-        sensitivity: The largest L2 norm that coefficient · gradient can have, for any gradient. Noise is scaled by it.
-        release_noise_multipliers: Of what each step releases besides the gradient so that the function can follow it.
-            ε covers them too.
+        sensitivity: Largest L2 norm of coefficient · gradient, over all gradients. Noise is scaled by it.
+        release_noise_multipliers: Noise multipliers of further releases in each step that the function adapts to. ε
+            covers them too.
     """
 
     sensitivity: float
     release_noise_multipliers: tuple[float, ...] = ()
 
     def at(self, step: int) -> ClippingFunction:
-        """The function of a step, counted from 0; one that changes on the way overrides this."""
+        """Return the function of a step, counted from 0. A function that changes over the steps overrides this."""
         return self
 
     def coefficients(self, norms_b: Tensor) -> Tensor:
-        """(B,) the coefficients of gradients with the norms ``norms_b``; coefficient · norm is ``sensitivity`` at
-        most."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it multiplies with: coefficients(norms_b).")
+        """Return the (B,) coefficients of gradients with norms ``norms_b``: coefficient · norm is at most
+        ``sensitivity``."""
+        raise NotImplementedError(f"{type(self).__name__} must define coefficients(norms_b).")
 
     def scaled_to(self, sensitivity: float) -> ClippingFunction:
-        """The same function with another sensitivity."""
+        """Return the same function with another sensitivity."""
         return replace(self, sensitivity=sensitivity)  # pyrefly: ignore[bad-argument-type]  (a dataclass)
 
     def groups(self, sizes: Mapping[str, int]) -> Sequence[Group]:
-        """Divide the trainable parameters, of which ``sizes`` are the numbers of coordinates, into groups that are
-        clipped by themselves. One that does so overrides this."""
+        """Divide the trainable parameters, given by name and number of coordinates, into groups that are clipped
+        separately. By default there is one group."""
         return [Group(tuple(sizes), self)]
 
 
@@ -55,8 +54,8 @@ class Group(NamedTuple):
 
     Attributes:
         names: Their names in the model.
-        clipping: The function of the norm over them.
-        noise_scale: The standard deviation of their noise, over noise multiplier times the sensitivity of all groups
+        clipping: The clipping function of their joint norm.
+        noise_scale: Standard deviation of their noise, over noise multiplier times the sensitivity of all groups
             together. That sensitivity is the root of the sum of (sensitivity / noise_scale)² over the groups.
     """
 
@@ -67,7 +66,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundedNorm(ClippingFunction):
-    """A base of functions with one bound C on the norm over all trainable parameters, ``max_grad_norm``."""
+    """Base of functions with one bound C (``max_grad_norm``) on the norm over all trainable parameters."""
 
     max_grad_norm: float
 
@@ -79,7 +78,7 @@ class BoundedNorm(ClippingFunction):
             )
 
     @property
-    # pyrefly: ignore[bad-override]  (of a frozen class, where nobody assigns to either)
+    # pyrefly: ignore[bad-override]  (the class is frozen)
     def sensitivity(self) -> float:
         return self.max_grad_norm
 
@@ -89,7 +88,7 @@ class BoundedNorm(ClippingFunction):
 
 @dataclass(frozen=True)
 class FlatClipping(BoundedNorm):
-    """min(1, C / norm): what is longer than C becomes C long (Abadi et al. 2016, arXiv 1607.00133).
+    """min(1, C / norm): gradients longer than C are scaled to norm C (Abadi et al. 2016, arXiv 1607.00133).
 
     Example::
 
@@ -107,8 +106,8 @@ class FlatClipping(BoundedNorm):
 
 @dataclass(frozen=True)
 class AutomaticClipping(BoundedNorm):
-    """C / (norm + γ), AUTO-S: gradients that are longer than γ become nearly C long, short ones too, so that C is no
-    more than a factor of the learning rate (Bu et al. 2023, arXiv 2206.07136).
+    """C / (norm + γ), AUTO-S: gradients longer than γ get a norm of nearly C, also those shorter than C, so that C
+    only scales the learning rate (Bu et al. 2023, arXiv 2206.07136).
 
     Example::
 
@@ -135,8 +134,8 @@ class AutomaticClipping(BoundedNorm):
 
 @dataclass(frozen=True)
 class NormalisedClipping(BoundedNorm):
-    """C / norm, AUTO-V: every gradient becomes C long, unless it is 0 (Bu et al. 2023, arXiv 2206.07136). Those below
-    1e-12, whose squares come near to the end of float32, stay in proportion.
+    """C / norm, AUTO-V: every gradient but 0 gets norm C (Bu et al. 2023, arXiv 2206.07136). Norms below 1e-12, whose
+    squares are near the limit of float32, are scaled by C / 1e-12.
 
     Example::
 
@@ -154,8 +153,8 @@ class NormalisedClipping(BoundedNorm):
 
 @dataclass(frozen=True)
 class PerSampleAdaptiveClipping(BoundedNorm):
-    """C / (norm + r / (norm + r)), DP-PSAC: long gradients become nearly C long, and the shortest, whose directions
-    say little, are multiplied with C alone (Xia et al. 2023, arXiv 2212.00328).
+    """C / (norm + r / (norm + r)), DP-PSAC: long gradients get a norm of nearly C, and the shortest, which carry
+    little information, are multiplied by C only (Xia et al. 2023, arXiv 2212.00328).
 
     Example::
 
@@ -181,17 +180,16 @@ class PerSampleAdaptiveClipping(BoundedNorm):
 
 @dataclass(frozen=True)
 class AdaptiveClipping(FlatClipping):
-    """min(1, C / norm) with a bound that follows a quantile of the norms: after each step, and before the next draw,
-    C becomes C · exp(-η(b̃ - γ)), where b̃ is the share of the draw that was no longer than C, with noise (Andrew et al.
-    2021, arXiv 1905.03871).
+    """min(1, C / norm) with a bound that follows a quantile of the norms: after each step, C becomes C · exp(-η(b̃ -
+    γ)), where b̃ is the noised share of norms in the draw that were at most C (Andrew et al. 2021, arXiv 1905.03871).
 
-    An example moves the count, centred, by ½. With noise of standard deviation σ_b on it and σ on the gradient, a step
-    costs what one with (σ⁻² + (2σ_b)⁻²)^(-½) costs.
+    An example moves the centred count by ½. With noise of standard deviation σ_b on the count and σ on the gradient, a
+    step costs as much as one with noise (σ⁻² + (2σ_b)⁻²)^(-½) on the gradient alone.
 
     Args:
         max_grad_norm: C in the first step.
         count_noise: σ_b; a twentieth of the expected batch size is common.
-        quantile: γ, the share that C is to leave as they are.
+        quantile: γ, the share of norms that C should not exceed.
         learning_rate: η.
 
     Example::
@@ -209,9 +207,8 @@ class AdaptiveClipping(FlatClipping):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, limit in (("count_noise", float("inf")), ("quantile", 1.0), ("learning_rate", float("inf"))):
-            if not (isinstance(value := getattr(self, name), (int, float)) and 0 < value < limit):
-                raise ValueError(f"{name} must be above 0 and below {limit:g}, got {value!r}.")
+        require_positive(self, "count_noise", "learning_rate")
+        require_positive(self, "quantile", limit=1.0)
 
     @property
     # pyrefly: ignore[bad-override]  (as above)
@@ -219,8 +216,7 @@ class AdaptiveClipping(FlatClipping):
         return (2 * self.count_noise,)
 
     def moved(self, share: float) -> AdaptiveClipping:
-        """The function of the next step, if ``share`` is the noised share in this one. C stays between 1e-10 and
-        1e10."""
+        """Return the function of the next step, given the noised share b̃ of this one. C stays in [1e-10, 1e10]."""
         exponent = math.log(self.max_grad_norm) - self.learning_rate * (share - self.quantile)
         return replace(self, max_grad_norm=math.exp(min(max(exponent, math.log(1e-10)), math.log(1e10))))
 
@@ -232,19 +228,19 @@ CLIPPING_FUNCTIONS: dict[str, type[BoundedNorm]] = {
 
 
 def require_clipping_function(kind: str) -> None:
-    """Raise ValueError if there is no clipping function of that name that a bound alone describes."""
+    """Raise ValueError unless ``kind`` names a clipping function with a bound as its only required argument."""
     if kind not in CLIPPING_FUNCTIONS:
         raise ValueError(
-            f"clipping {kind!r} is unknown; choose one of {list(CLIPPING_FUNCTIONS)}, or give a mechanism: with "
-            "PerLayerClipping, PerGroupClipping, AdaptiveClipping, or a clipping function of your own."
+            f"clipping {kind!r} is unknown; choose one of {list(CLIPPING_FUNCTIONS)}, or give a mechanism (with "
+            "PerLayerClipping, PerGroupClipping, AdaptiveClipping, or a clipping function of your own)."
         )
 
 
 def least_noise(bounds: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """The noise scale of each group for which the noise on all coordinates together is least, Σ d_k s_k².
+    """Return the noise scale of each group that minimises the total noise Σ d_k s_k² over all coordinates.
 
-    With multipliers Lagrange's way, Σ (C_k / s_k)² = 1/σ² leaves s_k = σ · √(C_k / √d_k · Σ_j C_j √d_j): groups of
-    many coordinates get less noise on each, and σ² · (Σ_j C_j √d_j)² is left in total.
+    By Lagrange multipliers, the constraint Σ (C_k / s_k)² = 1/σ² gives s_k = σ · √(C_k / √d_k · Σ_j C_j √d_j): groups
+    of many coordinates get less noise on each. The total is σ² · (Σ_j C_j √d_j)².
     """
     total = sum(bound * math.sqrt(size) for bound, size in zip(bounds, sizes, strict=True))
     together = math.hypot(*bounds)
@@ -252,11 +248,11 @@ def least_noise(bounds: Sequence[float], sizes: Sequence[int]) -> list[float]:
 
 
 class GroupedClipping(ClippingFunction):
-    """A base of functions that clip groups of parameters by themselves. An example then adds √(Σ C_k²) at most, and
-    the noise on the groups differs (:func:`least_noise`)."""
+    """Base of functions that clip groups of parameters separately. An example adds at most √(Σ C_k²), and the noise
+    scale differs between groups (:func:`least_noise`)."""
 
     def divided(self, names: Sequence[str]) -> Sequence[tuple[ClippingFunction, Sequence[str]]]:
-        """The function of each group, and the names of its parameters."""
+        """Return the function of each group, and the names of its parameters."""
         raise NotImplementedError
 
     def groups(self, sizes: Mapping[str, int]) -> Sequence[Group]:
@@ -272,9 +268,9 @@ class GroupedClipping(ClippingFunction):
 
 @dataclass(frozen=True)
 class PerLayerClipping(GroupedClipping):
-    """``function`` on the gradient of each layer by itself, with 1/√K of its bound for each of K layers. A layer is a
-    module that holds trainable parameters. Its clipped sum is formed as soon as backward has passed it, so nothing is
-    kept until the end.
+    """``function`` on the gradient of each layer separately, with 1/√K of its bound for each of K layers. A layer is a
+    module that holds trainable parameters. Its clipped sum is formed as soon as the backward pass has left it, so
+    nothing is kept until the end.
 
     Example::
 
@@ -288,7 +284,7 @@ class PerLayerClipping(GroupedClipping):
     function: ClippingFunction
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "function", _function(self.function))
+        object.__setattr__(self, "function", _read(self.function, but=_NOT_IN_GROUPS))
 
     @property
     # pyrefly: ignore[bad-override]  (as above)
@@ -308,8 +304,8 @@ class PerLayerClipping(GroupedClipping):
 
 @dataclass(frozen=True)
 class PerGroupClipping(GroupedClipping):
-    """A function for each group of parameters: pairs of a regular expression and a function, of which a parameter has
-    the first whose expression is found in its name.
+    """A function for each group of parameters, given as pairs of a regular expression and a function. A parameter
+    belongs to the first pair with an expression that matches a part of its name.
 
     Example::
 
@@ -323,11 +319,11 @@ class PerGroupClipping(GroupedClipping):
     functions: tuple[tuple[str, ClippingFunction], ...]
 
     def __post_init__(self) -> None:
-        pairs = tuple((pattern, _function(function)) for pattern, function in self.functions)
+        pairs = tuple((pattern, _read(function, but=_NOT_IN_GROUPS)) for pattern, function in self.functions)
         if not pairs:
             raise ValueError(
                 "functions of PerGroupClipping must be pairs of a regular expression and a clipping function, got "
-                "none: give (('', FlatClipping(1.0)),) for one group of all parameters."
+                "none. Give (('', FlatClipping(1.0)),) for one group of all parameters."
             )
         object.__setattr__(self, "functions", pairs)
 
@@ -349,20 +345,20 @@ class PerGroupClipping(GroupedClipping):
             if not found:
                 raise ValueError(
                     f"parameter '{name}' matches none of the expressions of PerGroupClipping, so nothing would clip "
-                    "it: end functions with one for all others, whose expression is ''."
+                    "it. End functions with a pair for the rest, ('', FlatClipping(1.0))."
                 )
             members[found[0]].append(name)
         if unused := [pattern for (pattern, _), own in zip(self.functions, members, strict=True) if not own]:
             raise ValueError(
                 f"no trainable parameter is left for the expression {unused[0]!r} of PerGroupClipping: correct it, or "
-                "leave it out, since the noise is made for its bound too."
+                "leave it out, since noise is added for its bound too."
             )
         return [(function, own) for (_, function), own in zip(self.functions, members, strict=True)]
 
 
 @dataclass(frozen=True)
 class ScheduledClipping(ClippingFunction):
-    """``function`` with its bound times what the schedule says, in each step.
+    """``function`` with its bound multiplied by ``schedule.at(t)`` in step t.
 
     Example::
 
@@ -376,14 +372,7 @@ class ScheduledClipping(ClippingFunction):
     schedule: Schedule
 
     def __post_init__(self) -> None:
-        given = self.function
-        function = ClippingFunction.from_dict(given) if isinstance(given, Mapping) else given
-        if not isinstance(function, ClippingFunction) or isinstance(function, (ScheduledClipping, AdaptiveClipping)):
-            raise ValueError(
-                "function of ScheduledClipping must be a ClippingFunction that does not move by itself, such as "
-                f"FlatClipping(1.0), got {given!r}."
-            )
-        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "function", _read(self.function, but=(ScheduledClipping, AdaptiveClipping)))
         object.__setattr__(self, "schedule", Schedule.read(self.schedule))
 
     @property
@@ -393,8 +382,8 @@ class ScheduledClipping(ClippingFunction):
 
     def coefficients(self, norms_b: Tensor) -> Tensor:
         raise ValueError(
-            "ScheduledClipping clips each step in its own way: give PerExampleClipper the function of the first step, "
-            "clipping.at(0), and clipper.backward(losses, clipping=clipping.at(step)) that of each step."
+            "the bound of ScheduledClipping depends on the step. Give PerExampleClipper the function of the first "
+            "step, clipping.at(0), and call clipper.backward(losses, clipping=clipping.at(step)) in each step."
         )
 
     def scaled_to(self, sensitivity: float) -> ClippingFunction:
@@ -404,13 +393,16 @@ class ScheduledClipping(ClippingFunction):
         return self.function.scaled_to(self.function.sensitivity * self.schedule.at(step))
 
 
-def _function(given: Any) -> ClippingFunction:
-    """The function that ``to_dict`` wrote, or itself, for one group."""
+def _read(given: Any, *, but: tuple[type, ...]) -> ClippingFunction:
+    """Return a clipping function, given itself or the dictionary that ``to_dict`` wrote, unless it is one of
+    ``but``."""
     function = ClippingFunction.from_dict(given) if isinstance(given, Mapping) else given
-    moves = (GroupedClipping, ScheduledClipping, AdaptiveClipping)
-    if not isinstance(function, ClippingFunction) or isinstance(function, moves):
+    if not isinstance(function, ClippingFunction) or isinstance(function, but):
         raise ValueError(
-            "the function of a group must be a ClippingFunction of one norm that does not move by itself, got "
-            f"{given!r}."
+            "the function of a group or schedule must be a ClippingFunction with a fixed bound on one norm, such as "
+            f"FlatClipping(1.0), got {given!r}."
         )
     return function
+
+
+_NOT_IN_GROUPS = (GroupedClipping, ScheduledClipping, AdaptiveClipping)

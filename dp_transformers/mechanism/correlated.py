@@ -1,8 +1,8 @@
-"""Noise that is correlated over steps, so that later noise takes back some of earlier noise. Free of torch.
+"""Noise that is correlated over steps, so that later noise cancels some of the earlier noise. Free of torch.
 
-What the weights are off by after t steps is the sum of t noises, and correlated noise keeps that sum small
-(:meth:`ToeplitzNoise.prefix_error`) where the gain in ``strategies.prefix_error`` is larger than what the repeated
-appearances of an example cost. Three families differ in what they keep between steps:
+After t steps the weights carry the sum of t noises. Correlated noise keeps that sum small
+(:meth:`ToeplitzNoise.prefix_error`), which pays off where the gain in ``strategies.prefix_error`` is larger than the
+cost of an example's repeated appearances. Three families differ in the state that they keep between steps:
 
 =========================  =====================================================  =============================
 class                      noise x_t of a step, from independent z_t              kept, in copies of the gradient
@@ -12,16 +12,15 @@ class                      noise x_t of a step, from independent z_t            
 :class:`BufferedNoise`     x_t = z_t - Σ_i w_i S_i; S_i ← θ_i S_i + x_t           one for each buffer
 =========================  =====================================================  =============================
 
-The first keeps the gain of sampling, where no example may take part twice within the bands
-(:class:`~dp_transformers.mechanism.sampling.CyclicPoissonSampling`). The two others have none, so they go with
-:class:`~dp_transformers.mechanism.sampling.FixedOrderSampling`; steps are accounted for as if every example that may
-take part in them did.
+The first keeps amplification by sampling, if no example may take part twice within the bands
+(:class:`~dp_transformers.mechanism.sampling.CyclicPoissonSampling`). The two others have no amplification, so they fit
+:class:`~dp_transformers.mechanism.sampling.FixedOrderSampling`: a step is accounted for as if every eligible example
+took part.
 
-**Resuming.** What a noise source needs to go on, its seed or its earlier noise, is what would take the noise off the
-gradients. It is never written, and lives no longer than the process. A resumed run has a new source, and its steps are
-a new segment: ε is that of both segments composed (``Mechanism.event``), where an example's appearances in one and in
-the other share no noise. An engine that goes back to a checkpoint while it trains would keep its source, and is
-refused.
+**Resuming.** The state of a noise source, its seed or its earlier noise, would remove the noise from the gradients. It
+is never written, and ends with the process. A resumed run has a new source, and its steps are a new segment: ε is that
+of both segments composed (``Mechanism.event``). An engine that returns to a checkpoint while it trains would keep its
+source, so this is refused.
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ from .values import StepParameters
 
 
 class ToeplitzNoise(Noise):
-    """C⁻¹z for independent z of standard deviation σ times the sensitivity of the clipping, and C a lower triangular
-    Toeplitz matrix whose first coefficient is positive. σ and the clipping bound stay as they are over the run."""
+    """Noise C⁻¹z, with independent z of standard deviation σ times the sensitivity of the clipping, and C a lower
+    triangular Toeplitz matrix with positive first coefficient. σ and the clipping bound are constant over the run."""
 
-    bands: ClassVar[int] = 2  # any separation of more than one step will do
+    bands: ClassVar[int] = 2  # any separation of more than one step is enough
 
     def strategy(self, steps: int) -> np.ndarray:
-        """The first coefficients of C."""
+        """Return the first ``steps`` coefficients of C."""
         raise NotImplementedError
 
     def relative_std(self, index: int) -> float:
-        """The norm of a row of C⁻¹."""
+        """Return the norm of row ``index`` of C⁻¹."""
         return float(np.linalg.norm(strategies.inverse(self.strategy(index + 1), index + 1)))
 
     def prefix_error(self, steps: int) -> float:
-        """The standard deviation of the noise in the sum of the first t gradients, as its root mean square over
-        t ≤ ``steps``, in units of the clipping bound."""
+        """Return the standard deviation of the noise in the sum of the first t gradients, as its root mean square
+        over t ≤ ``steps``, in units of the clipping bound."""
         return self.noise_multiplier * strategies.prefix_error(strategies.inverse(self.strategy(steps), steps))
 
     def independent_steps(
         self, steps: Mapping[StepParameters, int], min_separation: int
     ) -> Iterable[tuple[StepParameters, int]]:
-        """As many steps in which everybody takes part who may, each with so much noise that the appearances of one
-        example cost together what they cost here: C moves by ``sensitivity``, by one Gaussian mechanism."""
+        """Return as many full steps, with noise such that the appearances of one example cost the same in total: C
+        moves by ``sensitivity`` in one Gaussian mechanism."""
         taken = sum(steps.values())
         moved = strategies.sensitivity(self.strategy(taken), taken, min_separation)
         return _worth(steps, math.sqrt(math.ceil(taken / min_separation)) / moved, sample_rate=1.0)
@@ -73,18 +72,18 @@ class ToeplitzNoise(Noise):
         return ShardedNoise(clipper, dp_seed=dp_seed, secure=secure, warn=False, stream=self._stream())
 
     def _stream(self) -> Callable[..., NoiseSource]:
-        """Makes the source of one random stream, given ``secure`` and ``entropy``."""
+        """Return a class or partial that makes the source of one random stream from ``secure`` and ``entropy``."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class BandedNoise(ToeplitzNoise):
-    """C has a few bands (Choquette-Choo et al. 2023, arXiv 2306.08153). The columns of steps that are further apart
-    than these are orthogonal, so that sampling amplifies as it does with independent noise of σ over the norm of a
-    column.
+    """Noise whose C has few bands (Choquette-Choo et al. 2023, arXiv 2306.08153). Columns of steps that are further
+    apart than the bands are orthogonal, so sampling amplifies as it does with independent noise of σ over the norm of
+    a column.
 
     Attributes:
-        coefficients: The first column of C; with norm 1, σ means what it means for independent noise.
+        coefficients: The first column of C. With norm 1, σ means the same as for independent noise.
 
     Example::
 
@@ -108,7 +107,7 @@ class BandedNoise(ToeplitzNoise):
 
     @classmethod
     def optimal(cls, noise_multiplier: float, *, steps: int, bands: int) -> BandedNoise:
-        """The coefficients for which :meth:`prefix_error` is smallest at norm 1."""
+        """Return the noise with the smallest :meth:`prefix_error` among coefficients of norm 1."""
         return cls(noise_multiplier, tuple(strategies.optimal_bands(steps, bands).tolist()))
 
     @property
@@ -131,11 +130,11 @@ class BandedNoise(ToeplitzNoise):
 
 @dataclass(frozen=True)
 class BandedInverseNoise(ToeplitzNoise):
-    """C⁻¹ has a few bands, so the noise of a step is a sum of few independent ones, which are drawn again when they
-    are needed: nothing is kept, and a step draws as many times as there are coefficients.
+    """Noise whose C⁻¹ has few bands, so that the noise of a step is a sum of few independent noises. These are drawn
+    again when they are needed: nothing is kept, and a step draws once for each coefficient.
 
     Attributes:
-        coefficients: The first column of C⁻¹, of which the first is 1.
+        coefficients: The first column of C⁻¹; the first coefficient is 1.
 
     Example::
 
@@ -160,13 +159,13 @@ class BandedInverseNoise(ToeplitzNoise):
 
     @classmethod
     def square_root(cls, noise_multiplier: float, *, bands: int) -> BandedInverseNoise:
-        """The first coefficients of the inverse of ``strategies.square_root`` (BISR; Kalinin et al. 2025, arXiv
-        2505.12128)."""
+        """Return the noise with the first coefficients of the inverse of ``strategies.square_root`` (BISR; Kalinin et
+        al. 2025, arXiv 2505.12128)."""
         return cls(noise_multiplier, tuple(strategies.inverse(strategies.square_root(bands), bands).tolist()))
 
     @classmethod
     def optimal_decay(cls, noise_multiplier: float, *, steps: int, min_separation: int) -> BandedInverseNoise:
-        """The noise z_t - λ·z_(t-1) with the best λ (arXiv 2601.22334), to five digits."""
+        """Return the noise z_t - λ·z_(t-1) with the best λ (arXiv 2601.22334), to five digits."""
         return cls(noise_multiplier, (1.0, -round(strategies.optimal_decay(steps, min_separation), 5)))
 
     def strategy(self, steps: int) -> np.ndarray:
@@ -180,8 +179,8 @@ class BandedInverseNoise(ToeplitzNoise):
 
 @dataclass(frozen=True)
 class BufferedNoise(ToeplitzNoise):
-    """C is a buffered linear Toeplitz matrix (BLT; McMahan et al. 2024, arXiv 2404.16706 and 2408.08868): coefficients
-    are 1, and then Σ weight · decay^(k-1).
+    """Noise whose C is a buffered linear Toeplitz matrix (BLT; McMahan et al. 2024, arXiv 2404.16706 and 2408.08868):
+    its coefficients are 1, and then Σ weight · decay^(k-1).
 
     Example::
 
@@ -205,7 +204,7 @@ class BufferedNoise(ToeplitzNoise):
 
     @classmethod
     def optimal(cls, noise_multiplier: float, *, steps: int, min_separation: int, buffers: int = 3) -> BufferedNoise:
-        """Weights and decays for which :meth:`prefix_error` is small at the same ε, found by a local search."""
+        """Return the noise with a small :meth:`prefix_error` at the same ε, found by a local search."""
         weights, decays = strategies.optimal_buffers(steps, min_separation, buffers)
         return cls(noise_multiplier, tuple(weights.tolist()), tuple(decays.tolist()))
 
@@ -219,6 +218,7 @@ class BufferedNoise(ToeplitzNoise):
 
 
 def _worth(steps: Mapping[StepParameters, int], factor: float, **changes: float) -> list[tuple[StepParameters, int]]:
+    """Multiply the noise of the steps by ``factor``, and apply further ``changes``."""
     return [
         (step._replace(noise_multiplier=factor * step.noise_multiplier, **changes), count)
         for step, count in steps.items()

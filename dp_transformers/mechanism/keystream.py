@@ -1,4 +1,4 @@
-"""The keystream of ChaCha20, and a generator of NumPy whose random numbers come from it. Free of torch."""
+"""The keystream of ChaCha20, and a NumPy generator that draws from it. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from itertools import chain, count, repeat
 
 import numpy as np
 
-_WORDS = struct.Struct("<512Q")  # numbers of 64 bits that are made at once
-
-
-_STREAM = 2**37  # bytes that are taken of one key, half of those that it has
+_WORDS = struct.Struct("<512Q")  # 64-bit numbers made at once
+_STREAM = 2**37  # bytes taken from one key, half of its keystream
 
 
 def chacha20(entropy: Sequence[int]) -> Callable[[bytes], bytes]:
-    """Return what encrypts zeros, as many at a time as are given, to the keystream under keys of 256 bits that are
-    made of ``entropy``.
+    """Return a function that encrypts zero bytes to the keystream, under 256-bit keys derived from ``entropy``.
 
     Raises:
         ImportError: the ``cryptography`` package is missing.
@@ -40,7 +37,7 @@ def chacha20(entropy: Sequence[int]) -> Callable[[bytes], bytes]:
 
 
 def _streams(entropy: Sequence[int]) -> Iterator[Callable[[bytes], bytes]]:
-    """The same for one key after the other, each of which has one stream alone, and an end."""
+    """Yield such a function for one key after the other. Each key has one stream of limited length."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError as error:
@@ -54,7 +51,7 @@ def _streams(entropy: Sequence[int]) -> Iterator[Callable[[bytes], bytes]]:
 
 
 def secure_generator(entropy: Sequence[int]) -> np.random.Generator:
-    """Return a generator with all distributions of NumPy's, computed from the keystream of ChaCha20.
+    """Return a NumPy generator, with all its distributions, that draws from the keystream of ChaCha20.
 
     Raises:
         ImportError: the ``cryptography`` package is missing.
@@ -63,7 +60,7 @@ def secure_generator(entropy: Sequence[int]) -> np.random.Generator:
 
 
 class _Functions(ctypes.Structure):
-    """NumPy's ``bitgen_t``: where its distributions get their random bits."""
+    """NumPy's ``bitgen_t``, the source of random bits of its distributions."""
 
     _fields_ = [
         ("state", ctypes.c_void_p),
@@ -75,10 +72,10 @@ class _Functions(ctypes.Structure):
 
 
 class _KeystreamBits:
-    """What ``np.random.Generator`` needs of a bit generator.
+    """A bit generator for ``np.random.Generator``.
 
-    NumPy calls the functions from C, where an exception would be lost and a 0 returned in its place. So they run
-    nothing but compiled code, in which Python raises no KeyboardInterrupt, unless a key is used up.
+    NumPy calls the functions from C, which would lose an exception and use 0 instead. So they run only compiled code,
+    in which Python raises no KeyboardInterrupt, except when a key is used up.
     """
 
     def __init__(self, streams: Iterator[Callable[[bytes], bytes]]):

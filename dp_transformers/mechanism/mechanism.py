@@ -1,9 +1,9 @@
-"""The mechanism of a private training: everything that ε depends on, in one value. Free of torch.
+"""The mechanism of a private training: everything that ε depends on, as one value. Free of torch.
 
 In each step a :class:`~dp_transformers.mechanism.sampling.Sampling` chooses examples, a
 :class:`~dp_transformers.mechanism.clipping_functions.ClippingFunction` bounds what each adds to the sum of gradients,
-and a :class:`~dp_transformers.mechanism.noise.Noise` hides it. The sampling knows which event the steps are, the
-clipping function its sensitivity, and what does not go together is refused when the mechanism is built.
+and a :class:`~dp_transformers.mechanism.noise.Noise` adds noise to this sum. The sampling defines the privacy event of
+the steps, and the clipping function its sensitivity. Parts that do not fit together are refused at construction.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from .accounting.accountants import Accountant, check_accountant, known_accountants
+from .accounting.accountants import ACCOUNTANTS, Accountant, check_accountant, known_accountants
 from .accounting.calibration import largest_within, smallest_noise
 from .accounting.events import event_epsilon, phases_of_groups, unsupported
 from .clipping_functions import ClippingFunction
@@ -26,16 +26,16 @@ from .values import StepParameters
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-Steps = Mapping[StepParameters, int]  # how many steps used these parameters
+Steps = Mapping[StepParameters, int]  # number of steps with these parameters
 
-NO_BOUND = "epsilon is infinite: there is no bound for so little noise"  # why nothing is private all the same
-UNIT = "one row of the training data"  # what is protected, unless a person has several
+NO_BOUND = "epsilon is infinite: there is no bound for so little noise"
+UNIT = "one row of the training data"
 
 
 @dataclass(frozen=True)
 class PrivacyUnit:
-    """What the guarantee protects: one row of the training data, and all rows of one person, who has
-    ``max_examples_per_person`` at most.
+    """The privacy unit: one row of the training data, and all rows of a person who has at most
+    ``max_examples_per_person``.
 
     Example::
 
@@ -55,14 +55,14 @@ class PrivacyUnit:
 
 @dataclass(frozen=True)
 class Release:
-    """A sum over the draw that each step releases besides that of the gradients.
+    """A noised sum over the draw that each step releases besides the sum of gradients.
 
-    An example's number adds to it by how far it is from ``center``, at most by ``bound`` in either direction.
+    An example adds its number minus ``center``, clipped to [-``bound``, ``bound``].
 
     Attributes:
-        name: What it is the sum of. The steps of this library know "loss".
+        name: Name of the summed quantity. The steps of this library know "loss".
         bound: The largest absolute value that one example can add.
-        noise_multiplier: The standard deviation of its Gaussian noise over ``bound``.
+        noise_multiplier: Standard deviation of the Gaussian noise over ``bound``.
         center: A public constant.
 
     Example::
@@ -79,7 +79,8 @@ class Release:
 
     @classmethod
     def within(cls, name: str, low: float, high: float, *, noise_multiplier: float) -> Release:
-        """The sum of numbers that are clipped to [low, high]; the center between the two takes the least noise."""
+        """Return the release of a sum of numbers clipped to [low, high]. The center in the middle needs the least
+        noise."""
         return cls(name, (high - low) / 2, noise_multiplier, (low + high) / 2)
 
     @property
@@ -96,18 +97,18 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """What a training releases: in each step a noised sum of bounded contributions over a random draw.
+    """A privacy mechanism: each step releases a noised sum of bounded contributions over a random draw.
 
     Args:
-        sampling: Which examples take part in a step.
-        clipping: What an example's gradient is multiplied with, and what it can add at most.
-        noise: The noise on the sum of gradients.
-        steps: How many steps are planned; None where the loop decides.
-        releases: Further noised sums over the same draws. ε covers them too.
-        unit: What the guarantee protects.
+        sampling: Chooses the examples of a step.
+        clipping: Bounds the gradient of each example.
+        noise: Noise on the sum of gradients.
+        steps: Number of planned steps; None if the loop decides.
+        releases: Further noised sums over the same draws, which ε covers too.
+        unit: The privacy unit.
 
     Raises:
-        ValueError: the parts do not go together, or no accountant knows what they cost.
+        ValueError: the parts do not fit together, or no accountant has a bound for them.
 
     Example::
 
@@ -132,12 +133,8 @@ class Mechanism:
     unit: PrivacyUnit = PrivacyUnit()
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("sampling", Sampling),
-            ("clipping", ClippingFunction),
-            ("noise", Noise),
-            ("unit", PrivacyUnit),
-        ):
+        kinds = {"sampling": Sampling, "clipping": ClippingFunction, "noise": Noise, "unit": PrivacyUnit}
+        for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}.")
         if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
@@ -146,10 +143,10 @@ class Mechanism:
             )
         if self.noise.bands > self.sampling.min_separation:
             raise ValueError(
-                f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, but by sampling "
-                f"{self.sampling.kind!r} an example may take part again after {self.sampling.min_separation}: its "
-                "share in all of them would not be covered. Take a sampling with min_separation of at least "
-                f"{self.noise.bands} (CyclicPoissonSampling, FixedOrderSampling), or independent noise."
+                f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, but under sampling "
+                f"{self.sampling.kind!r} an example may take part again after {self.sampling.min_separation}. Take a "
+                f"sampling with min_separation of at least {self.noise.bands} (CyclicPoissonSampling, "
+                "FixedOrderSampling), or independent noise."
             )
         moves = self.clipping.release_noise_multipliers or len({step.max_grad_norm for step in self.planned()}) > 1
         if self.noise.bands > 1 and moves:
@@ -158,60 +155,68 @@ class Mechanism:
                 f"bound for all of them, but clipping {self.clipping.kind!r} changes it: take FlatClipping, or "
                 "IndependentNoise."
             )
-        event, relation = self.event(Counter([self.at(0)])), self.sampling.relation
-        if all(unsupported(event, accountant, relation=relation) for accountant in known_accountants()):
+        first, relation = Counter([self.at(0)]), self.sampling.relation
+        if all(self.unsupported(accountant, first) for accountant in known_accountants()):
             raise ValueError(
                 f"no accountant ({', '.join(known_accountants())}) has a bound on epsilon for a step of sampling "
-                f"{self.sampling.kind!r} with noise {self.noise.kind!r}, which is {event} for neighbours by "
-                f"{relation!r}. Let event() of the sampling return an event that an accountant of dp_accounting "
+                f"{self.sampling.kind!r} with noise {self.noise.kind!r}, which is {self.event(first)} for neighbours "
+                f"by {relation!r}. Let event() of the sampling return an event that an accountant of dp_accounting "
                 "supports for that relation, or take PoissonSampling."
             )
         rows = self.unit.max_examples_per_person
         self._require_bound(rows)
         if rows > 1:
-            phases_of_groups(event, "pld", relation=relation, rows=rows)
+            phases_of_groups(self.event(first), "pld", relation=relation, rows=rows)
 
-    # ---- what a step uses ----
+    # ---- parameters of the steps ----
 
     def at(self, step: int) -> StepParameters:
-        """The parameters of a step, counted from 0."""
+        """Return the parameters of a step, counted from 0."""
         return StepParameters(*self.sampling.at(step), self.noise.at(step), self.clipping.at(step).sensitivity)
 
     def planned(self, first_step: int = 0, steps: int | None = None) -> Counter[StepParameters]:
-        """How many of the ``steps`` steps from ``first_step`` on use which parameters (default: all planned ones; one
-        where the loop decides)."""
+        """Count the parameters of ``steps`` steps from ``first_step`` on (default: of all planned steps, or of one
+        step if the loop decides)."""
         steps = (self.steps or 1) if steps is None else steps
         return Counter(self.at(step) for step in range(first_step, first_step + steps))
 
     def costliest(self, steps: int) -> StepParameters:
-        """A step that costs no less than any of the first ``steps``. It stands for steps of which only the number is
-        known."""
+        """Return parameters that cost at least as much as those of any of the first ``steps`` steps. They stand for
+        steps of which only the number is known."""
         rates, batches, sigmas, bounds = zip(*self.planned(0, steps), strict=True)
         return StepParameters(max(rates), max(batches), min(sigmas), max(bounds))
 
     def known(self, segment: Mapping[StepParameters | None, int], executed: int) -> Counter[StepParameters]:
-        """Replace steps whose parameters are not known (None) by the costliest of the first ``executed`` ones."""
+        """Replace unknown parameters (None) in a segment by the costliest of the first ``executed`` steps."""
         known = Counter({step: count for step, count in segment.items() if step is not None})
         unknown = segment.get(None, 0)
         return (Counter({self.costliest(executed): unknown}) if unknown else Counter()) + known
 
     @cached_property
     def is_silent(self) -> bool:
-        """Whether no noise is added in some step, so that nothing is private."""
+        """True if a step adds no noise, so that nothing is private."""
         return any(step.noise_multiplier == 0 for step in self.planned())
 
     @cached_property
     def needs_every_draw(self) -> bool:
-        """Whether epsilon is that of draws that follow each other, none of which is left out: noise is correlated over
-        steps, examples take turns, or later steps cost something else (where the loop decides how many there are, the
-        first thousand are looked at)."""
+        """True if ε holds only for consecutive draws with none skipped: noise is correlated over steps, examples take
+        turns, or the cost of a step changes (within the first 1,000 steps, if the loop decides how many there are)."""
         changes = len(self.planned(0, self.steps or 1000)) > 1
         return self.noise.bands > 1 or self.sampling.needs_every_draw or changes
 
-    # ---- what it costs ----
+    # ---- cost ----
+
+    def unsupported(self, accountant: str | Accountant, steps: Steps | None = None) -> str | None:
+        """Return the reason why ``accountant`` has no bound for ``steps`` (default: all planned); None if it has one.
+
+        Steps that are known to have one are not turned into an event: `dp_accounting` takes a second to import.
+        """
+        if accountant in ACCOUNTANTS and self.sampling.is_bounded_by_all:
+            return None
+        return unsupported(self.event(steps or self.planned()), accountant, relation=self.sampling.relation)
 
     def event(self, *executed: Steps) -> DpEvent:
-        """What the executed steps release (default: all planned), as dp_accounting says it.
+        """Return the privacy event of the executed steps (default: all planned).
 
         Args:
             executed: The steps that each noise source served. A resumed training has had several sources.
@@ -225,11 +230,12 @@ class Mechanism:
         return dp_accounting.ComposedDpEvent(events)
 
     def _with_releases(self, step: StepParameters) -> StepParameters:
-        """The step with the noise multiplier of the gradient and all releases as one Gaussian mechanism."""
-        others = [release.noise_multiplier for release in self.releases] + [*self.clipping.release_noise_multipliers]
-        if not others or step.noise_multiplier == 0:
+        """Return the step with the noise multiplier of the gradient and all other releases as one Gaussian
+        mechanism."""
+        further = [release.noise_multiplier for release in self.releases] + [*self.clipping.release_noise_multipliers]
+        if not further or step.noise_multiplier == 0:
             return step
-        precision = step.noise_multiplier**-2 + sum(sigma**-2 for sigma in others)
+        precision = step.noise_multiplier**-2 + sum(sigma**-2 for sigma in further)
         return step._replace(noise_multiplier=precision**-0.5)
 
     def epsilon(
@@ -240,12 +246,12 @@ class Mechanism:
         executed: Iterable[Steps] | None = None,
         rows: int = 1,
     ) -> float:
-        """ε at ``delta`` of the executed steps (default: all planned), for neighbours by ``sampling.relation``.
+        """Return ε at ``delta`` of the executed steps (default: all planned), under ``sampling.relation``.
 
         Args:
-            accountant: "pld", "rdp" or one of your own.
-            executed: As in :meth:`event`; nothing was executed if it is empty.
-            rows: With more than one, for so many rows added or removed together.
+            accountant: "pld", "rdp" or an accountant of your own.
+            executed: As in :meth:`event`; if empty, nothing was executed.
+            rows: Number of rows that are added or removed together.
         """
         segments = (self.planned(),) if executed is None else tuple(executed)
         self._require_bound(rows)
@@ -254,54 +260,42 @@ class Mechanism:
         return event_epsilon(self.event(*segments), delta, accountant, relation=self.sampling.relation, rows=rows)
 
     def _require_bound(self, rows: int) -> None:
-        """Raise ValueError if nothing is known of groups of so many rows because of who takes part when."""
+        """Raise ValueError if the sampling has no bound for groups of ``rows`` rows."""
         if rows > 1 and self.sampling.min_separation > 1:
             raise ValueError(
-                f"there is no bound for groups of {rows} rows (max_examples_per_person) of sampling "
-                f"{self.sampling.kind!r}, by which rows of one person have different steps. Take PoissonSampling, or "
-                "leave max_examples_per_person at 1, which protects one row."
+                f"there is no bound for groups of {rows} rows (max_examples_per_person) under sampling "
+                f"{self.sampling.kind!r}, which puts rows of one person into different steps. Take PoissonSampling, "
+                "or leave max_examples_per_person at 1, which protects one row."
             )
 
     def calibrated(
         self, *, target_epsilon: float, target_delta: float, accountant: str | Accountant = "pld"
     ) -> Mechanism:
-        """This mechanism with the least noise that keeps all planned steps within the target, for all rows of one
-        person. The noise of releases stays in proportion to that of the gradients.
+        """Return this mechanism with the least noise that keeps all planned steps within the target, for all rows of
+        one person. The noise of releases keeps its ratio to the noise of the gradients.
 
         Raises:
-            ValueError: how many steps there will be is not known, or no noise is enough.
+            ValueError: the number of steps is not planned, or no noise is enough.
         """
         if self.steps is None:
             raise ValueError("noise is calibrated to a number of steps: give the mechanism steps=.")
-        rows, now = self.unit.max_examples_per_person, self.noise.noise_multiplier
-        if self.releases and not now:
+        if self.releases and not self.noise.noise_multiplier:
             raise ValueError(
-                f"noise_multiplier is 0, to which the noise of the release {self.releases[0].name!r} has no "
-                "proportion: give the mechanism noise of any other level to begin with."
+                f"noise_multiplier is 0, so the noise of the release {self.releases[0].name!r} has no ratio to it: "
+                "give the mechanism a noise_multiplier above 0 to start from."
             )
+        name, search = check_accountant(accountant), _calibrated_noise
+        try:
+            hash(self)
+        except TypeError:  # a field of a class of the user's own
+            search = _calibrated_noise.__wrapped__
+        return self.scaled_to(search(self, target_epsilon, target_delta, name))
 
-        def scaled_to(sigma: float) -> Mechanism:
-            return replace(
-                self,
-                noise=self.noise.scaled_to(sigma),
-                releases=tuple(
-                    replace(each, noise_multiplier=each.noise_multiplier * sigma / now) for each in self.releases
-                ),
-            )
-
-        def epsilon_of(sigma: float) -> float:
-            return scaled_to(sigma).epsilon(target_delta, accountant=accountant, rows=rows)
-
-        sigma = smallest_noise(
-            epsilon_of,
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=self.at(0).sample_rate,
-            steps=self.steps,
-            accountant=check_accountant(accountant),
-            rows=rows,
-        )
-        return scaled_to(sigma)
+    def scaled_to(self, sigma: float) -> Mechanism:
+        """Return this mechanism with another noise multiplier. The noise of releases keeps its ratio to it."""
+        now = self.noise.noise_multiplier
+        releases = (replace(each, noise_multiplier=each.noise_multiplier * sigma / now) for each in self.releases)
+        return replace(self, noise=self.noise.scaled_to(sigma), releases=tuple(releases))
 
     def affordable_steps(
         self,
@@ -314,8 +308,8 @@ class Mechanism:
         accountant: str | Accountant = "pld",
         guess: int | None = None,
     ) -> int:
-        """How many more steps from ``first_step`` on, at most ``limit``, stay within the target, for all rows of one
-        person. A ``guess`` makes it fast where the limit is far away."""
+        """Return the largest number of steps from ``first_step`` on, at most ``limit``, that stay within the target
+        for all rows of one person. A ``guess`` saves time if the limit is far away."""
         executed, rows = list(executed), self.unit.max_examples_per_person
 
         def epsilon_after(steps: int) -> float:
@@ -327,7 +321,7 @@ class Mechanism:
     # ---- JSON ----
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: ledgers, checkpoints and reports hold this."""
+        """Return the fields for JSON, as ledgers, checkpoints and reports hold them."""
         return {
             "sampling": self.sampling.to_dict(),
             "clipping": self.clipping.to_dict(),
@@ -339,10 +333,10 @@ class Mechanism:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Mechanism:
-        """The mechanism that :meth:`to_dict` wrote.
+        """Return the mechanism that :meth:`to_dict` wrote.
 
         Raises:
-            ValueError: something is missing, or of a kind that is not defined.
+            ValueError: a field is missing, or its kind is not defined.
         """
         try:
             return cls(
@@ -358,3 +352,19 @@ class Mechanism:
                 f"this is no mechanism ({type(error).__name__}: {error}): give the whole dictionary that to_dict() of "
                 "a Mechanism returns, or a file that json.dump wrote it to."
             ) from error
+
+
+@lru_cache(maxsize=64)  # a search takes 0.1 s and more, and several trainings may share one mechanism
+def _calibrated_noise(mechanism: Mechanism, target_epsilon: float, target_delta: float, accountant: str) -> float:
+    """Return the noise multiplier that :meth:`Mechanism.calibrated` looks for."""
+    rows = mechanism.unit.max_examples_per_person
+    assert mechanism.steps is not None
+    return smallest_noise(
+        lambda sigma: mechanism.scaled_to(sigma).epsilon(target_delta, accountant=accountant, rows=rows),
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        sample_rate=mechanism.at(0).sample_rate,
+        steps=mechanism.steps,
+        accountant=accountant,
+        rows=rows,
+    )

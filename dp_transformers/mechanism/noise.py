@@ -1,9 +1,8 @@
-"""The noise that a step adds, as a value: how much, and how the noise of one step depends on that of others. Free of
-torch.
+"""The noise of a step as a value: its level, and its correlation with the noise of other steps. Free of torch.
 
-Noise of your own is a frozen dataclass derived from :class:`Noise`: :meth:`Noise.independent_steps` says what it is
-worth, and :meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of :class:`IndependentNoise`,
-``streams`` that of ``correlated``; ``add_noise`` adds what a source draws to the gradients of a step.
+To write noise of your own, derive a frozen dataclass from :class:`Noise`: :meth:`Noise.independent_steps` gives its
+worth in independent noise, and :meth:`Noise.source` draws it. ``generators`` and ``sharded`` draw the noise of
+:class:`IndependentNoise`, ``streams`` that of ``correlated``; ``add_noise`` adds it to the gradients of a step.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ N = TypeVar("N", bound="Noise")
 
 
 class NoiseSource(Protocol):
-    """What draws the noise of one process. It holds secrets and is neither copied nor pickled.
+    """Draws the noise of one process. It holds secrets, and can be neither copied nor pickled.
 
-    One that draws numbers as floats says so by an attribute ``is_dithered`` that is true, as the library's own do:
-    what a step releases is then dithered beside them (:mod:`~dp_transformers.noise.digits`).
+    A source that draws floating-point numbers sets the attribute ``is_dithered`` to True, as the library's sources do.
+    The released sum is then dithered too (:mod:`~dp_transformers.noise.digits`).
     """
 
     def add_(self, grads: Sequence[Tensor], /, std: float) -> None:
-        """Add the noise of the next step, whose independent part has this standard deviation, in place. Gradients are
-        in float32."""
+        """Add the noise of the next step to float32 gradients in place. ``std`` is the standard deviation of its
+        independent part."""
 
 
 class Noise(Value):
@@ -39,50 +38,50 @@ class Noise(Value):
 
     Attributes:
         noise_multiplier: σ, its standard deviation over the sensitivity of the clipping.
-        bands: How many steps apart an example's appearances have to be for :meth:`independent_steps` to hold; 1 where
-            each step's noise is independent.
+        bands: Least number of steps between an example's appearances that :meth:`independent_steps` requires; 1 if
+            the noise of each step is independent.
     """
 
     noise_multiplier: float
     bands: ClassVar[int] = 1
 
     def at(self, step: int) -> float:
-        """The noise multiplier of a step, counted from 0; noise that changes on the way overrides this."""
+        """Return the noise multiplier of a step, counted from 0. Noise that changes over the steps overrides this."""
         return self.noise_multiplier
 
     def relative_std(self, index: int) -> float:
-        """The standard deviation of the noise on a coordinate in the step that a source serves as number ``index``
-        from 0 on, over that of its independent part."""
+        """Return the standard deviation of the noise on a coordinate, over that of its independent part, in step
+        number ``index`` of a source, counted from 0."""
         return 1.0
 
     def scaled_to(self: N, noise_multiplier: float) -> N:
-        """The same noise at another level, for calibration."""
+        """Return the same noise at another level, for calibration."""
         return replace(self, noise_multiplier=noise_multiplier)
 
     def independent_steps(
         self, steps: Mapping[StepParameters, int], min_separation: int
     ) -> Iterable[tuple[StepParameters, int]]:
-        """Steps with independent noise that release no less than these: parameters, and how many steps use them.
+        """Return steps with independent noise that cost at least as much, as (parameters, number of such steps).
 
         Args:
             steps: The steps that one noise source served, at least one.
-            min_separation: That of the sampling.
+            min_separation: ``min_separation`` of the sampling.
         """
         return steps.items()
 
     def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
-        """What draws the noise for the gradients of ``clipper.parameters``; all processes call this together.
+        """Return a new source of noise for the gradients of ``clipper.parameters``. All processes call this together.
 
         Args:
             dp_seed: Fixed seed for tests.
-            secure: From a cryptographic generator.
+            secure: Draw from a cryptographic generator.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class IndependentNoise(Noise):
-    """N(0, (σ·C)²) on every coordinate of every step, independently. σ = 0 adds none, and nothing is private.
+    """Independent noise N(0, (σ·C)²) on every coordinate in every step. With σ = 0 nothing is private.
 
     Example::
 
@@ -99,8 +98,8 @@ class IndependentNoise(Noise):
             raise ValueError(f"noise_multiplier must be a finite int or float >= 0, got {self.noise_multiplier!r}.")
 
     def prefix_error(self, steps: int) -> float:
-        """The standard deviation of the noise in the sum of the first t gradients, as its root mean square over
-        t ≤ ``steps``, in units of the clipping bound."""
+        """Return the standard deviation of the noise in the sum of the first t gradients, as its root mean square
+        over t ≤ ``steps``, in units of the clipping bound."""
         return self.noise_multiplier * math.sqrt((steps + 1) / 2)
 
     def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
@@ -111,8 +110,8 @@ class IndependentNoise(Noise):
 
 @dataclass(frozen=True)
 class ScheduledNoise(IndependentNoise):
-    """Independent noise of which the multiplier in each step is ``noise_multiplier`` times what the schedule says.
-    Calibration scales the whole schedule.
+    """Independent noise with multiplier ``noise_multiplier * schedule.at(t)`` in step t. Calibration scales the whole
+    schedule.
 
     Example::
 
@@ -133,4 +132,4 @@ class ScheduledNoise(IndependentNoise):
         return self.noise_multiplier * self.schedule.at(step)
 
 
-from .correlated import BandedInverseNoise, BandedNoise, BufferedNoise  # noqa: E402, F401  (Noise.from_dict knows them)
+from .correlated import BandedInverseNoise, BandedNoise, BufferedNoise  # noqa: E402, F401  (so that from_dict knows them)

@@ -1,5 +1,4 @@
-"""Which mechanism to train with: those that meet a target, by the noise that they leave in the sum of gradients. Free
-of torch."""
+"""Compares the mechanisms that meet a privacy target by the noise in the sum of gradients. Free of torch."""
 
 from __future__ import annotations
 
@@ -38,12 +37,11 @@ class Candidate:
 
     Attributes:
         name: Its sampling and its noise, in words.
-        noise: The root mean square, over all steps, of the standard deviation of the noise in the sum of gradients so
-            far, over how often an example takes part, in units of the clipping bound. It is what SGD sees of the
-            noise.
-        kept: Numbers of 4 bytes that are kept between steps for each trainable parameter, beyond those of DP-SGD.
-        drawn: Random numbers for each trainable parameter in a step.
-        against: What speaks against it.
+        noise: Root mean square over all steps of the standard deviation of the noise in the sum of gradients so far,
+            divided by the number of times that an example takes part, in units of the clipping bound. SGD sees this.
+        kept: 4-byte numbers that are kept between steps for each trainable parameter, beyond those of DP-SGD.
+        drawn: Random numbers drawn in a step for each trainable parameter.
+        against: Arguments against it.
     """
 
     name: str
@@ -62,7 +60,7 @@ class Candidate:
         return 4 * self.kept
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {
             "name": self.name,
             "predicted_noise": self.noise,
@@ -76,12 +74,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class MechanismPlan:
-    """The mechanisms that meet a target, by predicted noise.
+    """The mechanisms that meet a target, sorted by predicted noise.
 
     Attributes:
-        candidates: The least noise first, whatever the relation.
-        relation: What ``best`` is to hide.
-        left_out: Mechanisms that do not apply, and why.
+        candidates: All mechanisms, the least noise first, for any relation.
+        relation: The neighbouring relation that ``best`` must hide.
+        left_out: Mechanisms that do not apply, and the reasons.
     """
 
     candidates: tuple[Candidate, ...]
@@ -90,8 +88,8 @@ class MechanismPlan:
 
     @property
     def best(self) -> Mechanism:
-        """The mechanism with the least predicted noise among those that hide what ``relation`` says. By all of them,
-        making an example a null one is hidden; where adding or removing one is to be hidden, not all remain."""
+        """The mechanism with the least predicted noise among those that hide ``relation``. All hide that an example
+        was made a null one; not all hide that one was added or removed."""
         return next(c.mechanism for c in self if self.relation in (c.relation, "replace_special"))
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -124,13 +122,19 @@ def plan(
     relation: str = "add_or_remove_one",
     accountant: str = "pld",
 ) -> MechanismPlan:
-    """The mechanisms that meet a target, by the noise that each leaves in the sum of gradients. It promises no
-    accuracy: for training from scratch, less of this noise was seen to help; for fine-tuning little is published.
+    """Compare the mechanisms that meet a target by their noise in the sum of gradients. Less noise is no promise of
+    accuracy: it was seen to help in training from scratch; for fine-tuning little is published.
 
     Args:
-        epochs: Passes over the data, on average; or give ``steps``.
-        relation: What the best one is to hide: "add_or_remove_one", or "replace_special", by which N is public and
-            batches may have a fixed order.
+        num_examples: N.
+        expected_batch_size: Expected number of examples in a step.
+        target_epsilon, target_delta: The privacy budget, for all rows of one person.
+        epochs: Mean number of passes over the data; or give ``steps``.
+        relation: The neighbouring relation that the best mechanism must hide: "add_or_remove_one", or
+            "replace_special", for which N is public and batches may have a fixed order.
+
+    Raises:
+        ValueError: an argument is out of range, or no noise meets the target.
 
     Example::
 
@@ -142,9 +146,7 @@ def plan(
         [2.2]
     """
     if (epochs is None) == (steps is None):
-        raise ValueError(
-            "give either epochs or steps: how often the data is gone through, or how many draws there are."
-        )
+        raise ValueError("give either epochs or steps: the number of passes over the data, or the number of draws.")
     if relation not in RELATIONS:
         raise ValueError(f"relation must be one of {tuple(RELATIONS)}, got {relation!r}.")
     PoissonSampling(num_examples, expected_batch_size)  # refuses what is no batch
@@ -194,7 +196,7 @@ class _Setting:
         drawn: int = 1,
         unit: PrivacyUnit | None = None,
     ) -> Candidate:
-        """With the least noise that meets the target."""
+        """Return a candidate with the least noise that meets the target."""
         mechanism = Mechanism(
             sampling=sampling,
             clipping=FlatClipping(self.bound),
@@ -206,14 +208,14 @@ class _Setting:
 
 
 def predicted_noise(mechanism: Mechanism) -> float:
-    """What :attr:`Candidate.noise` says."""
+    """Return :attr:`Candidate.noise`."""
     noise: Any = mechanism.noise
     assert mechanism.steps is not None
     return noise.prefix_error(mechanism.steps) / (mechanism.steps * mechanism.sampling.sample_rate)
 
 
 def _truncated(setting: _Setting) -> list[Candidate]:
-    """With a cap that draws hardly ever reach."""
+    """Truncated Poisson sampling with a cap that draws almost never reach."""
     cap = min(setting.examples, math.ceil(setting.batch + 6 * math.sqrt(setting.batch)))
     sampling = TruncatedPoissonSampling(setting.examples, setting.batch, cap)
     return [setting.candidate(f"truncated Poisson, cap {cap}, independent", sampling)]
@@ -227,7 +229,7 @@ def _allocation(setting: _Setting) -> list[Candidate]:
 
 
 def _banded(setting: _Setting) -> list[Candidate]:
-    """The best number of bands that the batch leaves room for: σ grows with it, and the error falls."""
+    """The best number of bands that the batch size allows: σ grows with it, and the error falls."""
     most = min(setting.steps, setting.examples // setting.batch)
     made = []
     for bands in (b for b in BANDS if b <= most):
@@ -239,7 +241,7 @@ def _banded(setting: _Setting) -> list[Candidate]:
 
 
 def _in_order(setting: _Setting) -> list[Candidate]:
-    """With a fixed order nothing is amplified, and noise of all kinds has a closed form."""
+    """A fixed order with each kind of noise. Nothing is amplified, and all have a closed form."""
     sampling = FixedOrderSampling(setting.examples, setting.batch)
     steps, separation, order = setting.steps, sampling.min_separation, "fixed order"
     made = [setting.candidate(f"{order}, independent", sampling)]
@@ -264,7 +266,7 @@ def _least(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _compared(candidate: Candidate, poisson: Candidate, setting: _Setting) -> Candidate:
-    """With what speaks against it beside Poisson sampling and independent noise."""
+    """Add the arguments against a candidate, compared with Poisson sampling and independent noise."""
     against, sampling = list(candidate.against), candidate.mechanism.sampling
     if candidate.noise > 1.005 * poisson.noise:
         cause = "correlated noise" if candidate.mechanism.noise.bands > 1 else "no amplification by sampling"

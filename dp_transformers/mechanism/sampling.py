@@ -1,7 +1,7 @@
-"""How steps choose examples: sampling schemes as values, and the batch sampler that draws from one. Free of torch.
+"""Sampling schemes as values, and the batch sampler that draws from one. Free of torch.
 
-A scheme of your own is a frozen dataclass derived from :class:`Sampling`: what is public about it are its fields, how
-it draws is :meth:`Sampling.draws`, and what it costs is :meth:`Sampling.event`.
+To write a scheme of your own, derive a frozen dataclass from :class:`Sampling`. Its fields are public,
+:meth:`Sampling.draws` draws the examples of each step, and :meth:`Sampling.event` says what the steps cost.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import functools
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from .accounting.events import event_epsilon
+from .accounting.events import MOVED_BY_ONE, event_epsilon
 from .keystream import secure_generator
 from .schedules import Schedule
 from .values import StepParameters, Value
@@ -24,34 +24,32 @@ from .values import StepParameters, Value
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-_STREAM = 0xD2A3D2A3  # tells the numbers of draws from others that are made of the same secret
-FREE = 0.001  # what a cap may cost, as a share of epsilon, to be called free
+_STREAM = 0xD2A3D2A3  # separates the random numbers of draws from others derived from the same secret
+FREE = 0.001  # a cap is called free if it raises epsilon by at most this share
 
 
 def steps_per_epoch(num_examples: int, expected_batch_size: float) -> int:
-    """The number of steps in one pass over the data, on average: N over the expected batch size, rounded, and at least
-    1."""
+    """Return the mean number of steps in one pass over the data: N / expected batch size, rounded, at least 1."""
     return max(1, round(num_examples / expected_batch_size))
 
 
 def steps_of_epochs(epochs: float, num_examples: int, expected_batch_size: float) -> int:
-    """The number of steps of so many passes, rounded up."""
+    """Return the number of steps in ``epochs`` passes over the data, rounded up."""
     return math.ceil(epochs * steps_per_epoch(num_examples, expected_batch_size))
 
 
 class Sampling(Value):
-    """Which examples take part in a step. Secrets are arguments, never fields.
+    """A rule by which each step chooses its examples. Secrets are arguments of :meth:`draws`, never fields.
 
     Attributes:
         num_examples: N.
-        expected_batch_size: The expected size of a draw, over all processes.
-        min_separation: Number of steps, at least, between two steps in which one example may take part, where chance
-            decides at most whether it does; 1 where it may take part in any step. Noise that is correlated over b
-            steps needs b. An example whose steps themselves are random (one of each epoch, or any but those just
-            after its last) has 1: steps that share noise hide less which of them it was.
-        largest_draw: The largest size of a draw, over all processes; None where draws may be as large as the data.
-        relation: Which data sets are neighbours in :meth:`event`: "add_or_remove_one", "replace_special" (one example
-            becomes a null one, and N is public) or "replace_one".
+        expected_batch_size: Expected number of examples in a draw, over all processes.
+        min_separation: The least number of steps between two steps that may contain the same example; 1 if any step
+            may. Noise correlated over b steps needs b. It is 1 too where an example's steps are themselves random (one
+            step of each epoch, for instance), because noise shared by these steps would not hide which of them it was.
+        largest_draw: Largest number of examples in a draw, over all processes; None if a draw may hold all data.
+        relation: The neighbouring relation of :meth:`event`: "add_or_remove_one", "replace_special" (one example
+            becomes a null example, and N is public) or "replace_one".
     """
 
     num_examples: int
@@ -62,42 +60,45 @@ class Sampling(Value):
 
     @property
     def sample_rate(self) -> float:
-        """The probability with which an example takes part in a step."""
+        """The probability that a step contains a given example."""
         return self.expected_batch_size / self.num_examples
 
     @property
     def needs_every_draw(self) -> bool:
-        """Whether :meth:`event` holds for draws that follow each other alone, none of which is left out."""
+        """True if :meth:`event` holds only for consecutive draws, with none skipped."""
         return self.min_separation > 1
 
     def at(self, step: int) -> tuple[float, float]:
-        """The sample rate and the expected batch size of a step, counted from 0; a scheme that changes on the way
-        overrides this."""
+        """Return the sample rate and the expected batch size of a step, counted from 0. A scheme that changes over
+        the steps overrides this."""
         return self.sample_rate, self.expected_batch_size
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
-        """The indices of the examples of each step from ``first_step`` on, without end, from a generator that only the
-        training knows."""
+        """Yield, without end, the (draw size,) integer indices of each step from ``first_step`` on. ``generator`` must
+        be secret."""
         raise NotImplementedError
 
     def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
-        """The event of steps that follow each other, in any order: which parameters were used, and in how many of
-        them.
+        """Return the event of consecutive steps, given as (parameters, number of steps with these), in any order.
 
-        The noise of each step is Gaussian and independent of that of all others. In a step of sample rate 1 every
-        example takes part that may.
+        Each step has independent Gaussian noise. In a step of sample rate 1, every eligible example takes part.
         """
         raise NotImplementedError
 
+    @property
+    def is_bounded_by_all(self) -> bool:
+        """True if :meth:`event` is known to be Gaussian steps, Poisson-sampled or full, under a relation for which
+        both accountants of this library have a bound."""
+        return self.relation in MOVED_BY_ONE and type(self).event in _GAUSSIAN_EVENTS
+
     def warning(self, noise_multiplier: float, steps: int, delta: float) -> str | None:
-        """What whoever starts so many steps should know of what they cost, if there is anything."""
+        """Return a warning about the cost of ``steps`` steps, if they cost more than they should."""
         return None
 
 
 @dataclass(frozen=True)
 class PoissonSampling(Sampling):
-    """Every step takes every example independently with probability ``expected_batch_size / num_examples``, whatever
-    was taken before.
+    """Every step takes every example independently with probability ``expected_batch_size / num_examples``.
 
     Example::
 
@@ -118,28 +119,37 @@ class PoissonSampling(Sampling):
             )
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
-        """A sample size from Binomial(N, q), then that many distinct indices, which is how independent coins fall."""
-        while True:
-            size = int(generator.binomial(self.num_examples, self.sample_rate))
-            yield generator.choice(self.num_examples, size, replace=False, shuffle=False)
+        return _poisson_draws(self, generator, first_step, largest=self.num_examples)
 
     def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
         import dp_accounting as dp
 
-        return dp.ComposedDpEvent(
-            [
-                dp.SelfComposedDpEvent(
-                    dp.PoissonSampledDpEvent(step.sample_rate, dp.GaussianDpEvent(step.noise_multiplier)), count
-                )
-                for step, count in steps
-            ]
+        return _composed(
+            steps, lambda step: dp.PoissonSampledDpEvent(step.sample_rate, dp.GaussianDpEvent(step.noise_multiplier))
         )
+
+
+def _poisson_draws(
+    sampling: Sampling, generator: np.random.Generator, first_step: int, largest: int
+) -> Iterator[np.ndarray]:
+    """Draw a size from Binomial(N, q), at most ``largest``, then that many distinct indices: without a cap, this is
+    the distribution of independent coin flips."""
+    for step in itertools.count(first_step):
+        size = min(int(generator.binomial(sampling.num_examples, sampling.at(step)[0])), largest)
+        yield generator.choice(sampling.num_examples, size, replace=False, shuffle=False)
+
+
+def _composed(steps: Iterable[tuple[StepParameters, int]], event_of: Callable[[StepParameters], Any]) -> DpEvent:
+    """Compose the event of each kind of step as often as it was taken."""
+    import dp_accounting as dp
+
+    return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event_of(step), count) for step, count in steps])
 
 
 @dataclass(frozen=True)
 class ScheduledPoissonSampling(PoissonSampling):
-    """Poisson sampling of which the expected batch size in each step, and so the rate, is ``expected_batch_size``
-    times what the schedule says.
+    """Poisson sampling with an expected batch size, and so a sample rate, that follows a schedule: step t expects
+    ``expected_batch_size * schedule.at(t)`` examples.
 
     Example::
 
@@ -164,24 +174,18 @@ class ScheduledPoissonSampling(PoissonSampling):
             )
         return expected / self.num_examples, expected
 
-    def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
-        for step in itertools.count(first_step):
-            size = int(generator.binomial(self.num_examples, self.at(step)[0]))
-            yield generator.choice(self.num_examples, size, replace=False, shuffle=False)
-
 
 @dataclass(frozen=True)
 class TruncatedPoissonSampling(Sampling):
-    """Poisson draws of which at most ``cap`` examples are kept, a uniformly random subset of them, so that each draw
-    fits into one batch of a fixed size. The sum is divided by ``expected_batch_size`` all the same.
+    """Poisson draws cut to a random subset of at most ``cap`` examples, so that each draw fits into one batch of a
+    fixed size. The sum is still divided by ``expected_batch_size``.
 
-    A large cap is free (:meth:`with_free_cap`), and a small one is not: an example that is kept takes the place of
-    another one, which is seen in what that one does not add (Ganesh 2025, arXiv 2508.15089, whose bound dp_accounting
-    has). How often that happens depends on N, so N is public: neighbours make an example a null one, or replace it by
-    another, and none is added or removed.
+    A large cap is free (:meth:`with_free_cap`). A small cap costs privacy, because an example that is kept displaces
+    another one (Ganesh 2025, arXiv 2508.15089; the bound is dp_accounting's). How often this happens depends on N, so
+    N is public, and neighbouring data sets replace an example instead of adding or removing one.
 
     Attributes:
-        cap: The largest draw.
+        cap: The largest number of examples in a draw.
         relation: "replace_special" or "replace_one".
 
     Example::
@@ -228,7 +232,7 @@ class TruncatedPoissonSampling(Sampling):
         delta: float,
         relation: str = "replace_special",
     ) -> TruncatedPoissonSampling:
-        """The smallest cap with which so many steps spend at most 0.1% more than without one, found by bisection."""
+        """Find, by bisection, the smallest cap that raises ε of ``steps`` steps by at most 0.1%."""
 
         def is_free(cap: int) -> bool:
             return cls(num_examples, expected_batch_size, cap, relation).excess(noise_multiplier, steps, delta) <= FREE
@@ -239,7 +243,7 @@ class TruncatedPoissonSampling(Sampling):
         return cls(num_examples, expected_batch_size, cap, relation)
 
     def excess(self, noise_multiplier: float, steps: int, delta: float) -> float:
-        """By which share ε of so many steps is larger than without a cap."""
+        """Return the share by which the cap raises ε of ``steps`` steps."""
         uncapped = _epsilon(replace(self, cap=self.num_examples), noise_multiplier, steps, delta)
         return _epsilon(self, noise_multiplier, steps, delta) / uncapped - 1 if 0 < uncapped < math.inf else 0.0
 
@@ -252,25 +256,17 @@ class TruncatedPoissonSampling(Sampling):
         )
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
-        """The size of a Poisson draw or the cap, then that many distinct indices."""
-        while True:
-            size = min(int(generator.binomial(self.num_examples, self.sample_rate)), self.cap)
-            yield generator.choice(self.num_examples, size, replace=False, shuffle=False)
+        return _poisson_draws(self, generator, first_step, largest=self.cap)
 
     def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
         import dp_accounting as dp
 
-        return dp.ComposedDpEvent(
-            [
-                dp.SelfComposedDpEvent(
-                    dp.TruncatedSubsampledGaussianDpEvent(
-                        self.num_examples, step.sample_rate, self.cap, step.noise_multiplier
-                    ),
-                    count,
-                )
-                for step, count in steps
-            ]
-        )
+        def event_of(step: StepParameters) -> DpEvent:
+            return dp.TruncatedSubsampledGaussianDpEvent(
+                self.num_examples, step.sample_rate, self.cap, step.noise_multiplier
+            )
+
+        return _composed(steps, event_of)
 
 
 @functools.lru_cache(maxsize=64)
@@ -281,11 +277,11 @@ def _epsilon(sampling: Sampling, noise_multiplier: float, steps: int, delta: flo
 
 @dataclass(frozen=True)
 class CyclicPoissonSampling(Sampling):
-    """Every example is in one of ``min_separation`` groups, chosen uniformly and independently of others, and groups
-    take turns: a step draws each example of its group independently with the same probability.
+    """Poisson sampling from groups that take turns: each example is put into one of ``min_separation`` groups, chosen
+    uniformly and independently, and a step draws each example of its group independently with one probability.
 
-    It costs what Poisson sampling from one group costs for the number of turns, with independent noise and with noise
-    that has no more bands than there are groups.
+    The cost is that of Poisson sampling from one group for its number of turns, with independent noise and with noise
+    correlated over at most ``min_separation`` steps.
 
     Example::
 
@@ -311,7 +307,7 @@ class CyclicPoissonSampling(Sampling):
 
     @property
     def rate_in_group(self) -> float:
-        """The probability with which an example takes part in a step of its group."""
+        """The probability that a step of an example's group contains it."""
         return self.expected_batch_size * self.min_separation / self.num_examples
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
@@ -322,7 +318,7 @@ class CyclicPoissonSampling(Sampling):
             yield eligible[generator.random(len(eligible)) < self.rate_in_group]
 
     def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
-        """That of the turns of one group, which are public here."""
+        """Return the event of the turns of one group, where membership is public."""
         import dp_accounting as dp
 
         turns, worst = _turns(steps, self.min_separation)
@@ -333,11 +329,40 @@ class CyclicPoissonSampling(Sampling):
 
 
 @dataclass(frozen=True)
-class RandomAllocationSampling(Sampling):
-    """In every pass of ``steps_per_pass`` steps each example takes part in just one of them, chosen uniformly and
-    independently of other examples and passes. Nobody is left out for long, as by Poisson draws, and ε is smaller.
+class _OncePerPass(Sampling):
+    """Base of schemes in which an example takes part in exactly one step of every pass of ``steps_per_pass`` steps."""
 
-    The bound is that of ``accounting.allocation``. A run of any length is accounted for in whole passes.
+    num_examples: int  # pyrefly: ignore[bad-override]  (frozen here, and nobody assigns to it in the base)
+    steps_per_pass: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps_per_pass, int) or not 1 <= self.steps_per_pass <= self.num_examples:
+            raise ValueError(
+                f"steps_per_pass must be an int from 1 to num_examples={self.num_examples}, got "
+                f"{self.steps_per_pass!r}: an expected batch has num_examples / steps_per_pass examples."
+            )
+
+    @property
+    def expected_batch_size(self) -> float:  # pyrefly: ignore[bad-override]
+        return self.num_examples / self.steps_per_pass
+
+    @property
+    def needs_every_draw(self) -> bool:
+        return True
+
+    def _bins(self, generator: np.random.Generator) -> list[np.ndarray]:
+        """Put each example into one of ``steps_per_pass`` bins, uniformly and independently."""
+        chosen = generator.integers(self.steps_per_pass, size=self.num_examples)
+        counts = np.bincount(chosen, minlength=self.steps_per_pass)
+        return np.split(np.argsort(chosen, kind="stable"), np.cumsum(counts)[:-1])
+
+
+@dataclass(frozen=True)
+class RandomAllocationSampling(_OncePerPass):
+    """In every pass of ``steps_per_pass`` steps, each example takes part in exactly one step, chosen uniformly and
+    independently of other examples and passes. No example waits as long as under Poisson sampling, and ε is smaller.
+
+    ``accounting.allocation`` has the bound. A run of any length is accounted for in whole passes.
 
     Example::
 
@@ -350,24 +375,11 @@ class RandomAllocationSampling(Sampling):
     """
 
     kind: ClassVar[str] = "random_allocation"
-    num_examples: int  # pyrefly: ignore[bad-override]  (frozen here, and nobody assigns to it in the base)
-    steps_per_pass: int
-
-    def __post_init__(self) -> None:
-        _check_pass(self.num_examples, self.steps_per_pass)
-
-    @property
-    def expected_batch_size(self) -> float:  # pyrefly: ignore[bad-override]
-        return self.num_examples / self.steps_per_pass
-
-    @property
-    def needs_every_draw(self) -> bool:
-        return True
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
-        """Passes begin with the first of these draws, whatever its step."""
+        """Yield the draws of one pass after the other. The first draw starts a pass, whatever its step."""
         while True:
-            yield from _bins(generator, self.num_examples, self.steps_per_pass)
+            yield from self._bins(generator)
 
     def event(self, steps: Iterable[tuple[StepParameters, int]]) -> DpEvent:
         import dp_accounting as dp
@@ -380,14 +392,14 @@ class RandomAllocationSampling(Sampling):
 
 
 @dataclass(frozen=True)
-class BallsInBinsSampling(Sampling):
-    """Each example is in one of ``steps_per_pass`` bins, chosen once, uniformly and independently of others, and bins
-    take turns: an example takes part in the same step of every pass.
+class BallsInBinsSampling(_OncePerPass):
+    """Each example is put into one of ``steps_per_pass`` bins once, uniformly and independently, and bins take turns:
+    an example takes part in the same step of every pass.
 
-    It costs far more than :class:`RandomAllocationSampling`, which chooses anew in every pass: one allocation with
-    noise that is smaller by the root of the number of passes (``accounting.allocation``). For noise that is correlated
-    over steps there is no bound with this gain; ``CyclicPoissonSampling`` with as many groups as there are steps in a
-    pass draws just so, and is accounted for without it.
+    It costs far more than :class:`RandomAllocationSampling`, which chooses again in every pass: as much as one
+    allocation with noise smaller by the root of the number of passes (``accounting.allocation``). This bound does not
+    cover noise correlated over steps. For such noise take ``CyclicPoissonSampling`` with as many groups as a pass has
+    steps: it draws in the same way, and its accounting does not use that the bin is secret.
 
     Example::
 
@@ -399,22 +411,9 @@ class BallsInBinsSampling(Sampling):
     """
 
     kind: ClassVar[str] = "balls_in_bins"
-    num_examples: int  # pyrefly: ignore[bad-override]  (frozen here, and nobody assigns to it in the base)
-    steps_per_pass: int
-
-    def __post_init__(self) -> None:
-        _check_pass(self.num_examples, self.steps_per_pass)
-
-    @property
-    def expected_batch_size(self) -> float:  # pyrefly: ignore[bad-override]
-        return self.num_examples / self.steps_per_pass
-
-    @property
-    def needs_every_draw(self) -> bool:
-        return True
 
     def draws(self, generator: np.random.Generator, first_step: int) -> Iterator[np.ndarray]:
-        bins = _bins(generator, self.num_examples, self.steps_per_pass)
+        bins = self._bins(generator)
         for step in itertools.count(first_step):
             yield bins[step % self.steps_per_pass]
 
@@ -428,28 +427,13 @@ class BallsInBinsSampling(Sampling):
         return RandomAllocationDpEvent(gaussian, self.steps_per_pass)
 
 
-def _check_pass(num_examples: int, steps_per_pass: int) -> None:
-    if not isinstance(steps_per_pass, int) or not 1 <= steps_per_pass <= num_examples:
-        raise ValueError(
-            f"steps_per_pass must be an int from 1 to num_examples={num_examples}, got {steps_per_pass!r}: an "
-            "expected batch has num_examples / steps_per_pass examples."
-        )
-
-
-def _bins(generator: np.random.Generator, num_examples: int, count: int) -> list[np.ndarray]:
-    """Each example in one of so many bins, uniformly and independently of others."""
-    chosen = generator.integers(count, size=num_examples)
-    return np.split(np.argsort(chosen, kind="stable"), np.cumsum(np.bincount(chosen, minlength=count))[:-1])
-
-
 @dataclass(frozen=True)
 class FixedOrderSampling(Sampling):
-    """Examples are shuffled once and cut into batches of just ``expected_batch_size``, which take turns. Those that
-    fill no whole batch take no part.
+    """Examples are shuffled once and cut into batches of exactly ``expected_batch_size``, which take turns. Examples
+    left over after the last whole batch are never used.
 
-    All batches have one size, and nothing is gained by not knowing who is in which: an example's appearances are
-    released as Gaussian sums, by the closed form. Neighbours make an example a null one, since adding one would move
-    all others.
+    There is no amplification by sampling: an example's appearances cost what so many full Gaussian steps cost, in
+    closed form. Neighbouring data sets replace an example by a null example, since adding one would move all others.
 
     Example::
 
@@ -493,20 +477,25 @@ class FixedOrderSampling(Sampling):
 
 
 def _turns(steps: Iterable[tuple[StepParameters, int]], separation: int) -> tuple[int, StepParameters]:
-    """In how many of the steps one example may take part, and parameters that cost no less than those of any."""
+    """Return the largest number of steps that may contain one example, and parameters that cost at least as much as
+    those of any step."""
     parameters, counts = zip(*steps, strict=True)
     rates, batches, sigmas, bounds = zip(*parameters, strict=True)
     return math.ceil(sum(counts) / separation), StepParameters(max(rates), max(batches), min(sigmas), max(bounds))
 
 
+_GAUSSIAN_EVENTS = (PoissonSampling.event, CyclicPoissonSampling.event, FixedOrderSampling.event)
+
+
 @dataclass(frozen=True)
 class Draw:
-    """The examples that one rank has to process in one step.
+    """The examples of one step on one rank.
 
     Attributes:
-        number: Grows with every draw of a sampler and never repeats.
-        starts_pass: It is the first of a pass.
-        step: The step of the training that it is for, counted from 0.
+        number: Count of the sampler's draws from 0; it never repeats.
+        indices: Indices of the examples in the training data.
+        starts_pass: True for the first draw of a pass over the data.
+        step: The training step, counted from 0.
     """
 
     number: int
@@ -516,21 +505,20 @@ class Draw:
 
 
 class DrawSampler:
-    """A batch sampler: each iteration yields ``steps_per_epoch`` fresh draws, one-item batches of type :class:`Draw`.
+    """A batch sampler: each iteration yields ``steps_per_epoch`` new draws, as one-item batches of :class:`Draw`.
 
-    All ranks hold the same ``secret`` and draw the same global sample; each takes every ``world_size``-th index of it,
-    so counts differ by at most one and no communication is needed. Draws of one sampler never repeat, over epochs too.
+    All ranks hold the same ``secret`` and draw the same global sample. Each takes every ``world_size``-th index of it,
+    so their counts differ by at most one and no communication is needed. Draws never repeat, not even over epochs.
 
     Args:
         sampling: The scheme.
-        steps_per_epoch: How many draws count as an epoch (:func:`steps_per_epoch` is usual).
-        secret: Seed of the draws, from :func:`dp_transformers.runtime.distributed.shared_secret`; never written
-            anywhere.
+        steps_per_epoch: Draws in an epoch (:func:`steps_per_epoch` is usual).
+        secret: Seed of the draws, from :func:`dp_transformers.runtime.distributed.shared_secret`. It is never written.
         rank, world_size: This process among those that share the secret.
-        first_step: The step that the first draw is for.
-        skipped: How many of the first draws the loop skips. Those after them are draws of a new start, so that a pass
-            begins with the first that is used.
-        ended: All draws were taken; there are no more.
+        first_step: The training step of the first draw.
+        skipped: Number of draws that the loop skips at the start. The draws are restarted after them, so that a pass
+            begins with the first draw that is used.
+        ended: True if there is nothing left to draw.
         secure: Draw from a cryptographic generator (extra ``secure``).
     """
 
@@ -553,28 +541,28 @@ class DrawSampler:
             secure_generator([secret, _STREAM]) if secure else np.random.Generator(np.random.PCG64DXSM(secret))
         )
         self._number, self._has_drawn = itertools.count(), False
-        self._go_on_at(first_step)
+        self._restart_at(first_step)
 
     @property
     def largest_draw(self) -> int | None:
-        """The largest size of a draw on one rank; None where there is no bound."""
+        """Largest number of examples in a draw on one rank; None if there is no bound."""
         largest = self.sampling.largest_draw
         return None if largest is None else math.ceil(largest / self.world_size)
 
     def start_at(self, step: int) -> None:
-        """Let the next draw be for this step.
+        """Let the next draw be the draw of this step.
 
         Raises:
-            ValueError: some draws were taken, and examples take turns in them: other turns would begin.
+            ValueError: draws were taken already, and examples take turns in them.
         """
         if self._has_drawn and self.sampling.needs_every_draw:
             raise ValueError(
                 f"draws of sampling {self.sampling.kind!r} were taken already, in which examples take turns, and "
-                "epsilon is that of draws that go on from them: make another loader to begin anew."
+                "epsilon covers draws that continue from them. Make another loader to start again."
             )
-        self._go_on_at(step)
+        self._restart_at(step)
 
-    def _go_on_at(self, step: int) -> None:
+    def _restart_at(self, step: int) -> None:
         self._step, self._draws = itertools.count(step), self.sampling.draws(self._generator, step)
 
     def __len__(self) -> int:
@@ -584,9 +572,10 @@ class DrawSampler:
         for position in range(0 if self.ended else self.steps_per_epoch):
             draw = replace(self.draw(), starts_pass=position == 0, step=next(self._step))
             if draw.number + 1 == self._skipped:
-                self._go_on_at(draw.step + 1)
+                self._restart_at(draw.step + 1)
             yield [draw]
 
     def draw(self) -> Draw:
+        """Return this rank's share of the next draw, without its step."""
         self._has_drawn = True
         return Draw(next(self._number), next(self._draws)[self.rank :: self.world_size].tolist())

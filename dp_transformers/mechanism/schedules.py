@@ -1,7 +1,7 @@
-"""Schedules: by which factor noise, clipping bound or batch size change on the way. Free of torch.
+"""Schedules of noise, clipping bound or batch size. Free of torch.
 
-A schedule is public: it depends on the number of the step alone. One of your own is a frozen dataclass derived from
-:class:`Schedule`.
+A schedule is public, because it depends on the number of the step alone. To write your own, derive a frozen dataclass
+from :class:`Schedule`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .values import Value
+from .values import Value, require_positive
 
 
 class Schedule(Value):
     """A factor for each step."""
 
     def at(self, step: int) -> float:
-        """The factor of a step, counted from 0."""
+        """Return the factor of a step, counted from 0."""
         raise NotImplementedError
 
     @classmethod
     def read(cls, given: Any) -> Schedule:
-        """The schedule that ``to_dict`` wrote, or itself.
+        """Return a schedule, given itself or the dictionary that ``to_dict`` wrote.
 
         Raises:
             ValueError: it is neither.
@@ -38,7 +38,7 @@ class Schedule(Value):
 
 @dataclass(frozen=True)
 class ConstantSchedule(Schedule):
-    """1 in each step.
+    """The factor 1 in every step.
 
     Example::
 
@@ -55,7 +55,7 @@ class ConstantSchedule(Schedule):
 
 @dataclass(frozen=True)
 class LinearSchedule(Schedule):
-    """From 1 in step 0 in a line to ``end`` in step ``steps``, where it stays.
+    """A linear change from 1 in step 0 to ``end`` in step ``steps``, and constant after it.
 
     Example::
 
@@ -69,7 +69,7 @@ class LinearSchedule(Schedule):
     steps: int
 
     def __post_init__(self) -> None:
-        _require_positive(self, "end", "steps")
+        require_positive(self, "end", "steps")
 
     def at(self, step: int) -> float:
         share = min(step / self.steps, 1.0)
@@ -78,7 +78,7 @@ class LinearSchedule(Schedule):
 
 @dataclass(frozen=True)
 class ExponentialSchedule(Schedule):
-    """From 1 in step 0 by equal factors to ``end`` in step ``steps``, where it stays.
+    """An exponential change from 1 in step 0 to ``end`` in step ``steps``, and constant after it.
 
     Example::
 
@@ -92,7 +92,7 @@ class ExponentialSchedule(Schedule):
     steps: int
 
     def __post_init__(self) -> None:
-        _require_positive(self, "end", "steps")
+        require_positive(self, "end", "steps")
 
     def at(self, step: int) -> float:
         return float(self.end ** min(step / self.steps, 1.0))
@@ -100,7 +100,7 @@ class ExponentialSchedule(Schedule):
 
 @dataclass(frozen=True)
 class StepSchedule(Schedule):
-    """``factor`` once more after every ``every`` steps.
+    """A change by ``factor`` after every ``every`` steps.
 
     Example::
 
@@ -114,7 +114,7 @@ class StepSchedule(Schedule):
     every: int
 
     def __post_init__(self) -> None:
-        _require_positive(self, "factor", "every")
+        require_positive(self, "factor", "every")
 
     def at(self, step: int) -> float:
         try:
@@ -123,12 +123,3 @@ class StepSchedule(Schedule):
             raise ValueError(
                 f"{self} is larger than any number at step {step}: lower the factor, or raise 'every'."
             ) from None
-
-
-def _require_positive(schedule: Schedule, *names: str) -> None:
-    for name in names:
-        value = getattr(schedule, name)
-        if not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-            raise ValueError(
-                f"{name} of a {type(schedule).__name__} must be a positive, finite int or float, got {value!r}."
-            )

@@ -1,25 +1,25 @@
-"""Values that say what a training does: frozen, comparable, written to JSON under the name of their kind; and how
-numbers are compared. Free of torch."""
+"""Frozen values that describe a training, are compared by their fields, and are written to JSON. Free of torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 V = TypeVar("V", bound="Value")
 
-HOPELESS = 2.0  # noise over signal, both summed over a whole training, beyond which nothing is learned
+HOPELESS = 2.0  # nothing is learned if noise over signal, both summed over a whole training, exceeds this
 
 
 class StepParameters(NamedTuple):
-    """What one step uses, and what its line in the ledger says.
+    """The parameters of one step, as its line in the ledger holds them.
 
     Attributes:
-        sample_rate: The probability with which an example takes part.
-        expected_batch_size: What the noised sum is divided by.
+        sample_rate: The probability that the step contains a given example.
+        expected_batch_size: The divisor of the noised sum.
         noise_multiplier: σ, the standard deviation of the gradient's noise over ``max_grad_norm``.
-        max_grad_norm: The L2 bound on what one example adds to the sum.
+        max_grad_norm: The bound on the L2 norm of what one example adds to the sum.
     """
 
     sample_rate: float
@@ -33,8 +33,8 @@ class StepParameters(NamedTuple):
 
 
 class Value:
-    """A base of frozen dataclasses whose fields JSON can hold, or values, which a class reads from their dictionaries
-    when it is made. ``kind`` is the name under which :meth:`from_dict` finds the class again."""
+    """Base of frozen dataclasses with fields that JSON can hold, or that are values themselves. ``kind`` is the name
+    by which :meth:`from_dict` finds the class."""
 
     kind: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, Any]]  # of the subclasses, which are dataclasses
@@ -44,10 +44,10 @@ class Value:
 
     @classmethod
     def from_dict(cls: type[V], data: Mapping[str, Any]) -> V:
-        """The value that :meth:`to_dict` wrote. Its class, also one that a user wrote, must be defined by now.
+        """Return the value that :meth:`to_dict` wrote. Its class must be defined already.
 
         Raises:
-            ValueError: no subclass is of this kind, or its fields are others.
+            ValueError: no subclass is of this kind, or the fields do not fit it.
         """
         known = {c.kind: c for c in _subclasses(cls) if "kind" in vars(c)}
         values = {
@@ -68,12 +68,20 @@ class Value:
 
 
 def equal_or_nan(x: Any, y: Any) -> Any:
-    """Where two tensors or arrays, which broadcast, hold the same numbers: bool, of their common shape. nan is one."""
+    """Compare two tensors or arrays element by element; NaN equals NaN. Return bools of the broadcast shape."""
     return (x == y) | ((x != x) & (y != y))
 
 
+def require_positive(owner: Any, *names: str, limit: float = math.inf) -> None:
+    """Raise ValueError unless each named attribute is an int or float above 0 and below ``limit``."""
+    for name in names:
+        value = getattr(owner, name)
+        if not (isinstance(value, (int, float)) and 0 < value < limit):
+            bound = "finite" if limit == math.inf else f"below {limit:g}"
+            raise ValueError(f"{name} of {type(owner).__name__} must be a number above 0 and {bound}, got {value!r}.")
+
+
 def _plain(value: Any) -> Any:
-    """For JSON, with the values that it holds."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return value.to_dict() if isinstance(value, Value) else value

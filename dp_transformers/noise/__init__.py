@@ -1,1 +1,1 @@
-"""How noise is drawn, and how it is added to gradients: what of a mechanism needs torch."""
+"""Draws noise and adds it to gradients: the part of a mechanism that needs torch."""

@@ -1,4 +1,4 @@
-"""Where a step adds its noise: the sum of clipped gradients becomes the noised mean that an optimizer steps with."""
+"""Adds the noise of a step: turns the sum of clipped gradients into the noised mean for the optimizer."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ def add_noise_and_divide(
     scales: Sequence[float] = (),
     sharded: bool = False,
 ) -> None:
-    """``p.grad = (sum over ranks of p.grad + N(0, (scale · std)²)) / divisor`` for every parameter.
+    """Set ``p.grad = (sum over ranks of p.grad + N(0, (scale · std)²)) / divisor`` for every parameter.
 
-    A missing gradient is zero, so that an empty draw becomes a step that is only noise.
+    A missing gradient is zero, so an empty draw becomes a step of pure noise.
 
-    Noise and sums are in float32, and what is noised is rounded to digits that the noise has, too
-    (:mod:`~dp_transformers.noise.digits`); the result is cast to the parameter's dtype last. The step must be
-    accounted for before this is called. Per-example gradients (``p.grad_sample``) are gone afterwards.
+    Noise and sums are in float32, the noised sum is rounded to digits that the noise has too
+    (:mod:`~dp_transformers.noise.digits`), and the result is cast to the parameter's dtype last. The step must be in
+    the ledger before this is called. Per-example gradients (``p.grad_sample``) are deleted.
 
     Args:
-        dither: Adds the same on all ranks that hold the same sum.
-        std: The standard deviation of the noise's independent part.
-        relative_std: What :meth:`Noise.relative_std <dp_transformers.mechanism.noise.Noise.relative_std>` says of this
-            step.
-        scales: One for each parameter, default 1. The sum is divided by it before it is noised and multiplied with
-            it at the end, so that the noise itself, which may be correlated, is the same for all.
-        sharded: Gradients are DTensors, summed already.
+        parameters: The trainable parameters.
+        noise: Draws the noise.
+        dither: Adds the same numbers on all ranks that hold the same sum.
+        std: Standard deviation of the independent part of the noise.
+        divisor: The expected batch size.
+        relative_std: :meth:`Noise.relative_std <dp_transformers.mechanism.noise.Noise.relative_std>` of this step.
+        scales: Noise scale of each parameter, default 1. The sum is divided by it before noise is added and multiplied
+            by it afterwards, so that the noise source, which may be correlated, draws one standard deviation for all.
+        sharded: True if gradients are DTensors that are summed already.
     """
     for p in parameters:
         if p.grad is None:
@@ -50,7 +52,7 @@ def add_noise_and_divide(
     grads = [to_local(grad) for grad in wholes]
     if is_scaled := any(scale != 1 for scale in scales):
         torch._foreach_div_(grads, list(scales))
-    # every rank noises its own shards; replicas are noised once, before they are summed
+    # every rank adds noise to its own shards; to replicas only rank 0 does, before they are summed
     if sharded or distributed.rank() == 0:
         noise.add_(grads, std=std)
     if not sharded:

@@ -1,8 +1,7 @@
 """The Gaussian mechanism: noise in fp32, from a generator that only the operating system seeds.
 
-``args.seed`` seeds initialisation and is written into every run's configuration; whoever knows it must not be able to
-re-draw the noise and subtract it. So noise never comes from torch's or numpy's global generators, and what does
-(dropout) is seeded anew for training.
+``args.seed`` seeds initialisation and is written into every run's configuration. Knowing it must not help to draw the
+noise again and subtract it. So noise never comes from the global generators of torch or numpy.
 """
 
 from __future__ import annotations
@@ -19,34 +18,33 @@ import torch
 from ..mechanism.keystream import chacha20
 from .digits import DITHER
 
-Bits = Callable[[int], torch.Tensor]  # so many random numbers of 64 bits, int64
-_CHUNK, _TOGETHER = 2**16, 2**14  # numbers that are made at once, and drawn at once for several tensors
-_PIECE = 2**22  # numbers of a tensor that are made before they are added, a multiple of _CHUNK
-_DITHER_STREAM = 2**63 + 1  # tells the numbers that dither from normal ones of the same entropy; no step's number
-_SUMMED = 4  # draws that are added up to one number where noise is secure
+Bits = Callable[[int], torch.Tensor]  # (count,) random int64 numbers
+_CHUNK, _TOGETHER = 2**16, 2**14  # numbers computed at once, and drawn at once for several tensors
+_PIECE = 2**22  # numbers drawn for a tensor before they are added, a multiple of _CHUNK
+_DITHER_STREAM = 2**63 + 1  # separates dither from normal numbers of the same entropy; not the number of a step
+_SUMMED = 4  # draws that are summed to one number of secure noise
 
 
 class GaussianNoise:
     """Independent N(0, std²) noise for tensors on any device.
 
-    On the CPU numbers come from numpy's PCG64 with 128 bits from the operating system (torch's CPU generator keeps 32
-    bits of its seed, few enough to try them all); on other devices from torch's counter-based generator with a 64-bit
-    key from the operating system. With ``secure`` they come from the keystream of ChaCha20 (extra ``secure``), on
-    every device, and each is the sum of four draws, halved.
+    On the CPU, numbers come from numpy's PCG64 with 128 bits from the operating system (torch's CPU generator keeps
+    only 32 bits of its seed, few enough to try them all). On other devices they come from torch's counter-based
+    generator with a 64-bit key from the operating system. With ``secure`` they come from the keystream of ChaCha20
+    (extra ``secure``) on every device, and each is the sum of four draws, halved.
 
-    What ``secure`` claims: nobody who lacks the key can predict the random bits, or tell them from others, as far as
-    ChaCha20 holds. What it does not claim: that sums of floating-point numbers with this noise are as private as real
-    ones. A number has 24 bits, as have its radius and angle before, so a single draw can be recognised by the values
-    that it takes (Mironov 2012; Jin et al. 2021, arXiv 2112.05307). Adding four up makes it costly to find those that
-    give a number (Holohan and Braghin 2021, arXiv 2107.10138, with n = 2), which is no proof. What the last digits of
-    results tell is another matter, which :mod:`~dp_transformers.noise.digits` sees to.
+    ``secure`` claims that the random bits cannot be predicted, or distinguished from uniform bits, without the key, as
+    far as ChaCha20 holds. It does not claim that sums of floating-point numbers with this noise are as private as sums
+    of real numbers. A number has 24 bits, as have its radius and angle before, so a single draw can be recognised by
+    the values that it takes (Mironov 2012; Jin et al. 2021, arXiv 2112.05307). Summing four makes it costly to find
+    the draws of a number (Holohan and Braghin 2021, arXiv 2107.10138, with n = 2), which is not a proof. For the last
+    digits of results see :mod:`~dp_transformers.noise.digits`.
 
     Args:
-        dp_seed: Fixed seed for tests. The noise can then be subtracted by whoever knows it: the run is not private,
-            and says so.
+        dp_seed: Fixed seed for tests. Anyone who knows it can subtract the noise, so the run is not private.
         secure: Use the cryptographic generator.
-        entropy: What seeds the generators instead of the operating system, for ranks that must add equal noise
-            (:func:`dp_transformers.runtime.distributed.noise_entropy`); as secret as the noise.
+        entropy: Seeds the generators instead of the operating system, for ranks that must add equal noise
+            (:func:`dp_transformers.runtime.distributed.noise_entropy`). It is as secret as the noise.
 
     Raises:
         ImportError: ``secure`` without the ``cryptography`` package.
@@ -64,14 +62,19 @@ class GaussianNoise:
 
     def __getstate__(self) -> None:
         raise TypeError(
-            "GaussianNoise is neither copied nor pickled: whoever has its state can subtract the noise, or would add "
-            "it twice. Make a new one where it is needed; to save a training, use save_checkpoint of PrivacyEngine or "
-            "the checkpoints of DPTrainer."
+            "GaussianNoise can be neither copied nor pickled: its state would allow to subtract the noise, and a copy "
+            "would add the same noise twice. Make a new one where it is needed; to save a training, use "
+            "save_checkpoint of PrivacyEngine or the checkpoints of DPTrainer."
         )
 
     def add_(self, tensors: Iterable[torch.Tensor], std: float) -> None:
-        """Add independent noise of standard deviation ``std`` to every coordinate, in place. ``std`` 0 draws
-        nothing."""
+        """Add independent noise of standard deviation ``std`` to float32 or float64 tensors in place. ``std`` 0 draws
+        nothing.
+
+        Raises:
+            RuntimeError: this process was forked from the one that made the object.
+            TypeError: a tensor has lower precision.
+        """
         if std == 0:
             return
         if os.getpid() != self._process:
@@ -92,16 +95,17 @@ class GaussianNoise:
             torch._foreach_add_(
                 group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std
             )
-            del numbers  # before the next are drawn
+            del numbers  # frees memory for the next group
 
     def of_step(self, step: int) -> GaussianNoise:
-        """A source of the same secret whose numbers depend on the step alone, so that they can be drawn again."""
-        again = GaussianNoise(secure=self._is_secure, entropy=[*self._entropy, step + 1])  # 0 at the end is nothing
+        """Return a source with the same secret for one step, so that its numbers can be drawn again."""
+        # step + 1, since a 0 at the end of the entropy has no effect
+        again = GaussianNoise(secure=self._is_secure, entropy=[*self._entropy, step + 1])
         again._process = self._process
         return again
 
     def _numbers(self, count: int, device: torch.device) -> torch.Tensor:
-        """(count,): what is multiplied with a standard deviation and added."""
+        """Return (count,) numbers, which are multiplied by a standard deviation and added."""
         if self._is_secure:
             return summed_normal(self._bits, count).to(device)
         if device.type == "cpu":
@@ -110,15 +114,15 @@ class GaussianNoise:
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
-            # the number keeps two devices of one process apart, and is the same on ranks that must add equal noise
+            # the number differs between devices of one process, and is equal on ranks that must add equal noise
             state = np.random.SeedSequence([*self._entropy, len(self._generators)]).generate_state(1, np.uint64)
             self._generators[device] = torch.Generator(device).manual_seed(int(state[0] >> np.uint64(1)))
         return self._generators[device]
 
 
 class Dither(GaussianNoise):
-    """Independent uniform numbers, :data:`~.digits.DITHER` times as wide as ``std`` is long, in the place of normal
-    ones. Ranks that dither the same sum are given the same entropy, which no noise has."""
+    """Independent uniform numbers of width :data:`~.digits.DITHER` · ``std``, instead of normal numbers. Ranks that
+    dither the same sum are given the same entropy, which is never that of noise."""
 
     def __init__(self, *, secure: bool = False, entropy: Sequence[int]):
         super().__init__(secure=secure, entropy=[*entropy, _DITHER_STREAM])
@@ -127,7 +131,7 @@ class Dither(GaussianNoise):
         super().add_(tensors, DITHER * 2.0**-32 * std)
 
     def _numbers(self, count: int, device: torch.device) -> torch.Tensor:
-        """(count,) int32."""
+        """Return (count,) uniform int32 numbers."""
         if self._is_secure or device.type == "cpu":
             return self._bits((count + 1) // 2).view(torch.int32)[:count].to(device)
         generator = self._generator(device)
@@ -135,7 +139,7 @@ class Dither(GaussianNoise):
 
 
 def check_noise_source(*, dp_seed: int | None, secure: bool) -> None:
-    """Warn of a fixed seed, and raise ImportError or ValueError where noise could not be drawn like this."""
+    """Warn of a fixed seed. Raise ImportError or ValueError if noise cannot be drawn with these settings."""
     if secure and dp_seed is not None:
         raise ValueError(
             "secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them."
@@ -150,12 +154,12 @@ def check_noise_source(*, dp_seed: int | None, secure: bool) -> None:
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Views of a large tensor, so that noise as large as it never is in memory."""
+    """Split a large tensor into views, so that its noise is never in memory as a whole."""
     return tensor.view(-1).split(_PIECE) if tensor.numel() > _PIECE and tensor.is_contiguous() else [tensor]
 
 
 def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Consecutive tensors of one device that are small together: a draw costs 0.1 ms, however few numbers it has."""
+    """Group small consecutive tensors of one device: a draw costs at least 0.1 ms, however few numbers it has."""
     group: list[torch.Tensor] = []
     count = 0
     for tensor in tensors:
@@ -169,10 +173,10 @@ def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def standard_normal(bits: Bits, count: int) -> torch.Tensor:
-    """(count,) float32: independent N(0, 1) numbers by the transform of Box and Muller (1958), on the CPU.
+    """Return (count,) independent N(0, 1) float32 numbers on the CPU, by the transform of Box and Muller (1958).
 
-    A pair of them, r·cos θ and r·sin θ, takes r = √(-2 log u) from 64 random bits, so tails reach to 9.4, and θ from
-    32 others. Both are rounded to the 24 bits of float32. In chunks that stay in the processor's cache.
+    A pair, r·cos θ and r·sin θ, takes r = √(-2 log u) from 64 random bits, so tails reach to 9.4, and θ from another
+    32. Both are rounded to the 24 bits of float32. Chunks fit into the processor's cache.
     """
     numbers = torch.empty(count, dtype=torch.float32)
     for chunk in numbers.split(_CHUNK) if count else ():
@@ -186,7 +190,7 @@ def standard_normal(bits: Bits, count: int) -> torch.Tensor:
 
 
 def summed_normal(bits: Bits, count: int) -> torch.Tensor:
-    """(count,) float32: independent N(0, 1) numbers, each of several draws of :func:`standard_normal`."""
+    """Return (count,) independent N(0, 1) float32 numbers, each a sum of several draws of :func:`standard_normal`."""
     numbers = torch.zeros(count, dtype=torch.float32)
     for chunk in numbers.split(_CHUNK) if count else ():
         for _ in range(_SUMMED):

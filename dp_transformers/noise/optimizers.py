@@ -1,4 +1,4 @@
-"""Optimizers that know how much noise the gradients have. What they do is post-processing, so it costs nothing."""
+"""Optimizers that use the variance of the noise in the gradients. This is post-processing, and costs no privacy."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ..clipping.parallel.dtensor import to_local
 
 
 class DPAdamW(torch.optim.Optimizer):
-    """AdamW whose second moment is that of the gradients without their noise.
+    """AdamW with a second moment from which the noise is subtracted.
 
-    Adam divides by the root of v̂, the mean of squared gradients. Noise of variance φ on every coordinate adds φ to it,
-    which is most of it in private training: all coordinates are then divided by nearly the same number. This
-    optimizer takes the mean Φ̂ of φ, with the same weights as v̂, off again (DP-AdamBC, arXiv 2312.14334; with schedules
-    and weight decay DP-AdamW-BC, arXiv 2511.07843). φ comes with each gradient that a private step released, for that
-    step, also where noise is scheduled or correlated over steps. Without noise it is torch's AdamW.
+    Adam divides by the root of v̂, the mean of squared gradients. Noise of variance φ on every coordinate adds φ to it.
+    In private training this is most of v̂, so all coordinates are divided by nearly the same number. This optimizer
+    subtracts the mean Φ̂ of φ, with the same weights as v̂ (DP-AdamBC, arXiv 2312.14334; with schedules and weight decay
+    DP-AdamW-BC, arXiv 2511.07843). Each released gradient carries the φ of its step, also if noise is scheduled or
+    correlated over steps. Without noise this is torch's AdamW.
 
-    Steps are longer than those of AdamW at the same ``lr``, often by far, since less is divided by.
+    Steps are longer than those of AdamW at the same ``lr``, often much longer, since the divisor is smaller.
 
     Args:
-        params: Parameters, or groups of them, as of any optimizer of torch.
+        params: Parameters, or groups of them, as for any optimizer of torch.
         lr: The learning rate.
-        betas: The weights β₁ and β₂ that the means keep of their past.
-        eps: What is added to the root.
-        weight_decay: By which share of ``lr`` parameters shrink in each step.
-        floor: The least that may be left of v̂ - Φ̂, as in DP-AdamBC. By default v̂ stays as it is where nothing is left,
-            since the root of a small floor would enlarge what is noise alone.
+        betas: The decay rates β₁ and β₂ of the means.
+        eps: Added to the root.
+        weight_decay: Parameters shrink by this times ``lr`` in each step.
+        floor: Lower bound of v̂ - Φ̂, as in DP-AdamBC. By default v̂ itself is used where v̂ - Φ̂ is not positive, since
+            the root of a small floor would enlarge coordinates that are only noise.
 
     Raises:
         ValueError: a setting is out of range, or a gradient was not released by a private step.
@@ -112,17 +112,17 @@ def _zeros(p: torch.Tensor) -> torch.Tensor:
 
 
 def set_noise_variance(gradient: torch.Tensor, variance: float) -> None:
-    """Say which variance the noise on each coordinate of a released gradient has."""
+    """Record the variance of the noise on each coordinate of a released gradient."""
     gradient.noise_variance = variance  # pyrefly: ignore[missing-attribute]  (tensors take attributes)
 
 
 def is_noised(gradient: torch.Tensor) -> bool:
-    """Returns True for a gradient that a private step released, whatever was done to it in place since."""
+    """Return True for a gradient that a private step released, also after changes in place."""
     return hasattr(gradient, "noise_variance")
 
 
 def noise_variance(gradient: torch.Tensor) -> float:
-    """The variance of the noise on each coordinate of a gradient.
+    """Return the variance of the noise on each coordinate of a gradient.
 
     Raises:
         ValueError: it was not released by a private step, or is a copy.
@@ -132,8 +132,7 @@ def noise_variance(gradient: torch.Tensor) -> float:
         return 0.0  # torch makes the state of sharded optimizers by a step with zeros
     if variance is None:
         raise ValueError(
-            "DPAdamW needs gradients that a private step released, which say how much noise they have: train with "
-            "DPTrainer or PrivacyEngine, and put no other tensor in the place of p.grad. Without privacy take "
-            "torch.optim.AdamW."
+            "DPAdamW needs gradients that a private step released, which carry the variance of their noise. Train "
+            "with DPTrainer or PrivacyEngine, and do not replace p.grad; without privacy take torch.optim.AdamW."
         )
     return variance

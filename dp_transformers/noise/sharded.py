@@ -1,4 +1,4 @@
-"""One generator of noise for each device mesh and placements that gradients have: they may be DTensors."""
+"""Noise for gradients that may be DTensors: one generator for each device mesh and its placements."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ShardedNoise:
     Args:
         clipper: The clipper of the model on this rank.
         dp_seed, secure: As in ``GaussianNoise``.
-        warn: Whether to warn that noise with a ``dp_seed`` is not private; False if the caller has warned already.
-        stream: Makes what draws one random stream, given ``secure`` and ``entropy``.
-        same: Whether ranks that each hold a whole sum add the same numbers to it, too.
+        warn: Warn that noise with a ``dp_seed`` is not private; False if the caller has warned already.
+        stream: Makes the source of one random stream from ``secure`` and ``entropy``.
+        same: Add the same numbers on ranks that each hold a whole sum.
     """
 
-    is_dithered = True  # beside it, see NoiseSource
+    is_dithered = True  # see NoiseSource
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class ShardedNoise:
                 self._streams[key] = stream(secure=secure, entropy=entropy)
 
     def add_(self, grads: Sequence[torch.Tensor], std: float) -> None:
-        """Add noise of standard deviation ``std`` to this rank's shards of the gradients, which come in the order of
-        the parameters."""
+        """Add noise of standard deviation ``std`` to this rank's shards of the gradients, in the order of the
+        parameters."""
         for key, stream in self._streams.items():
-            stream.add_([to_local(grad) for grad, its in zip(grads, self._placements, strict=True) if its == key], std)
+            shards = [to_local(grad) for grad, at in zip(grads, self._placements, strict=True) if at == key]
+            stream.add_(shards, std)

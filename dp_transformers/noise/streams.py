@@ -1,4 +1,4 @@
-"""Correlated noise on the tensors of one process, drawn step by step; what is computed is in ``correlated``."""
+"""Correlated noise on the tensors of one process, drawn step by step. See ``mechanism.correlated`` for the maths."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ Tensors = list[torch.Tensor]
 
 
 class CorrelatedStream:
-    """Adds the noise of one step after the other to tensors that have the same shapes in each.
+    """Adds the noise of one step after the other to tensors of the same shapes. It can be neither copied nor pickled.
 
     Args:
-        secure, entropy: As in :class:`~dp_transformers.noise.generators.GaussianNoise`, which also refuses to be
-            copied, and to draw in a forked process.
+        secure, entropy: As in :class:`~dp_transformers.noise.generators.GaussianNoise`.
     """
 
     def __init__(self, *, secure: bool = False, entropy: Sequence[int] | None = None):
@@ -25,11 +24,15 @@ class CorrelatedStream:
         self._std: float | None = None
 
     def add_(self, tensors: Sequence[torch.Tensor], std: float) -> None:
-        """Add the noise of the next step, whose independent part has standard deviation ``std``, in place."""
+        """Add the noise of the next step in place. ``std`` is the standard deviation of its independent part.
+
+        Raises:
+            ValueError: ``std`` changed since the first step.
+        """
         if self._std not in (None, std):
             raise ValueError(
-                f"noise was correlated at standard deviation {self._std:g}, and this step wants {std:g}: what earlier "
-                "steps added could not be taken back. Keep noise multiplier and clipping bound over the run, or take "
+                f"noise was correlated at standard deviation {self._std:g}, and this step wants {std:g}: noise of "
+                "earlier steps could not be cancelled. Keep noise multiplier and clipping bound over the run, or take "
                 "IndependentNoise."
             )
         self._std = std
@@ -39,14 +42,14 @@ class CorrelatedStream:
         raise NotImplementedError
 
     def _fresh(self, tensors: Tensors, std: float) -> Tensors:
-        """z_t."""
+        """Draw z_t."""
         noise = [torch.zeros_like(tensor) for tensor in tensors]
         self._normal.add_(noise, std)
         return noise
 
 
 class BandedStream(CorrelatedStream):
-    """x_t = (z_t - Σ_{j≥1} c_j x_{t-j}) / c_0, with the last x kept."""
+    """Adds x_t = (z_t - Σ_{j≥1} c_j x_{t-j}) / c_0, and keeps the last x."""
 
     def __init__(self, coefficients: Sequence[float], **options):
         super().__init__(**options)
@@ -63,7 +66,7 @@ class BandedStream(CorrelatedStream):
 
 
 class RegeneratedStream(CorrelatedStream):
-    """x_t = Σ_j m_j z_{t-j}, where the z of each step comes from a generator of its own and is drawn again."""
+    """Adds x_t = Σ_j m_j z_{t-j}. The z of each step has its own generator, and is drawn again when needed."""
 
     def __init__(self, coefficients: Sequence[float], **options):
         super().__init__(**options)
@@ -76,7 +79,7 @@ class RegeneratedStream(CorrelatedStream):
 
 
 class BufferedStream(CorrelatedStream):
-    """x_t = z_t - Σ_i w_i S_i, then S_i ← θ_i S_i + x_t."""
+    """Adds x_t = z_t - Σ_i w_i S_i, then sets S_i ← θ_i S_i + x_t."""
 
     def __init__(self, weights: Sequence[float], decays: Sequence[float], **options):
         super().__init__(**options)

@@ -1,7 +1,7 @@
-"""The certificate of a folder of trainings (``privacy.json``): what was spent, on which data, with which code.
+"""The certificate of a folder of trainings (``privacy.json``): the ε spent, the data, the code.
 
-It is a summary of the ledger beside it, and nothing is in it that the ledger does not say, but for draws that were
-shown to a loop and not stepped. Whoever has both files builds it anew and compares (:func:`disagreements`).
+It is a summary of the ledger in the same folder, plus the number of draws that were given to a loop and not stepped.
+:func:`disagreements` rebuilds it from the ledger and compares.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .recompute import RecordedRun, Spent, recorded_runs, spent
 CERTIFICATE_NAME = "privacy.json"
 SCHEMA, VERSION = "dp-transformers/privacy", 1
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "datasets", "dp-accounting", "numpy", "scipy")
-TOLERANCE = 2e-3  # of ε, relative: another machine or release of dp_accounting may round in another way
+TOLERANCE = 2e-3  # relative, of ε: another machine or release of dp_accounting may round differently
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +36,22 @@ _FACTS = ("time", "data", "model", "software", "code", "also_released")
 
 
 class CertificateError(ValueError):
-    """A certificate that is missing or cannot be read."""
+    """Raised for a certificate that is missing or cannot be read."""
 
 
-# ---- what is known of a run when it begins ----
+# ---- facts of a run when it begins ----
 
 
 def circumstances(
     *, accountant: str, data: Mapping[str, Any], model: Any, also_released: Iterable[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """What the line that begins a run says besides its mechanism, for
+    """Return the facts that the line which begins a run holds besides its mechanism, for
     :meth:`dp_transformers.step.run.PrivateRun.begin`.
 
     Args:
         data: From :func:`dp_transformers.reports.digest.describe_data`.
         model: The module that is trained.
-        also_released: What else leaves the training, each as ``{"what": ..., "covered": whether by epsilon}``.
+        also_released: Further outputs of the training, as ``{"what": ..., "covered": True if epsilon covers it}``.
     """
     return {
         "accountant": accountant,
@@ -75,13 +75,13 @@ def describe_model(model: Any) -> dict[str, Any]:
 
 
 def _public_name(name: str) -> str | None:
-    """A model's name; of a folder on this machine the last part, since a certificate is handed over."""
+    """Return a model's name, or the last part of a local path, since a certificate is handed over."""
     return Path(name).name if os.path.isabs(name) or os.path.isdir(name) else name or None
 
 
 @functools.lru_cache(maxsize=1)
 def software() -> dict[str, str | None]:
-    """The versions of Python, of this package and of what it stands on."""
+    """Return the versions of Python, of this package and of its dependencies."""
     package = __name__.partition(".")[0]
     own = {"python": platform.python_version(), package: sys.modules[package].__version__}
     return own | {name: _version(name) for name in LIBRARIES}
@@ -96,7 +96,7 @@ def _version(name: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def code() -> dict[str, Any] | None:
-    """The script that runs and the commit of git in the folder that it runs in; None outside of one."""
+    """Return the running script and the git commit of the current folder; None outside of a repository."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return None
@@ -125,14 +125,14 @@ def _now() -> str:
 def build(
     folder: str | os.PathLike, *, delta: float | None = None, unfinished: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """The certificate of a folder by its ledger.
+    """Build the certificate of a folder from its ledger.
 
     Args:
         delta: The δ at which ε is stated; by default that of each run, and the smallest for their sum.
-        unfinished: Draws of each run, by its id, that were shown to a loop and not stepped.
+        unfinished: Number of draws of each run, by its id, that were given to a loop and not stepped.
 
     Raises:
-        ValueError: the ledger does not say what was released.
+        ValueError: the releases cannot be read from the ledger.
     """
     ledger = Ledger(folder)
     runs = recorded_runs(ledger, unfinished)
@@ -143,24 +143,19 @@ def build(
         )
     size, digest = ledger.digest()
     chain = ledger.chain()
+    lines = {"lines": chain.lines, "unchained_lines": chain.unchained, "bytes": size, "sha256": digest}
     return {
         "schema": SCHEMA,
         "version": VERSION,
         "written": _now(),
         "delta": delta,
         **summary(runs, delta),
-        "ledger": {
-            "file": LEDGER_NAME,
-            "lines": chain.lines,
-            "unchained_lines": chain.unchained,
-            "bytes": size,
-            "sha256": digest,
-        },
+        "ledger": {"file": LEDGER_NAME, **lines},
     }
 
 
 def summary(runs: Sequence[RecordedRun], delta: float | None = None) -> dict[str, Any]:
-    """What several runs have spent together, and each of them."""
+    """Summarise several runs: ε of all together, and of each."""
     each = [spent([run], delta) for run in runs]
     total = each[0] if len(runs) == 1 else spent(runs, delta)
     reasons = _not_private_because(runs, total)
@@ -170,20 +165,20 @@ def summary(runs: Sequence[RecordedRun], delta: float | None = None) -> dict[str
         "verified": all(run.verified for run in runs),
         "unit": UNIT,
         "total": _numbers(total),
-        "runs": [_describe(run, what) for run, what in zip(runs, each, strict=True)],
+        "runs": [_describe(run, own) for run, own in zip(runs, each, strict=True)],
     }
 
 
-def _not_private_because(runs: Iterable[RecordedRun], what: Spent) -> list[str]:
+def _not_private_because(runs: Iterable[RecordedRun], total: Spent) -> list[str]:
     reasons = list(dict.fromkeys(why for run in runs for why in run.not_private_because))
-    return reasons or ([NO_BOUND] if what.epsilon == math.inf else [])
+    return reasons or ([NO_BOUND] if total.epsilon == math.inf else [])
 
 
-def _describe(run: RecordedRun, what: Spent) -> dict[str, Any]:
-    reasons = _not_private_because([run], what)
+def _describe(run: RecordedRun, total: Spent) -> dict[str, Any]:
+    reasons = _not_private_because([run], total)
     return {
         "run": run.state.run_id,
-        **_numbers(what),
+        **_numbers(total),
         "num_examples": run.mechanism.sampling.num_examples,
         "target_epsilon": run.state.target_epsilon,
         "unfinished_draws": run.unfinished,
@@ -195,24 +190,23 @@ def _describe(run: RecordedRun, what: Spent) -> dict[str, Any]:
     }
 
 
-def _numbers(what: Spent) -> dict[str, Any]:
-    """For JSON, which knows no infinity: an infinite ε is None."""
-    values = vars(what)
-    return {name: None if value == math.inf else value for name, value in values.items()}
+def _numbers(total: Spent) -> dict[str, Any]:
+    """Return the fields for JSON, which has no infinity: an infinite ε is None."""
+    return {name: None if value == math.inf else value for name, value in vars(total).items()}
 
 
 def write(
     folder: str | os.PathLike, *, delta: float | None = None, unfinished: Mapping[str, int] | None = None
 ) -> dict[str, Any] | None:
-    """Write the certificate of a folder by its ledger, completely or not at all. None if nothing was trained there.
+    """Write the certificate of a folder atomically, and return it; None if nothing was trained there.
 
-    A certificate that says the same already is left as it is, so that its signature stays valid.
+    A certificate with the same content is left as it is, so that its signature stays valid.
 
     Args:
-        delta, unfinished: As in :func:`build`. Unfinished draws of runs that are not named stay as they were.
+        delta, unfinished: As in :func:`build`. For runs that are not named, the old number of unfinished draws stays.
 
     Raises:
-        PrivacyStateError: the ledger was changed, also by what the certificate that is there says of it.
+        PrivacyStateError: the ledger was changed, by its own digests or by those of the existing certificate.
     """
     folder = Path(folder)
     ledger = Ledger(folder)
@@ -236,7 +230,7 @@ def write(
 
 
 def write_or_warn(folder: str | os.PathLike, **options: Any) -> None:
-    """:func:`write`, where a training must not fail because it cannot be done."""
+    """Call :func:`write`, and only log a failure, so that the training does not fail."""
     try:
         write(folder, **options)
     except (OSError, ValueError) as error:
@@ -247,10 +241,10 @@ _OF_LEDGER = {"lines": int, "bytes": int, "sha256": str}
 
 
 def read(folder: str | os.PathLike) -> dict[str, Any]:
-    """The certificate in a folder.
+    """Read the certificate in a folder.
 
     Raises:
-        CertificateError: it is missing, of a later version, or no certificate.
+        CertificateError: it is missing, of another version, or not a certificate.
     """
     path = Path(folder) / CERTIFICATE_NAME
     try:
@@ -262,12 +256,12 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
     except FileNotFoundError:
         raise CertificateError(
             f"'{path}' is missing: the training was killed before it was written, or it was taken away. Let the "
-            "training go on to its end, which writes it."
+            "training run to its end, which writes it."
         ) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CertificateError(
-            f"'{path}' is no certificate ({type(error).__name__}: {error}): it was changed, or written by something "
-            "else. Restore it from a backup."
+            f"'{path}' is no certificate ({type(error).__name__}: {error}): it was changed, or another program wrote "
+            "it. Restore it from a backup."
         ) from error
     if schema != SCHEMA or version != VERSION:
         raise CertificateError(
@@ -278,10 +272,10 @@ def read(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def unfinished_draws(content: Mapping[str, Any]) -> dict[str, int]:
-    """The unfinished draws of each run, by its id.
+    """Return the number of unfinished draws of each run, by its id.
 
     Raises:
-        ValueError: there are fewer than none, which would take steps away that the ledger has.
+        ValueError: a number is negative, and would subtract steps of the ledger.
     """
     draws = {run["run"]: int(run["unfinished_draws"]) for run in content["runs"]}
     if any(count < 0 for count in draws.values()):
@@ -292,15 +286,15 @@ def unfinished_draws(content: Mapping[str, Any]) -> dict[str, int]:
 # ---- comparing ----
 
 
-def disagreements(folder: str | os.PathLike, said: Mapping[str, Any]) -> list[str]:
-    """In what the certificate ``said`` differs from what the ledger in the folder says now, in sentences."""
+def disagreements(folder: str | os.PathLike, certificate: Mapping[str, Any]) -> list[str]:
+    """Return the differences between a certificate and the ledger in the folder, as sentences."""
     ledger = Ledger(folder)
-    faults = _faults_of_ledger(ledger, said["ledger"])
+    faults = _faults_of_ledger(ledger, certificate["ledger"])
     try:
-        now = build(folder, delta=said["delta"], unfinished=unfinished_draws(said))
+        now = build(folder, delta=certificate["delta"], unfinished=unfinished_draws(certificate))
     except ValueError as error:
         return [*faults, str(error)]
-    before, after = dict(_flat(said)), dict(_flat(json.loads(json.dumps(now))))
+    before, after = dict(_flat(certificate)), dict(_flat(json.loads(json.dumps(now))))
     paths = [path for path in {**before, **after} if not path.startswith(("written", "ledger."))]
     differ = [
         f"{path} = {before.get(path)!r}, by the ledger it is {after.get(path)!r}"
@@ -311,8 +305,8 @@ def disagreements(folder: str | os.PathLike, said: Mapping[str, Any]) -> list[st
 
 
 def require_intact(ledger: Ledger) -> None:
-    """Raise PrivacyStateError if lines of the ledger were changed or taken out, by its own digests or by that in the
-    certificate beside it, so that no run goes on from a false count and no certificate is written over that one."""
+    """Raise PrivacyStateError if the ledger was changed, by its own digests or by the digest in the certificate. So no
+    run resumes from a wrong count, and no certificate is overwritten with one."""
     if changes := changes_of(ledger):
         raise PrivacyStateError(
             f"what was spent in '{ledger.path.parent}' is not known: {changes[0]} Restore both files from one backup, "
@@ -322,40 +316,42 @@ def require_intact(ledger: Ledger) -> None:
 
 
 def changes_of(ledger: Ledger) -> list[str]:
-    """What shows that lines of the ledger were changed or taken out, by its own digests or by the certificate beside
-    it, in sentences."""
-    said = None
-    with contextlib.suppress(CertificateError):  # there is none, or of another version
-        said = read(ledger.path.parent)["ledger"]
-    return _changes_of_ledger(ledger, said)
+    """Return evidence that lines of the ledger were changed or removed, by its own digests or by the digest in the
+    certificate, as sentences."""
+    recorded = None
+    with contextlib.suppress(CertificateError):  # it is missing, or of another version
+        recorded = read(ledger.path.parent)["ledger"]
+    return _changes_since(recorded, ledger)
 
 
-def _faults_of_ledger(ledger: Ledger, said: Mapping[str, Any]) -> list[str]:
-    if changes := _changes_of_ledger(ledger, said):
+def _faults_of_ledger(ledger: Ledger, recorded: Mapping[str, Any]) -> list[str]:
+    if changes := _changes_since(recorded, ledger):
         return changes
-    if (more := ledger.chain().lines - said["lines"]) > 0:
+    if (more := ledger.chain().lines - recorded["lines"]) > 0:
         return [
             f"{LEDGER_NAME} goes on for {more} lines after {CERTIFICATE_NAME} was written: the training was "
-            "killed, or is not over yet. Let it go on to its end, which writes the certificate anew."
+            "killed, or is still running. Let it run to its end, which writes the certificate again."
         ]
     return []
 
 
-def _changes_of_ledger(ledger: Ledger, said: Mapping[str, Any] | None) -> list[str]:
-    """What shows that lines of the ledger were changed or taken out, also by what a certificate ``said`` of it."""
+def _changes_since(recorded: Mapping[str, Any] | None, ledger: Ledger) -> list[str]:
+    """Return evidence that the ledger was changed, also by its ``recorded`` size and digest in a certificate."""
     chain = ledger.chain()
     if chain.broken_at is not None:
         where = f"line {chain.broken_at} of {LEDGER_NAME}"
         return [f"{where} does not follow from what stands before it: {_cause(chain.broken_at)}"]
-    if said is None or ledger.digest(said["bytes"]) == (said["bytes"], said["sha256"]):
+    if recorded is None or ledger.digest(recorded["bytes"]) == (recorded["bytes"], recorded["sha256"]):
         return []
     if not chain.lines:
-        return [f"{LEDGER_NAME} is missing, or empty, and {CERTIFICATE_NAME} says that it had {said['lines']} lines."]
-    missing = said["lines"] - chain.lines
+        return [
+            f"{LEDGER_NAME} is missing, or empty, and {CERTIFICATE_NAME} says that it had {recorded['lines']} lines."
+        ]
+    missing = recorded["lines"] - chain.lines
     changed = "was changed in its last line, or in all of its digests,"
     what = f"was cut off by {missing} lines" if missing > 0 else changed
     return [
-        f"{LEDGER_NAME} {what} after {CERTIFICATE_NAME} was written: the SHA-256 of its first {said['bytes']} "
+        f"{LEDGER_NAME} {what} after {CERTIFICATE_NAME} was written: the SHA-256 of its first {recorded['bytes']} "
         "bytes is another one."
     ]
 

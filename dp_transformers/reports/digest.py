@@ -1,7 +1,7 @@
-"""A keyed digest of training data: it tells the owner whether two trainings used the same rows, and others nothing.
+"""A keyed digest of training data. With the key, it shows if two trainings used the same rows; without, nothing.
 
-A plain hash would answer the very question that privacy hides: whoever has all rows but one could try which last row
-gives it. HMAC-SHA256 (RFC 2104) needs a key for that. The key is made once for each owner, in a file that only the
+A plain hash would answer the question that privacy hides: anyone with all rows but one could try candidates for the
+last row. HMAC-SHA256 (RFC 2104) needs a key for this. The key is made once for each owner, in a file that only the
 owner can read, and is written nowhere else.
 """
 
@@ -22,11 +22,11 @@ _BATCH = 1000  # rows that are read at once
 
 
 class UndefinedDigestError(TypeError):
-    """A row holds something of which no digest is defined."""
+    """Raised if a row holds an object for which no digest is defined."""
 
 
 def key_path() -> Path:
-    """Where the owner's key lies: ``~/.config/dp_transformers/data_digest.key``, or below ``XDG_CONFIG_HOME``."""
+    """Return the path of the owner's key, ``dp_transformers/data_digest.key`` in ``~/.config`` or XDG_CONFIG_HOME."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "dp_transformers" / KEY_NAME
 
 
@@ -34,7 +34,7 @@ def owner_key() -> bytes:
     """Read the owner's key, or make it.
 
     Raises:
-        ValueError: others can read the file, or it holds no key.
+        ValueError: users other than the owner can read the file, or it holds no key.
         OSError: it can be neither read nor written.
     """
     path = key_path()
@@ -52,7 +52,7 @@ def owner_key() -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write a new key, completely or not at all, unless another process was faster."""
+    """Write a new key atomically, unless another process was faster."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -68,15 +68,15 @@ def _make(path: Path) -> None:
 
 
 def name_of(key: bytes) -> str:
-    """Name a key without telling it: only digests with the same key can be compared."""
+    """Return a name of a key that does not reveal it. Only digests with the same key can be compared."""
     return hmac.digest(key, b"name of this key", "sha256")[:8].hex()
 
 
 def digest(rows: Iterable[Any], key: bytes) -> str:
-    """The digest of rows in any order: HMAC-SHA256 over the sorted HMAC-SHA256 of each row's JSON.
+    """Return the digest of rows in any order: HMAC-SHA256 over the sorted HMAC-SHA256 of each row's JSON.
 
     Raises:
-        UndefinedDigestError: a row holds what JSON cannot, nor arrays, bytes or dates.
+        UndefinedDigestError: a row holds an object other than JSON values, arrays, bytes and dates.
     """
     each = sorted(hmac.digest(key, _content(row), "sha256") for row in rows)
     return "hmac-sha256:" + hmac.new(key, b"".join(each), hashlib.sha256).hexdigest()
@@ -99,11 +99,10 @@ def _plain(value: Any) -> Any:
 
 
 def rows_of(dataset: Any) -> Iterator[Any]:
-    """The rows of a data set as they are stored: of ``datasets.Dataset`` without its transforms, of lists and of
-    ``TensorDataset``.
+    """Return the stored rows of a list, a ``TensorDataset``, or a ``datasets.Dataset`` (without its transforms).
 
     Raises:
-        TypeError: it is another data set, which may make its rows at random.
+        TypeError: it is another kind of data set, which may compute its rows at random.
     """
     if isinstance(dataset, (list, tuple)):
         return iter(dataset)
@@ -113,17 +112,17 @@ def rows_of(dataset: Any) -> Iterator[Any]:
     if hasattr(dataset, "tensors"):
         return zip(*(tensor.tolist() for tensor in dataset.tensors), strict=True)
     raise TypeError(
-        f"the data set is a {type(dataset).__name__}, whose rows may differ each time that they are read; lists, "
+        f"the data set is a {type(dataset).__name__}, and its rows may differ each time that they are read; lists, "
         "TensorDataset and datasets.Dataset have a digest"
     )
 
 
 def describe_data(dataset: Any, public_folder: str | os.PathLike, *, wanted: bool = True) -> dict[str, Any]:
-    """Say of training data how many rows it has, and its digest or why it has none.
+    """Return the number of rows of the training data, and their digest or the reason why there is none.
 
     Args:
-        public_folder: What is handed over or pushed. A key that lies there is not used.
-        wanted: Whether there is to be a digest. It reads every row once, some 20,000 in a second.
+        public_folder: A folder that is handed over or pushed. A key inside it is not used.
+        wanted: Compute the digest. It reads every row once, some 20,000 in a second.
     """
     facts: dict[str, Any] = {"rows": len(dataset), "digest": None, "key": None}
     try:
@@ -138,7 +137,7 @@ def describe_data(dataset: Any, public_folder: str | os.PathLike, *, wanted: boo
         return {**facts, "digest": digest(rows, key), "key": name_of(key)}
     except UndefinedDigestError as error:
         return {**facts, "no_digest_because": str(error)}
-    except Exception as error:  # its words may quote the row, and no row is to stop a training
+    except Exception as error:  # its text may quote the row, and no row must stop a training
         return {
             **facts,
             "no_digest_because": f"a row cannot be read, or not be written as JSON ({type(error).__name__})",

@@ -1,5 +1,4 @@
-"""What is found in one or several folders: what their certificates say, what their ledgers say, and in what they
-differ."""
+"""The findings in one or several folders of trainings: certificates, ledgers, signatures, and their differences."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from .words import paragraph
 
 @dataclass(frozen=True)
 class Folder:
-    """What is found in one folder.
+    """The findings in one folder.
 
     Attributes:
         runs: The runs of its ledger.
-        faults: In what certificate, ledger and signature differ, in sentences.
-        delta: The δ that the certificate states ε at, if it was asked for; None where there are faults.
-        signed_by: The public key of its signature (hex).
-        wanted: The public key (hex) by which it must be signed, if any.
+        faults: Differences between certificate, ledger and signature, as sentences.
+        delta: The δ that the user chose for the certificate; None without such a choice, or with faults.
+        signed_by: The public key (hex) of its signature.
+        wanted: The public key (hex) of the required signer, if any.
     """
 
     path: Path
@@ -42,7 +41,7 @@ class Folder:
 
     @property
     def signature(self) -> str:
-        """By whom the certificate is signed, in words."""
+        """The signer of the certificate, in words."""
         if self.signed_by is None:
             return "none"
         if self.signed_by == self.wanted:
@@ -53,7 +52,7 @@ class Folder:
 
     @property
     def not_signed(self) -> str | None:
-        """A sentence, where another signer is wanted."""
+        """A sentence if the certificate is not signed by the required signer, else None."""
         if self.wanted in (None, self.signed_by):
             return None
         agree = "" if self.faults else "the certificate and the ledger agree, but "
@@ -67,19 +66,18 @@ def look(path: str | os.PathLike, public_key: str | None = None) -> Folder:
     """Read a folder's ledger, and compare its certificate and signature with it.
 
     Args:
-        public_key: The key (hex) by which the certificate must be signed.
+        public_key: The public key (hex) of the required signer.
 
     Raises:
-        ValueError: there is neither a certificate nor a ledger that says what was released, so there is nothing to
-            report; or the key is none.
+        ValueError: there is neither a certificate nor a readable ledger, or ``public_key`` is not a key.
     """
     path, faults, unfinished, signed_by, delta = Path(path), [], {}, None, None
     wanted = None if public_key is None else _key(public_key)
     try:
-        said = read(path)
-        faults += disagreements(path, said)
-        unfinished = unfinished_draws(said)
-        delta = None if faults else said["delta"]
+        certificate = read(path)
+        faults += disagreements(path, certificate)
+        unfinished = unfinished_draws(certificate)
+        delta = None if faults else certificate["delta"]
     except CertificateError as error:
         faults.append(str(error))
     try:
@@ -91,11 +89,11 @@ def look(path: str | os.PathLike, public_key: str | None = None) -> Folder:
 
 
 def _runs(path: Path, unfinished: Mapping[str, int]) -> list[RecordedRun]:
-    """The runs of the ledger; none where a certificate is there that it does not go with."""
+    """Return the runs of the ledger; none if they cannot be read and there is a certificate."""
     try:
         if runs := recorded_runs(Ledger(path), unfinished):
             return runs
-        build(path)  # says that there are none
+        build(path)  # raises, since there are none
     except ValueError:
         if not (path / CERTIFICATE_NAME).exists():
             raise
@@ -103,18 +101,18 @@ def _runs(path: Path, unfinished: Mapping[str, int]) -> list[RecordedRun]:
 
 
 def _key(text: str) -> str:
-    """A public key, as a signature has it."""
+    """Return a public key in lower case."""
     if not re.fullmatch("[0-9a-fA-F]{64}", text):
         raise ValueError(f"a public key is 64 hex digits, got {text!r}: take the one that --sign printed.")
     return text.lower()
 
 
 class Report:
-    """What several folders say together.
+    """The findings in several folders, added up.
 
     Args:
-        delta: The δ at which ε is stated; by default the smallest of the certificates and the runs.
-        same_data: Add them up although nothing shows that they are of the same data.
+        delta: The δ at which ε is stated; by default the smallest δ of the certificates and the runs.
+        same_data: Add the folders up although their digests do not show that they used the same data.
 
     Raises:
         ValueError: the folders are not of the same data, or one is given twice.
@@ -145,21 +143,20 @@ class Report:
 
     @property
     def not_signed(self) -> list[str]:
-        """Which folders are not signed by the one who is wanted, in sentences."""
+        """Sentences on folders without the required signature."""
         return [folder.not_signed for folder in self.folders if folder.not_signed]
 
     @property
     def unchained_lines(self) -> int:
-        """Lines that an earlier release wrote, in which a change would not show."""
+        """Number of lines of an earlier release, in which a change would not show."""
         return sum(folder.chain.unchained for folder in self.folders)
 
     @cached_property
     def certificate(self) -> dict[str, Any]:
-        """What a certificate of all runs would say, by the ledgers. Whether it is private is not known (None) where
-        they disagree with their certificates.
+        """The certificate of all runs, from the ledgers. If there are faults, "private" is None (unknown) or False.
 
         Raises:
-            ValueError: a ledger does not say what was released, or no δ is known.
+            ValueError: a ledger cannot be read, or no δ is known.
         """
         for folder in self.folders:
             if not folder.runs:
@@ -167,12 +164,15 @@ class Report:
                     f"the ledger in '{folder.path}' does not say what was released: restore it from a backup, or "
                     "leave the folder out."
                 )
-        said = summary(self.runs, self._delta)
-        return _unknown(said) if self.faults else said
+        found = summary(self.runs, self._delta)
+        if not self.faults:
+            return found
+        runs = [{**run, "private": None if run["private"] else False} for run in found["runs"]]
+        return {**found, "private": None if found["private"] else False, "runs": runs}
 
     @cached_property
     def has_numbers(self) -> bool:
-        """Whether the ledgers can be summed up; False only where there are faults."""
+        """True if the ledgers can be added up; False only if there are faults."""
         try:
             return bool(self.certificate)
         except ValueError:
@@ -191,19 +191,19 @@ class Report:
 
     @cached_property
     def over_steps(self) -> list[tuple[int, float]]:
-        """ε after a few numbers of steps; nothing for what is not private."""
+        """(steps, ε) after a few numbers of steps; empty if the training is not private."""
         total = self.certificate["total"]
         return over_steps(self.runs, total["delta"], total["accountant"]) if self.certificate["private"] else []
 
     @property
     def guarantee(self) -> str:
-        """What is guaranteed, in sentences that need no knowledge of the field."""
+        """The guarantee, in sentences that need no knowledge of the field."""
         if self.faults:
             return "Nothing is guaranteed as long as certificate, ledger and signature do not agree."
         return paragraph(self.certificate, self.curve)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return all findings for JSON."""
         numbers = {"private": None}
         if self.has_numbers:
             detections = {str(alarms): detected for alarms, detected in ceilings(self.curve).items()}
@@ -219,15 +219,8 @@ class Report:
         }
 
 
-def _unknown(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that nothing vouches for: what is called private is not known to be."""
-    runs = [{**run, "private": None if run["private"] else False} for run in said["runs"]]
-    return {**said, "private": None if said["private"] else False, "runs": runs}
-
-
-def _delta_of(folders: Iterable[Folder]) -> float | None:
-    """The smallest δ, where a certificate was asked for one; None where each run says its own."""
-    folders = list(folders)
+def _delta_of(folders: Sequence[Folder]) -> float | None:
+    """Return the smallest δ if a certificate has a chosen one; None if each run has its own."""
     if all(folder.delta is None for folder in folders):
         return None
     of_runs = [run.state.delta for folder in folders if folder.delta is None for run in folder.runs]

@@ -1,34 +1,41 @@
-"""The report as one HTML page that needs no other file, and its pictures as PNG."""
+"""The report as one self-contained HTML page, and its pictures as PNG (extra ``report``)."""
 
 from __future__ import annotations
 
 import base64
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .attack import FALSE_ALARMS
+import numpy as np
+
+from .attack import FALSE_ALARMS, PrivacyCurve
 from .findings import Report
-from .plots import NoPictures, detection, epsilon_over_steps
 from .words import epsilons, percent, run_table, table, up
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 PAGE_NAME = "privacy_report.html"
+_BLUE, _GREY = "#1f5f8b", "#9aa5b1"
 _PICTURES = {
     "epsilon_over_steps": (
         "privacy_epsilon.png",
-        "What was spent for one row over the steps of all trainings together.",
+        "ε spent for one row over the steps of all trainings together.",
     ),
     "detection": (
         "privacy_detection.png",
-        "How well one row is detected at most, by the accountant's privacy curve.",
+        "Largest rate of detection of one row, by the accountant's privacy curve.",
     ),
 }
 
 
 def write(report: Report, folder: str | os.PathLike) -> list[Path]:
-    """Write the page and its pictures into a folder, and return their paths. The files of several folders together
-    end in ``_sum``, so that they do not take the place of those of one."""
+    """Write the page and its pictures into a folder, and return their paths. The files of a report on several folders
+    end in ``_sum``, so that they do not overwrite those of one folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     pictures, missing = _pictures(report)
@@ -42,7 +49,7 @@ def write(report: Report, folder: str | os.PathLike) -> list[Path]:
 
 
 def render(report: Report, pictures: Mapping[str, bytes], missing: str | None) -> str:
-    """The page, with the pictures in it, or with what is said in their place."""
+    """Return the page, with the pictures in it or with the reason why they are ``missing``."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
@@ -71,7 +78,7 @@ def _numbers(report: Report) -> dict[str, Any]:
 
 
 def _pictures(report: Report) -> tuple[dict[str, bytes], str | None]:
-    """The pictures by name, or why there are none."""
+    """Return the pictures by name, or the reason why they cannot be drawn."""
     if report.faults or not report.certificate["private"]:
         return {}, None
     try:
@@ -79,3 +86,64 @@ def _pictures(report: Report) -> tuple[dict[str, bytes], str | None]:
     except NoPictures as error:
         return {}, str(error)
     return dict(zip(_PICTURES, drawn, strict=True)), None
+
+
+# ---- pictures ----
+
+
+class NoPictures(ImportError):
+    """Raised if matplotlib is not installed."""
+
+
+def epsilon_over_steps(points: list[tuple[int, float]], delta: float) -> bytes:
+    """Draw ε over the number of steps."""
+    figure, axes = _figure()
+    steps, epsilons = zip(*points, strict=True)
+    axes.plot(steps, epsilons, color=_BLUE, linewidth=2)
+    axes.plot(steps[-1:], epsilons[-1:], "o", color=_BLUE, markersize=5)
+    axes.set(
+        xlabel="steps", ylabel=f"ε for one row at δ = {delta:g}", xlim=(0, None), ylim=(0, 1.1 * max(epsilons) or 1)
+    )
+    axes.locator_params(axis="x", integer=True)
+    _say(axes, up(epsilons[-1]), steps[-1], epsilons[-1], (-9, 3))
+    return _png(figure)
+
+
+def detection(curve: PrivacyCurve) -> bytes:
+    """Draw the largest rate of detection over the rate of false alarms, both logarithmic."""
+    figure, axes = _figure()
+    alarms = np.geomspace(1e-4, 1, 200)
+    axes.plot(alarms, [curve.detection(alarm) for alarm in alarms], color=_BLUE, linewidth=2, label="at most")
+    axes.plot(alarms, alarms, color=_GREY, linestyle="--", label="by guessing")
+    for alarm in FALSE_ALARMS:
+        found = curve.detection(alarm)
+        axes.plot([alarm], [found], "o", color=_BLUE, markersize=5)
+        _say(axes, percent(found), alarm, found, (-7, 5))
+    axes.set(xscale="log", yscale="log", xlabel="rate of false alarms", ylabel="rate of detection of one row")
+    axes.set(xlim=(1e-4, 1), ylim=(1e-4, 1.3))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: percent(value))
+    axes.legend(frameon=False, loc="lower right")
+    return _png(figure)
+
+
+def _figure() -> tuple[Figure, Axes]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise NoPictures("pictures need matplotlib: pip install 'dp-finetune[report]'") from None
+    figure = Figure(figsize=(5.2, 3.6), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e6e9ed", linewidth=0.8)
+    return figure, axes
+
+
+def _say(axes: Axes, text: str, x: float, y: float, offset: tuple[int, int]) -> None:
+    axes.annotate(text, (x, y), offset, textcoords="offset points", ha="right", color=_BLUE)
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

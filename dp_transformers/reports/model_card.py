@@ -1,4 +1,4 @@
-"""The section "Privacy" of a model card, and of peft's README."""
+"""The section "Privacy" of a model card or of peft's README."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _BEGIN, _END = "<!-- privacy: begin -->", "<!-- privacy: end -->"
 
 
 def section(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
-    """The section as Markdown: one paragraph and one table."""
+    """Return the section as Markdown: one paragraph and one table."""
     rows = [f"| {name} | {value.replace('|', '/')} |" for name, value in table(certificate, curve)]
     lines = ["## Privacy", "", paragraph(certificate, curve), "", "| | |", "|---|---|", *rows]
     return "\n".join([_BEGIN, *lines, _END])
 
 
 def add_to(card: Path, run_dir: str | os.PathLike) -> None:
-    """Put the section on a folder of trainings into a model card, if both are there. A model is saved also where that
-    fails."""
+    """Put the section for a folder of trainings into a model card, if both exist. A failure is only logged, so that
+    the model is saved all the same."""
     if not card.exists() or not Ledger(run_dir).run_ids():
         return
     try:
         folder = look(run_dir)
-        if not changes_of(Ledger(run_dir)):  # what else differs is that a model is saved before its certificate
+        if not changes_of(Ledger(run_dir)):  # any other fault is due to the model being saved before its certificate
             folder = replace(folder, faults=())
         found = Report([folder])
         put_into(card, section(found.certificate, found.curve))
@@ -44,7 +44,7 @@ def add_to(card: Path, run_dir: str | os.PathLike) -> None:
 
 
 def put_into(card: Path, text: str) -> None:
-    """Put a section into a model card, in the place of the one that it has, else at its end."""
+    """Replace the section of a model card, or add it at the end."""
     content = card.read_text(encoding="utf-8")
     old = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.S)
     if old.search(content):

@@ -1,4 +1,4 @@
-"""What a ledger says was released, and the ε of it: computed without the model, the data or torch."""
+"""Recomputes ε from a ledger, without the model, the data or torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..mechanism.accounting import ACCOUNTANTS, event_epsilon
-from ..mechanism.accounting.arguments import require_small_delta
+from ..mechanism.accounting.accountants import require_small_delta
 from ..mechanism.mechanism import Mechanism, PrivacyUnit, Steps
 from ..step.checkpoint import PrivacyState
 from ..step.ledger import Ledger
@@ -17,14 +17,14 @@ from ..step.ledger import Ledger
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run, as the ledger has it.
+    """One run of a ledger.
 
     Attributes:
-        state: As of when it began or went on for the last time, with the most rows of one person that were ever said.
-        segments: The parameters of its executed steps, in one counter for each noise source.
-        unfinished: How many of these were drawn and shown to a loop, and not taken.
-        facts: What its last beginning says besides the state: data, model, software. What else was shown, and other
-            data, are those of all beginnings.
+        state: The state when the run last began or resumed, with the largest ``max_examples_per_person`` ever given.
+        segments: Parameters of the executed steps, in one counter for each noise source.
+        unfinished: Number of these steps that were drawn for a loop, and not taken.
+        facts: Data, model and software when the run last began or resumed. Further releases, and other data, are those
+            of all beginnings.
     """
 
     state: PrivacyState
@@ -68,10 +68,11 @@ def recorded_runs(ledger: Ledger, unfinished: Mapping[str, int] | None = None) -
     """Read all runs of a ledger, in order.
 
     Args:
-        unfinished: Draws of each run that were shown to a loop and not stepped. They are in no line, and count.
+        unfinished: Number of draws of each run, by its id, that were given to a loop and not stepped. They have no
+            line, and ε covers them.
 
     Raises:
-        ValueError: a line that begins a run is missing or cannot be read, or they say different mechanisms of it.
+        ValueError: the first line of a run is missing or cannot be read, or its lines disagree on the mechanism.
     """
     return [_recorded(ledger, run_id, (unfinished or {}).get(run_id, 0)) for run_id in ledger.run_ids()]
 
@@ -80,8 +81,8 @@ def _recorded(ledger: Ledger, run_id: str, unfinished: int) -> RecordedRun:
     beginnings = ledger.beginnings(run_id)
     if not beginnings:
         raise ValueError(
-            f"'{ledger.path}' has steps of run {run_id!r} and no line that says how it began, so what they spent is "
-            "not known: a line was taken out. Restore the file from a backup."
+            f"'{ledger.path}' has steps of run {run_id!r} and no line that begins it, so their epsilon is not known: "
+            "a line was removed. Restore the file from a backup."
         )
     try:
         states = [PrivacyState.from_dict({"run_id": run_id, **line}) for line in beginnings]
@@ -90,10 +91,10 @@ def _recorded(ledger: Ledger, run_id: str, unfinished: int) -> RecordedRun:
             f"'{ledger.path}' does not say how run {run_id!r} began ({type(error).__name__}: {error}): a line was "
             "changed. Restore the file from a backup."
         ) from error
-    if any(_kept(state.mechanism) != _kept(states[0].mechanism) for state in states):
+    if any(_fixed_part(state.mechanism) != _fixed_part(states[0].mechanism) for state in states):
         raise ValueError(
-            f"'{ledger.path}' says of run {run_id!r} that it went on with another mechanism, and lines of steps do "
-            "not say all of theirs: a line or a checkpoint was changed. Restore the file from a backup."
+            f"'{ledger.path}' says that run {run_id!r} went on with another mechanism, so its epsilon is not known: a "
+            "line or a checkpoint was changed. Restore the file from a backup."
         )
     mechanism = states[-1].mechanism
     segments = ledger.segments(run_id)
@@ -109,12 +110,12 @@ def _recorded(ledger: Ledger, run_id: str, unfinished: int) -> RecordedRun:
         not_private_because=_reasons(beginnings, mechanism),
         verified=all(line.get("verified", True) for line in beginnings),
         unfinished=unfinished,
-        facts={**beginnings[-1], **_of_all(beginnings)},
+        facts={**beginnings[-1], **_facts_of_all(beginnings)},
     )
 
 
-def _of_all(beginnings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a run says of itself that does not end when it goes on without it: what else was shown, and data."""
+def _facts_of_all(beginnings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Collect the facts that stay true when a run resumes without them: further releases, and data."""
     shown = [each for line in beginnings for each in line.get("also_released") or ()]
     facts: dict[str, Any] = {"also_released": [each for i, each in enumerate(shown) if each not in shown[:i]]}
     last = beginnings[-1].get("data")
@@ -125,13 +126,13 @@ def _of_all(beginnings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def is_other_data(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the digests of two data show that they are not the same. Those of different keys show nothing."""
+    """Return True if the digests of two data sets show that they differ. Digests with different keys show nothing."""
     both = one.get("digest") and other.get("digest") and one.get("key") == other.get("key")
     return bool(both) and one["digest"] != other["digest"]
 
 
-def _kept(mechanism: Mechanism) -> Mechanism:
-    """What of a mechanism stays when a run is resumed."""
+def _fixed_part(mechanism: Mechanism) -> Mechanism:
+    """Return a mechanism without the parts that may change when a run is resumed."""
     return replace(mechanism, steps=None, unit=PrivacyUnit())
 
 
@@ -140,20 +141,20 @@ def _with_unit(state: PrivacyState, unit: PrivacyUnit) -> PrivacyState:
 
 
 def _reasons(beginnings: Iterable[Mapping[str, Any]], mechanism: Mechanism) -> tuple[str, ...]:
-    said = [why for line in beginnings for why in line.get("not_private_because", ())]
+    recorded = [why for line in beginnings for why in line.get("not_private_because", ())]
     silent = ["noise_multiplier=0: no noise is added"] if mechanism.is_silent else []
-    return tuple(dict.fromkeys([*said, *silent]))
+    return tuple(dict.fromkeys([*recorded, *silent]))
 
 
 def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
-    """Add up runs on the same data: their events are composed, which is tighter than adding their ε.
+    """Add up runs on the same data. Their events are composed, which is tighter than adding their ε.
 
     Args:
-        delta: The δ at which ε is stated; by default the smallest of the runs.
+        delta: The δ at which ε is stated; by default the smallest δ of the runs.
 
     Raises:
-        ValueError: no run says a δ, it is not below 1/N, or the runs hide different things, so that there is no common
-            ε.
+        ValueError: no run has a δ, it is not below 1/N, or the runs have different neighbouring relations, so that
+            there is no common ε.
     """
     relations = {run.mechanism.sampling.relation for run in runs}
     if len(relations) > 1:
@@ -163,7 +164,7 @@ def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
         )
     deltas = [run.state.delta for run in runs if run.state.delta is not None]
     if delta is None and not deltas:
-        raise ValueError("no run says at which delta its epsilon is to be stated: give one (delta=, --delta).")
+        raise ValueError("no run has a delta at which to state its epsilon: give one (delta=, --delta).")
     delta = min(deltas) if delta is None else delta
     require_small_delta(delta, max(run.mechanism.sampling.num_examples for run in runs))
     accountant = _common_accountant(runs)
@@ -193,7 +194,7 @@ def _common_accountant(runs: Sequence[RecordedRun]) -> str:
 
 
 def epsilon_of(runs: Sequence[RecordedRun], delta: float, accountant: str, rows: int = 1) -> float:
-    """ε of all steps of all runs; infinite where one with steps is not private, or has no bound for so many rows."""
+    """Return ε of all steps of all runs; infinite if one of them is not private, or has no bound for ``rows`` rows."""
     counted = [run for run in runs if run.steps]
     if any(run.not_private_because for run in counted):
         return math.inf
@@ -206,7 +207,7 @@ def epsilon_of(runs: Sequence[RecordedRun], delta: float, accountant: str, rows:
 
 
 def composed(runs: Sequence[RecordedRun]) -> Any:
-    """The event of all steps of all runs."""
+    """Return the event of all steps of all runs."""
     import dp_accounting
 
     return dp_accounting.ComposedDpEvent([run.event for run in runs])
@@ -215,7 +216,7 @@ def composed(runs: Sequence[RecordedRun]) -> Any:
 def over_steps(
     runs: Sequence[RecordedRun], delta: float, accountant: str, points: int = 12
 ) -> list[tuple[int, float]]:
-    """ε after a few numbers of steps, from none to all, in the order in which the ledger has them."""
+    """Return (steps, ε) after a few numbers of steps, from none to all, in the order of the ledger."""
     pieces = [
         (run, number, step, count)
         for run in runs
@@ -228,7 +229,7 @@ def over_steps(
 
 
 def _first(pieces: Iterable[tuple[RecordedRun, int, Any, int]], steps: int) -> list[RecordedRun]:
-    """The runs, as if they had been stopped after so many steps."""
+    """Return the runs as if they had stopped after ``steps`` steps in total."""
     taken: dict[int, tuple[RecordedRun, defaultdict[int, Counter]]] = {}
     for run, number, step, count in pieces:
         if now := min(count, steps):

@@ -1,8 +1,7 @@
 """Signatures of certificates (Ed25519, RFC 8032). A certificate holds the SHA-256 of its ledger, so both are signed.
 
-The chain of a ledger shows a line that was changed to whoever has the digests of before; a signature shows it to
-everybody who knows the signer's public key.
-"""
+The chain of a ledger reveals a changed line to anyone with an earlier digest; a signature reveals it to anyone with
+the signer's public key."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ SIGNATURE_NAME = f"{CERTIFICATE_NAME}.sig"
 
 
 class SignatureError(ValueError):
-    """A signature that is missing or not of this certificate."""
+    """Raised for a signature that is missing, or does not match the certificate."""
 
 
 def new_key(path: str | os.PathLike) -> str:
@@ -64,10 +63,10 @@ def sign(folder: str | os.PathLike, key_file: str | os.PathLike) -> str:
 
 
 def signer(folder: str | os.PathLike) -> str | None:
-    """The public key (hex) with which the certificate in a folder is signed; None if it is not.
+    """Return the public key (hex) with which the certificate in a folder is signed; None if it is not signed.
 
     Raises:
-        SignatureError: the signature is not of this certificate.
+        SignatureError: the signature does not match the certificate.
     """
     path = Path(folder) / SIGNATURE_NAME
     if not path.exists():
@@ -75,16 +74,15 @@ def signer(folder: str | os.PathLike) -> str | None:
     certificate = Path(folder) / CERTIFICATE_NAME
     if not certificate.exists():
         raise SignatureError(
-            f"'{path}' is there and what it signs is not: '{certificate}' was taken away. Put it back, or delete the "
-            "signature."
+            f"'{path}' exists, but '{certificate}', which it signs, does not. Put it back, or delete the signature."
         )
     ed25519, _ = _cryptography()
     from cryptography.exceptions import InvalidSignature
 
     try:
-        said = json.loads(path.read_text())
-        key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(said["public_key"]))
-        key.verify(bytes.fromhex(said["signature"]), certificate.read_bytes())
+        signed = json.loads(path.read_text())
+        key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(signed["public_key"]))
+        key.verify(bytes.fromhex(signed["signature"]), certificate.read_bytes())
     except InvalidSignature:
         raise SignatureError(
             f"'{path}' is no signature of this {CERTIFICATE_NAME}: the certificate was changed after it was signed, "
@@ -95,7 +93,7 @@ def signer(folder: str | os.PathLike) -> str | None:
             f"'{path}' is no signature ({type(error).__name__}: {error}): it was changed. Delete it, and sign the "
             "certificate again if you trust it."
         ) from error
-    return said["public_key"]
+    return signed["public_key"]
 
 
 def _public(key: Ed25519PrivateKey) -> str:

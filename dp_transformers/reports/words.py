@@ -1,4 +1,4 @@
-"""The numbers of a certificate in words: a paragraph for whoever decides, a table for whoever checks."""
+"""The numbers of a certificate in words: a paragraph for those who decide, and a table for those who check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attack import PrivacyCurve
 
-# what neighbouring data sets differ by
+# the difference between neighbouring data sets
 CHANGES = {
     "add_or_remove_one": "adding or removing one row of the training data",
     "replace_special": "replacing one row of the training data by an empty one",
@@ -18,7 +18,7 @@ CHANGES = {
 
 
 def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
-    """What is guaranteed, in sentences that need no knowledge of the field."""
+    """Return the guarantee in sentences that need no knowledge of the field."""
     if not certificate["private"]:
         reasons = "; ".join(certificate["not_private_because"])
         return f"This training gives no guarantee of privacy ({reasons}). Do not claim one for any model from it."
@@ -58,7 +58,8 @@ def _person(total: Mapping[str, Any]) -> str:
 
 
 def _found_person(total: Mapping[str, Any]) -> str:
-    """Of the persons' curve one point is known, so this bound is looser than that for rows."""
+    """Return the bound on detection of a person. It is looser than that for rows, since it follows from one point of
+    the privacy curve."""
     k, epsilon, delta = total["max_examples_per_person"], total["epsilon_per_person"], total["delta"]
     if epsilon is None:
         return f"For a person with {k} rows, that number of rows that are found does not hold."
@@ -71,18 +72,18 @@ def _found_person(total: Mapping[str, Any]) -> str:
 
 
 def epsilons(total: Mapping[str, Any]) -> list[tuple[str, float | None]]:
-    """Whom each ε is for, and the ε; the person comes first where they may have several rows."""
+    """Return names and values of ε, first for a person if a person may have several rows."""
     k = total["max_examples_per_person"]
     person = [(f"ε for all rows of one person ({k} at most)", total["epsilon_per_person"])] if k > 1 else []
     return [*person, ("ε for one row", total["epsilon"])]
 
 
 def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str, str]]:
-    """Names and values of what holds for all trainings together."""
+    """Return names and values of the table for all trainings together."""
     total = certificate["total"]
     rows = [
         ("Private", _private(certificate)),
-        *((whose, _epsilon(epsilon)) for whose, epsilon in epsilons(total)),
+        *((name, up(epsilon, 6)) for name, epsilon in epsilons(total)),
         ("δ", f"{total['delta']:g}"),
         ("Neighbouring data sets", f"{CHANGES[total['relation']]} ({total['relation']})"),
         ("Most rows of one person", str(total["max_examples_per_person"])),
@@ -101,18 +102,18 @@ def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str
     ]
 
 
-def _private(said: Mapping[str, Any]) -> str:
-    if said["private"] is None:
+def _private(summary: Mapping[str, Any]) -> str:
+    if summary["private"] is None:
         return "unknown: certificate, ledger and signature do not agree"
-    return "yes" if said["private"] else "NO: " + "; ".join(said["not_private_because"])
+    return "yes" if summary["private"] else "NO: " + "; ".join(summary["not_private_because"])
 
 
 def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of one training."""
+    """Return names and values of the table for one training."""
     model, data, code = (run.get(name) or {} for name in ("model", "data", "code"))
     return [
         ("Began or went on last", run["time"] or "not recorded"),
-        *((f"{whose}, spent", _epsilon(epsilon)) for whose, epsilon in epsilons(run)),
+        *((f"{name}, spent", up(epsilon, 6)) for name, epsilon in epsilons(run)),
         ("δ and accountant", f"{run['delta']:g}, {run['accountant']}"),
         ("Target ε", "none" if run["target_epsilon"] is None else f"{run['target_epsilon']:g}"),
         ("Steps", _steps(run)),
@@ -136,17 +137,13 @@ def _data(data: Mapping[str, Any]) -> str:
 
 
 def also_released(certificate: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What else was shown by any training, each once."""
-    seen = []
-    for run in certificate["runs"]:
-        for each in run["also_released"] or ():
-            if each not in seen:
-                seen.append(each)
-                yield each
+    """Yield the further releases of all trainings, each once."""
+    shown = [each for run in certificate["runs"] for each in run["also_released"] or ()]
+    return (each for i, each in enumerate(shown) if each not in shown[:i])
 
 
 def up(value: float | None, digits: int = 4) -> str:
-    """Rounded up, as what is promised must be; None is infinite."""
+    """Round up to ``digits`` significant digits, as a promised bound must be; None is infinite."""
     if value is None:
         return "∞"
     rounded = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(f"{value:.12g}")  # 7.000000000000001 is 7
@@ -155,10 +152,6 @@ def up(value: float | None, digits: int = 4) -> str:
 
 def percent(share: float) -> str:
     return f"{up(100 * share, 3)}%"
-
-
-def _epsilon(value: float | None) -> str:
-    return up(value, 6)
 
 
 def _steps(run: Mapping[str, Any]) -> str:

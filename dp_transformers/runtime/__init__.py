@@ -1,1 +1,1 @@
-"""Processes and random generators."""
+"""The runtime of a training: its processes and its random generators."""

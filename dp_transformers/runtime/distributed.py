@@ -23,7 +23,7 @@ def rank() -> int:
 
 
 def place() -> tuple[int, int]:
-    """Return this process's rank, and how many processes there are."""
+    """Return this process's rank and the number of processes."""
     return rank(), world_size()
 
 
@@ -90,17 +90,17 @@ def gathered(value: T) -> list[T]:
 
 
 def require_same(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError on every rank, which names what differs, unless all ranks have these settings. Numbers may
-    differ by what computing them rounds."""
-    own, *others = gathered(dict(settings))
-    for other, theirs in enumerate(others, start=1):
-        for name in dict.fromkeys([*own, *theirs]):
-            if not _is_same(value := own.get(name), others_value := theirs.get(name)):
+    """Raise ValueError on every rank unless all ranks have the same settings, up to rounding. The message names the
+    setting that differs."""
+    first, *rest = gathered(dict(settings))
+    for number, other in enumerate(rest, start=1):
+        for name in dict.fromkeys([*first, *other]):
+            if not _is_same(value := first.get(name), other_value := other.get(name)):
                 raise ValueError(
-                    f"{name} is {value!r} on rank 0, and {others_value!r} on rank {other}. All processes release one "
-                    "sum together, with one clipping bound, one noise and one epsilon, so each of them must be given "
-                    "the same settings and as many examples. What is computed from data, compute from all of it, or "
-                    "on rank 0 and broadcast it."
+                    f"{name} is {value!r} on rank 0, and {other_value!r} on rank {number}. All processes release one "
+                    "sum with one clipping bound, one noise and one epsilon, so give each the same settings and "
+                    "number of examples. Compute settings that depend on data from all of it, or on rank 0 and "
+                    "broadcast them."
                 )
 
 
@@ -113,18 +113,18 @@ def _is_same(a: Any, b: Any) -> bool:
 def noise_entropy(
     parameter: torch.Tensor, dp_seed: int | None = None, *, layout: int = 0, replicas: dist.ProcessGroup | None = None
 ) -> list[int] | None:
-    """Return entropy for the noise on this rank's shards of ``parameter`` and of all parameters with the same mesh and
-    placements.
+    """Return entropy for the noise on this rank's shards of ``parameter``, and of all parameters with the same mesh
+    and placements.
 
-    Ranks that hold different shards get independent entropy, from the operating system; ranks that hold replicas of
-    one shard (HSDP) get the same, which only they know.
+    Ranks that hold different shards get independent entropy from the operating system. Ranks that hold replicas of one
+    shard (HSDP) get the same secret entropy.
 
     Args:
-        layout: A different number for each mesh and placements in the model; only a fixed ``dp_seed`` needs it.
-        replicas: The tensor-parallel group, for a parameter that is no DTensor and that the whole group holds.
+        layout: A different number for each mesh and placements in the model; needed only with a fixed ``dp_seed``.
+        replicas: The tensor-parallel group, for a parameter that is not a DTensor and that the whole group holds.
 
     Returns:
-        None if the parameter is no DTensor and no group is given.
+        256 bits (or numbers made from ``dp_seed``); None if the parameter is not a DTensor and no group is given.
     """
     if not hasattr(parameter, "placements") and replicas is None:
         return None
@@ -144,14 +144,13 @@ def noise_entropy(
 
 
 def shared_secret(dp_seed: int | None = None) -> int:
-    """Return 128 secret bits, the same on all ranks: rank 0 draws them from the operating system and broadcasts
-    them."""
+    """Return 128 secret bits, which rank 0 draws from the operating system and broadcasts."""
     return call_on_rank_zero(lambda: secrets.randbits(128)) if dp_seed is None else dp_seed
 
 
 def require_on_all(require: Callable[[], None], device: torch.device, *, draw: int = 0) -> None:
-    """Call ``require`` on every rank. Where it raises ValueError on one, or the number of the ``draw`` is another one,
-    all ranks raise one."""
+    """Call ``require`` on every rank. Raise ValueError on all ranks if it raises one on any, or if the numbers of the
+    ``draw`` differ."""
     if world_size() == 1:
         return require()
     text = None
@@ -164,18 +163,17 @@ def require_on_all(require: Callable[[], None], device: torch.device, *, draw: i
     is_refused, last, minus_first = box.tolist()
     if last != -minus_first:
         raise ValueError(
-            f"one process is in draw {-minus_first} and another in draw {last}, so that what is released would be "
-            "made of two draws, and an example could be in both. A process left a draw out by itself "
-            "(engine.drop_draw() after an error on one device): go on from a checkpoint, and call drop_draw() on all "
-            "processes for one draw, or on none."
+            f"one process is in draw {-minus_first} and another in draw {last}, so a release would mix two draws. One "
+            "process alone dropped a draw (engine.drop_draw() after an error on one device). Go on from a checkpoint, "
+            "and call drop_draw() on all processes for one draw, or on none."
         )
     if is_refused:
         raise ValueError(broadcast_first(text))
 
 
 def made_on_all(make: Callable[[], T]) -> T:
-    """Return what ``make`` returns. What it raises on one rank is raised there, and the others, which would wait for
-    that rank, raise a ValueError that says so."""
+    """Call ``make`` on every rank and return its result. If it raises on one rank, that rank raises the error and all
+    others a ValueError with its text, instead of waiting."""
     try:
         made, error = [make()], None
     except Exception as raised:
@@ -189,7 +187,7 @@ def made_on_all(make: Callable[[], T]) -> T:
 
 
 def call_on_rank_zero(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 and return its result on every rank. What it raises there is raised on every rank."""
+    """Call ``function`` on rank 0, and return its result, or raise its exception, on every rank."""
     box: list = [None, None]
     if rank() == 0:
         try:

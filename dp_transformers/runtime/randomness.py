@@ -1,10 +1,10 @@
 """The global generators of Python, NumPy and torch, from which dropout, augmentation and random masking draw.
 
-An example's random numbers depend on where in the draw it lies, so taking out one example changes those of others. ε
-covers that as long as nobody knows the numbers, and no two examples share one (``shared_numbers``): they then have the
-same distribution with and without the example. A seed that a user, a callback, a model or a worker sets would make
-them known. So both loops seed these generators anew from a secret before the examples of every draw are loaded and
-before every forward pass on them (:class:`SecretSeeds`); what was set before does not matter.
+An example's random numbers depend on its position in the draw, so removing one example changes those of later ones. ε
+covers this if the numbers are secret and no two examples share one: they then have the same distribution with and
+without the example. A seed that a user, a callback, a model or a worker sets would make them known. So both loops seed
+these generators from a secret before they load the examples of a draw and before every forward pass
+(:class:`SecretSeeds`). Seeds set before that have no effect.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 import torch
 
 GENERATORS = ("python", "numpy", "torch")
-_TWISTER = slice(3, 3 + 624)  # where torch keeps the words of its generator for the CPU (mt19937), counted in 64 bits
-_BYTES = 32 + 32 + 8 + 4 * 624  # for Python, for NumPy, for torch's devices, and for its CPU generator
+_TWISTER = slice(3, 3 + 624)  # words of torch's CPU generator (mt19937) in its state, in units of 64 bits
+_BYTES = 32 + 32 + 8 + 4 * 624  # for Python, for NumPy, for torch's devices, and for torch's CPU generator
 
 
 class SecretSeeds:
-    """Seeds the global generators from a secret that only this training's processes hold.
+    """Seeds the global generators from a secret of this training's processes.
 
     Args:
         secret: At least 128 bits from the operating system, the same on all ranks
             (:func:`dp_transformers.runtime.distributed.shared_secret`).
-        rank: Ranks with different examples draw apart; the ranks of a tensor-parallel group, which work on the same
-            ones, alike.
+        rank: A number for each group of examples: different on ranks with different examples, the same on the ranks
+            of a tensor-parallel group.
     """
 
     def __init__(self, secret: int, rank: int = 0):
@@ -39,14 +39,14 @@ class SecretSeeds:
         self._count = 0
 
     def of_all_ranks(self) -> SecretSeeds:
-        """Return seeds that are the same on all ranks, and none of theirs."""
+        """Return seeds that are the same on all ranks, and differ from each rank's own."""
         return SecretSeeds(self._secret, -1)
 
     def reseed(self, purpose: str | None = None, only: Collection[str] = GENERATORS) -> None:
-        """Seed the generators anew: for a purpose, the same numbers each time, or as in no earlier call.
+        """Seed the generators named in ``only``. One purpose gives the same numbers each time; without a purpose,
+        every call gives new numbers.
 
-        The numbers come from SHAKE-256 of the secret, so whoever learns the state of a generator learns nothing of the
-        others'.
+        The numbers come from SHAKE-256 of the secret, so the state of one generator reveals nothing of the others.
         """
         if purpose is None:
             self._count += 1
@@ -70,13 +70,13 @@ def require_unseeded(what: str) -> None:
         )
 
 
-_UNSEEDED = torch.Generator().initial_seed()  # what the state that is written says
+_UNSEEDED = torch.Generator().initial_seed()  # the seed recorded in the state that is written
 _STATE = torch.Generator().get_state()
-_WORDS = _STATE.view(torch.int64)[_TWISTER].numpy()  # in the same memory
+_WORDS = _STATE.view(torch.int64)[_TWISTER].numpy()  # in the memory of the state
 
 
 def seed_worker(worker_id: int) -> None:
-    """A DataLoader's ``worker_init_fn``: seeds the worker from all 64 bits that torch gave it."""
+    """Seed a DataLoader's worker from all 64 bits that torch gave it (``worker_init_fn``)."""
     _seed_globally(_expanded([torch.initial_seed()]))
 
 
@@ -88,36 +88,28 @@ def _seed_globally(numbers: bytes, only: Collection[str] = GENERATORS) -> None:
     if "python" in only:
         random.seed(numbers[:32])
     if "numpy" in only:
-        np.random.seed(_numpy_seed(numbers))
+        np.random.seed(np.frombuffer(numbers, np.uint32, 8, offset=32))
     if "torch" in only:
         if torch.accelerator.is_available():
-            torch.manual_seed(_device_seed(numbers))
+            torch.manual_seed(int.from_bytes(numbers[64:72], "little") >> 1)
         torch.set_rng_state(_twister(numbers))
 
 
-def _numpy_seed(numbers: bytes) -> np.ndarray:
-    return np.frombuffer(numbers, np.uint32, 8, offset=32)
-
-
-def _device_seed(numbers: bytes) -> int:
-    return int.from_bytes(numbers[64:72], "little") >> 1
-
-
 def _twister(numbers: bytes) -> torch.Tensor:
-    """The state of torch's generator for the CPU. Its own seeding keeps 32 bits of a seed, few enough to try them all,
-    so its words are written."""
+    """Return a state of torch's CPU generator. Its words are set directly, because seeding keeps only 32 bits of a
+    seed, few enough to try them all."""
     _WORDS[:] = np.frombuffer(numbers, np.uint32, offset=72)
     return _STATE
 
 
 @contextmanager
 def seeded_global_generators(entropy: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Seed the global generators of Python, numpy and torch; afterwards they are as they were.
+    """Seed the global generators of Python, numpy and torch inside the context, and restore them afterwards.
 
-    ``entropy`` tells them; :class:`SecretSeeds` makes them secret inside.
+    The numbers are as public as ``entropy``.
     """
     before = random.getstate(), np.random.get_state()
-    of_mps = torch.mps.get_rng_state() if device.type == "mps" else None  # which fork_rng does not know
+    of_mps = torch.mps.get_rng_state() if device.type == "mps" else None  # fork_rng does not support MPS
     with forked_generators(device):
         _seed_globally(_expanded(entropy))
         try:
@@ -129,7 +121,7 @@ def seeded_global_generators(entropy: Sequence[int], device: torch.device) -> It
                 torch.mps.set_rng_state(of_mps)
 
 
-# ---- states that are kept, and put back ----
+# ---- saving and restoring states ----
 
 
 def random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -145,7 +137,7 @@ def set_random_state(device: torch.device, state: tuple[torch.Tensor, ...]) -> N
 
 
 def _has_generators(device: torch.device) -> bool:
-    """Whether modules on ``device`` draw from a generator that is kept and put back here."""
+    """Return True if ``device`` has its own generators that are saved and restored here."""
     return device.type not in ("cpu", "mps", "meta")
 
 
@@ -169,19 +161,19 @@ def same_global_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def generators_apart() -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy and torch on the CPU, to be compared one by one."""
+    """Return the states of the global CPU generators of Python, NumPy and torch by name, for comparison."""
     states = random.getstate(), _words(np.random.get_state(legacy=False)), torch.get_rng_state().numpy().tobytes()
     return dict(zip(GENERATORS, states, strict=True))
 
 
 def _words(state: Any) -> tuple[bytes, int]:
-    """NumPy's, which does not compare arrays."""
+    """Return a NumPy state in a form that can be compared."""
     return state["state"]["key"].tobytes(), state["state"]["pos"]
 
 
 @contextmanager
 def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
-    """Draw inside the random numbers that followed ``state``, and restore the generators afterwards."""
+    """Set torch's generators to ``state`` inside the context, and restore them afterwards."""
     if state is None:
         yield
         return
@@ -195,8 +187,7 @@ def replayed(state: tuple[torch.Tensor, ...] | None) -> Iterator[None]:
 
 @contextmanager
 def forked_generators(device: torch.device) -> Iterator[None]:
-    """Fork the generators of all devices: manual_seed seeds all of them, and what one of them drew afterwards would be
-    known."""
+    """Fork torch's generators of all devices, because manual_seed seeds all of them."""
     many = _has_generators(device)
     with torch.random.fork_rng(
         devices=range(torch.accelerator.device_count()) if many else (), device_type=device.type if many else "cuda"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..mechanism.accounting.events import unsupported
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
 from ..mechanism.mechanism import NO_BOUND, UNIT, Mechanism, PrivacyUnit
 from ..mechanism.values import StepParameters
@@ -138,9 +137,7 @@ class PrivateRun:
     ):
         self.state, self.accountant, self.ledger, self.verified = state, accountant, ledger, verified
         self._about = about
-        if why := unsupported(
-            self.mechanism.event(self.mechanism.planned()), accountant, relation=self.mechanism.sampling.relation
-        ):
+        if why := self.mechanism.unsupported(accountant):
             raise ValueError(f"{why} Choose another accountant.")
         self.steps_left: float = math.inf
         self._moved: AdaptiveClipping | None = None  # the clipping function now, where it follows what is released

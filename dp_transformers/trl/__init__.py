@@ -1,4 +1,4 @@
-"""This package makes trainers of TRL private: supervised fine-tuning, DPO and reward models."""
+"""Private trainers of TRL: supervised fine-tuning, DPO and reward models."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the private trainers of TRL have in common: the arguments that they need and refuse, and what they log."""
+"""The common part of the private trainers of TRL: their mixins, and the arguments that they need or refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,7 +32,7 @@ class TRLMixin(Base):
     """
 
     config: ClassVar[type[DPTrainingArguments]]
-    # what TRL's method adds is offloading of activations, which is refused
+    # TRL's method adds only offloading of activations, which is refused
     replaced_knowingly: ClassVar[frozenset[str]] = frozenset({"training_step"})
 
     def __init__(
@@ -65,35 +65,68 @@ class TRLMixin(Base):
         )
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError(
-                f"the loss of {type(self.model).__name__} has a part for its router that is taken over all tokens of "
-                "the batch, and is no example's own: set router_aux_loss_coef=0.0 in the arguments."
+                f"the loss of {type(self.model).__name__} has a part for its router that is computed over all tokens "
+                "of the batch, not per example: set router_aux_loss_coef=0.0 in the arguments."
             )
 
     def example_losses(self, first: Any, second: Any, /) -> torch.Tensor:
-        """Compute the (B,) losses of a training batch: of (outputs, labels), or of (model, inputs), as
+        """Compute the (B,) losses of a training batch from (outputs, labels) or (model, inputs), as
         `per_example_loss_func` does."""
         raise NotImplementedError
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `epsilon` with every line, and TRL's metrics of evaluation data. Those of training batches (entropy,
-        accuracy, rewards, the number of tokens) are not computed: they tell of private rows without noise."""
-        self._metrics["eval"].pop("num_tokens", None)  # that of the training, which nobody counts
+        """Log `epsilon` with every line, and TRL's metrics of evaluation data. Metrics of training batches (entropy,
+        accuracy, rewards, number of tokens) are not computed, since they would reveal private rows without noise."""
+        self._metrics["eval"].pop("num_tokens", None)  # of the training data, whose tokens are not counted
         super().log(logs, start_time)
 
 
 def refuse_trl_settings(args: Any) -> None:
-    """Raise ValueError if an argument of TRL's is set that differential privacy cannot be combined with."""
+    """Raise ValueError if an argument of TRL is set that cannot be combined with differential privacy."""
     refused = {
         "packing": "it joins several examples in one row, so the norm of a row is not the norm of an example; set "
         "packing=False",
         "eval_packing": "it is for evaluation beside packing=True, which is refused; leave it None",
         "padding_free": "it joins the examples of a batch in one row, so the norm of a row is not the norm of an "
         "example; set padding_free=False",
-        "router_aux_loss_coef": "the loss of a router is taken over all tokens of the batch, and is no example's own; "
-        "set router_aux_loss_coef=0.0",
-        "activation_offloading": "it moves what clipping keeps of the forward pass to another device; set "
+        "router_aux_loss_coef": "the loss of a router is computed over all tokens of the batch, not per example; set "
+        "router_aux_loss_coef=0.0",
+        "activation_offloading": "it moves activations that clipping needs to another device; set "
         "activation_offloading=False, and use gradient_checkpointing",
     }
     for name, why in refused.items():
         if getattr(args, name, None):
             raise ValueError(f"{name}={getattr(args, name)!r} cannot be used with differential privacy: {why}.")
+
+
+class PairsAsRows:
+    """A collator for preferences that makes one row of each pair.
+
+    TRL's collators return (2B, T) tensors, all chosen texts before all rejected ones. This one makes them (B, 2, T),
+    so that a row is an example.
+
+    Args:
+        collate: TRL's collator.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Mapping[str, Any]]):
+        self.collate = collate
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        size = len(examples)
+        batch = self.collate(examples)
+        return {name: torch.stack(x.chunk(2), 1) if len(x) == 2 * size else x for name, x in batch.items()}
+
+
+class PairsMixin(TRLMixin):
+    """Private training for a trainer with preferences as rows: both texts of a pair are clipped together."""
+
+    def training_collator(self) -> Callable[[list[Any]], Any]:
+        """Return the collator of the class, with a row for each pair."""
+        return PairsAsRows(super().training_collator())
+
+
+def sides(inputs: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the (B, T) columns of the chosen texts, and those of the rejected texts."""
+    chosen, rejected = ({name: inputs[name][:, side] for name in names} for side in (0, 1))
+    return chosen, rejected

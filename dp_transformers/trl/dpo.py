@@ -19,9 +19,8 @@ from trl.trainer.utils import use_adapter
 
 from ..losses.heads import IGNORE_INDEX, next_token_losses
 from ..trainer import DPTrainingArguments
-from .base import refuse_trl_settings
+from .base import PairsMixin, refuse_trl_settings, sides
 from .dpo_losses import LOSSES, Preferences, divergence_score
-from .pairs import PairsMixin, sides
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # of the chosen texts, and of the rejected ones
 
@@ -47,24 +46,23 @@ class DPDPOConfig(DPOConfig, DPTrainingArguments):
         super().__post_init__()
         if unknown := [kind for kind in self.loss_type if kind not in LOSSES]:
             raise ValueError(
-                f"loss_type={unknown[0]!r} cannot be used with differential privacy: the losses of one preference "
-                "each are "
-                f"{', '.join(LOSSES)} ('aot' and 'aot_unpaired' sort the log-ratios of the batch, so that one "
-                "preference moves the loss of others). Choose among those."
+                f"loss_type={unknown[0]!r} cannot be used with differential privacy, which needs a loss of each "
+                f"preference alone: choose among {', '.join(LOSSES)}. ('aot' and 'aot_unpaired' sort the log-ratios "
+                "of the batch, so one preference changes the loss of another.)"
             )
 
 
 class DPDPOTrainer(PairsMixin, DPOTrainer):
     """TRL's DPOTrainer whose training is (ε, δ)-differentially private in the preferences.
 
-    A preference (prompt, chosen, rejected) is one example: the gradient of its loss, by both of its texts, is clipped
-    as a whole. The log-probabilities of the reference are computed before the training (`precompute_ref_log_probs`),
-    or for each batch by the model without its adapter, or by `ref_model`.
+    A preference (prompt, chosen, rejected) is one example: the gradient of its loss, which depends on both texts, is
+    clipped as a whole. The log-probabilities of the reference are computed before the training
+    (`precompute_ref_log_probs`), or for each batch by the model without its adapter or by `ref_model`.
 
     Args:
         model, args, train_dataset, ...: As in DPOTrainer; `args` must be a [`DPDPOConfig`].
-        per_example_loss_func (`Callable`, *optional*): As in [`DPTrainer`], in the place of DPOTrainer's loss. Its
-            batches hold (B, 2, T) tensors, the chosen text of each row before the rejected one.
+        per_example_loss_func (`Callable`, *optional*): As in [`DPTrainer`], instead of DPOTrainer's loss. Its batches
+            hold (B, 2, T) tensors, the chosen text of each row before the rejected one.
 
     Raises:
         ValueError: at construction, for whatever would break the guarantee, with the way out.
@@ -83,11 +81,11 @@ class DPDPOTrainer(PairsMixin, DPOTrainer):
         super().__init__(*args, **kwargs)
         if self._is_vision_dataset:
             raise ValueError(
-                "the images of preferences are not laid out by example in the batches of TRL's collator, so nobody "
-                "could say whose they are: train on preferences of texts."
+                "TRL's collator does not lay out the images of preferences by example, so they cannot be assigned to "
+                "rows: train on preferences of texts."
             )
         if self.ref_model is None and isinstance(self.model, PeftModel):
-            with self._as_reference(self.model):  # so that peft notes the trained adapter as it will after every batch
+            with self._as_reference(self.model):  # so that peft records the trained adapter as it will after a batch
                 pass
 
     def example_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -95,12 +93,12 @@ class DPDPOTrainer(PairsMixin, DPOTrainer):
         return self._losses(model, inputs, self._reference(model, inputs))
 
     def losses_to_check(self, **rows: Any) -> torch.Tensor:
-        """Compute the losses of made-up rows, beside which the reference is the model itself: its log-probabilities of
-        such texts have little to do with those of the rows, and a loss may have no gradient far from them."""
+        """Compute the losses of invented rows with the model itself as the reference: another reference has unrelated
+        log-probabilities of such texts, and far from them a loss may have no gradient."""
         return self._losses(self.model, rows, None)
 
     def _losses(self, model: nn.Module, inputs: Mapping[str, Any], reference: Pair | None) -> torch.Tensor:
-        """Compute the (B,) losses beside the reference's log-probabilities of the texts; None: beside the model's."""
+        """Compute the (B,) losses, given the reference's log-probabilities of the texts (None: the model's own)."""
         texts = _texts(inputs)
         logits = [_logits(model, text) for text in texts]
         tokens = [_log_probabilities(x, text) for x, text in zip(logits, texts, strict=True)]
@@ -122,7 +120,7 @@ class DPDPOTrainer(PairsMixin, DPOTrainer):
         return losses_b
 
     def _reference(self, model: nn.Module, inputs: Mapping[str, Any]) -> Pair:
-        """The reference's log-probabilities of the texts, (B,) each: of the row, or computed now."""
+        """Return the reference's (B,) log-probabilities of both texts, from the columns or computed now."""
         if self.precompute_ref_logps:
             return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
         texts = _texts(inputs)
@@ -132,19 +130,19 @@ class DPDPOTrainer(PairsMixin, DPOTrainer):
 
     @contextmanager
     def _as_reference(self, model: Any) -> Iterator[Any]:
-        """The reference; where it is the model itself, its adapter is off inside, or another one on."""
+        """Yield the reference: `ref_model`, or the model with its adapter disabled, or with the adapter "ref"."""
         if self.ref_model is not None:
             yield self.ref_model
             return
-        trainable = [(p, p.requires_grad) for p in model.parameters()]  # peft sets it for all of an adapter
+        trainable = [(p, p.requires_grad) for p in model.parameters()]  # peft sets it for a whole adapter
         with use_adapter(model, "ref" if "ref" in model.peft_config else None):
             yield model
         for p, requires_grad in trainable:
             p.requires_grad_(requires_grad)
 
     def _totals(self, tokens: Sequence[torch.Tensor], texts: Sequence[Mapping[str, torch.Tensor]]) -> Pair:
-        """The log-probabilities of the texts, (B,) each, from those of their tokens; `ld_alpha` weighs those tokens of
-        a text that are further from its start than the other is long."""
+        """Return the (B,) log-probabilities of both texts from those of their tokens. `ld_alpha` weights the tokens of
+        a text beyond the length of the other text."""
         if self.ld_alpha is None:
             return tokens[0].sum(1), tokens[1].sum(1)
         masks = [_predicted(text) for text in texts]
@@ -158,19 +156,19 @@ def _texts(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _logits(model: nn.Module, text: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """(B, T, V), without the positions that prompt learning puts before the text."""
+    """Return (B, T, V) logits, without the positions that prompt learning puts before the text."""
     ids = text["input_ids"]
     return model(input_ids=ids, attention_mask=text["attention_mask"], use_cache=False).logits[:, -ids.shape[1] :]
 
 
 def _log_probabilities(logits: torch.Tensor, text: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """(B, T), of the token at t + 1 by the logits at t; 0 where that is none of the completion."""
+    """Return the (B, T) log-probability of the token at t + 1 by the logits at t; 0 outside the completion."""
     labels = text["input_ids"].masked_fill(text["completion_mask"] == 0, IGNORE_INDEX)
     return -next_token_losses(logits, labels)
 
 
 def _predicted(text: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """(B, T), whether the token at t + 1 is one of the completion."""
+    """Return a (B, T) mask: 1 if the token at t + 1 belongs to the completion."""
     return F.pad(text["completion_mask"][:, 1:], (0, 1))
 
 
@@ -185,7 +183,7 @@ def _mean(tokens_bt: torch.Tensor, text: Mapping[str, torch.Tensor]) -> torch.Te
 
 @torch.no_grad()
 def _typicality(logits: torch.Tensor, tokens_bt: torch.Tensor, text: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """(B,), the mean over the completion of how much more probable its tokens are than those that the model would draw
-    are on average, as logarithms."""
+    """Return the (B,) mean over the completion of the log-probability of its tokens, minus that expected of tokens
+    that the model would draw."""
     drawn_bt = torch.logsumexp(2 * logits.float().log_softmax(-1), -1)
     return _mean(tokens_bt - drawn_bt, text)

@@ -1,4 +1,4 @@
-"""The losses of DPO that are computed from one preference each."""
+"""The losses of DPO that depend on one preference each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from trl import DPOConfig
 
 @dataclass(frozen=True)
 class Preferences:
-    """What the losses of B preferences are computed from, a pair of (B,) tensors each: of the chosen texts, and of the
-    rejected ones.
+    """The inputs of the losses of B preferences. Each is a pair of (B,) tensors, for chosen and rejected texts.
 
     Attributes:
-        log_ratios: How much more probable the model makes a text than the reference does, as a logarithm.
-        scores: The same, as the divergence that is asked for measures it.
-        counts: How many tokens the texts have.
-        means: The mean log-probability of their tokens that the model predicts.
+        log_ratios: Log-probability by the model minus log-probability by the reference.
+        scores: The same under the chosen divergence.
+        counts: Number of tokens.
+        means: Mean log-probability of the tokens by the model.
     """
 
     log_ratios: tuple[torch.Tensor, torch.Tensor]
@@ -30,17 +29,17 @@ class Preferences:
 
     @property
     def margins(self) -> torch.Tensor:
-        """By how much the chosen text scores higher."""
+        """(B,) score of the chosen text minus score of the rejected text."""
         return self.scores[0] - self.scores[1]
 
     @property
     def margins_per_token(self) -> torch.Tensor:
-        """The same of scores that are divided by the length of their text."""
+        """(B,) margins of the scores divided by the numbers of tokens."""
         return self.scores[0] / self.counts[0] - self.scores[1] / self.counts[1]
 
 
 def divergence_score(log_ratios: torch.Tensor, args: DPOConfig) -> torch.Tensor:
-    """The derivative of the divergence's function at the ratio of probabilities, up to what cancels in a pair."""
+    """Return the derivative of the f-divergence at the ratio of probabilities, up to terms that cancel in a pair."""
     kind = args.f_divergence_type
     if kind == "forward_kl":
         return 1 - torch.exp(-log_ratios)
@@ -53,7 +52,7 @@ def divergence_score(log_ratios: torch.Tensor, args: DPOConfig) -> torch.Tensor:
 
 
 def _exo_pair(of: Preferences, args: DPOConfig) -> torch.Tensor:
-    """KL of the preferences that the model implies from those that smoothed labels say."""
+    """KL divergence of the preferences implied by the model from those of smoothed labels."""
     logits, smoothing = args.beta * of.margins, args.label_smoothing
     won, lost = F.logsigmoid(logits), F.logsigmoid(-logits)
     return won.exp() * (won - math.log1p(-smoothing)) + lost.exp() * (lost - math.log(smoothing))
@@ -65,7 +64,7 @@ def _nca_pair(of: Preferences, args: DPOConfig) -> torch.Tensor:
 
 
 def _robust(of: Preferences, args: DPOConfig) -> torch.Tensor:
-    """Unbiased if labels are flipped with the probability of `label_smoothing`."""
+    """The loss that is unbiased if labels are flipped with probability `label_smoothing`."""
     logits, flipped = args.beta * of.margins, args.label_smoothing
     return (flipped * F.logsigmoid(-logits) - (1 - flipped) * F.logsigmoid(logits)) / (1 - 2 * flipped)
 

@@ -11,8 +11,7 @@ from torch import nn
 from trl import RewardConfig, RewardTrainer
 
 from ..trainer import DPTrainingArguments
-from .base import refuse_trl_settings
-from .pairs import PairsMixin, sides
+from .base import PairsMixin, refuse_trl_settings, sides
 
 
 @dataclass
@@ -39,11 +38,11 @@ class DPRewardConfig(RewardConfig, DPTrainingArguments):
 class DPRewardTrainer(PairsMixin, RewardTrainer):
     """TRL's RewardTrainer whose training is (ε, δ)-differentially private in the preferences.
 
-    A preference is one example: the gradient of its loss, by both of its texts, is clipped as a whole.
+    A preference is one example: the gradient of its loss, which depends on both texts, is clipped as a whole.
 
     Args:
         model, args, train_dataset, ...: As in RewardTrainer; `args` must be a [`DPRewardConfig`].
-        per_example_loss_func (`Callable`, *optional*): As in [`DPTrainer`], in the place of RewardTrainer's loss. Its
+        per_example_loss_func (`Callable`, *optional*): As in [`DPTrainer`], instead of RewardTrainer's loss. Its
             batches hold (B, 2, T) tensors, the chosen text of each row before the rejected one.
 
     Raises:
@@ -60,7 +59,7 @@ class DPRewardTrainer(PairsMixin, RewardTrainer):
     args: DPRewardConfig  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def example_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """Compute the (B,) losses of a training batch, by the difference of the rewards of each row."""
+        """Compute the (B,) losses of a training batch from the difference of the rewards of each row."""
         chosen_b, rejected_b = (
             model(**side, use_cache=False).logits.squeeze(-1).float()
             for side in sides(inputs, ["input_ids", "attention_mask"])

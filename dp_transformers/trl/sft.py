@@ -40,13 +40,13 @@ class DPSFTConfig(SFTConfig, DPTrainingArguments):
 class DPSFTTrainer(TRLMixin, SFTTrainer):
     """TRL's SFTTrainer whose training is (ε, δ)-differentially private in the rows of the training data.
 
-    TRL prepares the data: texts, chats, prompts with completions, and tokens; the loss may be that of completions or
-    of the assistant alone. A row is an example. Its loss is the mean over its own tokens that count, where TRL divides
-    by their number in the whole batch. A row may have one image, which the processor must give a row of its own.
+    TRL prepares the data: texts, chats, prompts with completions, and tokens. The loss may cover completions or
+    assistant turns only. A row is an example. Its loss is the mean over its own labelled tokens, where TRL divides by
+    their number in the whole batch. A row may have one image, for which the processor must make one row.
 
     Args:
         model, args, train_dataset, ...: As in SFTTrainer; `args` must be a [`DPSFTConfig`].
-        per_example_loss_func (`Callable`, *optional*): As in [`DPTrainer`], in the place of SFTTrainer's loss.
+        per_example_loss_func (`Callable`, *optional*): As in [`DPTrainer`], instead of SFTTrainer's loss.
 
     Raises:
         ValueError: at construction, for whatever would break the guarantee, with the way out.
@@ -67,15 +67,15 @@ class DPSFTTrainer(TRLMixin, SFTTrainer):
             token = getattr(self.processing_class, "image_token_id", None)
             if token is None:
                 raise ValueError(
-                    f"{type(self.processing_class).__name__} has no image_token_id, so nobody could tell which image "
-                    "belongs to which text. Use a processor that has one, or train on texts."
+                    f"{type(self.processing_class).__name__} has no image_token_id, so images cannot be assigned to "
+                    "texts. Use a processor that has one, or train on texts."
                 )
             self.data_collator = partial(one_image_each, self.data_collator, token)
 
     def example_losses(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-        """Compute the (B,) losses of a training batch: the mean over the tokens of each row that have a label."""
+        """Compute the (B,) losses of a training batch: the mean over the labelled tokens of each row."""
         logits = outputs.logits
-        # prompt learning puts positions before the text, for which there are no labels
+        # prompt learning puts positions without labels before the text
         labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORE_INDEX)
         if self.args.loss_type != "dft":
             return causal_lm_loss(logits, labels, label_smoothing=self.args.label_smoothing_factor)
@@ -87,38 +87,38 @@ class DPSFTTrainer(TRLMixin, SFTTrainer):
 def one_image_each(
     collate: Callable[[list[dict]], dict[str, Any]], placeholder: int, examples: list[dict]
 ) -> dict[str, Any]:
-    """Return what ``collate`` makes of the examples. Raise ValueError if an image is not the row of its example.
+    """Return ``collate(examples)``. Raise ValueError unless each image is the row of its example.
 
-    Models put the parts of all images, one after the other, where the ``placeholder`` stands in the texts. So each
-    text must have as many of them as its own image has parts.
+    Models put the parts of all images, one after the other, at the ``placeholder`` tokens of the texts. So each text
+    must have as many placeholders as its own image has parts.
     """
     for example in examples:
         if (number := _number_of_images(example)) != 1:
             raise ValueError(
-                f"a row of train_dataset has {number} images. Private training needs one in each row: with "
-                "another number, images are no rows of their own, and nobody could tell to which example one belongs. "
-                "Keep the rows with one image, or put several images side by side into one."
+                f"a row of train_dataset has {number} images, and private training needs exactly one, so that images "
+                "can be assigned to examples. Keep the rows with one image, or put several images side by side into "
+                "one."
             )
     batch = collate(examples)
     for name, x in batch.items():
         if isinstance(x, torch.Tensor) and (not x.dim() or len(x) != len(examples)):
             raise ValueError(
                 f"the processor makes '{name}' of shape {tuple(x.shape)} for {len(examples)} rows: it joins the parts "
-                "of all images, and nobody could tell to which example one belongs. Use a model whose processor gives "
-                "each image a row, as that of LLaVA does."
+                "of all images, so these cannot be assigned to examples. Use a model with a processor that makes one "
+                "row of each image, as LLaVA's does."
             )
     parts_b = (batch["input_ids"] == placeholder).sum(1)
     if (parts_b != parts_b[0]).any():
         raise ValueError(
-            f"the texts of a batch have from {int(parts_b.min())} to {int(parts_b.max())} image tokens. Where they do "
-            "not have equally many, a part of one example's image could stand in another's text. Resize all images "
-            "to one size, write no image tokens into the texts, and do not truncate them (max_length=None)."
+            f"the texts of a batch have from {int(parts_b.min())} to {int(parts_b.max())} image tokens, so a part of "
+            "one example's image could be put into another's text. Resize all images to one size, write no image "
+            "tokens into the texts, and do not truncate them (max_length=None)."
         )
     return batch
 
 
 def _number_of_images(example: dict) -> int:
-    """Return how many images a row has, also where a list of them stands for one."""
+    """Return the number of images of a row."""
     images = example["images"] if "images" in example else [example.get("image")]
     each = [x if isinstance(x, (list, tuple)) else [x] for x in images or ()]
     return sum(x is not None for some in each for x in some)

@@ -204,7 +204,7 @@ def test_the_budget_loads_no_torch():
         ("--examples 100 --sigma 1 --batch 500 --steps 4", "--batch 500 exceeds the 100 examples of --examples: lower it."),
         ("--examples 100 --sigma 1 --batch 5 --steps 4 --delta 0.01", "--delta 0.01 is not smaller than 1/N = 0.01: at that delta, publishing one example outright would count as private. Leave it out for 0.001."),
         ("--examples 100 --sigma 0.1 --batch 50 --epsilon 0.1", "not one step stays within --epsilon 0.1: it spends 77.2. Take a larger --sigma or --epsilon, a smaller --batch, or more examples."),
-        ("--examples 100 --sigma 1 --batch 5 --steps 4 --epochs 1", "--batch, --steps and --epochs say the same thing twice: leave one of them out."),
+        ("--examples 100 --sigma 1 --batch 5 --steps 4 --epochs 1", "of --batch, --steps and --epochs two give the third: leave one of them out."),
         ("--examples 100 --sigma 1 --steps 4 --epochs 9", "9 epochs cannot be had in 4 steps: a step draws 100 examples at most. Raise --steps."),
         ("--examples 100 --sigma 1 --batch 5 --steps 4 --accountant plld", "accountant must be one of ('pld', 'rdp'), got 'plld'. One of your own is known after register_accountant(...), which every process must call that computes with it."),
     ],

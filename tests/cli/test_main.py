@@ -55,7 +55,7 @@ def test_help_and_wrong_usage_load_nothing_heavy(words):
         (["train", "--full", "causal_lm"], "the recipe comes before its flags: dp-transformers train RECIPE --full ..."),
         (["train", "causal_lm", "--accelerate_config", "fdsp"], "--accelerate_config: there is no file 'fdsp', and it is none of ddp, fsdp2, fsdp2_tp, multi_node."),
         (["check"], "Missing argument 'model'."),
-        (["check", "m", "--target-modules", "query"], "--target-modules says where adapters are put: give their --lora-rank too."),
+        (["check", "m", "--target-modules", "query"], "--target-modules needs the rank of the adapters: give --lora-rank too."),
         (["check", "/no/such/model"], "there is no folder '/no/such/model': give one that exists, or the name of a model on the Hub."),
     ],
 )  # fmt: skip

@@ -1,24 +1,29 @@
-"""What an accountant is, and which ones are known by their names: "pld", "rdp", and those of users."""
+"""Accountants by name ("pld", "rdp" and those of users), and checks of the arguments of accounting."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+
+ACCOUNTANTS = ("pld", "rdp")  # the accountants of this library
 
 
 class Accountant(Protocol):
     """Computes upper bounds of ε. An instance may be given wherever "pld" and "rdp" are.
 
     Attributes:
-        name: What arguments, ledgers and reports call it.
+        name: Its name in arguments, ledgers and reports.
     """
 
     name: str
 
     def epsilon(self, event: DpEvent, delta: float, relation: str) -> float:
-        """ε at ``delta`` of what was released, for neighbours by ``relation`` (as ``Sampling.relation``).
+        """Return ε of ``event`` at ``delta``, under the neighbouring ``relation`` (as ``Sampling.relation``).
 
         Raises:
             ValueError: there is no bound for this event under this relation.
@@ -30,10 +35,10 @@ _KNOWN: dict[str, Accountant] = {}
 
 
 def register_accountant(accountant: Accountant) -> str:
-    """Make an accountant known by its name, also to mechanisms that no other has a bound for; returns the name.
+    """Make an accountant known by its name, also for mechanisms that no other accountant supports. Return the name.
 
     Raises:
-        ValueError: it is no accountant, or the name is taken by one of another class or with other attributes.
+        ValueError: it is not an accountant, or its name is taken by a different one.
 
     Example::
 
@@ -53,7 +58,7 @@ def register_accountant(accountant: Accountant) -> str:
             f"{sorted(_KNOWN)}, or write these two."
         )
     before = _KNOWN.setdefault(name, accountant)
-    if type(before) is not type(accountant) or not _same_attributes(before, accountant):
+    if type(before) is not type(accountant) or not _have_same_attributes(before, accountant):
         raise ValueError(
             f"an accountant named {name!r} is known already, {before!r}, and would compute in the place of yours: "
             "give yours another name, or give that one again."
@@ -61,10 +66,10 @@ def register_accountant(accountant: Accountant) -> str:
     return name
 
 
-def _same_attributes(one: Accountant, other: Accountant) -> bool:
+def _have_same_attributes(one: Accountant, other: Accountant) -> bool:
     try:
         return one is other or bool(getattr(one, "__dict__", None) == getattr(other, "__dict__", None))
-    except ValueError:  # arrays, of which nothing says whether they are equal
+    except ValueError:  # attributes are arrays, whose comparison has no truth value
         return False
 
 
@@ -75,7 +80,7 @@ _INSTEAD = {
 
 
 def check_accountant(accountant: str | Accountant) -> str:
-    """The name of an accountant, which is registered if it is one of a user's."""
+    """Return the name of an accountant. An instance is registered first."""
     if not isinstance(accountant, str):
         return register_accountant(accountant)
     if accountant not in _KNOWN:
@@ -93,3 +98,66 @@ def accountant_named(name: str) -> Accountant:
 
 def known_accountants() -> tuple[str, ...]:
     return tuple(_KNOWN)
+
+
+# ---- arguments of accounting ----
+
+
+def _check_number(name: str, value: Any, is_valid: Callable[[float], bool], rule: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not is_valid(number):
+        raise ValueError(f"{name} must be {rule}; got {value!r}.")
+    return number
+
+
+def check_noise(value: float) -> float:
+    rule = "a finite number >= 0 (noise standard deviation / clipping bound; get one from calibrate_noise_multiplier)"
+    return _check_number("noise_multiplier", value, lambda x: 0 <= x < math.inf, rule)
+
+
+def check_rate(value: float) -> float:
+    rule = "a probability in [0, 1] (expected batch size / number of examples)"
+    return _check_number("sample_rate", value, lambda x: 0 <= x <= 1, rule)
+
+
+def check_delta(name: str, value: float) -> float:
+    rule = "strictly between 0 and 1 (choose it well below 1 / number of examples)"
+    return _check_number(name, value, lambda x: 0 < x < 1, rule)
+
+
+def check_epsilon(name: str, value: float) -> float:
+    rule = "a finite number > 0 (for a run without privacy, set noise_multiplier=0 instead)"
+    return _check_number(name, value, lambda x: 0 < x < math.inf, rule)
+
+
+def require_small_delta(delta: float, num_examples: int, *, name: str = "delta") -> None:
+    """Raise ValueError unless 0 < δ < 1/N."""
+    if not delta > 0:
+        raise ValueError(f"{name} must be above 0, got {delta!r}; 1e-6 is common.")
+    if delta >= 1 / num_examples:
+        raise ValueError(
+            f"{name}={delta:g} is not smaller than 1/N = {1 / num_examples:.3g} for N = {num_examples} training "
+            "examples: at that delta, publishing one example outright would count as private. Choose it well below, "
+            "for example 1e-6."
+        )
+
+
+def _check_index(name: str, value: int, least: int, meaning: str) -> int:
+    try:
+        index = operator.index(value)
+    except TypeError:
+        index = least - 1
+    if index < least:
+        raise ValueError(f"{name} must be an int >= {least} ({meaning}); got {value!r}.")
+    return index
+
+
+def check_rows(value: int) -> int:
+    return _check_index("rows", value, 1, "how many rows one person may have, max_examples_per_person")
+
+
+def check_count(name: str, value: int) -> int:
+    return _check_index(name, value, 0, "a number of optimizer steps")

@@ -1,11 +1,11 @@
 """The privacy loss of random allocation, in which an example takes part in one of t steps, chosen at random.
 
-Somebody who knows all but whether an example takes part sees, in each step, a known vector plus Gaussian noise, plus
-the example's vector of norm at most 1 in step I. Without the example (Q) the likelihood ratio of all t steps is the
-mean of t ratios, one for each value of I; L = (X_1 + ... + X_t) / t with X_i = exp(Z_i/σ - 1/(2σ²)) for independent
-normal Z_i where vectors have norm 1. Both directions of (ε, δ) are the mean under Q of a convex function of L:
-(L - e^ε)+ to remove the example, (1 - e^ε L)+ to add it. This bounds them from above, whatever vectors are chosen
-after earlier steps were seen, and with whatever other examples:
+An attacker who knows everything but whether the example takes part sees, in each step, a known vector plus Gaussian
+noise, plus the example's vector of norm at most 1 in step I. Without the example (Q) the likelihood ratio of all t
+steps is the mean of t ratios, one for each value of I: L = (X_1 + ... + X_t) / t with X_i = exp(Z_i/σ - 1/(2σ²)) for
+independent normal Z_i, for vectors of norm 1. Both directions of (ε, δ) are the mean under Q of a convex function of
+L: (L - e^ε)+ to remove the example, (1 - e^ε L)+ to add it. Three facts bound them from above, for vectors chosen
+adaptively and any other examples:
 
 1. A shorter vector makes X_i smaller in convex order (an earlier stage of the same martingale), and a run that stops
    early makes L smaller (the mean of L given what was seen). From the last step to the first, each X_i may therefore
@@ -16,8 +16,8 @@ after earlier steps were seen, and with whatever other examples:
 3. A number that is lowered to the end of the grid lowers no (1 - e^ε L)+, and each (L - e^ε)+ by what it is lowered by
    at most, whose mean is added to δ.
 
-What comes out is a pair of discrete distributions that dominates, so several of them compose as all such pairs do.
-With the same step in each of E passes, X_i is a product of E such factors, and so it is one of σ/√E.
+The result is a dominating pair of discrete distributions, so several of them compose as all such pairs do. If an
+example has the same step in each of E passes, X_i is a product of E such factors, which is one factor with σ/√E.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ import numpy as np
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-LEAST_NOISE = 0.04  # of less, exp(10/σ + 1/(2σ²)) does not fit into float64
-_TAIL = 10.0  # standard deviations of the noise that lie on the grid
-_NEGLIGIBLE = 1e-22  # probability, or part of the mean, that is moved to an end of the grid
-_CELLS_OF_DEVIATION = 16
-_FINER = 4  # by this, grids of sums of fewer
+LEAST_NOISE = 0.04  # below this σ, exp(10/σ + 1/(2σ²)) overflows float64
+_TAIL = 10.0  # standard deviations of the noise that the grid covers
+_NEGLIGIBLE = 1e-22  # probability, or share of the mean, that is moved to an end of the grid
+_CELLS_OF_DEVIATION = 16  # grid cells in a standard deviation of the loss
+_FINER = 4  # factor by which grids of partial sums are finer than their deviation requires
 
 
 @dataclass(frozen=True)
 class RandomAllocationDpEvent(dp_accounting.DpEvent):
-    """In one of ``num_steps`` steps, chosen uniformly, an example takes part in a Gaussian mechanism."""
+    """A Gaussian mechanism in which an example takes part in one of ``num_steps`` steps, chosen uniformly."""
 
     event: dp_accounting.GaussianDpEvent
     num_steps: int
 
     @property
     def interval(self) -> float:
-        """How far apart losses should be on their grid, so that ε is a few 1e-4 too large."""
+        """Interval of the grid of privacy losses at which ε is a few 1e-4 too large."""
         return _interval(self.event.noise_multiplier, self.num_steps)
 
 
 class PLDAccountant(dp_accounting.pld.PLDAccountant):
-    """That of dp_accounting, for random allocation too."""
+    """The PLD accountant of dp_accounting, extended to random allocation."""
 
     def _maybe_compose(self, event: dp_accounting.DpEvent, count: int, do_compose: bool) -> Any:
         if not isinstance(event, RandomAllocationDpEvent):
@@ -70,9 +70,9 @@ class PLDAccountant(dp_accounting.pld.PLDAccountant):
 
 @functools.lru_cache(maxsize=32)
 def allocation_losses(event: RandomAllocationDpEvent, interval: float) -> PrivacyLossDistribution:
-    """The distribution of the privacy losses of one allocation, for adding or removing the example."""
+    """Return the privacy loss distribution of one allocation, for adding or removing the example."""
     steps = event.num_steps
-    offset = math.log(steps) % interval  # so that a sum divided by the number of steps lies on multiples of interval
+    offset = math.log(steps) % interval  # puts a sum divided by the number of steps on a multiple of the interval
     total, _ = _sums_of(event.event.noise_multiplier, steps, interval, offset)
     lowest, without = total.lowest - math.floor(math.log(steps) / interval), total.probabilities
     ratios = np.exp(interval * (lowest + np.arange(len(without))))
@@ -83,15 +83,18 @@ def allocation_losses(event: RandomAllocationDpEvent, interval: float) -> Privac
 
 
 def _interval(sigma: float, steps: int) -> float:
-    """A share of the standard deviation of the logarithm of a mean of so many, roughly."""
+    """Return a share of the approximate standard deviation of log L for ``steps`` steps."""
     x = sigma**-2
     variance = min(math.log1p(math.expm1(min(x, 700.0)) / steps), x)
     return 2 ** (math.floor(4 * math.log2(math.sqrt(variance) / _CELLS_OF_DEVIATION)) / 4)
 
 
 class _Masses(NamedTuple):
-    """Probabilities of 0 and of exp(interval · (lowest + k) + offset) for k = 0, 1, ...; and the mean of what larger
-    numbers were lowered by."""
+    """A distribution on 0 and on exp(interval · (lowest + k) + offset) for k = 0, 1, ...
+
+    Attributes:
+        mean_beyond: Mean amount by which larger numbers were lowered to the end of the grid.
+    """
 
     at_zero: float
     lowest: int
@@ -100,8 +103,8 @@ class _Masses(NamedTuple):
 
 
 def _sums_of(sigma: float, count: int, interval: float, offset: float) -> tuple[_Masses, _Masses]:
-    """The sums of ``count`` of the X_i and of one more. Those of fewer are on a coarser grid, since what rounding adds
-    averages out."""
+    """Return the distributions of the sums of ``count`` and of ``count + 1`` of the X_i. Partial sums use a coarser
+    grid, since rounding errors average out."""
     if count == 1:
         one = _lognormal(sigma, interval, offset)
         return one, _trimmed(_sum(one, one, interval), interval, offset)
@@ -120,7 +123,7 @@ def _on_finer_grid(x: _Masses, times: int) -> _Masses:
 
 
 def _lognormal(sigma: float, interval: float, offset: float) -> _Masses:
-    """exp(Z/σ - 1/(2σ²))."""
+    """Return the distribution of exp(Z/σ - 1/(2σ²)) for normal Z."""
     from scipy.special import ndtr
 
     middle = -0.5 / sigma**2
@@ -138,12 +141,12 @@ def _lognormal(sigma: float, interval: float, offset: float) -> _Masses:
 
 
 def _between(cdf: np.ufunc, at: np.ndarray) -> np.ndarray:
-    """The normal probabilities between neighbours, from the tail that is nearer."""
+    """Return the normal probabilities between neighbouring points, computed from the nearer tail."""
     return np.where(at[:-1] > 0, cdf(-at[:-1]) - cdf(-at[1:]), cdf(at[1:]) - cdf(at[:-1]))
 
 
 def _sum(a: _Masses, b: _Masses, interval: float) -> _Masses:
-    """The sum of two independent ones."""
+    """Return the distribution of the sum of two independent numbers."""
     lowest = min(a.lowest, b.lowest)
     highest = max(m.lowest + len(m.probabilities) for m in (a, b)) + math.ceil(math.log(2) / interval)
     result = np.zeros(highest - lowest + 1)
@@ -155,8 +158,8 @@ def _sum(a: _Masses, b: _Masses, interval: float) -> _Masses:
 
 
 def _add_sums(result: np.ndarray, larger: _Masses, smaller: _Masses, least: int, interval: float) -> None:
-    """Add the probabilities of the sums x + y for x that are ``least`` cells above y or more. For d cells between them
-    it is x · (1 + e^(-d·interval)); the result begins where x does."""
+    """Add the probabilities of the sums x + y with x at least ``least`` cells above y to ``result``, which begins at
+    the lowest x. With d cells between them, the sum is x · (1 + e^(-d·interval))."""
     p, q, ratio = larger.probabilities, smaller.probabilities, math.exp(interval)
     shift = larger.lowest - smaller.lowest
     far = 1 + max(0, math.ceil(-math.log(math.expm1(interval)) / interval))  # from here on in the cell above x
@@ -179,15 +182,15 @@ def _add_sums(result: np.ndarray, larger: _Masses, smaller: _Masses, least: int,
 
 
 def _decayed_sums(numbers: np.ndarray, decay: float) -> np.ndarray:
-    """Σ numbers[j] · decay^(k - j) over j ≤ k, for each k."""
+    """Return Σ numbers[j] · decay^(k - j) over j ≤ k, for each k."""
     from scipy.signal import lfilter
 
     return np.asarray(lfilter([1.0], [1.0, -decay], numbers))
 
 
 def _trimmed(x: _Masses, interval: float, offset: float) -> _Masses:
-    """Without the ends of the grid on which nearly nothing lies: split between 0 and the first point that is kept, or
-    lowered to the last."""
+    """Cut off the ends of the grid, which carry almost no probability: split the lower end between 0 and the first
+    point kept, and lower the upper end to the last."""
     p, points = x.probabilities, np.exp(interval * (x.lowest + np.arange(len(x.probabilities))) + offset)
     first = int(np.searchsorted(np.cumsum(p), _NEGLIGIBLE))
     last = len(p) - 1 - int(np.searchsorted(np.cumsum((p * points)[::-1]), _NEGLIGIBLE * float(p @ points)))

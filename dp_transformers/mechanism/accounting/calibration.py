@@ -1,16 +1,15 @@
-"""The noise, and the number of steps, that a target ε leaves."""
+"""Searches for the noise, and for the number of steps, that meet a target ε."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from .accountants import Accountant, check_accountant
-from .arguments import check_count, check_delta, check_epsilon, check_rate, check_rows
+from .accountants import Accountant, check_accountant, check_count, check_delta, check_epsilon, check_rate, check_rows
 from .events import phases_epsilon
 from .gaussian import MAX_NOISE_MULTIPLIER, round_rate_up
 
-MIN_NOISE_MULTIPLIER = 1e-3  # of what is searched
+MIN_NOISE_MULTIPLIER = 1e-3  # lower end of the search
 
 
 def calibrate_noise_multiplier(
@@ -21,19 +20,19 @@ def calibrate_noise_multiplier(
     accountant: str | Accountant = "pld",
     rows: int = 1,
 ) -> float:
-    """The smallest σ with which `steps` steps spend at most `target_epsilon`, found to 0.1% of ε.
+    """Return the smallest σ with which `steps` steps spend at most `target_epsilon`, found to 0.1% of ε.
 
-    `compute_epsilon` of the value returned was evaluated, and is at most the target. It is above 0.999 times the
-    target unless nothing is spent at all (`steps` or `sample_rate` 0: returns 0.0), the target is so large that
-    `MIN_NOISE_MULTIPLIER` meets it, or the bound jumps across it (RDP's, down to 0, at a large δ).
+    `compute_epsilon` of the returned σ was evaluated, and is at most the target. It is above 0.999 times the target
+    unless nothing is spent (`steps` or `sample_rate` is 0: returns 0.0), the target is so large that
+    `MIN_NOISE_MULTIPLIER` meets it, or the bound jumps across it (RDP's bound does, down to 0, at a large δ).
 
     Args:
         target_epsilon: ε to stay within, positive and finite.
-        target_delta: The δ it holds at, in (0, 1).
-        sample_rate: q, the probability with which an example takes part in a step, in [0, 1].
+        target_delta: The δ of this ε, in (0, 1).
+        sample_rate: q, the probability that a step contains a given example, in [0, 1].
         steps: Number of optimizer steps of the whole run.
         accountant: `"pld"` (less noise), `"rdp"`, or one of your own.
-        rows: Rows of one person: with more than one, the target is met for all of them together (`group_epsilon`).
+        rows: Number of rows of one person. The target is met for all of them together (`group_epsilon`).
 
     Raises:
         ValueError: An argument is out of range, or not even `MAX_NOISE_MULTIPLIER` meets the target.
@@ -67,9 +66,9 @@ def smallest_noise(
     accountant: str,
     rows: int,
 ) -> float:
-    """The smallest σ with `epsilon_of(σ)` <= `target_epsilon`, found to 0.1% of ε; 0 where nothing is spent.
+    """Return the smallest σ with `epsilon_of(σ)` <= `target_epsilon`, found to 0.1% of ε; 0 if nothing is spent.
 
-    The other arguments tell where to begin, and what to say where not even the largest σ will do.
+    The other arguments give the start of the search, and the message if not even the largest σ is enough.
     """
     target, delta = check_epsilon("target_epsilon", target_epsilon), check_delta("target_delta", target_delta)
     if sample_rate == 0 or steps == 0:
@@ -93,10 +92,10 @@ def smallest_noise(
 
 
 def largest_within(epsilon_of: Callable[[int], float], target: float, limit: int, *, guess: int | None = None) -> int:
-    """The largest k <= `limit` with `epsilon_of(k)` <= `target`, which no larger k meets once one does not; 0 if none
-    does. It evaluates `limit` first, or else the guess.
+    """Return the largest k <= `limit` with `epsilon_of(k)` <= `target`, for an increasing ε; 0 if there is none.
 
-    log ε is nearly linear in log k, so regula falsi brackets the answer; it bisects every third time.
+    The search starts at the guess, or at `limit`. log ε is nearly linear in log k, so it is regula falsi, with a
+    bisection every third time.
     """
     low, high, at_low, at_high = 0, limit + 1, math.nan, math.nan
     k, count = min(max(guess or limit, 1), limit), 0
@@ -119,8 +118,8 @@ def largest_within(epsilon_of: Callable[[int], float], target: float, limit: int
 
 
 def guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int, rows: int = 1) -> float:
-    """σ of a run whose privacy loss is normal with variance μ² and mean μ²/2, where μ² = steps · log(1 + χ²(σ)) and
-    χ² is that of one step: j of the rows take part with the probabilities of Binomial(rows, q)."""
+    """Return σ of a run whose privacy loss is normal with variance μ² and mean μ²/2, where μ² = steps · log(1 + χ²(σ))
+    and χ² is that of one step, which contains Binomial(rows, q) of the rows."""
     z = math.sqrt(-2 * math.log(delta))
     mu = 2 * epsilon / (z + math.sqrt(z * z + 2 * epsilon))  # μ²/2 + z·μ = ε
     per_step, q = min(max(mu * mu / steps, 1e-18), 700.0), round_rate_up(q)
@@ -135,7 +134,7 @@ def guess_noise_multiplier(epsilon: float, delta: float, q: float, steps: int, r
 
 
 def _log_chi_square(sigma: float, q: float, rows: int) -> float:
-    """log(1 + χ²) = log E[exp(i·j/σ²)] of independent i, j ~ Binomial(rows, q), or what exceeds any run's."""
+    """Return log(1 + χ²) = log E[exp(i·j/σ²)] of independent i, j ~ Binomial(rows, q); infinite if it overflows."""
     if rows * rows / sigma**2 > 700:
         return math.inf
     inner = (math.comb(rows, j) * q**j * (1 - q) ** (rows - j) for j in range(rows + 1))

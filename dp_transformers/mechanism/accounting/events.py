@@ -1,4 +1,4 @@
-"""ε of the events of `dp_accounting`, in which a mechanism says what its steps release."""
+"""ε of events of `dp_accounting`, which describe the releases of a mechanism."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .accountants import Accountant, accountant_named, check_accountant, register_accountant
-from .arguments import ACCOUNTANTS, check_delta, check_rows
+from .accountants import (
+    ACCOUNTANTS,
+    Accountant,
+    accountant_named,
+    check_accountant,
+    check_delta,
+    check_rows,
+    register_accountant,
+)
 from .gaussian import FLOAT_ROUNDING, ORDERS, GaussianStep, Phase, epsilon_of_phases, gaussian_event, loss_interval
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
 
-_MOVED_BY_ONE = ("add_or_remove_one", "replace_special")  # relations by which a sum moves by one gradient
-_INTERVAL = 1e-4  # of the losses of events of which nothing is known
+MOVED_BY_ONE = ("add_or_remove_one", "replace_special")  # relations under which a sum moves by one gradient
+_INTERVAL = 1e-4  # grid interval of privacy losses, for events of an unknown kind
 
 
 def event_epsilon(
@@ -26,11 +33,11 @@ def event_epsilon(
     relation: str = "add_or_remove_one",
     rows: int = 1,
 ) -> float:
-    """ε of an event of `dp_accounting` at `delta`, for neighbours by `relation`, an upper bound.
+    """Return an upper bound of ε of an event at `delta`, for neighbours by `relation`.
 
     Args:
-        rows: Size of the group that is added or removed; more than 1 for Poisson-sampled Gaussian steps and "pld" or
-            "rdp" only (`group_epsilon`).
+        rows: Number of rows that are added or removed together. More than 1 needs Poisson-sampled Gaussian steps, and
+            "pld" or "rdp" (`group_epsilon`).
 
     Raises:
         ValueError: The accountant has no bound for this event.
@@ -43,7 +50,7 @@ def event_epsilon(
 
 
 def phases_of_groups(event: DpEvent, accountant: str, *, relation: str, rows: int) -> list[Phase]:
-    """The phases of an event, for a bound on groups of so many rows.
+    """Return the phases of an event for a bound on groups of `rows` rows.
 
     Raises:
         ValueError: There is no such bound.
@@ -52,14 +59,14 @@ def phases_of_groups(event: DpEvent, accountant: str, *, relation: str, rows: in
     if phases is None:
         raise ValueError(
             f"there is no bound for groups of {rows} rows (max_examples_per_person) and {type(event).__name__} for "
-            f"neighbours by {relation!r} by accountant {accountant!r}; only Poisson sampling by 'add_or_remove_one' "
-            "has one, by 'pld' and 'rdp'. Take these, or leave max_examples_per_person at 1, which protects one row."
+            f"neighbours by {relation!r} by accountant {accountant!r}. Take Poisson sampling ('add_or_remove_one') "
+            "and accountant 'pld' or 'rdp', or leave max_examples_per_person at 1, which protects one row."
         )
     return phases
 
 
 def phases_epsilon(phases: Iterable[Phase], delta: float, accountant: str = "pld", *, rows: int = 1) -> float:
-    """ε of Poisson-sampled Gaussian steps, where an example is added or removed."""
+    """Return ε of Poisson-sampled Gaussian steps, if `rows` examples are added or removed."""
     if accountant in ACCOUNTANTS:
         return epsilon_of_phases(phases, delta, accountant, rows=rows)
     import dp_accounting as dp
@@ -69,7 +76,7 @@ def phases_epsilon(phases: Iterable[Phase], delta: float, accountant: str = "pld
 
 
 def unsupported(event: DpEvent, accountant: str | Accountant, *, relation: str = "add_or_remove_one") -> str | None:
-    """Why `accountant` has no bound for an event, if it has none."""
+    """Return the reason why `accountant` has no bound for an event; None if it has one."""
     known = accountant_named(check_accountant(accountant))
     if isinstance(known, _OfThisLibrary):
         return None if known.supports(event, relation) else known.no_bound(event, relation)
@@ -81,15 +88,15 @@ def unsupported(event: DpEvent, accountant: str | Accountant, *, relation: str =
 
 
 class _OfThisLibrary:
-    """Poisson-sampled and full Gaussian steps are accounted for by :mod:`.gaussian`, where neighbours differ by adding
-    or removing an example or by making it a null one, which moves a sum alike. Random allocation is accounted for by
-    :mod:`.allocation`, and all other events by the accountant of `dp_accounting`."""
+    """An accountant of this library. :mod:`.gaussian` accounts for Poisson-sampled and full Gaussian steps, under
+    relations that move a sum by one gradient; :mod:`.allocation` for random allocation; and `dp_accounting` for all
+    other events."""
 
     def __init__(self, name: str):
         self.name = name
 
     def epsilon(self, event: DpEvent, delta: float, relation: str) -> float:
-        phases = _phases(event) if relation in _MOVED_BY_ONE else None
+        phases = _phases(event) if relation in MOVED_BY_ONE else None
         if phases is not None:
             return epsilon_of_phases(phases, delta, self.name)
         if not event_accountant(self.name, relation).supports(event):
@@ -105,7 +112,7 @@ class _OfThisLibrary:
         return counted.compose(event).get_epsilon(usable)
 
     def supports(self, event: DpEvent, relation: str) -> bool:
-        if relation in _MOVED_BY_ONE and _phases(event) is not None:
+        if relation in MOVED_BY_ONE and _phases(event) is not None:
             return True
         return event_accountant(self.name, relation).supports(event)
 
@@ -121,7 +128,7 @@ for _name in ACCOUNTANTS:
 
 
 def event_accountant(accountant: str, relation: str, *, interval: float = _INTERVAL) -> Any:
-    """The accountant of `dp_accounting` for "pld" or "rdp", with losses that are so far apart."""
+    """Return the accountant of `dp_accounting` for "pld" or "rdp", with the grid interval of its privacy losses."""
     import dp_accounting
 
     known = [relation.name.lower() for relation in dp_accounting.NeighboringRelation]
@@ -136,7 +143,7 @@ def event_accountant(accountant: str, relation: str, *, interval: float = _INTER
 
 
 def _interval(parts: list[tuple[DpEvent, int]], delta: float) -> float:
-    """How far apart the losses of these events should be on their common grid."""
+    """Return the interval of the common grid of the losses of these events."""
     import dp_accounting as dp
 
     from .allocation import RandomAllocationDpEvent
@@ -155,7 +162,7 @@ def _interval(parts: list[tuple[DpEvent, int]], delta: float) -> float:
 
 
 def _phases(event: DpEvent) -> list[Phase] | None:
-    """The phases that an event is composed of, if those are all: equal ones are one, in order of first use."""
+    """Return the phases of an event in order of first use, equal ones merged; None if it has any other part."""
     counts: Counter[GaussianStep] = Counter()
     for part, count in _parts(event, 1):
         step = _gaussian_step(part)
@@ -176,7 +183,7 @@ def _gaussian_step(event: DpEvent) -> GaussianStep | None:
 
 
 def _parts(event: DpEvent, count: int) -> Iterator[tuple[DpEvent, int]]:
-    """What an event is composed of, and how often."""
+    """Yield the parts of a composed event, and how often each occurs."""
     import dp_accounting as dp
 
     if isinstance(event, dp.ComposedDpEvent):

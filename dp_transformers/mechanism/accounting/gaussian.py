@@ -10,56 +10,37 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arguments import check_delta, check_rows
+from .accountants import check_delta, check_rows
 
 if TYPE_CHECKING:
     import numpy as np
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-MAX_NOISE_MULTIPLIER = 1e6  # what more noise is taken for
+MAX_NOISE_MULTIPLIER = 1e6  # a larger σ is accounted for as this one
 
 # dp_accounting's own grid of orders, with two lower ones (large ε) and a denser, longer upper end (small ε).
-ORDERS = (
-    1.02,
-    1.05,
-    *tuple(1 + k / 10 for k in range(1, 100)),
-    *tuple(range(11, 64)),
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    256,
-    320,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-)
+_LARGE_ORDERS = (80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
+ORDERS = (1.02, 1.05, *(1 + k / 10 for k in range(1, 100)), *range(11, 64), *_LARGE_ORDERS)
 _RDP_ROUNDING = 1e-13  # per order and step: dp_accounting's float64 sums were seen 1.2e-14 too small at q = 1e-6
 FLOAT_ROUNDING = 2.2e-16  # of δ, per step: tails composed by FFT were seen 7e-17 * steps too small
-_NO_NOISE = 1e-6  # σ taken for 0
-_MIN_RATE = 1e-9  # what a smaller positive q is taken for; one as close to 1 is taken for 1
-_NEGLIGIBLE = 1e-6  # share of δ given away to each truncation
-_CELLS = (1024, 32768)  # fewest and most grid cells for the losses of one step
-_COMPOSED_CELLS = 2**18  # most for those of the run: 0.1 s and 20 MB
+_NO_NOISE = 1e-6  # a smaller σ counts as 0
+_MIN_RATE = 1e-9  # a smaller positive q is rounded up to this; a q this close to 1 is rounded up to 1
+_NEGLIGIBLE = 1e-6  # share of δ spent on each truncation
+_CELLS = (1024, 32768)  # least and largest number of grid cells for the losses of one step
+_COMPOSED_CELLS = 2**18  # largest number for the losses of the run: 0.1 s and 20 MB
 _MAX_STEPS = 10**6  # dp_accounting computes (cells of a step) ** steps as an exact integer when cells < 1000
 _MAX_INTERVAL = 100.0  # nats; exp(interval) overflows at 709
-_MAX_MECHANISMS = 64  # distinct ones, beyond which similar ones are merged
+_MAX_MECHANISMS = 64  # with more distinct mechanisms, similar ones are merged
 
 GaussianStep = tuple[float, float]  # (σ, q)
 Phase = tuple[float, float, int]  # (σ, q, steps)
 
 
 def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
-    """ε for adding or removing up to ``rows`` rows at once, an upper bound.
+    """Return an upper bound of ε for adding or removing up to ``rows`` rows at once.
 
-    With a group, a Poisson draw takes j of its rows with the probabilities of Binomial(rows, q), and the sum moves by
-    at most j bounds: a mixture of Gaussians, which dominates (Ganesh 2024, arXiv:2401.10294, Theorem 3.1).
-    ``group_epsilon(phases, 1, delta)`` is `epsilon`.
+    A Poisson draw contains j rows of a group, j ~ Binomial(rows, q), and the sum moves by at most j clipping bounds:
+    a dominating mixture of Gaussians (Ganesh 2024, arXiv:2401.10294, Theorem 3.1).
 
     Args:
         phases: `(noise_multiplier, sample_rate, steps)`, as `PrivacyAccountant.history`.
@@ -70,18 +51,17 @@ def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
     phases = _with_limits(phases)
     if not phases:
         return 0.0
-    if _say_nothing(phases):
+    if _are_unbounded(phases):
         return math.inf
     if rows == 1:
         return epsilon_of_phases(phases, delta, "pld")
     phases = _merge_similar(phases)
-    # the worst case of a group, as if each of its draws took all its rows, at the rate of drawing any: looser, and
-    # always to be had
+    # looser, but never infinite: as if each draw that contains any row of the group contained all
     bound = _rdp_epsilon(tuple((sigma / rows, 1 - (1 - q) ** rows, n) for sigma, q, n in phases), delta)
     return min(bound, _mixture_epsilon(phases, rows, delta))
 
 
-@functools.lru_cache(maxsize=256)  # one of them may take a second, and plans ask for the same again
+@functools.lru_cache(maxsize=256)  # a call may take a second, and planning repeats calls
 def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> float:
     from dp_accounting.pld import privacy_loss_distribution as pld
 
@@ -109,7 +89,7 @@ def _mixture_epsilon(phases: tuple[Phase, ...], rows: int, delta: float) -> floa
 
 
 def _taken(q: float, rows: int) -> np.ndarray:
-    """The probabilities that a draw takes 0, 1, ... of so many rows."""
+    """Return the (rows + 1,) probabilities that a draw contains 0, 1, ... of ``rows`` rows."""
     from scipy import stats
 
     chances = stats.binom.pmf(range(rows + 1), rows, q)
@@ -117,21 +97,20 @@ def _taken(q: float, rows: int) -> np.ndarray:
 
 
 def epsilon_of_phases(phases: Iterable[Phase], delta: float, accountant: str = "pld", *, rows: int = 1) -> float:
-    """ε for adding or removing so many rows at once, an upper bound."""
+    """Return an upper bound of ε for adding or removing ``rows`` rows at once."""
     if rows > 1:
         return group_epsilon(phases, rows, delta)
-    # Less noise and more sampling bound ε from above, and spare the formulas below what float64 cannot hold.
-    phases = _with_limits(phases)
+    phases = _with_limits(phases)  # less noise and more sampling bound ε from above, and stay within float64
     if not phases:
         return 0.0
-    if _say_nothing(phases):
+    if _are_unbounded(phases):
         return math.inf
     phases = _merge_similar(phases)
     bound = math.inf
     if accountant == "pld":
         exact = all(q == 1 for _, q, _ in phases)
         bound = _gaussian_epsilon(phases, delta) if exact else _pld_epsilon(phases, delta)
-    if bound == math.inf:  # both are upper bounds, and RDP's is the larger one wherever PLD gives any
+    if bound == math.inf:  # RDP has a bound where PLD has none; where both have one, PLD's is smaller
         bound = _rdp_epsilon(phases, delta)
     return max(0.0, bound)
 
@@ -142,8 +121,8 @@ def _with_limits(phases: Iterable[Phase]) -> tuple[Phase, ...]:
     )
 
 
-def _say_nothing(phases: Iterable[Phase]) -> bool:
-    """Whether a step has no noise, or numbers that are not known (NaN)."""
+def _are_unbounded(phases: Iterable[Phase]) -> bool:
+    """Return True if a step has no noise, or its numbers are NaN."""
     return any(not (sigma >= _NO_NOISE and q <= 1) for sigma, q, _ in phases)
 
 
@@ -152,7 +131,8 @@ def round_rate_up(q: float) -> float:
 
 
 def _merge_similar(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-    """At most `_MAX_MECHANISMS` phases that spend no less: σ rounded down and q up, on the finest grid that will do.
+    """Merge into at most `_MAX_MECHANISMS` phases that spend at least as much: round σ down and q up to the finest
+    grid with so few points.
 
     More noise and a smaller q are both post-processing (add noise; replace the output by an empty draw's at random).
     """
@@ -179,7 +159,7 @@ def _rdp_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _rdp(sigma: float, q: float) -> np.ndarray:
-    """RDP of one step at each of `ORDERS`."""
+    """Return the (orders,) RDP of one step."""
     import dp_accounting
 
     accountant = dp_accounting.rdp.RdpAccountant(ORDERS)
@@ -189,7 +169,7 @@ def _rdp(sigma: float, q: float) -> np.ndarray:
 
 
 def gaussian_event(sigma: float, q: float) -> Any:
-    """One step, as dp_accounting says it."""
+    """Return the event of one step."""
     import dp_accounting
 
     gaussian = dp_accounting.GaussianDpEvent(sigma)
@@ -198,9 +178,9 @@ def gaussian_event(sigma: float, q: float) -> Any:
 
 @contextlib.contextmanager
 def _without_excluded_order_warnings() -> Iterator[None]:
-    """Drop the log lines of dp_accounting about fractional orders it leaves out because a series converges slowly.
+    """Drop dp_accounting's log lines on fractional orders that it leaves out because a series converges slowly.
 
-    That only loosens the bound, and small σ meets it in every call.
+    Leaving them out only loosens the bound, and every call with a small σ would log them.
     """
     logger = logging.getLogger("absl")  # absl's own class of logger, provided absl was imported first
 
@@ -219,12 +199,12 @@ def _without_excluded_order_warnings() -> Iterator[None]:
 
 class _Grid(NamedTuple):
     interval: float  # of the privacy losses, in nats
-    log_mass: float  # log of the probability mass cut off one step's noise
+    log_mass: float  # log of the probability mass cut off the noise of one step
     tail_mass: float  # probability mass cut off a composition
 
 
 def _pld_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
-    """ε by PLD, or inf where that is not to be had."""
+    """Return ε by PLD; infinite if float64 or time do not allow it."""
     steps = sum(n for _, _, n in phases)
     usable = delta - FLOAT_ROUNDING * (10 + steps)
     if usable < delta / 2 or steps > _MAX_STEPS:
@@ -236,7 +216,7 @@ def _pld_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
 
 
 def _gaussian_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
-    """ε of full batches only, in closed form: they compose to one Gaussian mechanism (arXiv:1805.06530)."""
+    """Return ε of full batches, in closed form: they compose to one Gaussian mechanism (arXiv:1805.06530)."""
     import dp_accounting
     import numpy as np
 
@@ -248,12 +228,12 @@ def _gaussian_epsilon(phases: tuple[Phase, ...], delta: float) -> float:
 
 
 def _grid(phases: tuple[Phase, ...], steps: int, delta: float, rows: int = 1) -> _Grid:
-    """Connect-the-Dots is an upper bound on any grid; its cost goes with 1 / interval, its excess with interval².
+    """Choose the grid of privacy losses. Connect-the-Dots is an upper bound on any grid; its cost grows with
+    1 / interval, its excess with interval².
 
     Rounding a loss to the grid adds at most interval² / 4 to its variance, so the interval is a sixteenth of the
-    standard deviation of a step's loss (ε a few 1e-4 too large), or finer where that is free, or coarser where cost or
-    float64 require it. Interval and cut-off change in jumps only, so that one step's distribution is reused as the run
-    grows.
+    standard deviation of a step's loss (ε a few 1e-4 too large), finer if that is free, or coarser if cost or float64
+    require it. Interval and cut-off change in jumps, so that the distribution of a step is reused as the run grows.
     """
     log_mass = math.log(_NEGLIGIBLE * delta) - math.log(4) * math.ceil(math.log(steps, 4))
     variance = sum(n * _loss_variance(sigma, q, rows) for sigma, q, n in phases)
@@ -270,14 +250,14 @@ def _grid(phases: tuple[Phase, ...], steps: int, delta: float, rows: int = 1) ->
 
 
 def loss_interval(phases: Iterable[Phase], delta: float) -> float:
-    """How far apart the losses of these steps should be on a grid, for any neighbours."""
+    """Return the interval of a grid for the losses of these steps, under any neighbouring relation."""
     phases = tuple((max(sigma, 1e-3), q, n) for sigma, q, n in _with_limits(phases))
     return min(1.0, _grid(phases, sum(n for *_, n in phases), delta).interval) if phases else 1.0
 
 
 def _loss_variance(sigma: float, q: float, rows: int) -> float:
-    """Variance of one step's privacy loss, roughly: χ² where losses are small, else that of separate modes, one for
-    each number of rows that a draw can take."""
+    """Return the approximate variance of a step's privacy loss: χ² if losses are small, else that of separate modes,
+    one for each number of rows in a draw."""
     x = sigma**-2
     if rows == 1:
         return min(q * q * math.expm1(min(x, 700.0)), q * x + q * (1 - q) * x * x / 4)
@@ -290,8 +270,8 @@ def _loss_variance(sigma: float, q: float, rows: int) -> float:
 
 
 def _loss_range(sigma: float, q: float, z: float, rows: int) -> float:
-    """Spread of one step's privacy loss over outcomes within z standard deviations, as if a draw that takes any row
-    took all."""
+    """Return the range of a step's privacy loss over outcomes within z standard deviations, as if a draw that contains
+    any row contained all."""
     sigma, q = sigma / rows, 1 - (1 - q) ** rows if rows > 1 else q
     unsampled = z / sigma + 0.5 / sigma**2
     upper = unsampled + math.log(q) if unsampled > 700 else math.log1p(q * math.expm1(unsampled))
@@ -308,7 +288,7 @@ def _one_step(sigma: float, q: float, interval: float, log_mass: float) -> Priva
     )
 
 
-@functools.lru_cache(maxsize=8)  # the phases before the one that grows are asked for again at every call
+@functools.lru_cache(maxsize=8)  # every call repeats all phases but the last, which grows
 def _composed(phases: tuple[Phase, ...], grid: _Grid) -> PrivacyLossDistribution:
     *earlier, (sigma, q, n) = phases
     last = _one_step(sigma, q, grid.interval, grid.log_mass).self_compose(n, grid.tail_mass)
