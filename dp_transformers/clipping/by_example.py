@@ -179,8 +179,8 @@ class ExamplesApart:
         for copy in copies:
             copy._is_param = True  # some modules ask for the class
         functions = _Functions(self, owner, dict(zip(parameters, copies, strict=True)))
-        forward.note_call(owner)
-        forward.note_copies(owner)
+        forward.record_call(owner)
+        forward.record_copies(owner)
         with substituted(owner.module, functions.copies), functions:
             output = function(*args, **kwargs)
         after, spec_after = tree_flatten((args, kwargs))

@@ -1,5 +1,5 @@
-"""Finds out which modules own which parameters, and where their tensors have examples, by running the model on two
-sizes of batch."""
+"""Discovers the owner of each parameter, and the batch dimensions of module inputs and outputs, by running the model
+on two batch sizes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .batch_dims import SHARED, BatchDim, kind_of_call, learn_batch_dim
 from .errors import UnownedParameterError
 from .fallback import substituted, without_fused_attention
-from .owners import Owner, assign_to_parent, uncalled_beside
+from .owners import Owner, assign_to_parent, reassign_owners
 from .parallel.dtensor import to_local
 from .parallel.fsdp2 import Shards
 from .ragged import is_ragged, unpacked, unpacked_sequence
 
 
 class _Call(NamedTuple):
-    """The kind of a call, and shapes: of what it was given, of the numbers with a gradient that it returned, and of
-    all tensors that it returned."""
+    """The kind of a call, and the shapes of its input tensors, of its floating-point outputs, and of all outputs."""
 
     kind: Hashable
     ins: list[torch.Size]
@@ -32,31 +31,31 @@ class _Call(NamedTuple):
 
 
 Calls = dict[Owner, list[_Call]]
-Run = tuple[int, Calls]  # on so many examples
+Run = tuple[int, Calls]  # batch size, calls
 
 
 @contextmanager
 def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]:
-    """While an owner runs, its module sees detached copies of its parameters."""
+    """Give the module of an owner detached copies of its parameters while it runs."""
     handles: list[Any] = []
-    open_: list[tuple[Owner, ExitStack]] = []
+    running: list[tuple[Owner, ExitStack]] = []
 
     def hide(owner: Owner) -> None:
         stack = ExitStack()
         wholes = [whole for p in owner.names for whole in shards.all_unsharded(p)]
-        # some modules ask for the class
+        # some modules check the class
         copies: dict[nn.Parameter, torch.Tensor] = {p: nn.Parameter(p.detach(), requires_grad=False) for p in wholes}
         stack.enter_context(substituted(owner.module, copies))
-        open_.append((owner, stack))
+        running.append((owner, stack))
 
     def show(owner: Owner) -> None:
-        while open_ and open_[-1][0] is owner:
-            open_.pop()[1].close()
+        while running and running[-1][0] is owner:
+            running.pop()[1].close()
 
     try:
         for owner in owners:
             handles.append(owner.module.register_forward_pre_hook(lambda m, a, owner=owner: hide(owner)))
-            # the hooks of one module run in the order opposite to that of hiding
+            # prepended, since hooks of one module must run in the reverse order of hiding
             handles.append(
                 owner.module.register_forward_hook(
                     lambda m, a, o, owner=owner: show(owner), always_call=True, prepend=True
@@ -64,8 +63,8 @@ def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]
             )
         yield
     finally:
-        while open_:
-            open_.pop()[1].close()
+        while running:
+            running.pop()[1].close()
         for handle in handles:
             handle.remove()
 
@@ -73,15 +72,15 @@ def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]
 def unowned_parameters(
     owners: Sequence[Owner], parameters: Sequence[nn.Parameter], losses: Callable[[], torch.Tensor], shards: Shards
 ) -> list[nn.Parameter]:
-    """The parameters that still get a gradient when every owner sees detached copies: they are used outside all calls
-    of their owners.
+    """Return the parameters that still get a gradient when every owner sees detached copies: they are used outside all
+    calls of their owners.
 
     Raises:
         ValueError: the losses depend on no trainable parameter at all.
     """
     wholes = [(p, whole) for p in parameters for whole in shards.all_unsharded(p)]
     with hidden_parameters(owners, shards), torch.enable_grad():
-        # a leaf of its own keeps the graph alive where nothing escapes
+        # an extra leaf keeps the graph alive if nothing escapes
         total = losses().sum() + torch.zeros((), requires_grad=True, device=wholes[0][1].device)
         gradients = torch.autograd.grad(total, [whole for _, whole in wholes], allow_unused=True)
     return list(dict.fromkeys(p for (p, _), g in zip(wholes, gradients, strict=True) if g is not None))
@@ -97,24 +96,24 @@ def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:
 
 @contextmanager
 def _observed(owners: Sequence[Owner]) -> Iterator[Calls]:
-    """Inside, every call of an owner adds the shapes of what it is given and of what it returns."""
+    """Record the shapes of the inputs and outputs of every call of an owner."""
     seen: Calls = {owner: [] for owner in owners}
     with ExitStack() as stack:
         for owner in owners:
 
-            def note(module: nn.Module, args: tuple, kwargs: dict, output: Any, owner: Owner = owner) -> None:
+            def record(module: nn.Module, args: tuple, kwargs: dict, output: Any, owner: Owner = owner) -> None:
                 given = unpacked(module, args, kwargs)
                 outs, all_outs = (_shapes(output, floating=floating) for floating in (True, False))
                 kind = kind_of_call(args, kwargs)
                 seen[owner].append(_Call(kind, _shapes(given, floating=False), outs, all_outs))
 
-            stack.callback(owner.module.register_forward_hook(note, with_kwargs=True).remove)
+            stack.callback(owner.module.register_forward_hook(record, with_kwargs=True).remove)
         yield seen
 
 
 def _learn_batch_dims(owners: Sequence[Owner], pairs: Sequence[tuple[Run, Run]], positions: set[int]) -> list[Owner]:
-    """Set the batch dimensions of every owner from pairs of runs on two sizes of batch; the owners whose outputs
-    cannot be told apart by example."""
+    """Set the batch dimensions of every owner from pairs of runs on two batch sizes. Return the owners whose outputs
+    have no batch dimension."""
     for owner in owners:
         owner.batch_dims, owner.tensor_batch_dims, owner.returned_unbatched_output = {}, {}, False
         owner.known_ranks = None if owner.rule.takes_call or owner.rule.tapped_inside else set()
@@ -122,13 +121,13 @@ def _learn_batch_dims(owners: Sequence[Owner], pairs: Sequence[tuple[Run, Run]],
 
 
 def _learn_from(owner: Owner, run: Run, other: Run, positions: set[int]) -> bool:
-    """Whether the outputs of ``owner`` can be told apart by example."""
+    """Learn the batch dimensions of ``owner`` from two runs. Return False if its outputs have none."""
     if owner.rule.takes_call:
-        return True  # it knows where its examples are
+        return True  # the rule handles the batch dimension
     (batch, seen), (other_batch, other_seen) = run, other
     calls, other_calls = seen[owner], other_seen[owner]
     owner.is_called = bool(calls)
-    if not _are_of_one_kind(calls, other_calls):
+    if not _have_same_structure(calls, other_calls):
         return False
 
     def learn(sizes: Sequence[torch.Size], other_sizes: Sequence[torch.Size]) -> list[BatchDim]:
@@ -137,7 +136,7 @@ def _learn_from(owner: Owner, run: Run, other: Run, positions: set[int]) -> bool
 
     for (kind, ins, outs, all_outs), another in zip(calls, other_calls, strict=True):
         of_ins, of_outs = learn(ins, another.ins), learn(outs, another.outs)
-        if owner.rule.tapped_inside:  # what is tapped there is batch first, if the module has a batch
+        if owner.rule.tapped_inside:  # tapped tensors are batch first, if the module has a batch
             if any(dim.dim is None or x[dim.dim] != batch for x, dim in zip(outs, of_outs, strict=True)):
                 return False
             continue
@@ -155,16 +154,16 @@ def _learn_from(owner: Owner, run: Run, other: Run, positions: set[int]) -> bool
     return True
 
 
-def _are_of_one_kind(calls: Sequence[_Call], others: Sequence[_Call]) -> bool:
-    """Whether the module was called as often, with and for as many tensors."""
-    return [list(map(len, call[1:])) for call in calls] == [list(map(len, call[1:])) for call in others]
+def _have_same_structure(calls: Sequence[_Call], other_calls: Sequence[_Call]) -> bool:
+    """Return True if the module was called equally often, with equal numbers of tensors in and out."""
+    return [list(map(len, call[1:])) for call in calls] == [list(map(len, call[1:])) for call in other_calls]
 
 
 def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], batch: int) -> list[Owner]:
-    """The owners whose output for the whole batch, once every example has its copy, is not read by each example from
-    its own.
+    """Return the owners with a batch-less output such that, if every example gets a copy, an example does not read its
+    own copy.
 
-    A table of relative positions is one: flattened, then indexed, it is the first example's copy that everybody reads.
+    A table of relative positions is one: flattened, then indexed, all examples read the first example's copy.
     """
     copies: list[tuple[Owner, torch.Tensor]] = []
 
@@ -173,14 +172,14 @@ def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], 
             return x
         copy = x.expand(batch, *x.shape[1:]).clone()
         copies.append((owner, copy if copy.requires_grad else copy.requires_grad_()))
-        return copy.clone()  # the model may write to it
+        return copy.clone()  # the model may modify it in place
 
     with ExitStack() as stack, torch.enable_grad():
         for owner in owners:
             if owner.returned_unbatched_output:
                 hook = partial(lambda owner, module, args, output: tree_map(partial(copied, owner), output), owner)
                 stack.callback(owner.module.register_forward_hook(hook).remove)
-        # neither of the first example nor of the last, whose copies are the ones read by mistake
+        # of the second example: the copies that are read by mistake are the first one's or the last one's
         loss = losses_of(batch)[1]
         if not copies or not loss.requires_grad:
             return []
@@ -205,18 +204,18 @@ def discover_owners(
     positions: set[int],
     shards: Shards,
 ) -> None:
-    """Assign parameters to parents, in place, until every use is seen by a module whose outputs have a batch, and
-    learn the batch dimensions.
+    """Assign parameters to parents, in place, until every use is inside a call whose outputs have a batch dimension,
+    and learn the batch dimensions.
 
     Args:
-        losses_of: ``f(size, is_padded) -> (size,)`` losses of a batch of that many examples, without taps; the first
-            one's masks end a position earlier in one that is padded.
-        tapped: One forward pass with taps; raises where a copy for each example does not fit.
+        losses_of: ``f(size, is_padded) -> (size,)`` losses of a batch of ``size`` examples, without taps. If it is
+            padded, the masks of the first example end a position earlier.
+        tapped: Runs one forward pass with taps; raises if a copy for each example does not fit.
         batch_sizes: Two sizes that no other dimension has.
-        positions: How many positions an example may have (:func:`positions_of`).
+        positions: Possible numbers of positions of an example (:func:`positions_of`).
 
     Raises:
-        UnownedParameterError: a parameter is used where not even the model itself sees it.
+        UnownedParameterError: a parameter is used outside of the model's own call.
     """
     size, other_size = batch_sizes
 
@@ -228,22 +227,22 @@ def discover_owners(
     while True:
         with without_fused_attention():
             with _observed(owners) as calls:
-                wayward = unowned_parameters(owners, parameters, lambda: losses_of(size, False), shards)
-            for p in wayward:
+                unowned = unowned_parameters(owners, parameters, lambda: losses_of(size, False), shards)
+            for p in unowned:
                 paths = [path for owner in owners if p in owner.names for path in owner.paths]
-                if not paths:  # which trying again would not change
+                if not paths:
                     raise UnownedParameterError(
-                        "a trainable parameter is used and no module owns it: a forward pass freezes it for itself "
-                        "(requires_grad_(False)), or takes it out of its module. Do that before training, or use "
+                        "a trainable parameter is used and no module owns it: a forward pass freezes it "
+                        "(requires_grad_(False)), or removes it from its module. Do that before training, or use "
                         "p.detach() there."
                     )
                 assign_to_parent(model, owners, p, paths)
-            if wayward:
+            if unowned:
                 continue
             whole, padded = (size, calls), run(other_size, True)
             pairs = [(whole, padded)]
-            # a mask that nothing needs is left out of some calls
-            if not all(_are_of_one_kind(calls[owner], padded[1][owner]) for owner in owners):
+            # some models pass no mask if nothing is padded
+            if not all(_have_same_structure(calls[owner], padded[1][owner]) for owner in owners):
                 pairs = [(whole, run(other_size, False)), (run(size, True), padded)]
         lost = _learn_batch_dims(owners, pairs, positions)
         if not lost and any(owner.returned_unbatched_output for owner in owners):
@@ -256,6 +255,4 @@ def discover_owners(
                     raise
         if not lost:
             return
-        for owner in lost + uncalled_beside(model, owners, lost):
-            for p in list(owner.names):
-                assign_to_parent(model, owners, p, owner.paths)
+        reassign_owners(model, owners, lost)

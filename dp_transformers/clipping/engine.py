@@ -20,7 +20,7 @@ from ..runtime.randomness import global_state, random_state, set_global_state, s
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .by_example import ExamplesApart, UnknownCall
-from .caches import configurations, without_caches
+from .kv_cache import configurations, without_caches
 from .coefficients import checked_weights, coefficients
 from .conditions import Conditions
 from .errors import warn_once
@@ -392,7 +392,7 @@ class ClippingEngine:
         if owner.rule.require is not None:
             owner.rule.require(owner.module)
         forward = cast(ForwardPass, self.forward)  # calls are passed on only after begin_forward
-        forward.note_call(owner)
+        forward.record_call(owner)
         if not torch.is_grad_enabled():
             forward.reentrant = True
             return None

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..runtime.randomness import random_state, seeded_global_generators
 from .by_example import ForwardByExample
-from .caches import configurations, without_caches
+from .kv_cache import configurations, without_caches
 from .errors import UnsupportedModuleError, refuse_tracing
 from .layer_rule import ForwardContext, Tap, forward_context_for
 from .owners import Owner

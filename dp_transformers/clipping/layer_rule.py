@@ -85,7 +85,7 @@ class LayerRule:
     reads_tensors: Callable[[Any], Sequence[torch.Tensor]] | None = None
 
     @property
-    def is_of_all_below(self) -> bool:
+    def covers_subtree(self) -> bool:
         return self.takes_call or self.covers_children
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .graph import LEAF
+from .escape import LEAF
 from .recorded_call import ForwardPass
 from .tap import TAPS
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .graph import parameter_outside_calls
+from .escape import parameter_outside_calls
 from .precision import set_gradient
 from .recorded_call import ForwardPass
 from .tap import TAPS

@@ -1,5 +1,4 @@
-"""What clipping keeps of each weight when it may keep more than its mode does: the gradient of each example, the
-factors that it follows from, or nothing.
+"""The memory budget: chooses for each weight if clipping keeps each example's gradient, its factors, or nothing.
 
 =========  =====================  ========================================================
 kept       bytes                  multiplications, for norm and sum of an example
@@ -9,14 +8,14 @@ factors    of output gradients    T²·(p + d) or T·p·d for the norm, and T·p
 nothing    none                   the same, and those of a second backward pass
 =========  =====================  ========================================================
 
-Mode "book_keeping" keeps factors, and instances where these are no larger; the budget is for instances that are larger
-and save time. Mode "ghost" keeps nothing; where the budget is enough for all that sums are formed from, that is kept
-and there is no second backward pass. Instances of some weights alone would only spare that pass their sums, which is
-little for the memory they take.
+Mode "book_keeping" keeps factors, and instances if they are no larger; the budget pays for larger instances that save
+time. Mode "ghost" keeps nothing; if the budget is enough for everything that sums are formed from, it is kept and
+there is no second backward pass. (Instances of a few weights would only save their sums in that pass, which is
+little.)
 
-A plan follows from the shapes of a forward pass, and from what was given for other shapes before (:class:`_Given`),
-never from the numbers in a tensor. While a parameter is unknown the mode keeps what it always keeps; the self-check is
-where most are met first.
+A plan depends on the shapes of a forward pass and on the sizes of earlier terms (:class:`_TermSize`), never on the
+numbers in a tensor. As long as a parameter is unknown, the mode keeps what it always keeps. Most parameters become
+known in the self-check.
 
 Shape legend: b example, t position, p rows and d columns of the parameter.
 """
@@ -35,43 +34,43 @@ from .terms import Convolved, Dense, NormOnly, Outer, Stacked, Term
 from .terms.ghost_or_instantiate import is_cheaper_instantiated
 from .trainable import TrainableParameters
 
-# Multiplications in the time of writing, or reading, one number of an instance in memory.
+# Multiplications in the time of reading or writing one number of an instance in memory.
 TOUCH = 16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one backward pass keeps.
+    """The choice for one backward pass.
 
     Attributes:
-        one_pass: Whether all that sums are formed from is kept, so that nobody goes back a second time; else nothing.
-        instances: Whether instances are kept of a parameter; of others the term decides.
+        one_pass: True if everything that sums are formed from is kept, so that there is no second pass; else nothing.
+        instances: True for parameters with kept instances, False for kept factors; for others the term decides.
     """
 
     budget: MemoryBudget
     one_pass: bool
     instances: Mapping[nn.Parameter, bool] = field(default_factory=dict)
 
-    def note(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, held: Collection[int]) -> None:
-        """A call gave this term, and the graph's tensors of that call lie at ``held``."""
-        self.budget.note(forward, parameter, term, held)
+    def record(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, held: Collection[int]) -> None:
+        """Record the sizes of a term. ``held`` are the addresses of the tensors that the graph saved for its call."""
+        self.budget.record(forward, parameter, term, held)
 
     def keeps_instance(self, parameter: nn.Parameter, term: Term) -> bool:
-        """Whether instances take the place of the term."""
+        """Return True if instances are kept instead of the term."""
         return self.instances.get(parameter, term.store_instantiated)
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the term of one parameter takes. Factors grow with the numbers that its modules return, instances with the
-    number of examples.
+class _TermSize:
+    """The size of the terms of one parameter. Factors grow with the numbers that its modules return, instances with
+    the number of examples.
 
     Attributes:
-        factor_bytes: Of factors, for each number returned.
-        own_bytes: Of those that the graph does not hold.
-        largest_instance: Up to how many bytes for each number returned book-keeping keeps instances in their place;
-            infinity where it does so wherever norms are computed from them.
-        sizes: Positions for each number returned, rows and columns, where instances may take the place of factors.
+        factor_bytes: Bytes of factors, for each number returned.
+        own_bytes: Bytes of factors that the graph does not hold, for each number returned.
+        largest_instance: Largest size (bytes for each number returned) of instances that book-keeping keeps instead;
+            infinite if it keeps them wherever norms are computed from them.
+        sizes: Positions for each number returned, rows and columns, if instances may replace factors.
     """
 
     factor_bytes: float = 0.0
@@ -82,9 +81,16 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Choice:
-    """For one parameter in one forward pass: the bytes that its factors take while the graph stays, of those that it
-    does not hold once it is gone back over, and of its instances, whether book-keeping keeps these, whether that can
-    be chosen, and how many multiplications they save."""
+    """The choice for one parameter in one forward pass.
+
+    Attributes:
+        factors: Bytes of its factors while the graph exists.
+        own: Bytes of the factors that the graph does not hold.
+        instances: Bytes of its instances.
+        is_instantiated: True if book-keeping keeps instances.
+        is_free: True if there is a choice.
+        saved: Multiplications that instances save.
+    """
 
     parameter: nn.Parameter
     factors: float
@@ -104,11 +110,11 @@ class MemoryBudget:
     """Plans what to keep within ``limit`` bytes beyond what the mode keeps.
 
     Raises:
-        ValueError: that is no number of bytes.
+        ValueError: ``limit`` is not a number of bytes.
     """
 
     limit: float
-    _known: dict[nn.Parameter, _Given] = field(default_factory=dict)
+    _known: dict[nn.Parameter, _TermSize] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.limit, int | float) and not isinstance(self.limit, bool)
@@ -119,21 +125,21 @@ class MemoryBudget:
             )
 
     def refuse(self, mode: str, trainable: TrainableParameters) -> None:
-        """Raise ValueError if there is nothing to choose in this mode, or processes could not choose alike."""
+        """Raise ValueError if the mode leaves no choice, or processes could choose differently."""
         if mode not in ("book_keeping", "ghost"):
             raise ValueError(
-                f"memory_budget does not go with clipping mode '{mode}', which says by itself what is kept: take "
-                "'auto', 'book_keeping' or 'ghost', or leave memory_budget out."
+                f"memory_budget does not go with clipping mode '{mode}', which leaves no choice: take 'auto', "
+                "'book_keeping' or 'ghost', or leave memory_budget out."
             )
         if trainable.parallel:
             raise ValueError(
-                "memory_budget does not go with tensor parallelism, where every process has parts of other sizes and "
-                "all must choose alike: leave memory_budget out."
+                "memory_budget does not go with tensor parallelism, where processes have parts of different sizes and "
+                "could choose differently: leave memory_budget out."
             )
 
-    def note(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, held: Collection[int]) -> None:
-        """Learn the sizes of a term."""
-        given = _Given()
+    def record(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, held: Collection[int]) -> None:
+        """Record the sizes of a term."""
+        found = _TermSize()
         if not isinstance(term, Dense | NormOnly):
             returned, factors = max(1, forward.returned[parameter]), list(_tensors(term))
             own = sum(x.nbytes for x in factors if x.untyped_storage().data_ptr() not in held)
@@ -143,18 +149,18 @@ class MemoryBudget:
                 positions, rows, columns = term.sizes
                 sizes = positions * max(1, forward.batch_size) / returned, rows, columns
                 largest *= term.instance_memory if isinstance(term, Outer) else math.inf
-            given = _Given(total, own / returned, largest, sizes)
+            found = _TermSize(total, own / returned, largest, sizes)
         known = self._known.get(parameter)
-        if known is None or forward.uses[parameter] == 1 or given.factor_bytes > known.factor_bytes:
-            self._known[parameter] = given
+        if known is None or forward.uses[parameter] == 1 or found.factor_bytes > known.factor_bytes:
+            self._known[parameter] = found
 
     def limit_of(self, forward: ForwardPass) -> float:
-        """The bytes that this pass, over a real batch, may keep."""
+        """Return the bytes that this pass, over a real batch, may keep."""
         return self.limit
 
     def plan(self, forward: ForwardPass, *, one_pass: bool, limit: float | None = None) -> Plan:
-        """What to keep of the parameters that ``forward`` used, in a mode that goes back once or twice, within
-        ``limit`` bytes; None: within the budget."""
+        """Choose what to keep for the parameters that ``forward`` used, within ``limit`` bytes (default: the budget).
+        ``one_pass`` is that of the mode."""
         limit = self.limit_of(forward) if limit is None else limit
         used = [p for p, uses in forward.uses.items() if uses]
         if forward.reentrant or any(p not in self._known for p in used):
@@ -172,28 +178,28 @@ class MemoryBudget:
         return Plan(self, True, smaller | dict.fromkeys(_worthwhile(larger, left), True))
 
     def _choice(self, parameter: nn.Parameter, forward: ForwardPass) -> _Choice:
-        given, returned, batch = self._known[parameter], forward.returned[parameter], max(1, forward.batch_size)
+        known, returned, batch = self._known[parameter], forward.returned[parameter], max(1, forward.batch_size)
         instances = 4.0 * parameter.numel() * batch
-        if not given.factor_bytes:
+        if not known.factor_bytes:
             return _Choice(parameter, math.inf, math.inf, instances, True, False, 0.0)
-        own = given.own_bytes * returned
-        factors = given.factor_bytes * returned if forward.packs else own
-        is_instantiated = instances <= given.largest_instance * returned
-        if given.sizes is None or forward.uses[parameter] > 1:
-            is_instantiated = is_instantiated and given.sizes is not None
+        own = known.own_bytes * returned
+        factors = known.factor_bytes * returned if forward.packs else own
+        is_instantiated = instances <= known.largest_instance * returned
+        if known.sizes is None or forward.uses[parameter] > 1:
+            is_instantiated = is_instantiated and known.sizes is not None
             return _Choice(parameter, factors, own, instances, is_instantiated, False, 0.0)
-        per_number, rows, columns = given.sizes
+        per_number, rows, columns = known.sizes
         t, numbers = round(per_number * returned / batch), parameter.numel()
         is_formed = is_cheaper_instantiated(t, rows, columns)
         norm = (t + 2 * TOUCH) * numbers if is_formed else t * t * (rows + columns) * numbers / (rows * columns)
-        is_instantiated = is_formed if given.largest_instance == math.inf else is_instantiated
+        is_instantiated = is_formed if known.largest_instance == math.inf else is_instantiated
         saved = batch * (norm - 3 * TOUCH * numbers)
         return _Choice(parameter, factors, own, instances, is_instantiated, True, saved)
 
 
 def _worthwhile(choices: Sequence[tuple[float, _Choice]], limit: float) -> Iterator[nn.Parameter]:
-    """The parameters whose instances save time, as far as the bytes go that they take more: those first that save most
-    for each byte."""
+    """Yield the parameters with instances that save time, the largest saving for each extra byte first, as long as the
+    extra bytes stay within ``limit``."""
     for extra, choice in sorted(choices, key=lambda c: c[1].saved / max(c[0], 1.0), reverse=True):
         if choice.saved > 0 and extra <= limit:
             limit -= extra

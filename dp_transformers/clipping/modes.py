@@ -1,4 +1,4 @@
-"""The clipping modes: what a layer's backward does with its terms, and how the clipped sum is formed afterwards.
+"""The clipping modes: how norms are measured in the backward pass, and how the clipped sum is formed.
 
 =============  =====================================  ==================  =================================
 mode           norm of a layer                        kept until the end  clipped sum
@@ -12,15 +12,12 @@ per_sample     instantiated                           the instances       from t
 Sources: book-keeping, Bu et al. 2023 (arXiv 2210.00038); ghost norms, Li et al. 2021 (arXiv 2110.05679); fast gradient
 clipping, Lee and Kifer 2021 (arXiv 2009.03106); per-sample gradients, Abadi et al. 2016 (arXiv 1607.00133).
 
-A mode is told of a backward pass before it begins (:meth:`Mode.begin`), and returns what sees it: every tap that is
-reached gives its terms to :meth:`BackwardPass.add`, and at the end :meth:`BackwardPass.finish` is asked for the norms,
-when the clipped sums must have been added.
+:meth:`Mode.begin` makes the object that observes a backward pass: every tap adds its terms by
+:meth:`BackwardPass.add`, and :meth:`BackwardPass.finish` adds the clipped sums and returns the norms.
 
-Where groups of parameters are clipped by themselves, "the end" is that of each group: its sum is formed, and what was
-kept of it is freed, inside the backward of the last layer of the group that is reached. With a group for each layer
-nothing is kept, in one backward pass. Modes that go back a second time cannot do that, since a loss has one
-coefficient.
-"""
+If groups of parameters are clipped separately, the sum of a group is formed, and its terms are freed, inside the
+backward of the last layer of the group. With a group for each layer, nothing is kept in one backward pass. Modes with
+a second backward pass cannot do this, since a loss has one coefficient."""
 
 from __future__ import annotations
 
@@ -51,16 +48,16 @@ from .terms import Dense, LastResultCache, NormOnly, Routed, Stacked, Term
 from .terms.tied_weights import merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
 
-_LONGER = 2.0**-10  # by how much what is summed may be longer than what was measured
-Clip = Callable[..., Coefficients]  # from (B,) squared norms, and the function of their group as ``clipping``
+_LONGER = 2.0**-10  # relative amount by which a summed gradient may be longer than its measured norm
+Clip = Callable[..., Coefficients]  # takes (B,) squared norms, and the function of their group as ``clipping``
 
 
 class Mode(Protocol):
-    """A mode says how norms are measured and clipped sums formed.
+    """Determines how norms are measured and clipped sums are formed.
 
     Attributes:
-        name: What the user calls it.
-        one_pass: Whether one backward pass is enough, so that it may be one that the user runs.
+        name: Its name for users.
+        one_pass: True if one backward pass is enough, so that the user may run it.
     """
 
     @property
@@ -70,7 +67,7 @@ class Mode(Protocol):
     def one_pass(self) -> bool: ...
 
     def refuse(self, trainable: TrainableParameters) -> None:
-        """Raise ValueError if the mode is not exact for parameters that lie like these."""
+        """Raise ValueError if the mode is not exact for parameters that are sharded or split like these."""
 
     def begin(
         self,
@@ -81,25 +78,31 @@ class Mode(Protocol):
         graph: LossGraph | None,
         plan: Plan | None = None,
     ) -> BackwardPass:
-        """A backward pass over ``forward`` begins, which ``graph`` can run again; None where the user runs it. Without
-        ``sums`` it only measures. ``plan`` says of what instances are kept; None leaves it to the terms."""
+        """Begin a backward pass over ``forward``.
+
+        Args:
+            groups: The groups of parameters that are clipped separately.
+            clip: Computes coefficients from norms.
+            sums: Receives the clipped sums; None to measure only.
+            graph: Can run a further backward pass; None if the user runs the only one.
+            plan: The parameters for which instances are kept; None leaves the choice to the terms.
+        """
 
 
 class MeasuringPass:
-    """Takes the terms of each parameter together as soon as all its uses were reached; subclasses say what becomes of
-    them then."""
+    """Collects the terms of each parameter until all its uses were reached, and passes them to :meth:`close`."""
 
     keeps = False
 
     def __init__(self, forward: ForwardPass, *, instantiate: bool, plan: Plan | None = None):
         self.forward, self.instantiate, self.plan = forward, instantiate, plan
-        self._held: set[int] = set()  # where the graph's tensors of the call lie that was reached last
+        self._held: set[int] = set()  # addresses of the tensors that the graph saved for the current call
         self.counts = forward.trainable.parallel.counts_norm_of
         self.cache = LastResultCache()
-        self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # used several times, not all seen yet
+        self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # parameters with uses still to come
         self._closed: set[nn.Parameter] = set()
 
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
         if self.plan is not None:
             self._held = {x.untyped_storage().data_ptr() for x in saved}
         return self
@@ -108,7 +111,7 @@ class MeasuringPass:
         return not (self.keeps or self.instantiate) and all(self.forward.uses[p] == 1 for p in parameters)
 
     def add(self, parameter: nn.Parameter, term: Term) -> None:
-        """At the last use that the forward pass has seen, the norm of all together is measured."""
+        """Collect a term. After the last use that the forward pass recorded, close the parameter."""
         if parameter in self._closed:
             raise RuntimeError(
                 f"parameter '{self.forward.trainable.name_of(parameter)}' was used more often in backward than in the "
@@ -117,7 +120,7 @@ class MeasuringPass:
                 "off what runs it again."
             )
         if self.plan is not None:
-            self.plan.note(self.forward, parameter, term, self._held)
+            self.plan.record(self.forward, parameter, term, self._held)
         seen = self._open[parameter]
         seen.append(term.instantiate() if self.keeps and isinstance(term, Dense) else term)
         if len(seen) >= self.forward.uses[parameter]:
@@ -128,59 +131,59 @@ class MeasuringPass:
         self.close(parameter, merge(self._open.pop(parameter)))
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
-        """Take the terms of all uses together."""
+        """Process the terms of all uses of a parameter."""
         raise NotImplementedError
 
     def finish(self) -> torch.Tensor:
-        """All taps were reached: form the clipped sums; (B,) the gradient norms."""
+        """Form the clipped sums after all taps were reached. Return the (B,) gradient norms."""
         raise NotImplementedError
 
     def close_all(self) -> None:
-        """Close the parameters of announced uses that the losses do not depend on."""
+        """Close parameters with recorded uses that the losses do not depend on."""
         with exact_arithmetic(self.forward.probe.device):
             for parameter in list(self._open):
                 self._close(parameter)
 
     def squared_norms(self, norms: NormAccumulator) -> torch.Tensor:
-        """(B,) over the parameters that were added to ``norms``."""
+        """Return the (B,) squared norms over all parameters in ``norms``."""
         total_b = norms.total(self.forward.probe.device)
         total_b = torch.zeros_like(self.forward.probe) if total_b is None else total_b
         return self.forward.trainable.parallel.sum_over_group(total_b)
 
 
 class _KeptGroup:
-    """What is kept of one group: terms, or instances."""
+    """The terms or instances that are kept for one group."""
 
     def __init__(self, group: ParameterGroup, forward: ForwardPass):
         self.clipping, self.parameters = group.clipping, group.parameters
-        self.missing = sum(forward.uses[p] > 0 for p in group.parameters)  # parameters that will come
+        self.missing = sum(forward.uses[p] > 0 for p in group.parameters)  # parameters without terms yet
         self.norms = NormAccumulator()
         self.terms: dict[nn.Parameter, list[Term]] = {}
-        # (B, n), kept to be laid side by side
+        # (B, n) gradients that are concatenated
         self.small: dict[torch.device, dict[nn.Parameter, torch.Tensor]] = defaultdict(dict)
-        self._together: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # with each one's n
+        self._concatenated: list[tuple[list[nn.Parameter], list[int], Dense]] = []  # parameters, n of each, (B, sum n)
 
-    def lay_together(self) -> None:
-        """Add the norm of the small gradients, which is measured at once."""
+    def measure_small(self) -> None:
+        """Concatenate the small gradients of each device, and add their norm."""
         for small in self.small.values():
-            together = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
-            self._together.append((list(small), [x.shape[1] for x in small.values()], together))
-            self.norms.add(together.norm())
+            joined = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
+            self._concatenated.append((list(small), [x.shape[1] for x in small.values()], joined))
+            self.norms.add(joined.norm())
         self.small.clear()
 
     def small_sums(self, clipped: Coefficients) -> dict[nn.Parameter, torch.Tensor]:
-        """The clipped sums of small gradients, by one product for all of them."""
+        """Return the clipped sums of small gradients, computed by one product for each device."""
         sums = {}
-        for parameters, sizes, gradients in self._together:
+        for parameters, sizes, gradients in self._concatenated:
             total = _weighted_sum(gradients, clipped, gradients.grad.device)
-            # .data: each counts its own changes
+            # .data: each piece has its own version counter
             sums |= {p: piece.data for p, piece in zip(parameters, total.split(sizes), strict=True)}
         return sums
 
 
 class KeptTerms(MeasuringPass):
-    """Keeps the terms, or the instances, of each group and forms the clipped sums from them: of a group among several
-    as soon as all of it was seen, if no other rank has to do the same in the same order."""
+    """Keeps the terms, or the instances, of each group and forms the clipped sums from them. One of several groups is
+    clipped as soon as it is complete, unless ranks must form sums in the same order."""
 
     keeps = True
 
@@ -199,7 +202,7 @@ class KeptTerms(MeasuringPass):
         self._groups = [_KeptGroup(group, forward) for group in groups]
         self._group_of = {p: group for group in self._groups for p in group.parameters}
         self._streams = len(groups) > 1 and not (forward.trainable.shards or forward.trainable.parallel)
-        self._norms: list[torch.Tensor] = []  # (B,), of the groups that were clipped
+        self._norms: list[torch.Tensor] = []  # (B,) norms of the groups that were clipped
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         group = self._group_of[parameter]
@@ -209,7 +212,7 @@ class KeptTerms(MeasuringPass):
             self._clip_group(group)
 
     def _measure(self, parameter: nn.Parameter, terms: list[Term], group: _KeptGroup) -> list[Term]:
-        """Add the norm of the terms to that of the group, and return what is to be kept of them."""
+        """Add the norm of the terms to that of the group, and return the terms to keep."""
         terms = merge([t.instantiate() if self._keeps_instance(parameter, t) else t for t in terms])
         if not self.counts(parameter):
             return terms
@@ -217,7 +220,7 @@ class KeptTerms(MeasuringPass):
             group.small[small.grad.device][parameter] = small.flat
             return []
         measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
-        # the sum is of these very terms, and most norms know what it may be off by
+        # the sum is formed from these terms, and most norms include its rounding error already
         inexact = [t for t in terms if t.is_bf16 or isinstance(t, Routed | Stacked)]
         rounding = SPLIT if any(t.is_bf16 for t in inexact) else FP32
         group.norms.add(measured, position_norms(inexact, self.cache), rounding)
@@ -231,35 +234,35 @@ class KeptTerms(MeasuringPass):
     def finish(self) -> torch.Tensor:
         self.close_all()
         for group in self._groups:
-            if not self._streams or group.missing:  # modules that were not called leave the others of their group
+            if not self._streams or group.missing:  # a module of the group was not called
                 self._clip_group(group)
         return self._norms[0] if len(self._norms) == 1 else torch.stack(self._norms).norm(dim=0)
 
     def _clip_group(self, group: _KeptGroup) -> None:
         device = self.forward.probe.device
         with without_autocast(device), exact_arithmetic(device):
-            group.lay_together()
+            group.measure_small()
             clipped = self._clip(self.squared_norms(group.norms), clipping=group.clipping)
             self._norms.append(clipped.norms_b)
             if self._sums is None:
                 return
             if self.instantiate:
-                _hand_out(group.terms, clipped)
+                _set_grad_samples(group.terms, clipped)
             self._add_sums(group, clipped, self._sums)
 
     def _add_sums(self, group: _KeptGroup, clipped: Coefficients, sums: GradientSums) -> None:
         cache, shards, small = LastResultCache(), self.forward.trainable.shards, group.small_sums(clipped)
         for parameter in sums.order(group.terms, group.parameters):
             device = shards.unsharded(parameter).device
-            terms = group.terms.pop(parameter, [])  # a record is freed as soon as its sum is formed
+            terms = group.terms.pop(parameter, [])  # freed as soon as the sum is formed
             parts = (_weighted_sum(term, clipped, device, cache) for term in terms)
             sums.add(parameter, [small[parameter]] if parameter in small else parts, may_wait=True)
 
 
-def _hand_out(instances: Mapping[nn.Parameter, list[Term]], clipped: Coefficients) -> None:
-    """Let each parameter have its examples' gradients as ``grad_sample``."""
+def _set_grad_samples(instances: Mapping[nn.Parameter, list[Term]], clipped: Coefficients) -> None:
+    """Set ``p.grad_sample`` to the (B, *p.shape) per-example gradients."""
     for p, terms in instances.items():
-        # pyrefly: ignore[missing-attribute]  (Opacus's name for it, of which torch's types know nothing)
+        # pyrefly: ignore[missing-attribute]  (an attribute of Opacus, unknown to torch's types)
         p.grad_sample = terms[0].instantiate().grad.contiguous().view(len(clipped.norms_b), *p.shape)
 
 
@@ -272,7 +275,7 @@ def _weighted_sum(
 
 @dataclass(frozen=True)
 class OnePass:
-    """Keeps what sums are formed from: the terms, or each example's gradient, which is then handed out too."""
+    """Keeps the terms, or each example's gradient (which users may then read), until the sums are formed."""
 
     name: str
     instantiate: bool
@@ -281,7 +284,7 @@ class OnePass:
     def refuse(self, trainable: TrainableParameters) -> None:
         if self.instantiate and trainable.parallel:
             raise ValueError(
-                f"clipping mode '{self.name}' hands out whole gradients, which no process of a tensor-parallel model "
+                f"clipping mode '{self.name}' provides whole gradients, which no process of a tensor-parallel model "
                 "has. Use clipping_mode='auto' or 'book_keeping'."
             )
 
@@ -299,14 +302,14 @@ class OnePass:
 
 @dataclass(frozen=True)
 class TwoPass:
-    """Keeps nothing: goes back over the losses a second time, once their coefficients are known."""
+    """Keeps nothing: runs a second backward pass once the coefficients are known."""
 
     name: str
     instantiate: bool
     one_pass = False
 
     def refuse(self, trainable: TrainableParameters) -> None:
-        """There is nothing to refuse."""
+        """Accept all parameters."""
 
     def begin(
         self,
@@ -317,28 +320,28 @@ class TwoPass:
         graph: LossGraph | None,
         plan: Plan | None = None,
     ) -> BackwardPass:
-        (group,) = groups  # several are refused where they are set
-        # the user does not run it, for it is not one pass
-        return _FirstOfTwo(self, forward, group, clip, sums, cast(LossGraph, graph), plan)
+        (group,) = groups  # several groups were refused with this mode
+        # the user never runs it, since one pass is not enough
+        return _FirstPass(self, forward, group, clip, sums, cast(LossGraph, graph), plan)
 
 
 class _Recomputed:
-    """It notes what activation checkpointing recomputed in one backward pass: sizes of what every call was given."""
+    """Records the norms of the inputs of calls that activation checkpointing recomputes in one backward pass."""
 
     def __init__(self, forward: ForwardPass):
         self._forward = forward
         self._number: Counter[Owner] = Counter()
         self.sizes: dict[tuple[Owner, int], list[torch.Tensor]] = {}
 
-    def note(self, owner: Owner, saved: Sequence[torch.Tensor]) -> None:
+    def record(self, owner: Owner, saved: Sequence[torch.Tensor]) -> None:
         call = owner, self._number[owner]
         self._number[owner] += 1
         if self._forward.recomputes:
             self.sizes[call] = [torch.linalg.vector_norm(x.float(), 1) for x in saved if x.is_floating_point()]
 
     def first_other_than(self, other: _Recomputed) -> Owner | None:
-        """The first module that was given something else; None if all were given the same."""
-        # those before the first that was recomputed are in one of them only
+        """Return the first module with different inputs; None if all inputs are the same."""
+        # calls before the first recomputed one are in one record only
         owners = [call[0] for call in self.sizes if call in other.sizes for _ in self.sizes[call]]
         if not owners:
             return None
@@ -351,8 +354,8 @@ class _Recomputed:
         return owners[int(differ.int().argmax())] if differ.any() else None
 
 
-class _OneOfTwo(MeasuringPass):
-    """Measures norms, and notes what activation checkpointing recomputed."""
+class _CheckedPass(MeasuringPass):
+    """Measures norms, and records what activation checkpointing recomputes."""
 
     measures = True
 
@@ -360,9 +363,9 @@ class _OneOfTwo(MeasuringPass):
         super().__init__(forward, instantiate=instantiate, plan=plan)
         self.recomputed, self.norms = _Recomputed(forward), NormAccumulator()
 
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
-        self.recomputed.note(owner, saved)
-        return super().meet(owner, saved)
+    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+        self.recomputed.record(owner, saved)
+        return super().on_call(owner, saved)
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         if self.counts(parameter):
@@ -378,13 +381,12 @@ class _OneOfTwo(MeasuringPass):
             return self.squared_norms(self.norms).sqrt()
 
 
-class _FirstOfTwo(_OneOfTwo):
-    """Measures, and at the end goes back a second time, over the same numbers.
+class _FirstPass(_CheckedPass):
+    """Measures norms, and then runs a second backward pass over the same numbers.
 
-    Going back over the losses times their coefficients would round every product anew: gradients that cancel behind
-    a weight, and so have no part in its norm, would not cancel then. And what autograd sums in half precision is
-    rounded by more than any one example's gradient.
-    """
+    A backward pass over the losses times their coefficients would round every product differently: gradients that
+    cancel behind a weight, and so do not count in its norm, would no longer cancel. And sums that autograd forms in
+    half precision are rounded by more than one example's gradient."""
 
     def __init__(
         self,
@@ -399,7 +401,7 @@ class _FirstOfTwo(_OneOfTwo):
         super().__init__(forward, instantiate=mode.instantiate, plan=plan)
         self._name, self._group, self._clip, self._sums, self._graph = mode.name, group, clip, sums, graph
         self._numbers = global_state(graph.device)
-        self.was_given_norms = False  # by a function of the user's, without the gradients that they are of
+        self.was_given_norms = False  # a function of the user gave norms without gradients
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         self.was_given_norms |= any(isinstance(term, NormOnly) for term in terms)
@@ -414,34 +416,33 @@ class _FirstOfTwo(_OneOfTwo):
         return clipped.norms_b
 
     def _sum(self, clipped: Coefficients, sums: GradientSums) -> None:
-        second = _SecondOfTwo(self, clipped, sums)
+        second = _SecondPass(self, clipped, sums)
         self.forward.go_back(second)
-        # checkpointed blocks draw again what they drew when they were measured
+        # checkpointed blocks draw the same random numbers again
         set_global_state(self._graph.device, self._numbers)
         shards = self.forward.trainable.shards
         with sums.in_gradients() if shards else nullcontext(), shards.taking_sums():
             self._graph.go_back(retain_graph=False)
         self._end_second(second, clipped, sums)
 
-    def _end_second(self, second: _SecondOfTwo, clipped: Coefficients, sums: GradientSums) -> None:
-        """Raise ValueError if what was summed is not what was measured."""
+    def _end_second(self, second: _SecondPass, clipped: Coefficients, sums: GradientSums) -> None:
+        """Raise ValueError if the summed gradients are not the measured ones."""
         norms_b, trainable = second.finish(), self.forward.trainable
         other = self.recomputed.first_other_than(second.recomputed)
         if trainable.shards.any_rank(other is not None, self.forward.probe.device):
             sums.clear()
             raise ValueError(
                 "activation checkpointing recomputed other activations in the second backward pass of clipping "
-                f"mode '{self._name}' than in the first (first seen in what {other or 'a module on another rank'} "
-                "was given), so the gradient that is summed is not the one whose norm was measured: a "
-                "checkpointed module before it draws random numbers from a generator of its own, depends on how "
-                "often it ran, or is not deterministic. Let it draw from torch's global generator and keep no "
-                "state; for what is not deterministic use clipping_mode='book_keeping', which goes back once."
+                f"mode '{self._name}' than in the first (first seen in the inputs of "
+                f"{other or 'a module on another rank'}): a checkpointed module before it draws random numbers from a "
+                "generator of its own, depends on how often it ran, or is not deterministic. Let it draw from torch's "
+                "global generator and keep no state, or use clipping_mode='book_keeping', which has one backward pass."
             )
         if second.measures:
             self._expect_no_longer(norms_b * clipped.of_sum_b, clipped)
 
     def _expect_no_longer(self, summed_b: torch.Tensor, clipped: Coefficients) -> None:
-        """Expect that what is summed has the lengths that were measured."""
+        """Expect that the summed gradients are not longer than the measured norms."""
         bound = math.inf if self._group.clipping is None else self._group.clipping.sensitivity
         holds_b = summed_b <= clipped.of_sum_b * clipped.norms_b * (1 + _LONGER) + _LONGER * bound
         holds_b = holds_b if clipped.invalid_b is None else holds_b | clipped.invalid_b
@@ -451,22 +452,22 @@ class _FirstOfTwo(_OneOfTwo):
 def _refuse_longer(mode: str) -> NoReturn:
     raise ValueError(
         f"in the second backward pass of clipping mode '{mode}' an example's gradient is longer than it was in the "
-        "first, which measured it: gradients that nearly cancel are rounded otherwise there, an operation is not "
-        "deterministic, or a function of register_norm_sampler gives norms that are too small. Correct that function, "
-        "or use clipping_mode='book_keeping', which goes back once."
+        "first: gradients that nearly cancel are rounded differently there, an operation is not deterministic, or a "
+        "function of register_norm_sampler gives norms that are too small. Correct that function, or use "
+        "clipping_mode='book_keeping', which has one backward pass."
     )
 
 
-class _SecondOfTwo(_OneOfTwo):
-    """Adds the sum of each parameter as soon as all its uses were reached. It measures again where operations need not
-    give the same numbers twice, and where the first pass was given norms."""
+class _SecondPass(_CheckedPass):
+    """Adds the sum of each parameter as soon as all its uses were reached. It measures again if operations may give
+    different numbers, or if the first pass was given norms only."""
 
-    def __init__(self, first: _FirstOfTwo, clipped: Coefficients, sums: GradientSums):
+    def __init__(self, first: _FirstPass, clipped: Coefficients, sums: GradientSums):
         super().__init__(first.forward, instantiate=first.instantiate)
         self.measures = may_differ(first.forward.probe.device) or first.was_given_norms
         self._clipped, self._sums = clipped, sums
         self._last = LastResultCache()
-        self._late: dict[nn.Parameter, torch.Tensor] = {}  # sums to be added when the backward pass is over
+        self._late: dict[nn.Parameter, torch.Tensor] = {}  # sums to be added after the backward pass
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         return False
@@ -482,9 +483,9 @@ class _SecondOfTwo(_OneOfTwo):
                 self._sums.add(parameter, parts)
                 return
             total = cast(torch.Tensor, self._sums.total(parameter, parts))
-            # reentrant checkpointing goes back in a way that fills every ``grad``, after which those are put back; and
-            # a unit of FSDP2 that is through takes nothing any more
-            if reentrant or not shards.take(parameter, total):
+            # reentrant checkpointing fills every ``grad``, which is restored afterwards; and a unit of FSDP2 that has
+            # ended its backward accepts no more
+            if reentrant or not shards.accept(parameter, total):
                 self._late[parameter] = total
 
     def finish(self) -> torch.Tensor:
@@ -507,10 +508,10 @@ MODES: dict[str, Mode] = {
 
 
 def choose_mode(name: str, model: nn.Module, clipping: ClippingFunction | None = None) -> Mode:
-    """The mode for ``name``; "auto" is book-keeping, and ghost where activations are checkpointed (records would undo
-    that) and ``clipping`` knows one norm for all parameters.
+    """Return the mode for ``name``. "auto" is book-keeping, or ghost if activations are checkpointed (kept terms would
+    undo that) and ``clipping`` uses one norm for all parameters.
 
-    Decided from the model's configuration alone, so every rank decides alike.
+    The choice depends only on the model's configuration, so it is the same on every rank.
     """
     if name == "auto":
         checkpointed = any(

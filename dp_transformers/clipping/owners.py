@@ -1,17 +1,16 @@
-"""Owners say which module's calls provide each parameter's per-example gradient.
+"""Owners: the modules whose calls provide each parameter's per-example gradient.
 
 An *owner* is a module together with trainable parameters whose gradients come from its calls. At first every module
-owns the parameters that it holds directly. That is not enough where
+owns the parameters that it holds directly. This is not enough if
 
 * the module's forward is bypassed (a weight read by a functional call, a ``ParameterDict``, a parametrisation), or
-* its output has no batch (a table of relative positions, tokens of all examples sorted by expert), or
-* giving each example its copy of a batch-less output does not fit what the model does with it, or it reads another
-  example's copy.
+* its output has no batch dimension (a table of relative positions, tokens of all examples sorted by expert), or
+* giving each example a copy of a batch-less output does not fit the model, or the model reads another example's copy.
 
-:func:`.discovery.discover_owners` finds that out by running the model on two batches of different size, and assigns
-such parameters to the *parent* module, and its parent, until every use of every parameter is inside a call whose
-outputs have a batch. An owner that covers its children goes through the fallback (:mod:`.fallback`): exact, slower,
-and said so once.
+:func:`.discovery.discover_owners` detects these cases by running the model on two batch sizes, and assigns such
+parameters to the *parent* module, and its parent, until every use of every parameter is inside a call whose outputs
+have a batch dimension. An owner that covers its children goes through the fallback (:mod:`.fallback`), which is exact
+and slower, with one warning.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ logger = logging.getLogger(__name__)
 _WRAPPERS = {
     "DataParallel": "its replicas cannot be clipped together: hand over the bare module, and start one process for "
     "each device",
-    "DistributedDataParallel": "it averages gradients over processes that are not clipped yet: hand over the bare "
-    "module; DPTrainer and "
-    "PrivacyEngine add up over processes on their own, and after PerExampleClipper "
+    "DistributedDataParallel": "it averages gradients over processes before they are clipped: hand over the bare "
+    "module; DPTrainer and PrivacyEngine sum over processes on their own, and after PerExampleClipper "
     "dp_transformers.runtime.distributed.sum_over_ranks does",
     "FullyShardedDataParallel": "its flat parameters hide which gradient is whose: use fully_shard (FSDP2)",
     "ScriptModule": "torch.jit compiled it, and its layers cannot be seen: pass the module that was compiled",
@@ -44,8 +42,8 @@ _WRAPPERS = {
 
 
 def unsupported_wrapper_reason(module: nn.Module) -> str | None:
-    """Why gradients cannot be clipped inside this one, which runs a model in several processes or devices, or compiled
-    it, and the way out."""
+    """Return why gradients cannot be clipped inside this wrapper, and the way out; None if it is not such a
+    wrapper."""
     return next((_WRAPPERS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
 
 
@@ -58,25 +56,25 @@ class Owner:
         self.paths, self.module, self.names, self.covers_children = list(paths), module, names, covers_children
         found = rule_for(module)
         if covers_children:
-            found = replace(found, norms=None) if found.is_of_all_below else LayerRule()
+            found = replace(found, norms=None) if found.covers_subtree else LayerRule()
         self.rule = found
         self.has_rule = found.terms is not None
-        # or parts of it: its outputs and random numbers are kept
+        # it, or a part of it: its outputs and random numbers are kept
         self.may_be_rerun = not self.has_rule or found.takes_call
         self.needs_whole_batch = self.has_rule or found.norms is not None  # cannot run as in :mod:`.by_example`
         self.batch_dims: dict[tuple[int, int], list[BatchDim]] = {}
-        self.known_ranks: set[tuple[int, ...]] | None = None  # of what it is given; None: calls of any kind are known
-        self.is_called = True  # as far as is known
-        # by the kind of a call: where the tensors that it is given, and all that it returns, have their examples
+        self.known_ranks: set[tuple[int, ...]] | None = None  # ranks of the inputs seen; None: any are known
+        self.is_called = True  # until discovery finds that it is not
+        # for each kind of call, the batch dimensions of its input tensors and of all tensors that it returns
         self.tensor_batch_dims: dict[Hashable, tuple[list[BatchDim], list[BatchDim]]] = {}
         self.returned_unbatched_output = False
         # autograd's sequence number at the start of each call in progress; None once its parameters are tapped
         self.first_nodes: list[int | None] = []
-        self.random_state: Any = None  # before the call that runs now, for the fallback
+        self.random_state: Any = None  # before the current call, for the fallback
 
     def __getstate__(self) -> dict[str, Any]:
-        """What hooks that do nothing need (:class:`.hooks.HookedModel`): copies and pickles of a model carry neither
-        the random numbers of a call, by which its dropout masks are known, nor a rule, which need not be picklable."""
+        """Return only what the hooks of a copied model need (:class:`.hooks.HookedModel`): neither the random numbers
+        of a call, which reveal its dropout masks, nor a rule, which need not be picklable."""
         return {"module": self.module, "first_nodes": []}
 
     @property
@@ -86,7 +84,8 @@ class Owner:
 
     @property
     def is_rerun(self) -> bool:
-        """True if no rule gives its gradients and it cannot run one example at a time, so that the fallback does."""
+        """True if it goes through the fallback: no rule gives its gradients, and it cannot run one example at a
+        time."""
         return not (self.has_rule or self.runs_by_example) and self.is_called
 
     @property
@@ -97,15 +96,15 @@ class Owner:
         return named(self.path, self.module)
 
     def knows(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Returns whether a call with these was seen by :func:`.discovery.discover_owners`, as far as their numbers of
-        dimensions say, so that it is known where they have their examples."""
+        """Return True if :func:`.discovery.discover_owners` saw a call with inputs of these ranks, so that their batch
+        dimensions are known."""
         return self.known_ranks is None or tuple(x.dim() for x in inputs) in self.known_ranks
 
     def batch_dims_of(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], batch: int
     ) -> list[BatchDim]:
-        """Returns what :func:`.discovery.discover_owners` saw for a call of this kind, inputs first; what it did not
-        see is taken to have a batch. Before it saw anything, an empty batch is where there is nothing."""
+        """Return the batch dimensions that :func:`.discovery.discover_owners` learned for such a call, inputs first.
+        For an unknown call, the batch is taken to be first, or, if it is empty, the empty dimension."""
         if known := self.batch_dims.get((len(inputs), len(outputs))):
             return known
         empty = [x.shape.index(0) if batch == 0 and 0 in x.shape else 0 for x in (*inputs, *outputs)]
@@ -113,8 +112,8 @@ class Owner:
 
 
 def assign_owners(model: nn.Module) -> list[Owner]:
-    """Every module owns the parameters it holds; one without a rule only those that no module with a rule holds
-    too."""
+    """Make every module the owner of the parameters that it holds. A module without a rule does not own parameters
+    that a module with a rule inside it holds too."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -122,26 +121,24 @@ def assign_owners(model: nn.Module) -> list[Owner]:
             where = f"'{path}'" if path else "the model"
             raise ValueError(f"{where} is a {type(module).__name__}: {why}.")
     owners = []
-    below_whole_calls = {
-        child for m in paths if rule_for(m).is_of_all_below for child in m.modules() if child is not m
-    }
-    for module, its_paths in paths.items():
-        recurse = rule_for(module).is_of_all_below
+    covered = {child for m in paths if rule_for(m).covers_subtree for child in m.modules() if child is not m}
+    for module, module_paths in paths.items():
+        recurse = rule_for(module).covers_subtree
         names = {p: name for name, p in module.named_parameters(recurse=recurse) if p.requires_grad}
-        if names and not _is_container(module) and module not in below_whole_calls:
-            owners.append(Owner(its_paths, module, names))
+        if names and not _is_container(module) and module not in covered:
+            owners.append(Owner(module_paths, module, names))
     held_by_rules = [(owner.module, set(owner.names)) for owner in owners if owner.has_rule]
     for owner in owners:
-        if not owner.has_rule:  # what a module with a rule in it holds too is used there
+        if not owner.has_rule:
             inside = set(owner.module.modules())
             ruled = {p for module, names in held_by_rules if module in inside for p in names}
             owner.names = {p: name for p, name in owner.names.items() if p not in ruled}
     owners = [owner for owner in owners if owner.names]
-    for module, its_paths in paths.items():
+    for module, module_paths in paths.items():
         if _is_container(module):
             for p in module.parameters(recurse=False):
                 if p.requires_grad:
-                    assign_to_parent(model, owners, p, its_paths)
+                    assign_to_parent(model, owners, p, module_paths)
     return owners
 
 
@@ -151,22 +148,22 @@ def warn_about_fallback(owners: Iterable[Owner]) -> None:
     for owner in owners:
         if owner.is_rerun:
             slow.setdefault(type(owner.module), []).append(owner)
-    for cls, its_owners in slow.items():
-        names = sorted({name for owner in its_owners for name in owner.names.values()})
+    for cls, same in slow.items():
+        names = sorted({name for owner in same for name in owner.names.values()})
         logger.warning(
             "%d %s (first: '%s') re-run one example at a time for the gradients of %s, which no rule covers: exact, "
             "slower.%s",
-            len(its_owners),
+            len(same),
             cls.__name__,
-            its_owners[0].path,
+            same[0].path,
             ", ".join(names[:4]) + (", ..." if len(names) > 4 else ""),
-            _ways_out(its_owners[0]),
+            _ways_out(same[0]),
         )
 
 
 def _ways_out(owner: Owner) -> str:
-    """How the parameters that this module owns can be used faster, by an example of each kind."""
-    if not any(owner.module.children()):  # which does nothing but use them
+    """Return advice on a faster use of the parameters of this module, one sentence for each kind of holder."""
+    if not any(owner.module.children()):
         return ""
     found: dict[type, str] = {}
     for full_name in owner.names.values():
@@ -177,7 +174,7 @@ def _ways_out(owner: Owner) -> str:
 
 
 def _way_out(holder: nn.Module, path: str, name: str) -> str:
-    """How parameter ``name`` of ``holder``, at ``path``, can be used in a call that returns the batch."""
+    """Return advice on how to use parameter ``name`` of ``holder``, at ``path``, in a call that returns the batch."""
     if isinstance(holder, nn.Embedding):
         attribute = path.rpartition(".")[2]
         return (
@@ -190,11 +187,11 @@ def _way_out(holder: nn.Module, path: str, name: str) -> str:
             f"Use {where} in a small module of its own, which is given the batch and returns it: "
             "def forward(self, x): return x + self.pos."
         )
-    return f"Call '{path}' for what is computed with its {name}."
+    return f"Call '{path}' wherever its {name} is used."
 
 
 def _is_container(module: nn.Module) -> bool:
-    """ParameterDict, ModuleList and their like are never called."""
+    """Return True for modules that are never called, such as ParameterDict and ModuleList."""
     return type(module).forward is nn.Module.forward
 
 
@@ -207,7 +204,7 @@ def _parent(model: nn.Module, path: str) -> str | None:
 
 
 def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parameter, paths: Sequence[str]) -> None:
-    """Let the next modules above ``paths`` that are called own ``parameter``, and no module below them."""
+    """Make the next called modules above ``paths`` own ``parameter``, instead of any module below them."""
     parents = [_parent(model, path) for path in paths]
     above = {parent for parent in parents if parent is not None}
     if None in parents:
@@ -221,11 +218,11 @@ def assign_to_parent(model: nn.Module, owners: list[Owner], parameter: nn.Parame
         raise UnownedParameterError(
             f"parameter '{full_name}' of {type(holder).__name__} is used outside of every module that returns a "
             "tensor with the batch in it, so its gradient per example cannot be bounded. "
-            f"{_way_out(holder, path, name)} Where the model returns a loss, let it return what the loss is computed "
-            "from, and compute the losses outside. "
-            "Or freeze the parameter (requires_grad_(False)) and train adapters such as LoRA."
+            f"{_way_out(holder, path, name)} If the model returns a loss, let it return the loss's inputs instead and "
+            "compute the losses outside, or freeze the parameter (requires_grad_(False)) and train adapters such as "
+            "LoRA."
         )
-    outermost = {path for path in above if not any(_is_inside(path, other) for other in above if other != path)}
+    outermost = {path for path in above if not any(_is_inside(path, top) for top in above if top != path)}
     for owner in owners:
         if parameter in owner.names and all(any(_is_inside(path, top) for top in outermost) for path in owner.paths):
             del owner.names[parameter]
@@ -249,31 +246,31 @@ def _is_inside(path: str, top: str) -> bool:
 
 
 def reassign_to_parents(model: nn.Module, owners: list[Owner], module: nn.Module) -> None:
-    """Let the parents of ``module``, which cannot be re-run, own its parameters, in place.
+    """Make the parents of ``module``, which cannot be re-run, own its parameters, in place.
 
     Raises:
-        UnownedParameterError: there is none.
+        UnownedParameterError: it has no parent.
     """
-    lost = [owner for owner in owners if owner.module is module]
-    for owner in lost + uncalled_beside(model, owners, lost):
+    reassign_owners(model, owners, [owner for owner in owners if owner.module is module])
+
+
+def reassign_owners(model: nn.Module, owners: list[Owner], lost: Sequence[Owner]) -> None:
+    """Make parents own the parameters of the ``lost`` owners, and of owners that were not called and share a list or
+    dictionary of modules with one of them: heads for one task each, for instance, of which a batch may have no
+    example."""
+    modules = {owner.module for owner in lost}
+    containers = (each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.ModuleDict)))
+    siblings = {child for each in containers if not modules.isdisjoint(each.children()) for child in each.children()}
+    uncalled = [owner for owner in owners if owner.module in siblings - modules and not owner.is_called]
+    for owner in [*lost, *uncalled]:
         for p in list(owner.names):
             assign_to_parent(model, owners, p, owner.paths)
 
 
-def uncalled_beside(model: nn.Module, owners: Iterable[Owner], lost: Iterable[Owner]) -> list[Owner]:
-    """The owners that were not called, and stand in a list or dictionary of modules beside one that is ``lost``: heads
-    for one task each, say, of which a batch may have no example."""
-    modules = {owner.module for owner in lost}
-    containers = (each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.ModuleDict)))
-    beside = {child for each in containers if not modules.isdisjoint(each.children()) for child in each.children()}
-    return [owner for owner in owners if owner.module in beside - modules and not owner.is_called]
-
-
 def refuse_escape(owners: Iterable[Owner], parameter: nn.Parameter, name: str) -> NoReturn:
-    """Raise UnsupportedModuleError: a gradient reached ``parameter``, called ``name``, past the calls of its
-    owners."""
+    """Raise UnsupportedModuleError for a gradient that reached ``parameter`` past the calls of its owners."""
     innermost = max((owner for owner in owners if parameter in owner.names), key=lambda owner: len(owner.path))
-    # the self-check then lets a parent own the parameter, where there is one that sees it
+    # the self-check then makes a parent own the parameter, if there is one
     raise UnsupportedModuleError(
         f"parameter '{name}' got a gradient that did not come through its module's call, so it cannot be clipped. "
         "Either the loss uses the parameter directly (a weight penalty: use the optimizer's weight_decay), or forward "

@@ -1,5 +1,4 @@
-"""The records that a forward pass leaves for the backward passes over it: one of the pass, and one of each call of a
-module that owns parameters."""
+"""Records of a forward pass, and of each call of a module that owns parameters, for the backward passes over it."""
 
 from __future__ import annotations
 
@@ -28,31 +27,31 @@ from .trainable import TrainableParameters
 
 
 class CallObserver(Protocol):
-    """An observer is told of every call that a backward pass reaches."""
+    """Observes the calls that a backward pass reaches."""
 
-    def meet(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
-        """A call of ``owner`` was reached, of which ``saved`` was kept. Returns the pass that takes its terms; None
-        where nobody wants them."""
+    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+        """Handle a call of ``owner`` that was reached, with the tensors that its tap saved. Return the pass that needs
+        its terms; None if none does."""
 
 
 class BackwardPass(CallObserver, Protocol):
-    """One backward pass over the losses, as the taps that it reaches see it (:mod:`.modes`)."""
+    """One backward pass over the losses, as its taps use it (:mod:`.modes`)."""
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Returns True if the norm of each one's term is enough."""
+        """Return True if the norm of each parameter's term is enough."""
 
     def add(self, parameter: nn.Parameter, term: Term) -> None:
-        """Take the term of one use of ``parameter``."""
+        """Add the term of one use of ``parameter``."""
 
     def finish(self) -> torch.Tensor:
-        """All taps were reached: form the clipped sums; (B,) the gradient norms."""
+        """Form the clipped sums after all taps were reached. Return the (B,) gradient norms."""
 
 
 class ModelCall(NamedTuple):
-    """What the model was called with, and what it returned.
+    """One call of the model: its arguments and its output.
 
     Attributes:
-        autocast: The kind of device, the precision, and whether autocast was on around the call.
+        autocast: The device type, the precision, and True if autocast was on around the call.
     """
 
     args: tuple
@@ -67,10 +66,10 @@ class ForwardPass:
     Args:
         batch_size: B.
         probe: (B,) zeros, to which all taps lead.
-        trainable: The parameters.
-        suspended: Inside, the model runs without taps.
+        trainable: The trainable parameters.
+        suspended: A context in which the model runs without taps.
         batch: A token of the physical batch; passes with different tokens are never clipped together.
-        follows: Whether only the clipper may go back over it.
+        follows: True if only the clipper may run backward over it.
     """
 
     def __init__(
@@ -85,37 +84,37 @@ class ForwardPass:
         conditions: Conditions | None = None,
     ):
         self.batch_size, self.probe, self.trainable = batch_size, probe, trainable
-        self.conditions = conditions or Conditions()  # of what is summed
+        self.conditions = conditions or Conditions()  # of the clipped sums
         self.suspended, self.batch, self.follows = suspended, batch, follows
-        self.is_current = True  # until another pass takes its place, or a backward pass has used it
+        self.is_current = True  # until a later pass replaces it, or a backward pass has used it
         self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
-        self.uses: Counter[nn.Parameter] = Counter()  # calls seen in forward: how many terms make up the gradient
-        self.returned: Counter[nn.Parameter] = Counter()  # numbers in the first output of those calls
-        self.positions: set[int] = set()  # how many an example may have
+        self.uses: Counter[nn.Parameter] = Counter()  # recorded calls: the number of terms of each gradient
+        self.returned: Counter[nn.Parameter] = Counter()  # numbers in the first outputs of these calls
+        self.positions: set[int] = set()  # possible numbers of positions of an example
         self.whole: set[Owner] = set()  # owners that could not run one example at a time
-        self.unknown: Owner | None = None  # one that was called otherwise than in the self-check
+        self.unknown: Owner | None = None  # an owner that was called differently than in the self-check
         self.calls: list[ModelCall] = []  # those of the model that are looked at beside other rows
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward
-        self.packs = False  # what autograd saves is put away, by activation checkpointing or onto another device
-        self.backward: CallObserver | None = None  # the one that goes on
+        self.packs = False  # saved tensors are discarded or moved, by activation checkpointing or offloading
+        self.backward: CallObserver | None = None  # the pass in progress
 
     def go_back(self, backward: CallObserver) -> None:
-        """Let ``backward`` see what taps are reached from now on."""
+        """Let ``backward`` observe the taps that are reached from now on."""
         self.backward, self._is_reached = backward, False
 
-    def note_call(self, owner: Owner) -> None:
-        """A call of ``owner`` is recorded: its parameters will have a term each, unless activation checkpointing runs
-        it again in the backward pass, where it was counted."""
+    def record_call(self, owner: Owner) -> None:
+        """Count a term for each parameter of ``owner``. Inside the backward pass, where activation checkpointing runs
+        a call again, it was counted already."""
         if self.backward is None:
             self.packs |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
             self.uses.update(list(owner.names))
             return
         self.recomputes = True
 
-    def note_kind(self, owner: Owner, inputs: Sequence[torch.Tensor]) -> None:
-        """A call of ``owner`` with these is recorded."""
+    def record_kind(self, owner: Owner, inputs: Sequence[torch.Tensor]) -> None:
+        """Record that ``owner`` is called differently than in the self-check, if it is."""
         if owner.knows(inputs) or self.unknown is not None:
             return
         if self.reentrant and self.backward is not None:
@@ -125,35 +124,35 @@ class ForwardPass:
             )
         self.unknown = owner
 
-    def note_copies(self, owner: Owner) -> None:
-        """The call runs one example at a time, so that its terms are as large as the number of examples."""
+    def record_copies(self, owner: Owner) -> None:
+        """Record the size of the terms of a call that runs one example at a time: one number for each example."""
         if self.backward is None:
             self.returned.update(dict.fromkeys(owner.names, self.batch_size))
 
     def forget_uses(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Of calls that were noted: these parameters have no term of it."""
+        """Uncount one term of each of these parameters."""
         if self.backward is None:
             self.uses.subtract(parameters)
 
     def holds_all_positions(self, x: torch.Tensor) -> bool:
-        """Returns True if ``x`` may have a row for every position of every example and nothing else."""
+        """Return True if ``x`` may have a row for every position of every example and nothing else."""
         if self.batch_size == 0:
             return len(x) == 0
         positions, rest = divmod(len(x), self.batch_size)
         return rest == 0 and (positions == 1 or positions in self.positions)
 
-    def require_led(self) -> None:
-        """A tap was reached: raise ValueError if somebody else goes back than the clipper, where only that may."""
+    def require_clipper(self) -> None:
+        """Raise ValueError if a tap was reached by a backward pass that the clipper did not start but should have."""
         if self.follows and self.is_current and self.backward is None:
             raise ValueError(
                 "the model's outputs were differentiated by something else than loss.backward() "
-                "(torch.autograd.grad, or inputs=..., or a function that was there before the model was made "
-                "private), so no gradient was clipped. Do that on a deepcopy of the model, which has no clipper, or "
-                "inside 'with engine.suspended():'."
+                "(torch.autograd.grad, or inputs=..., or a reference to torch's function from before the model was "
+                "made private), so no gradient was clipped. Do that on a deepcopy of the model, which has no clipper, "
+                "or inside 'with engine.suspended():'."
             )
 
     def probe_gradient(self) -> torch.Tensor | None:
-        """A gradient for the probe, once in a backward pass."""
+        """Return a gradient for the probe, once in a backward pass."""
         if self._is_reached:
             return None
         self._is_reached = True
@@ -161,14 +160,16 @@ class ForwardPass:
 
 
 class RecordedCall:
-    """One call of a module in one forward pass, every tensor as the module was given it.
+    """One call of a module in one forward pass.
 
-    In backward, between :meth:`reach` and :meth:`release`, it has ``inputs`` and ``outputs``, the tensors it was given
-    and the floating-point ones that it returned, all detached, in order; ``backprops``, the gradients of the summed
-    losses with respect to the outputs; and ``input_gradients`` with a key for each tensor among the inputs that needs
-    a gradient: a rule that can have them cheaply sets them all, and the backward of the module itself does not run
-    where norms are measured. ``random_state`` is that of torch's generators at the start of the call where the call
-    used them, else None.
+    Attributes, set in backward between :meth:`restore` and :meth:`release`:
+        inputs, outputs: The input tensors and the floating-point outputs, detached, in order.
+        backprops: Gradients of the summed losses with respect to the outputs.
+        input_gradients: A key for each input that needs a gradient. A rule that computes them cheaply sets all of
+            them, and the module's own backward does not run.
+
+    Attributes:
+        random_state: State of torch's generators at the start of the call; None if the call did not use them.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -180,12 +181,12 @@ class RecordedCall:
     def __init__(self, owner: Owner, forward: ForwardPass, args: tuple, kwargs: dict, output: Any, first_node: int):
         self.owner, self.forward, self.parameters = owner, forward, owner.names
         self.module, self.batch_size = owner.module, forward.batch_size
-        self.first_node = first_node  # autograd's sequence number when it began
+        self.first_node = first_node  # autograd's sequence number at the start of the call
         rule, module = owner.rule, owner.module
         self._read = {} if rule.reads is None else dict(rule.reads(module))
         self._tensors_read = [] if rule.reads_tensors is None else [*map(_sample, rule.reads_tensors(module))]
         self.is_ragged = False
-        if not owner.has_rule:  # rows of different lengths are run again one by one
+        if not owner.has_rule:  # rows of different lengths are re-run one by one
             args, kwargs = unpacked(owner.module, args, kwargs)
             self.is_ragged = any(is_ragged(x) for x in (*args, *kwargs.values()))
         leaves, self._input_spec = _flatten((args, kwargs))
@@ -196,14 +197,13 @@ class RecordedCall:
         self.outputs = [x for x in self.output_leaves if is_differentiable(x)]
         if not self.outputs:
             raise ValueError(
-                f"{owner} returns no tensor that a gradient could come from, but {type(output).__name__}. "
-                + HOW_TO_DO_WITHOUT
+                f"{owner} returns {type(output).__name__}, which holds no tensor with a gradient. " + HOW_TO_DO_WITHOUT
             )
         parallel = forward.trainable.parallel
         self.sums_positions = bool(parallel) and parallel.sums_positions(owner, self.inputs, self.outputs)
         if parallel:
             self.inputs, self.outputs = [to_local(x) for x in self.inputs], [to_local(x) for x in self.outputs]
-        forward.note_kind(owner, self.inputs)
+        forward.record_kind(owner, self.inputs)
         batch_dims = owner.batch_dims_of(self.inputs, self.outputs, self.batch_size)
         self.input_batch_dims, self.output_batch_dims = batch_dims[: len(self.inputs)], batch_dims[len(self.inputs) :]
         if not owner.has_rule and self._output_spec is not None:
@@ -224,15 +224,15 @@ class RecordedCall:
                 self.random_state = owner.random_state
 
     def require_as_called(self) -> None:
-        """Raise ValueError if what the rule reads of the module is not what it was at the call."""
+        """Raise ValueError if an attribute or tensor that the rule reads has changed since the call."""
         rule = self.owner.rule
         read = {} if rule.reads is None else dict(rule.reads(self.module))
         if changed := [name for name in self._read | read if not _is_same(self._read, read, name)]:
             before, after = ({name: seen[name] for name in changed if name in seen} for seen in (self._read, read))
             raise ValueError(
                 f"{self.owner} computed with {before}, and before the backward pass that was set to {after}, so "
-                "its gradients would not be those of what it computed: change that between two steps, and go backward "
-                "inside the same 'with' block as forward."
+                "its gradients would be wrong: change it between two steps, and call backward inside the same 'with' "
+                "block as forward."
             )
         if rule.reads_tensors is not None:
             now = [*map(_sample, rule.reads_tensors(self.module))]
@@ -241,16 +241,16 @@ class RecordedCall:
                 self.forward.conditions.expect(torch.stack(same).all(), otherwise)
 
     def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
-        """A module that runs once for the whole batch returns (1, ...): give each example its copy, so that g comes
-        per example."""
+        """Return ``x`` with a batch dimension. An output (1, ...) for the whole batch is expanded, so that its
+        gradient is per example."""
         batch = self.batch_size
         if batch_dim.holds_examples(x, batch) and (not batch_dim.flat or self.forward.holds_all_positions(x)):
             return x
-        # unless the self-check saw no such output: some experts are called on one token, and so on one row
+        # unless the self-check saw no such output: an expert, for instance, may be called on one token, and so one row
         may_be_for_all = self.owner.returned_unbatched_output or self.owner.known_ranks is None
         if x.dim() and len(x) == 1 and batch_dim == BATCH_FIRST and may_be_for_all:
             return x.expand(batch, *x.shape[1:])
-        raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
+        raise UnsupportedModuleError(  # the self-check then makes a parent own the parameters
             f"{self.owner} returns a tensor of shape {tuple(x.shape)}, whose first dimension is neither the batch "
             f"({batch}) nor 1, so gradients per example cannot be told apart. " + HOW_TO_DO_WITHOUT,
             self.module,
@@ -258,35 +258,32 @@ class RecordedCall:
 
     # ---- in backward ----
 
-    def reach(
+    def restore(
         self,
         saved: Sequence[torch.Tensor],
         backprops: Sequence[torch.Tensor],
         input_gradients: dict[torch.Tensor, torch.Tensor | None],
     ) -> None:
+        """Set the tensors of the call from those that its tap saved."""
         number = len(self.input_batch_dims)
-        self.inputs, self.outputs, self.backprops, self.input_gradients = (
-            saved[:number],
-            saved[number:],
-            backprops,
-            input_gradients,
-        )
+        self.inputs, self.outputs = saved[:number], saved[number:]
+        self.backprops, self.input_gradients = backprops, input_gradients
 
     def release(self) -> None:
-        """Let go of the tensors."""
+        """Drop the tensors of the call."""
         self.inputs = self.outputs = self.backprops = ()
         self.input_gradients = {}
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """The arguments of the call, by the names of the parameters of the module's ``forward``."""
+        """The arguments of the call, by the parameter names of the module's ``forward``."""
         args, kwargs = self.rebuilt(self.inputs)
         arguments = inspect.signature(self.module.forward).bind(*args, **kwargs)
         arguments.apply_defaults()
         return arguments.arguments
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
-        """The arguments of the call with these tensors in the place of its own."""
+        """Return the arguments of the call with these tensors instead of its own."""
         given = iter(tensors)
         leaves = [
             next(given) if is_tensor else x for x, is_tensor in zip(self._constants, self._is_tensor, strict=True)
@@ -297,26 +294,21 @@ class RecordedCall:
         return leaves[0] if self._output_spec is None else tree_unflatten(leaves, self._output_spec)
 
     def inputs_by_example(self) -> list[torch.Tensor]:
-        """(B, ...), flat ones (B, positions, ...); as they are where they are the same for all examples."""
-        return [
-            batch_dim.batch_first(x, self.batch_size)
-            for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)
-        ]
+        """Return the inputs as (B, ...), or (B, positions, ...) if they are flat. Inputs without a batch dimension are
+        not changed."""
+        return self._by_example(self.inputs, self.input_batch_dims)
 
     def outputs_by_example(self) -> list[torch.Tensor]:
-        return [
-            batch_dim.batch_first(x, self.batch_size)
-            for x, batch_dim in zip(self.outputs, self.output_batch_dims, strict=True)
-        ]
+        return self._by_example(self.outputs, self.output_batch_dims)
 
     def backprops_by_example(self) -> list[torch.Tensor]:
-        return [
-            batch_dim.batch_first(g, self.batch_size)
-            for g, batch_dim in zip(self.backprops, self.output_batch_dims, strict=True)
-        ]
+        return self._by_example(self.backprops, self.output_batch_dims)
+
+    def _by_example(self, tensors: Sequence[torch.Tensor], batch_dims: Sequence[BatchDim]) -> list[torch.Tensor]:
+        return [dim.batch_first(x, self.batch_size) for x, dim in zip(tensors, batch_dims, strict=True)]
 
     def input_has_examples(self) -> list[bool]:
-        """Returns for each input whether it has something of its own for each example."""
+        """Return a flag for each input, True if it has an entry for each example."""
         return [
             batch_dim.holds_examples(x, self.batch_size)
             for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)
@@ -324,12 +316,12 @@ class RecordedCall:
 
     @property
     def is_half(self) -> bool:
-        """True if it ran, or may have run, in less than float32."""
+        """True if the call ran, or may have run, in less than float32."""
         return self.autocast[2] or any(x.dtype in HALF for x in (*self.inputs, *self.outputs))
 
 
 def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:
-    """The kind of device, the precision of autocast there, and whether it is on."""
+    """Return the device type, the precision of autocast on it, and True if autocast is on."""
     kind = device.type
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
@@ -343,8 +335,8 @@ def differentiable_leaves(output: Any) -> list[torch.Tensor]:
 
 
 def _flatten(structure: Any) -> tuple[list[Any], Any]:
-    """Leaves and spec of an output, or of (args, kwargs); None is the spec of the usual cases, a tensor and one
-    positional tensor."""
+    """Return leaves and spec of an output, or of (args, kwargs). The spec is None for the common cases of one tensor
+    and one positional tensor."""
     if isinstance(structure, torch.Tensor):
         return [structure], None
     if isinstance(structure, tuple) and len(structure) == 2 and structure[1] == {}:
@@ -358,7 +350,7 @@ _SAMPLE = 2**14  # numbers of a tensor that are compared
 
 
 def _sample(x: torch.Tensor) -> torch.Tensor:
-    """A copy of some numbers of ``x``, from all over it."""
+    """Return a copy of evenly spaced numbers of ``x``."""
     flat = x.detach().reshape(-1)
     return flat[:: max(1, len(flat) // _SAMPLE) | 1].clone()
 
@@ -366,13 +358,13 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
 def _refuse_other_tensors(owner: str) -> None:
     raise ValueError(
         f"{owner} computed with other weights, or statistics, than it had before the backward pass (they were "
-        "replaced for the call, as by functional_call, or scaled in place and put back), so its gradients would not "
-        "be those of what it computed. Change them between two steps, or leave them alone."
+        "replaced for the call, as by functional_call, or scaled in place and restored), so its gradients would be "
+        "wrong. Change them between two steps only."
     )
 
 
 def _is_same(before: Mapping[str, object], after: Mapping[str, object], name: str) -> bool:
-    """Whether a setting is there in both and the same. Tensors and arrays are compared by identity."""
+    """Return True if both have the setting with the same value. Tensors and arrays are compared by identity."""
     if name not in before or name not in after:
         return False
     old, new = before[name], after[name]

@@ -1,8 +1,8 @@
 """The tap: an identity behind every module that owns parameters, whose backward turns the module's call into terms.
 
 All taps lead to the *probe*, a zero vector of shape (B,), so ``torch.autograd.grad(losses.sum(), probe)`` reaches all
-of them, and native layers are never asked for a weight gradient. Nothing is wrapped or re-classed, native kernels
-stay, no activation is saved twice.
+of them, and native layers compute no weight gradient. No module is wrapped or re-classed, native kernels are used, and
+no activation is saved twice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .precision import HALF, exact_arithmetic, sum_dtype
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall, is_differentiable
 from .terms import Dense, NormOnly, Term
 
-# nodes of autograd that save what they are given, at most
+# nodes of autograd that save at most their inputs
 _NEEDS_NO_OUTPUT = {"AddBackward0", "AddmmBackward0", "MulBackward0"}
 
 
 class Tap(torch.autograd.Function):
-    """Identity on a module's outputs; its backward gives ``call`` their gradients. A gradient of the probe says that
-    one was reached."""
+    """Identity on a module's outputs; its backward passes their gradients to ``call``. A gradient of the probe shows
+    that a tap was reached."""
 
     @staticmethod
     def forward(
@@ -39,23 +39,23 @@ class Tap(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*saved)
         if in_place:
-            # same memory, but not a view to autograd, which refuses in-place writes to those
+            # the same memory, but not a view, since autograd refuses in-place writes to views
             outputs = tuple(x.data for x in outputs)
         elif not call.owner.has_rule:
-            outputs = tuple(x.clone() for x in outputs)  # the module may need its output, and so does the fallback
+            outputs = tuple(x.clone() for x in outputs)  # the module may need its output, and the fallback does
         return outputs if num_outputs > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
         call, forward = ctx.call, ctx.call.forward
         backward, saved = _reached(ctx)
-        backprops = [g.contiguous() for g in grads]  # the layer's own backward would copy it too: let it have the copy
+        backprops = [g.contiguous() for g in grads]  # the layer's own backward, which would copy it too, gets the copy
         needed = ctx.needs_input_grad[4 + len(grads) :]
         input_gradients = {x: None for x, is_needed in zip(saved, needed, strict=True) if is_needed}
         reached = None
         if backward is not None:
             reached = forward.probe_gradient()
-            call.reach(saved, backprops, input_gradients)
+            call.restore(saved, backprops, input_gradients)
             try:
                 with exact_arithmetic(forward.probe.device):
                     for parameter, term in _terms(call, backward).items():
@@ -64,22 +64,21 @@ class Tap(torch.autograd.Function):
                 call.release()
         if any(g is None for g in input_gradients.values()):
             input_gradients = {}
-        elif input_gradients:  # the rule went back through the module, so autograd need not
+        elif input_gradients:  # the rule computed them, so autograd need not
             return None, None, reached, None, *[None] * len(grads), *map(input_gradients.get, saved)
         return None, None, reached, None, *backprops, *map(input_gradients.get, saved)
 
 
 def _reached(ctx: Any) -> tuple[BackwardPass | None, list[torch.Tensor]]:
-    """The pass that takes the terms of the call whose tap was reached, None where nobody wants them, and what the tap
-    saved."""
+    """Return the pass that needs the terms of the call whose tap was reached (None if none does), and the tensors that
+    the tap saved."""
     if torch.is_grad_enabled():
         raise ValueError(
-            "backward with create_graph=True (a gradient penalty, second derivatives) uses weights in a way that "
-            "no rule sees, so per-example gradients would not be clipped: compute losses without gradients inside "
-            "them."
+            "backward with create_graph=True (a gradient penalty, second derivatives) uses weights outside of all "
+            "rules, so per-example gradients would not be clipped: compute losses without gradients inside them."
         )
     call, forward = ctx.call, ctx.call.forward
-    forward.require_led()  # before activation checkpointing recomputes what was saved
+    forward.require_clipper()  # before activation checkpointing recomputes the saved tensors
     saved = [x.detach() for x in _recorded(ctx)]
     if not forward.is_current:
         raise ValueError(
@@ -87,15 +86,15 @@ def _reached(ctx: Any) -> tuple[BackwardPass | None, list[torch.Tensor]]:
             "ran over it before, so their gradients would not be clipped together. Compute losses from forward "
             "passes of one batch size, and call backward once."
         )
-    return (None if forward.backward is None else forward.backward.meet(call.owner, saved)), saved
+    return (None if forward.backward is None else forward.backward.on_call(call.owner, saved)), saved
 
 
 @dataclass(frozen=True)
 class CopiedParameters:
-    """The parameters of ``owner`` in one call that runs an example at a time.
+    """The parameters of ``owner`` in one call that runs one example at a time.
 
     Attributes:
-        first_node: autograd's sequence number when it began.
+        first_node: autograd's sequence number at the start of the call.
     """
 
     owner: Owner
@@ -108,7 +107,7 @@ class CopiedParameters:
 
 
 class ParameterTap(torch.autograd.Function):
-    """A copy of every parameter for each example, (B, *p.shape), whose gradient in its backward is the term."""
+    """Makes a copy of every parameter for each example, (B, *p.shape). The gradient of the copies is the term."""
 
     @staticmethod
     def forward(ctx, call: CopiedParameters, probe: torch.Tensor, number: int, *tensors: torch.Tensor):
@@ -135,25 +134,24 @@ class ParameterTap(torch.autograd.Function):
 
 
 def tapped(call: RecordedCall) -> Any:
-    """The output of the call, behind the tap."""
+    """Return the output of the call, behind the tap."""
     owner, forward, outputs = call.owner, call.forward, call.outputs
-    # a rule that takes the call may give the gradients of the inputs, so there the tap hangs on them too
+    # a rule that takes the call may give the gradients of the inputs, so the tap depends on them too
     saved = list(call.inputs) if owner.rule.takes_call else [x.detach() for x in call.inputs]
     if owner.may_be_rerun:
-        saved += [x.detach() for x in outputs]  # to compare what is recomputed with, or to compute from
+        saved += [x.detach() for x in outputs]  # to compare with recomputed outputs, or to compute from
     if any(x.dtype in HALF for x in outputs):
         forward.low_precision = next(x.dtype for x in outputs if x.dtype in HALF)
     in_place = not owner.rule.backward_reads_output or _ends_in_arithmetic(call)
     tensors = Tap.apply(call, in_place, forward.probe, len(outputs), *outputs, *saved)
     given = iter(tensors if isinstance(tensors, tuple) else (tensors,))
     leaves = [as_dtensor_like(next(given), x) if is_differentiable(x) else x for x in call.output_leaves]
-    call.inputs = call.outputs = call.output_leaves = ()  # autograd holds what is needed, and frees it
+    call.inputs = call.outputs = call.output_leaves = ()  # autograd holds and frees the saved tensors
     return call.rebuilt_output(leaves)
 
 
 def _ends_in_arithmetic(call: RecordedCall) -> bool:
-    """Returns True if a module whose rule does not run it again ends in arithmetic that needs its only output no more
-    than torch's layers do."""
+    """Return True if the module, which is never re-run, has one output, and autograd does not save it."""
     return (
         not call.owner.may_be_rerun
         and len(call.outputs) == 1
@@ -161,21 +159,20 @@ def _ends_in_arithmetic(call: RecordedCall) -> bool:
     )
 
 
-TAPS = (Tap._backward_cls, ParameterTap._backward_cls)  # their nodes in a graph
+TAPS = (Tap._backward_cls, ParameterTap._backward_cls)  # types of their graph nodes
 
 
 def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """Returns what the tap saved. Raises UnsupportedModuleError if that was written to since."""
+    """Return the tensors that the tap saved. Raise UnsupportedModuleError if one was modified since."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
         owner = ctx.call.owner
-        raise UnsupportedModuleError(  # the self-check then lets a parent own the parameters
-            f"the model writes in place to a tensor that {owner} was given or returned, after it ran, so its "
-            "per-example gradients cannot be computed from that any more. Make it a copy there (x = x + y instead of "
-            "x += y). " + HOW_TO_DO_WITHOUT,
+        raise UnsupportedModuleError(  # the self-check then makes a parent own the parameters
+            f"the model writes in place to an input or output of {owner} after it ran, so its per-example gradients "
+            "cannot be computed. Make a copy there (x = x + y instead of x += y). " + HOW_TO_DO_WITHOUT,
             owner.module,
         ) from error
 
@@ -206,7 +203,7 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
         raise ValueError(
             f"the rule of {owner} gives no {what} for its trainable {missing}. Let the rule you registered "
             f"(register_{'norm' if what == 'norms' else 'grad'}_sampler) return them for every trainable parameter of "
-            "the module, or freeze those (requires_grad_(False))."
+            "the module, or freeze these (requires_grad_(False))."
         )
     parallel = trainable.parallel
     return {
@@ -215,13 +212,13 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
 
 
 def _by_rule(call: RecordedCall, rule: Callable[..., Terms]) -> Terms:
-    """What the rule gives: terms, or the gradients themselves."""
+    """Call the rule and check its result: terms, or gradients."""
     activations, backprops = _by_example(call)
     try:
         found = rule(call.module, activations, backprops)
-    except UnsupportedModuleError:  # the self-check then lets a parent own the parameters
+    except UnsupportedModuleError:  # the self-check then makes a parent own the parameters
         raise
-    except ValueError as error:  # rules know no paths
+    except ValueError as error:  # rules do not know the module's path
         raise ValueError(f"{call.owner}: {error}") from error
     for p, gradient in found.items() if not call.forward.trainable.parallel else ():
         wanted = (call.batch_size, *p.shape)
@@ -235,12 +232,12 @@ def _by_rule(call: RecordedCall, rule: Callable[..., Terms]) -> Terms:
 
 
 def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | Sequence[torch.Tensor]]:
-    """``activations`` and ``backprops`` of a rule."""
+    """Return ``activations`` and ``backprops`` for a rule, batch first."""
     owner, batch = call.owner, call.batch_size
     if owner.rule.channels_second and any(batch_dim.flat for batch_dim in call.output_batch_dims):
         reason = (
-            f"{owner} was called with every position of an example as a row of its own, (B * T, C, ...), and its rule "
-            "takes the second dimension for channels: call it on (B, C, ...), with one row for each example. "
+            f"{owner} was called with a row for every position, (B * T, C, ...), and its rule takes the second "
+            "dimension for channels: call it on (B, C, ...), with one row for each example. "
         )
         raise UnsupportedModuleError(reason + how_to_fix(owner.module), owner.module)
     inputs = [batch_dim.batch_first(x, batch) for x, batch_dim in zip(call.inputs, call.input_batch_dims, strict=True)]

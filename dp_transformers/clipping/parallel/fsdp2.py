@@ -163,9 +163,9 @@ class Shards:
             grad = grad.redistribute(placements=placements)
         return as_dtensor_like(grad.to_local().to(p.device), p)
 
-    def take(self, p: nn.Parameter, total: torch.Tensor) -> bool:
-        """Let the unit of ``p`` that goes back now add ``total``, which is whole, over ranks when it ends; False if
-        none does. Inside :meth:`taking_sums`."""
+    def accept(self, p: nn.Parameter, total: torch.Tensor) -> bool:
+        """Pass the whole sum ``total`` to the unit of ``p`` whose backward is running, which reduces it over ranks at
+        its end. Return False if there is none. Call inside :meth:`taking_sums`."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         for group, taker in self._takers[p]:
