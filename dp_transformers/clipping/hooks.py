@@ -13,8 +13,8 @@ from torch import nn
 
 from ..runtime.randomness import random_state, seeded_global_generators
 from .by_example import ForwardByExample
-from .kv_cache import configurations, without_caches
 from .errors import UnsupportedModuleError, refuse_tracing
+from .kv_cache import configurations, without_caches
 from .layer_rule import ForwardContext, Tap, forward_context_for
 from .owners import Owner
 from .recorded_call import differentiable_leaves
