@@ -1,21 +1,20 @@
-"""A module without a rule runs one example at a time in the forward pass itself, vectorised by ``torch.func.vmap``.
+"""Runs a module without a rule one example at a time in the forward pass, vectorised by ``torch.func.vmap``.
 
-Every example has a copy of the parameters that the module owns (:class:`.tap.ParameterTap`), so what autograd finds
-for the copies are the gradients of the examples, and nothing runs a second time. That no example sees another one
-holds by what vmap is, not by what the module does.
+Every example has a copy of the parameters that the module owns (:class:`.tap.ParameterTap`), so the gradients of the
+copies are the per-example gradients, and nothing runs a second time. vmap guarantees that no example depends on
+another one, whatever the module does.
 
-Inside, a tensor is that of one example, a batch of one, and vmap hides the others. A module with a rule that is called
-there is shown the tensors of the whole batch all the same (:meth:`ExamplesApart.record`), and so is an embedding or a
-linear layer that the module computes by a function (:class:`_Functions`): their terms are those of any other call.
+Inside vmap, a tensor is a batch of one example. A module with a rule that is called there still gets the tensors of
+the whole batch (:meth:`ExamplesApart.record`), and so does an embedding or a linear layer that is computed by a
+function (:class:`_Functions`): their terms are those of any other call.
 
-What cannot run so (control flow that depends on data, in-place writes, attributes that are set) raises, and is run
-again in the backward pass instead (:mod:`.fallback`).
-"""
+A module that cannot run like this (control flow that depends on data, in-place writes, attributes that are set)
+raises, and is re-run in the backward pass instead (:mod:`.fallback`)."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .batch_dims import BatchDim, kind_of_call
-from .fallback import put_back, refuse_new_data, substituted, without_fused_attention, without_vmap_warnings
+from .fallback import refuse_new_data, restored, substituted, without_fused_attention, without_vmap_warnings
 from .owners import Owner
 from .precision import HALF
 from .ragged import is_ragged
@@ -39,15 +38,15 @@ _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, slice, range,
 
 
 class CannotRunByExample(RuntimeError):
-    """The module needs the whole batch."""
+    """Raised if a module cannot run one example at a time."""
 
 
 class UnknownCall(CannotRunByExample):
-    """The module needs the whole batch for this call, of which the self-check has not learned where examples are."""
+    """Raised for a call with unknown batch dimensions, which must run on the whole batch."""
 
 
 class ForwardByExample:
-    """Stands in a module for its class's ``forward`` while the model is hooked."""
+    """Replaces the ``forward`` of a module instance while the model is hooked."""
 
     calls_class_forward = True
 
@@ -55,7 +54,7 @@ class ForwardByExample:
         self.owner, self._run = owner, run
 
     @property
-    def __wrapped__(self) -> Callable:  # inspect.signature looks for it, too
+    def __wrapped__(self) -> Callable:  # inspect.signature uses it too
         module = self.owner.module
         return type(module).forward.__get__(module)
 
@@ -68,23 +67,23 @@ class ExamplesApart:
 
     Args:
         record: ``f(owner, args, kwargs, output, first_node)`` records a call on the whole batch, and returns the
-            output to go on with, None for the same.
+            output to continue with; None for the same output.
     """
 
     def __init__(self, record: Record):
         self._record = record
-        self._layers: dict[tuple, Owner] = {}  # those that modules compute by a function
-        self._index: torch.Tensor | None = None  # that of the example, while vmap hides the batch
+        self._layers: dict[tuple, Owner] = {}  # layers that modules compute by a function
+        self._index: torch.Tensor | None = None  # index of the example, inside vmap
 
     @property
     def is_running(self) -> bool:
         return self._index is not None
 
     def run(self, forward: ForwardPass, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """The output of ``function(*args, **kwargs)``, the forward of the owner's module.
+        """Return the output of ``function(*args, **kwargs)``, the forward of the owner's module.
 
         Raises:
-            Exception: whatever vmap, or the module under it, raises, if the module cannot run so.
+            Exception: any exception of vmap, or of the module inside it, if the module cannot run like this.
         """
         if self.is_running:
             return self._with_copies(forward, owner, function, args, kwargs)
@@ -98,8 +97,8 @@ class ExamplesApart:
 
         def one_example(index: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
             nonlocal output
-            self._index, its = index, iter(given)
-            args, kwargs = tree_unflatten([next(its) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+            self._index = index
+            args, kwargs = _with_tensors(leaves, spec, given)
             output = self._of_whole_batch(self._with_copies(forward, owner, function, args, kwargs), out_dims)
             return index
 
@@ -110,12 +109,12 @@ class ExamplesApart:
                 without_compiled_functions(),
                 without_fused_attention(),
                 without_vmap_warnings(),
-                put_back(owner.module, but_switches=True) as changed,
+                restored(owner.module, but_flags=True) as changed,
             ):
                 torch.func.vmap(one_example, (0, dims), randomness="different")(index, apart)
         finally:
             self._index = None
-        if changed:  # to tensors of one example, which mean nothing outside of vmap
+        if changed:  # to tensors of one example, which are invalid outside of vmap
             raise CannotRunByExample("its forward pass sets attributes")
         for x in _tensors(tree_flatten(output)[0]):
             if x.dtype in HALF:
@@ -123,7 +122,8 @@ class ExamplesApart:
         return output
 
     def record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:
-        """Record a call that was made for each example as one on the whole batch; the output to go on with."""
+        """Record a call that was made for each example as one call on the whole batch. Return the output to continue
+        with."""
         given, given_spec = tree_flatten((args, kwargs))
         returned, returned_spec = tree_flatten(output)
         inputs, outputs = _tensors(given), [x for x in returned if is_differentiable(x)]
@@ -133,8 +133,8 @@ class ExamplesApart:
         def recorded(tensors: Sequence[torch.Tensor], is_apart: Sequence[bool]) -> list[torch.Tensor]:
             batch = len(tensors[0])
             whole = _whole(tensors, is_apart, batch_dims)
-            its, outputs = iter(whole[: len(inputs)]), tuple(whole[len(inputs) :])
-            args, kwargs = tree_unflatten([next(its) if isinstance(x, torch.Tensor) else x for x in given], given_spec)
+            args, kwargs = _with_tensors(given, given_spec, whole[: len(inputs)])
+            outputs = tuple(whole[len(inputs) :])
             found = self._record(owner, args, kwargs, outputs, first_node)
             found = outputs if found is None else found
             return [_split(x, dim, batch) for x, dim in zip(found, out_dims, strict=True)]
@@ -145,8 +145,8 @@ class ExamplesApart:
     def call_layer(
         self, owner: Owner, parameters: Sequence[nn.Parameter], x: torch.Tensor, make: Callable, *options: Any
     ) -> torch.Tensor:
-        """What the layer ``make(*parameters, *options)`` of parameters that ``owner`` has returns for ``x``, recorded
-        as a call."""
+        """Call the layer ``make(*parameters, *options)``, with parameters of ``owner``, on ``x``, and record the
+        call."""
         key = owner, make, *parameters, *options
 
         def called(tensors: Sequence[torch.Tensor], is_apart: Sequence[bool]) -> list[torch.Tensor]:
@@ -162,8 +162,9 @@ class ExamplesApart:
         return self.on_whole_batch(called, [x])[0]
 
     def on_whole_batch(self, function: OnWholeBatch, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Call ``function(tensors, is_apart)`` outside of vmap, where tensors that differ between examples have the
-        batch first. What it returns must have it first too, and comes back hidden. The number of the example leads."""
+        """Call ``function(tensors, is_apart)`` outside of vmap, on tensors with the batch first (if ``is_apart``),
+        beginning with the index of the example. The tensors that it returns, batch first, are those of one example
+        again inside vmap."""
         return _OnWholeBatch.apply(function, self._index, *tensors)
 
     def _with_copies(self, forward: ForwardPass, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -177,7 +178,7 @@ class ExamplesApart:
 
         copies = self.on_whole_batch(copied, [x for x in leaves if is_differentiable(x)])
         for copy in copies:
-            copy._is_param = True  # some modules ask for the class
+            copy._is_param = True  # some modules check the class
         functions = _Functions(self, owner, dict(zip(parameters, copies, strict=True)))
         forward.record_call(owner)
         forward.record_copies(owner)
@@ -185,7 +186,7 @@ class ExamplesApart:
             output = function(*args, **kwargs)
         after, spec_after = tree_flatten((args, kwargs))
         if spec_after != spec or [*map(id, after)] != [*map(id, leaves)]:
-            raise CannotRunByExample("it changes a container that it is given")
+            raise CannotRunByExample("it changes a container among its arguments")
         forward.forget_uses(functions.only_in_layers)
         return output
 
@@ -199,19 +200,18 @@ class ExamplesApart:
             return []
 
         self.on_whole_batch(keep, _tensors(leaves))
-        its = iter(whole)
-        return tree_unflatten([next(its) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+        return _with_tensors(leaves, spec, whole)
 
 
 def without_compiled_functions() -> AbstractContextManager:
-    """Inside, what torch.compile compiled runs as it was written: the compiler would trace :class:`_Functions`, and
-    lose the layers that are recorded there."""
-    # where nobody imported the compiler, nothing is compiled
+    """Run compiled functions eagerly inside the context: the compiler would trace :class:`_Functions`, and lose the
+    layers that are recorded there."""
+    # nothing is compiled if the compiler was never imported
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _OnWholeBatch(torch.autograd.Function):
-    """A Function's own rule for vmap is handed the tensors in which vmap hides the batch."""
+    """Gets the tensors of the whole batch inside vmap: a Function's own vmap rule receives them."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -219,7 +219,7 @@ class _OnWholeBatch(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Nothing is kept."""
+        """Save nothing."""
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
@@ -229,7 +229,7 @@ class _OnWholeBatch(torch.autograd.Function):
         return found, (0,) * len(found)
 
 
-_QUESTIONS = [vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]  # pyrefly: ignore[missing-attribute]
+_QUERIES = [vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]  # pyrefly: ignore[missing-attribute]
 _INSTEAD: dict[Callable, str] = {
     functional.embedding: "_embedding",
     functional.linear: "_linear",
@@ -238,14 +238,14 @@ _INSTEAD: dict[Callable, str] = {
 
 
 def _hooks_of_saved_tensors() -> Callable | None:
-    """What puts away the tensors that autograd saves now, if anything does."""
+    """Return the hook that now packs the tensors which autograd saves; None if there is none."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]
 
 
 class _Functions(TorchFunctionMode):
-    """Inside, an embedding or a linear layer of copied parameters is computed with the parameters themselves, and
-    recorded as a call of such a layer; and attention is computed for the whole batch, as its kernels do."""
+    """Computes an embedding or a linear layer of copied parameters with the parameters themselves, and records it as a
+    call of such a layer; and computes attention for the whole batch, as its kernels do."""
 
     def __init__(self, apart: ExamplesApart, owner: Owner, copies: dict[nn.Parameter, torch.Tensor]):
         super().__init__()
@@ -257,17 +257,17 @@ class _Functions(TorchFunctionMode):
 
     @property
     def only_in_layers(self) -> set[nn.Parameter]:
-        """The parameters whose copies were of no use, as far as that is seen."""
+        """The parameters that were used in recorded layers only, so that their copies have no gradient."""
         return self._in_layers - self._elsewhere
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         refuse_new_data(func)
-        if func in _QUESTIONS:  # vmap hides what is asked for
+        if func in _QUERIES:  # vmap hides the answer
             return func(_of_whole(args[0]))
         if _hooks_of_saved_tensors() is not self._hooks:
             raise CannotRunByExample("activation checkpointing in it would run a part again after vmap has ended")
-        instead = _INSTEAD.get(func)  # by name: a bound method would keep all that is held here alive
+        instead = _INSTEAD.get(func)  # a name, since a bound method would keep this object alive
         if instead is not None and (found := getattr(self, instead)(*args, **kwargs)) is not None:
             return found
         for x in tree_flatten((args, kwargs))[0]:
@@ -285,8 +285,8 @@ class _Functions(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> torch.Tensor | None:
-        """The output of the layer; None where the layer would be refused, or where ``weight`` is no copy and has no
-        padding. Where it has, vmap (torch 2.13) leaves out the gradient of that id for the first example alone."""
+        """Return the output of the layer; None if the layer would be refused, or if ``weight`` is no copy and has no
+        padding. (With padding, vmap in torch 2.13 drops the gradient of that id for the first example only.)"""
         if max_norm is not None or scale_grad_by_freq or sparse:
             return None
         found = self._layer(input, [weight], _embedding_layer, padding_idx)
@@ -298,7 +298,7 @@ class _Functions(TorchFunctionMode):
     def _linear(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The output of the layer; None where ``weight`` or ``bias`` is no copy."""
+        """Return the output of the layer; None if ``weight`` or ``bias`` is no copy."""
         return self._layer(input, [weight] if bias is None else [weight, bias], _linear_layer)
 
     def _layer(
@@ -320,8 +320,8 @@ class _Functions(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor | None:
-        """The attention of all examples: entries of the first of four dimensions are independent. None for other
-        tensors."""
+        """Return the attention of all examples, since entries of the first of four dimensions are independent; None
+        for other tensors."""
         tensors = [query, key, value]
         if attn_mask is not None:
             tensors.append(attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask)
@@ -342,7 +342,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _of_whole(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in which vmap hides the batch."""
+    """Return the tensor of the whole batch behind a tensor inside vmap."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
@@ -368,26 +368,32 @@ def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
+def _with_tensors(leaves: Sequence[Any], spec: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Rebuild a structure with other tensors."""
+    given = iter(tensors)
+    return tree_unflatten([next(given) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
 def _require_plain(leaves: Sequence[Any]) -> None:
-    """Raise CannotRunByExample for an object that may hold tensors (a cache), which would be of other examples too."""
+    """Raise CannotRunByExample for an object that may hold tensors of other examples, such as a cache."""
     for x in leaves:
         if not (isinstance(x, (torch.Tensor, *_PLAIN)) or callable(x)):
-            raise CannotRunByExample(f"it is given or returns a {type(x).__name__}")
+            raise CannotRunByExample(f"an argument or output is a {type(x).__name__}")
 
 
 def _of_each(x: torch.Tensor, dim: BatchDim, forward: ForwardPass) -> torch.Tensor:
-    """That of each example; ``x`` itself where it is the same for all."""
+    """Split ``x`` by example. Return ``x`` itself if it is the same for all."""
     batch = forward.batch_size
     if dim.flat and not forward.holds_all_positions(x):
-        raise UnknownCall("it is given rows of unknown examples")
+        raise UnknownCall("an argument has rows of unknown examples")
     if dim.dim is None and not dim.flat and batch > 1 and batch in x.shape:
-        raise UnknownCall("what was the same for all examples may be one number for each")
+        raise UnknownCall("an argument that was the same for all examples may have one entry for each")
     if dim.one_row and batch > 1 and x.shape[0] == batch:
-        raise UnknownCall("where there was one row for all examples there may be one for each")
+        raise UnknownCall("an argument that had one row for all examples may have one for each")
     if dim.holds_examples(x, batch):
         return _split(x, dim, batch)
     if dim.dim is not None and x.shape[dim.dim] != 1:
-        raise UnknownCall("it is given a tensor with another size of batch")
+        raise UnknownCall("an argument has another batch size")
     return x
 
 
@@ -403,7 +409,7 @@ def _for_each(x: torch.Tensor, is_apart: bool, batch: int) -> torch.Tensor:
 def _whole(
     tensors: Sequence[torch.Tensor], is_apart: Sequence[bool], batch_dims: Sequence[BatchDim]
 ) -> list[torch.Tensor]:
-    """The tensors behind the first one, which counts the examples, as those of the whole batch."""
+    """Return the tensors after the first one, the indices of the examples, as tensors of the whole batch."""
     batch, each = len(tensors[0]), zip(tensors[1:], is_apart[1:], batch_dims, strict=True)
     return [_together(x, has_own, dim, batch) for x, has_own, dim in each]
 
@@ -413,7 +419,7 @@ def _together(x: torch.Tensor, is_apart: bool, dim: BatchDim, batch: int) -> tor
         return dim.restored(_for_each(x, is_apart, batch))
     if dim.dim is None:
         if is_apart:
-            raise CannotRunByExample("what is the same for all examples elsewhere is not here")
+            raise CannotRunByExample("a tensor that was the same for all examples is not")
         return x
     x = _for_each(x, is_apart, batch)
     if x.dim() <= dim.dim + 1 or x.shape[dim.dim + 1] != 1:

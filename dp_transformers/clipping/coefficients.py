@@ -1,4 +1,4 @@
-"""Coefficients turn each example's squared norm into what its gradient is multiplied with."""
+"""Clipping coefficients: the factor of each example's gradient, computed from its squared norm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ SMALLEST_BOUND = 1e-12
 
 
 class Coefficients(NamedTuple):
-    """(B,) each: gradient norms, what gradients are multiplied with, which of them are not finite (None: all are)."""
+    """(B,) gradient norms, (B,) factors of the gradients, and a (B,) mask of norms that are not finite (None: all
+    are)."""
 
     norms_b: torch.Tensor
     of_sum_b: torch.Tensor
@@ -26,12 +27,12 @@ def coefficients(
     clipping: ClippingFunction | None,
     weights_b: torch.Tensor | None = None,
 ) -> Coefficients:
-    """The weight of every example times what ``clipping`` says (None: 1, no clipping), 0 where the norm is not
+    """Return each example's weight times the coefficient of ``clipping`` (None: 1, no clipping); 0 if the norm is not
     finite."""
     norms_b = norm_sq_b.sqrt()
     if clipping is None:
         coef_b = torch.ones_like(norms_b)
-    else:  # whatever a function says for norms that it was not tried on, or that float32 measures as 0
+    else:  # bounded for any function, also at norms that it was not checked for, or that vanish in float32
         largest_b = clipping.sensitivity / norms_b.clamp(min=SMALLEST_BOUND)
         coef_b = torch.fmin(clipping.coefficients(norms_b), largest_b).clamp(min=0)
     coef_b = coef_b if weights_b is None else coef_b * weights_b
@@ -43,7 +44,7 @@ def coefficients(
 
 
 def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:
-    """The function, of one bound if it is a number; ValueError if gradients cannot be clipped by it."""
+    """Return a clipping function, given itself or a bound. Raise ValueError if it is not a valid one."""
     bound = clipping.sensitivity if isinstance(clipping, ClippingFunction) else clipping
     if not (isinstance(bound, (int, float)) and SMALLEST_BOUND <= bound < float("inf")):
         raise ValueError(
@@ -53,29 +54,29 @@ def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:
     if not isinstance(clipping, ClippingFunction):
         return FlatClipping(float(bound))
     if isinstance(clipping, GroupedClipping):
-        return clipping  # whose groups are looked at when they are made
+        return clipping  # its groups are checked when they are made
     norms_b = torch.cat((torch.zeros(1, dtype=torch.float32), torch.logspace(-12, 12, 4801, dtype=torch.float32)))
     coef_b = clipping.coefficients(norms_b)
     if coef_b.shape != norms_b.shape or not bool(
         ((coef_b >= 0) & (coef_b * norms_b <= bound * (1 + 1e-5)) & coef_b.isfinite()).all()
     ):
         raise ValueError(
-            f"{clipping} says that its sensitivity is {bound:g}, but coefficient · norm is more for some norm between "
-            "0 and 1e12, or no finite number of at least 0 for each norm. Let coefficients(norms_b) give one such "
-            "number for each norm, at 0 too."
+            f"the sensitivity of {clipping} is {bound:g}, but for some norm between 0 and 1e12 coefficient · norm is "
+            "larger, or the coefficient is not a finite number of at least 0. Let coefficients(norms_b) return one "
+            "such number for each norm, at 0 too."
         )
     alone_b = torch.cat([clipping.coefficients(some_b) for some_b in norms_b.split(700)])
     if alone_b.shape != coef_b.shape or not torch.allclose(alone_b, coef_b, rtol=1e-4, atol=0.0):
         raise ValueError(
-            f"{clipping} gives a norm another coefficient when other norms share its batch, so one example would "
-            "change what all others add. Let coefficients(norms_b) compute each number from its own norm alone; for a "
-            "bound that follows a quantile of the norms take AdaptiveClipping."
+            f"the coefficients of {clipping} depend on other norms of the batch, so one example would change what all "
+            "others add. Let coefficients(norms_b) compute each number from its own norm alone; for a bound that "
+            "follows a quantile of the norms take AdaptiveClipping."
         )
     return clipping
 
 
 def checked_weights(weights: torch.Tensor | None, losses: torch.Tensor) -> torch.Tensor | None:
-    """Raise ValueError if ``weights`` are not one number in [0, 1] for each loss."""
+    """Return the weights as float32. Raise ValueError unless they are one number in [0, 1] for each loss."""
     if weights is None:
         return None
     weights = torch.as_tensor(weights, dtype=torch.float32)

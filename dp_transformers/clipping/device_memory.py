@@ -1,7 +1,6 @@
-"""How much of a device's memory this process had in use at most, and how much it could have more.
+"""The peak memory of this process on a device, and the memory that it could still use.
 
-On a GPU that is what torch's allocator has given out. On the CPU it is what Linux sees of the process, with the
-interpreter and its libraries.
+On a GPU it is counted by torch's allocator. On the CPU it is counted by Linux for the whole process.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class DeviceMemory:
     """Bytes of one device, seen from one process.
 
     Attributes:
-        highest: The most that the process had in use at one time.
-        free: What would be left for it with ``highest`` in use.
+        highest: Peak memory of the process.
+        free: Memory that would be left with ``highest`` in use.
     """
 
     highest: float
@@ -32,17 +31,17 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceMemory:
-        """Read it.
+        """Read the memory of a device.
 
         Raises:
-            ValueError: nobody says how much the device has.
+            ValueError: it cannot be read here.
         """
         try:
             return cls._of_process() if device.type == "cpu" else cls._of_allocator(device)
         except (AttributeError, OSError) as error:
             raise ValueError(
-                f"memory_budget='auto' needs to know how much memory device '{device}' has to spare, which cannot be "
-                f"read here ({error}): give memory_budget in bytes, 2e9 for two gigabytes, or leave it out."
+                f"memory_budget='auto' needs the free memory of device '{device}', which cannot be read here "
+                f"({error}): give memory_budget in bytes, 2e9 for two gigabytes, or leave it out."
             ) from error
 
     @classmethod
@@ -55,7 +54,7 @@ class DeviceMemory:
 
     @classmethod
     def _of_process(cls) -> DeviceMemory:
-        """What processes of one launch (torchrun, accelerate) have to spare is divided among them."""
+        """Read the memory of the process. Processes of one launch (torchrun, accelerate) share the free memory."""
         own = _sizes(PROC / "self" / "status")
         available = min(_sizes(PROC / "meminfo")["MemAvailable"], *_left_in_cgroups(), math.inf)
         processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
@@ -67,7 +66,8 @@ def _sizes(file: Path) -> dict[str, int]:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """What each limit of the process's control groups leaves, of version 1 and 2; files in the cache make room."""
+    """Yield the bytes left under each limit of the process's control groups, version 1 and 2. Cached files count as
+    free."""
     for line in (PROC / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):

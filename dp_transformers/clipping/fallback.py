@@ -1,23 +1,23 @@
-"""Any other module that owns trainable parameters: re-run it on what it was given, and ask for one gradient per
-example.
+"""The fallback: re-runs a module without a rule on its recorded inputs, and differentiates each example's output.
 
-Slow, and right for whatever treats its examples independently. There are three ways:
+It is slow, and exact for every module that treats its examples independently. There are three ways:
 
 * **vmap**: the vector-Jacobian product of one example, vectorised over the batch.
-* **one by one**: the same in a loop, for what vmap cannot run (data-dependent control flow, in-place writes, sorted
-  tokens).
-* **masked**, for modules that use random numbers (dropout): re-run on the whole batch with the random numbers it had,
-  and differentiated once for each example with the others' output gradients set to zero.
+* **one by one**: the same in a loop, for modules that vmap cannot run (data-dependent control flow, in-place writes,
+  sorted tokens).
+* **masked**, for modules that use random numbers (dropout): re-run on the whole batch with the same random numbers,
+and
+  differentiated once for each example, with the output gradients of all other examples set to zero.
 
-The re-computed output is compared with the recorded one, so that a module with hidden state, or (in the first two) one
-that mixes its examples, is refused instead of trained wrongly.
+The recomputed output is compared with the recorded one, so that a module with hidden state, or (in the first two ways)
+one that mixes its examples, is refused instead of trained wrongly.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 _EXAMPLES_AT_ONCE = 16
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
-_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str]) -> dict[nn.Parameter, Term]:
-    """Dense terms of ``parameters`` (names relative to the module) for a call that backward has reached.
+    """Compute dense terms of ``parameters`` (with names relative to the module) for a call that backward has reached.
 
     Raises:
-        UnsupportedModuleError: re-running it fails, or gives other outputs than the call gave.
+        UnsupportedModuleError: re-running the module fails, or gives other outputs than the call.
     """
     owner, module = call.owner, call.module
     if call.batch_size == 0:
@@ -51,8 +51,8 @@ def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str
     reasons = []
     for way in _ways(call):
         try:
-            with without_fused_attention(), put_back(module):
-                # on copies: the module may write to what it is given, which autograd still needs as it is
+            with without_fused_attention(), restored(module):
+                # on copies, since the module may modify its inputs, which autograd still needs
                 gradients = way(call, [x.clone() for x in call.inputs_by_example()], parameters)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -95,7 +95,7 @@ def _why_not_by_vmap(call: RecordedCall) -> str:
 
 
 def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
-    """The arguments of the call for one example, whose ``inputs`` have no batch dimension."""
+    """Return the arguments of the call for one example, given its ``inputs`` without batch dimension."""
     kinds = zip(inputs, call.input_has_examples(), call.input_batch_dims, strict=True)
     return call.rebuilt(
         [x.unsqueeze(batch_dim.dim or 0) if batched and not batch_dim.flat else x for x, batched, batch_dim in kinds]
@@ -103,62 +103,62 @@ def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple
 
 
 @contextmanager
-def put_back(module: nn.Module, *, but_switches: bool = False) -> Iterator[list[Any]]:
-    """Afterwards, ``module`` and what it contains hold what they held, in lists and dictionaries of theirs too: no
-    tensor of functorch's, which would not live on. What held something else is in the list that this gives.
+def restored(module: nn.Module, *, but_flags: bool = False) -> Iterator[list[Any]]:
+    """Restore the attributes of ``module`` and of the modules in it afterwards, also inside lists and dictionaries: a
+    tensor of functorch is invalid outside of it. Yields a list, to which the changed containers are added at the end.
 
-    With ``but_switches`` attributes that were set to True or False stay so: these are of no example, and Transformers
-    keeps so that it has registered the hooks which capture hidden states.
+    With ``but_flags``, attributes that were set to True or False keep the new value: they depend on no example, and
+    transformers records so that it has registered the hooks which capture hidden states.
     """
     parts, changed = list(module.modules()), []
-    held: list[Any] = [x for part in parts for x in (vars(part), part._parameters, part._buffers, part._modules)]
-    held += [
-        each for part in parts for name, x in vars(part).items() if name not in _OF_TORCH for each in _containers(x)
-    ]
-    before, classes = [copy(holder) for holder in held], [(part, type(part)) for part in parts]
+    containers: list[Any] = [x for part in parts for x in (vars(part), part._parameters, part._buffers, part._modules)]
+    for part in parts:
+        for name, x in vars(part).items():
+            if name not in _MODULE_ATTRIBUTES:
+                containers += _containers(x)
+    before, classes = [copy(each) for each in containers], [(part, type(part)) for part in parts]
     try:
         yield changed
     finally:
         for part, cls in classes:
-            if type(part) is not cls:  # a parametrization that was put on
+            if type(part) is not cls:  # a parametrization was registered
                 part.__class__ = cls
-        for holder, contents in zip(held, before, strict=True):
-            if but_switches and isinstance(holder, dict):
-                contents.update({name: x for name, x in holder.items() if isinstance(x, bool)})
-            if _ids(holder) != _ids(contents):
-                changed.append(holder)
-                holder.clear()
-                holder.update(contents) if isinstance(holder, dict) else holder.extend(contents)
+        for container, contents in zip(containers, before, strict=True):
+            if but_flags and isinstance(container, dict):
+                contents.update({name: x for name, x in container.items() if isinstance(x, bool)})
+            if _ids(container) != _ids(contents):
+                changed.append(container)
+                container.clear()
+                container.update(contents) if isinstance(container, dict) else container.extend(contents)
 
 
-def _containers(x: Any) -> Iterator[list | deque | dict]:
-    """``x`` and what it contains, where those are lists or dictionaries."""
-    found, open_ends = {}, [x]
-    while open_ends:
-        x = open_ends.pop()
+def _containers(x: Any) -> Iterable[list | deque | dict]:
+    """Return ``x`` and the objects in it, as far as they are lists or dictionaries."""
+    found, todo = {}, [x]
+    while todo:
+        x = todo.pop()
         if isinstance(x, (list, deque, dict)) and id(x) not in found:
             found[id(x)] = x
-            open_ends += x.values() if isinstance(x, dict) else x
-    yield from found.values()
+            todo += x.values() if isinstance(x, dict) else x
+    return found.values()
 
 
-def _ids(holder: Any) -> list[int]:
-    return list(map(id, holder.values() if isinstance(holder, dict) else holder))
+def _ids(container: Any) -> list[int]:
+    return list(map(id, container.values() if isinstance(container, dict) else container))
 
 
 def refuse_new_data(func: Callable) -> None:
-    """Raise RuntimeError if this is an assignment of ``data``.
+    """Raise RuntimeError if ``func`` assigns to ``data`` of a tensor.
 
-    ``Module.to``, ``float`` and their like assign to parameters, even where nothing changes. For what stands in a
-    parameter's place while functorch runs, torch does not refuse that: it leaves a tensor behind whose memory is gone,
-    and the process crashes.
+    ``Module.to``, ``float`` and others assign to parameters, even if nothing changes. torch does not refuse this for
+    the tensors that replace a parameter inside functorch: they are left with freed memory, and the process crashes.
     """
-    if func == _SET_DATA:  # each look-up makes another object
+    if func == _SET_DATA:  # not "is": each look-up makes another object
         raise RuntimeError("its forward pass assigns to the data of a tensor, as Module.to does")
 
 
 class _NoNewData(TorchFunctionMode):
-    """Inside, an assignment of ``data`` raises."""
+    """Refuses an assignment to ``data`` inside the context."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         refuse_new_data(func)
@@ -226,11 +226,11 @@ def _pairs(parameters: dict[nn.Parameter, str], values: dict[str, torch.Tensor])
 
 @contextmanager
 def substituted(module: nn.Module, values: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
-    """Inside, ``module`` and what it contains see ``values`` wherever they hold those parameters, under whatever name.
+    """Replace parameters by ``values`` inside the context, in ``module`` and all modules in it, under every name.
 
-    (torch.func.functional_call does not put a parameter back whose module is held under two names.)
+    (torch.func.functional_call does not restore a parameter of a module that is registered under two names.)
     """
-    slots: list[tuple[Any, Any, nn.Parameter]] = [  # a dictionary or a list, and where in it
+    slots: list[tuple[Any, Any, nn.Parameter]] = [  # a dictionary or a list, and a key or an index
         (slot, key, p)
         for owner in module.modules()
         for slot, items in ((owner._parameters, owner._parameters.items()), _flat_weights(owner))
@@ -247,7 +247,7 @@ def substituted(module: nn.Module, values: dict[nn.Parameter, torch.Tensor]) -> 
 
 
 def _flat_weights(module: nn.Module) -> tuple[list, Iterator]:
-    """Recurrent layers of torch read their weights from a list of their own."""
+    """Return the list from which recurrent layers of torch read their weights, and its items."""
     weights = module._flat_weights if isinstance(module, nn.RNNBase) else []
     return weights, enumerate(weights)
 
@@ -299,8 +299,8 @@ def _masked(
 
 
 def _require_same(before: torch.Tensor, after: torch.Tensor, call: RecordedCall) -> None:
-    """The recomputed output is the recorded one, up to rounding relative to its size, over the entries that are
-    finite."""
+    """Raise RuntimeError unless the recomputed output equals the recorded one, up to rounding relative to its size, in
+    the entries that are finite."""
     tolerance = 3e-2 if call.is_half else 1e-4
     same = before.shape == after.shape
     if same:
@@ -315,7 +315,8 @@ def _require_same(before: torch.Tensor, after: torch.Tensor, call: RecordedCall)
 
 @contextmanager
 def without_fused_attention() -> Iterator[None]:
-    """nn.MultiheadAttention has an inference path that is another computation, and knows no autocast on the CPU."""
+    """Switch off the inference path of nn.MultiheadAttention, which computes differently and ignores autocast on the
+    CPU."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -326,9 +327,9 @@ def without_fused_attention() -> Iterator[None]:
 
 @contextmanager
 def without_vmap_warnings() -> Iterator[None]:
-    """Inside, vmap does not tell of operations that torch cannot vectorise yet, which nobody can change. (A filter of
-    ``warnings`` would let Python forget what else it has told once.)"""
-    functorch: Any = torch._C._functorch  # whose types list other names
+    """Silence vmap's warnings of operations that torch cannot vectorise yet. (A filter of ``warnings`` would reset
+    Python's record of warnings that were shown once.)"""
+    functorch: Any = torch._C._functorch  # private functions, unknown to torch's types
     functorch._set_vmap_fallback_warning_enabled(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Groups of parameters whose gradients are clipped by themselves, as the clipping function divides them."""
+"""Groups of parameters that are clipped separately, as the clipping function divides them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ParameterGroup(NamedTuple):
     """The parameters of one group.
 
     Attributes:
-        clipping: The function of the norm over these parameters; None where nothing is clipped.
-        noise_scale: The standard deviation of their noise over that of ``Mechanism.at(step).noise_std``.
+        clipping: The clipping function of their joint norm; None if nothing is clipped.
+        noise_scale: Standard deviation of their noise over ``Mechanism.at(step).noise_std``.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -28,7 +28,7 @@ class ParameterGroup(NamedTuple):
 
 
 def parameter_groups(trainable: TrainableParameters, clipping: ClippingFunction) -> list[ParameterGroup]:
-    """Divide the trainable parameters as ``clipping`` says.
+    """Divide the trainable parameters into the groups of ``clipping``.
 
     Raises:
         ValueError: a parameter is in no group or in several, or the noise does not cover the groups together.
@@ -44,9 +44,9 @@ def parameter_groups(trainable: TrainableParameters, clipping: ClippingFunction)
     together = math.hypot(*(group.clipping.sensitivity / group.noise_scale for group in groups))
     if not together <= clipping.sensitivity * (1 + 1e-6):
         raise ValueError(
-            f"{clipping} says that its sensitivity is {clipping.sensitivity:g}, but its groups together have "
-            f"{together:g}, the root of the sum of (sensitivity / noise_scale)²: the noise would be too little. Raise "
-            "the noise_scale of its groups, or its sensitivity."
+            f"the sensitivity of {clipping} is {clipping.sensitivity:g}, but its groups together have {together:g}, "
+            "the root of the sum of (sensitivity / noise_scale)²: the noise would be too little. Raise the noise_scale "
+            "of its groups, or its sensitivity."
         )
     return [
         ParameterGroup([by_name[name] for name in group.names], checked_clipping(group.clipping), group.noise_scale)

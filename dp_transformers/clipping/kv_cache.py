@@ -1,7 +1,7 @@
-"""Caches of keys, values and states, which models of transformers fill by default, in training too.
+"""Switches off the caches of keys, values and states, which models of transformers fill by default, even in training.
 
-Nothing reads them there. They take memory, and a module that fills one cannot be re-run, nor can any above it but the
-model. So they are off while a batch is clipped, unless the call itself asks for them.
+In training, nothing reads them. They take memory, and a module that fills one cannot be re-run, nor can the modules
+above it. So they are off while a batch is clipped, unless the call itself asks for them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ _SWITCHES = ("use_cache", "use_mems_eval", "use_mems_train")  # the last two are
 
 
 def configurations(model: nn.Module) -> list[Any]:
-    """The configurations of the model and of its parts that say whether a cache is used."""
+    """Return the configurations of the model and of its parts that have a switch for a cache."""
     found = {id(config): config for m in model.modules() if (config := vars(m).get("config")) is not None}
-    return [config for config in found.values() if any(_is_on(config, name) is not None for name in _SWITCHES)]
-
-
-def _is_on(config: Any, name: str) -> bool | None:
-    """Whether a cache is on; None where there is no such switch."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, bool) else None
+    return [c for c in found.values() if any(isinstance(getattr(c, name, None), bool) for name in _SWITCHES)]
 
 
 @contextmanager
 def without_caches(configs: Iterable[Any]) -> Iterator[None]:
-    """Inside, the caches of these configurations are off."""
-    used = [(config, name) for config in configs for name in _SWITCHES if _is_on(config, name)]
+    """Switch the caches of these configurations off inside the context."""
+    used = [(config, name) for config in configs for name in _SWITCHES if getattr(config, name, None) is True]
     try:
         for config, name in used:
             setattr(config, name, False)

@@ -1,13 +1,12 @@
-"""Layer rules: how a module's inputs and output gradient give the terms of its parameters' per-example gradients.
+"""Layer rules: the terms of a module's per-example gradients, computed from its inputs and its output gradient.
 
 A rule is a function ``rule(module, activations, backprops) -> {parameter: term}`` for the trainable parameters that
-the module owns directly. ``activations`` are the tensors the module was called with, ``backprops`` is the gradient of
-the summed losses with respect to its output, ``(B, ...)``. A plain tensor ``(B, *p.shape)`` stands for
+the module owns directly. ``activations`` are the input tensors of the module, ``backprops`` is the gradient of the
+summed losses with respect to its output, ``(B, ...)``. A plain tensor ``(B, *p.shape)`` counts as
 :class:`~dp_transformers.clipping.terms.Dense`.
 
-Rules are found by *what runs*, the ``forward`` of the module's class, never by name: a subclass that overrides
-``forward`` needs its own rule, a subclass that does not (or a class swapped in by FSDP2) has the one of its parent.
-"""
+Rules are found by the code that runs, the ``forward`` of the module's class, never by a name: a subclass that
+overrides ``forward`` needs its own rule; a subclass that does not (or a class that FSDP2 makes) uses its parent's."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ NormSampler = Callable[[nn.Module, Sequence[torch.Tensor], torch.Tensor], Mappin
 
 
 class HasWeight(Protocol):
-    """A module with a weight: torch's own types call some of its modules' parameters tensors, and of others say
-    nothing."""
+    """A module with a weight that is a parameter, which torch's own types do not guarantee."""
 
     weight: nn.Parameter
 
@@ -38,38 +36,34 @@ class HasWeightAndBias(HasWeight, Protocol):
     bias: nn.Parameter | None
 
 
-# What a tap is to whoever calls it, a forward hook: (module, inputs, {}, outputs) -> the outputs to go on with, None
-# for the same.
+# A forward hook: (module, inputs, {}, outputs) -> the outputs to continue with, or None for the same.
 Tap = Callable[[nn.Module, tuple, dict, Any], Any]
 ForwardContext = Callable[[nn.Module, Tap | None], AbstractContextManager]
 
 
 @dataclass(frozen=True)
 class LayerRule:
-    """All that is known of one kind of layer.
+    """The rule of one kind of layer.
 
     Attributes:
-        terms: ``f(module, activations, backprops) -> {parameter: term}``; None where only norms are known.
+        terms: ``f(module, activations, backprops) -> {parameter: term}``; None if only norms are known.
         norms: ``f(module, activations, backprops) -> {parameter: (B,)}``, see :func:`register_norm_sampler`.
         takes_call: ``terms`` is ``f(call: RecordedCall)`` instead (:mod:`.recorded_call`), for modules with several
-            inputs or outputs, or with the batch elsewhere than first; it provides the terms of all parameters below
-            the module too.
-        covers_children: ``terms`` provides the terms of all parameters below the module too. One that takes the call
-            always does.
-        forward_context: ``f(module, tap)``, a context that the module's forward runs in, for modules whose forward
-            reads the weights of its parts. It calls the modules below as usual, and the tap (None where none of the
-            module's own parameters is trained) on inputs and outputs, batch first, between which the weights are used.
-        tapped_inside: ``terms`` gets what that tap was called with, instead of the module's own inputs and output
-            gradient.
-        channels_second: The second dimension is special, so examples may not come as flattened rows.
-        backward_reads_output: Whether the module's own backward may need its output. False allows the model to
-            overwrite that in place.
-        require: ``f(module)``, asked at every call that is recorded, raises ValueError where the module is in a state
-            that mixes examples.
-        reads: ``f(module) -> {name: value}``, what the terms depend on besides tensors (:func:`settings`). It must be
-            the same in the backward pass as at the call.
-        reads_tensors: ``f(module) -> tensors``, which of the module's own tensors the terms are computed from anew.
-            They must hold in the backward pass what they held at the call.
+            inputs or outputs, or with a batch dimension that is not the first. It provides the terms of all parameters
+            below the module too.
+        covers_children: ``terms`` provides the terms of all parameters below the module too.
+        forward_context: ``f(module, tap)``, a context for the module's forward, for modules whose forward reads the
+            weights of its submodules. It calls these as usual, and the tap (None if none of the module's own
+            parameters is trained) on the tensors, batch first, before and after the use of the weights.
+        tapped_inside: ``terms`` gets the arguments of that tap instead of the module's own inputs and output gradient.
+        channels_second: The second dimension is special, so examples may not be flattened into rows.
+        backward_reads_output: True if the module's own backward may need its output. False lets the model overwrite
+            the output in place.
+        require: ``f(module)``, called at every recorded call, raises ValueError if the module mixes examples.
+        reads: ``f(module) -> {name: value}``, the attributes on which the terms depend (:func:`settings`). They must
+            be the same in the backward pass as at the call.
+        reads_tensors: ``f(module) -> tensors``, the module's own tensors from which the terms are computed. They must
+            hold the same numbers in the backward pass as at the call.
     """
 
     terms: Callable[..., Terms] | None = None
@@ -86,11 +80,12 @@ class LayerRule:
 
     @property
     def covers_subtree(self) -> bool:
+        """True if ``terms`` provides the terms of all parameters below the module too."""
         return self.takes_call or self.covers_children
 
 
 def settings(*names: str) -> Callable[[Any], dict[str, object]]:
-    """``reads`` of a rule that looks at these attributes of its module."""
+    """Return ``reads`` for a rule that depends on these attributes of its module."""
 
     def read(module: Any) -> dict[str, object]:
         return {name: getattr(module, name) for name in names}
@@ -105,11 +100,8 @@ _RECOGNISED: list[tuple[Callable[[nn.Module], bool], LayerRule]] = []
 def layer_rule(
     *module_classes: type[nn.Module], recognise: Callable[[nn.Module], bool] | None = None, **options: Any
 ) -> Callable[[Callable[..., Terms]], Callable[..., Terms]]:
-    """Register the decorated function as ``terms`` of these classes, or of the modules without a rule that
-    ``recognise`` says yes to.
-
-    ``options`` are the other attributes of :class:`LayerRule`.
-    """
+    """Register the decorated function as ``terms`` of these classes, or of modules without a rule for which
+    ``recognise`` returns True. ``options`` are the other attributes of :class:`LayerRule`."""
 
     def register(function: Callable[..., Terms]) -> Callable[..., Terms]:
         rule = LayerRule(function, **options)
@@ -123,12 +115,11 @@ def layer_rule(
 
 
 def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[GradSampler], GradSampler]:
-    """Give your own layer a rule, found by the class's ``forward``. The last registration wins.
+    """Register a rule for a layer of your own, found by its class's ``forward``. The last registration wins.
 
-    The decorated function is called as ``f(layer, activations, backprops)`` with ``activations`` the list of tensors
-    the layer was called with (batch first), ``backprops`` the gradient of the summed losses with respect to its
-    output, and returns ``{parameter: tensor of shape (B, *parameter.shape)}`` for every trainable parameter that
-    ``layer`` owns directly.
+    The decorated function is called as ``f(layer, activations, backprops)``: ``activations`` is the list of input
+    tensors (batch first), ``backprops`` the gradient of the summed losses with respect to the output. It returns
+    ``{parameter: tensor of shape (B, *parameter.shape)}`` for every trainable parameter that ``layer`` owns directly.
 
     Example::
 
@@ -158,16 +149,16 @@ def register_grad_sampler(*module_classes: type[nn.Module]) -> Callable[[GradSam
 
 
 def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSampler], NormSampler]:
-    """Give your own layer a way to its gradients' norms that needs no gradients. The last registration wins.
+    """Register a function for the norms of a layer of your own, without gradients. The last registration wins.
 
-    The decorated function is called as one for :func:`register_grad_sampler`, and returns ``{parameter: tensor of
+    The decorated function is called like one for :func:`register_grad_sampler`, and returns ``{parameter: tensor of
     shape (B,)}``, the L2 norm (not its square) of every example's gradient, for every trainable parameter that
     ``layer`` owns directly.
 
-    Mode "ghost" measures with it, and compares with the gradients when these are summed: norms that are too small are
-    refused. Where gradients themselves are needed they come from the layer's grad sampler, or
-    without one from re-running the layer: for the sum, in the modes that keep or instantiate gradients, and for
-    parameters used more than once in a forward pass (the norm of a sum does not follow from norms).
+    Mode "ghost" measures with it, compares with the gradients when they are summed, and refuses norms that are too
+    small. Gradients come from the layer's grad sampler, or from re-running the layer: for the sum, in the modes that
+    keep or instantiate gradients, and for parameters used more than once in a forward pass (the norm of a sum does not
+    follow from norms).
 
     Example::
 
@@ -196,9 +187,9 @@ def register_norm_sampler(*module_classes: type[nn.Module]) -> Callable[[NormSam
 
 
 def rule_for(module: nn.Module) -> LayerRule:
-    """The rule for this module; without ``terms`` where there is none, and the fallback tries."""
+    """Return the rule for this module, without ``terms`` if there is none (the fallback is used then)."""
     forward = class_forward(module)
-    if forward is None:  # replaced on the instance: not what the class says
+    if forward is None:  # the instance has another forward than its class
         return LayerRule()
     found = _RULES.get(forward, LayerRule())
     if found.terms is None:
@@ -208,7 +199,7 @@ def rule_for(module: nn.Module) -> LayerRule:
 
 
 def forward_context_for(module: nn.Module) -> ForwardContext | None:
-    """Returns the context that this module's forward must run in; none of the recognised rules has one, so this costs
-    nothing."""
+    """Return the context for this module's forward, if it needs one. (No recognised rule has one, so none is
+    tried.)"""
     forward = class_forward(module)
     return None if forward is None else _RULES.get(forward, LayerRule()).forward_context

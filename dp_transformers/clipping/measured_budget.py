@@ -1,12 +1,11 @@
-"""The budget of memory that follows from what a device has to spare: ``memory_budget="auto"``.
+"""The memory budget measured on the device: ``memory_budget="auto"``.
 
-At first nothing is kept beyond what the mode keeps, and passes are looked at, from the second step on, when the
-optimizer has its state. When most passes of some steps were no larger than those before, the most that the process
-ever had in use is known. The budget is :data:`SHARE` of what the device has free then, and at most :data:`PART` of
-what was in use.
+The budget is 0 at first, while passes are observed, from the second step on, when the optimizer has its state. Once
+most passes of some steps are no larger than earlier ones, the peak memory of the process is known. The budget is then
+:data:`SHARE` of the free memory of the device, and at most :data:`PART` of the peak.
 
-From then on it is the same for all steps, and ranks agree on the least of theirs. A larger pass than those that were
-looked at keeps what the mode keeps, since its own peak is not known.
+From then on it is constant, and ranks agree on the smallest. A pass that is larger than all observed ones has no
+budget, since its peak is not known.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ SHARE, PART = 0.5, 0.25
 
 @dataclass(frozen=True)
 class _Size:
-    """The numbers that the modules of each parameter returned, and how many examples they are of. Memory grows with
-    them, and where positions look at each other with their square for each example."""
+    """The size of a pass: for each parameter the number of numbers that its modules returned, and the number of
+    examples. Memory grows with the former, and under attention with its square for each example."""
 
     returned: Mapping[nn.Parameter, int]
     examples: int
@@ -43,22 +42,22 @@ class _Size:
 
 @dataclass
 class MeasuredBudget(MemoryBudget):
-    """A budget that is nothing until :meth:`settle` says how many bytes it has."""
+    """A budget of 0 bytes until :meth:`settle` is called."""
 
     limit: float = 0.0
     is_settled: bool = False
     _trainable: TrainableParameters = field(init=False)
-    _seen: list[_Size] = field(default_factory=list)  # the largest passes, of which none is within another
-    _balance: int = 0  # since the last offer: how many more passes were within those before than were not
+    _seen: list[_Size] = field(default_factory=list)  # the largest passes, none of them within another
+    _balance: int = 0  # since the last offer: passes within earlier ones, minus passes that were not
 
     def refuse(self, mode: str, trainable: TrainableParameters) -> None:
-        """As for any budget; also where nobody says how much memory the device has."""
+        """Raise ValueError as any budget does, or if the memory of the device cannot be read."""
         super().refuse(mode, trainable)
         self._trainable = trainable
         DeviceMemory.of(trainable.device)
 
     def limit_of(self, forward: ForwardPass) -> float:
-        """Look at a pass that is about to go back; returns the bytes that it may keep."""
+        """Record the size of a pass before its backward. Return the bytes that it may keep."""
         size = _Size(dict(forward.returned), max(1, forward.batch_size))
         if any(size.is_within(seen) for seen in self._seen):
             self._balance += 1
@@ -69,11 +68,11 @@ class MeasuredBudget(MemoryBudget):
         return 0.0
 
     def forget(self) -> None:
-        """The passes until now had less in use beside them than later ones will have."""
+        """Drop the observed passes, because later ones will run with more memory in use."""
         self._seen, self._balance = [], 0
 
     def offer(self) -> int:
-        """The bytes that this process can spare, after a step; -1 as long as most passes are larger than before."""
+        """Return the bytes that this process can spare, after a step; -1 while most passes are larger than before."""
         balance, self._balance = self._balance, 0
         if balance <= 0:
             return -1
@@ -81,12 +80,12 @@ class MeasuredBudget(MemoryBudget):
         return max(0, int(min(SHARE * memory.free, PART * memory.highest)))
 
     def settle(self, limit: float) -> None:
-        """From now on passes within those that were looked at may keep so many bytes."""
+        """Let passes within the observed sizes keep ``limit`` bytes from now on."""
         self.limit, self.is_settled = limit, True
 
 
 def memory_budget_of(given: float | str | None) -> MemoryBudget | None:
-    """The budget that a user means by this. Raises ValueError for what is neither bytes nor "auto"."""
+    """Return the budget for a number of bytes, "auto" or None. Raise ValueError for anything else."""
     if given is None:
         return None
     return MeasuredBudget() if given == "auto" else MemoryBudget(cast(float, given))

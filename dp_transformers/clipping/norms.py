@@ -1,8 +1,8 @@
-"""Adds the norms of each parameter's per-example gradients to one squared norm of each example, with the allowances of
+"""Adds the norms of all parameters' per-example gradients to one squared norm for each example, with the allowances of
 :mod:`.rounding`.
 
-What a norm is computed from differs from parameter to parameter (:mod:`.terms`); what then happens to numbers of shape
-(B,) does not, so that is done once for all parameters of a pass, however many they are.
+Norms are computed in a different way for each parameter (:mod:`.terms`). The following operations on (B,) numbers are
+the same, so they are done once for all parameters of a pass.
 
 Shape legend: b example, t position, m parameter.
 """
@@ -16,12 +16,12 @@ import torch
 
 from .rounding import NEGLIGIBLE, RoundingAllowance, squared_ghost_norm
 
-# Numbers of one parameter's positions up to which they are held, to be looked at together with others'.
+# Position norms of one parameter up to this size are kept, and processed together with those of other parameters.
 MAX_HELD_NUMEL = 2**14
 
 
 class DirectNorm(NamedTuple):
-    """The norm itself, (B,) or (M, B)."""
+    """A norm, (B,) or (M, B)."""
 
     norm: torch.Tensor
 
@@ -30,11 +30,11 @@ class DirectNorm(NamedTuple):
 
 
 class GhostNorm(NamedTuple):
-    """A squared norm that is a sum of positive and negative parts; (B,) or (M, B), as are these two of the lengths of
-    its positions.
+    """A squared norm computed as a sum of positive and negative parts, (B,) or (M, B).
 
-    ``max_value`` is their sum, the largest norm it could have been of; ``unlike`` is what they would come to if no two
-    were alike.
+    Attributes:
+        max_value: Sum of the lengths of its positions, an upper bound of the norm.
+        unlike: Root of the sum of their squares, the norm if all positions were orthogonal.
     """
 
     value: torch.Tensor
@@ -46,7 +46,6 @@ class GhostNorm(NamedTuple):
         return cls(value, lengths_bt.sum(1), torch.linalg.vector_norm(lengths_bt, dim=1))
 
     def squared(self) -> torch.Tensor:
-        """A sum of squares cannot be negative, and must not come out too small."""
         return squared_ghost_norm(*self)
 
 
@@ -54,7 +53,7 @@ Measured = DirectNorm | GhostNorm
 
 
 class NormAccumulator:
-    """Squared norms of parameters, added up at the end."""
+    """Collects the norms of parameters, and adds up their squares at the end."""
 
     def __init__(self) -> None:
         self._alike: dict[Any, list[tuple[Measured, torch.Tensor | None]]] = defaultdict(list)
@@ -62,15 +61,15 @@ class NormAccumulator:
     def add(
         self, measured: Measured, lengths_bt: torch.Tensor | None = None, rounding: RoundingAllowance | None = None
     ) -> None:
-        """Add one parameter's norm. If its gradient is a sum over positions, whose norms are ``lengths_bt``,
-        ``rounding`` says what rounding may remove."""
+        """Add one parameter's norm. If its gradient is a sum over positions with norms ``lengths_bt``, ``rounding`` is
+        the allowance for the rounding of this sum."""
         if lengths_bt is not None and rounding is not None and lengths_bt.numel() > MAX_HELD_NUMEL:
             measured, lengths_bt = DirectNorm(rounding.inflate(measured.squared().sqrt(), lengths_bt)), None
         positions = None if lengths_bt is None else lengths_bt.shape[1]
         self._alike[type(measured), measured[0].device, positions, rounding].append((measured, lengths_bt))
 
     def total(self, device: torch.device) -> torch.Tensor | None:
-        """(B,); None if nothing was added."""
+        """Return the (B,) total of the squared norms; None if nothing was added."""
         totals = []
         for (kind, _, positions, rounding), members in self._alike.items():
             measured, lengths = zip(*members, strict=True)
@@ -85,5 +84,5 @@ class NormAccumulator:
 
 
 def _stacked(members: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """(M, ...); of one, itself."""
+    """Stack into (M, ...); return a single member itself."""
     return members[0] if len(members) == 1 else torch.stack(members)

@@ -16,8 +16,8 @@ TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def product_settings(device: torch.device) -> tuple[Any, Any]:
-    """Returns the objects in which torch keeps the precision of fp32 matrix products, and of convolutions."""
-    backends: Any = torch.backends  # of which torch's types know neither mkldnn's settings nor those of convolutions
+    """Return the objects that hold torch's precision of fp32 matrix products, and of convolutions."""
+    backends: Any = torch.backends  # torch's types lack mkldnn's settings and those of convolutions
     return (
         (backends.cuda.matmul, backends.cudnn.conv)
         if device.type == "cuda"
@@ -26,7 +26,7 @@ def product_settings(device: torch.device) -> tuple[Any, Any]:
 
 
 def exact_arithmetic(device: torch.device) -> AbstractContextManager:
-    """Norms and sums in full fp32, without TF32 or bf16 products, whatever the rest of the program uses."""
+    """Compute in full fp32 inside the context, without gradients, TF32 or bf16 products."""
     reduced = [setting for setting in product_settings(device) if setting.fp32_precision not in FULL_PRECISION]
     if reduced:
         return _in_full(reduced)
@@ -41,7 +41,7 @@ def _in_full(settings: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def full_products(settings: Sequence[Any]) -> Iterator[bool]:
-    """Products in full float32 by these :func:`product_settings`; whether they were not."""
+    """Set these :func:`product_settings` to full float32 inside the context. Yield True if they were not."""
     before = [setting.fp32_precision for setting in settings]
     for setting in settings:
         setting.fp32_precision = "ieee"
@@ -53,28 +53,27 @@ def full_products(settings: Sequence[Any]) -> Iterator[bool]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Outside of an autocast region, if called inside one."""
+    """Leave an autocast region inside the context."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def is_bf16(*factors: torch.Tensor) -> bool:
-    """Returns True if these were multiplied in bf16: autocast rounded them all if one is."""
+    """Return True if these were multiplied in bf16: if one is bf16, autocast rounded all."""
     return any(x.dtype == torch.bfloat16 for x in factors)
 
 
 def factor(x: torch.Tensor, *, bf16: bool) -> torch.Tensor:
-    """``x`` as :func:`product` takes it, rounded to bf16 if asked for."""
+    """Return ``x`` as an argument of :func:`product`, rounded to bf16 if ``bf16``."""
     if not bf16:
         return x.float()
     return x.bfloat16() if _multiplies_bf16(x) else x.bfloat16().float()
 
 
 def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Tensor:
-    """The product of two matrices or batches of them, each a :func:`factor`, in float32.
+    """Multiply two matrices or batches of them, each a :func:`factor`. Return float32.
 
-    Hardware for bf16 is several times as fast and as exact: no product of two such numbers is rounded, and sums are in
-    float32. Elsewhere factors in bf16 are multiplied as other numbers are.
-    """
+    bf16 hardware is several times as fast and equally exact: products of two such numbers are not rounded, and sums
+    are in float32. Elsewhere bf16 factors are multiplied in float32."""
     multiply = torch.mm if left.dim() == 2 else torch.bmm
     if left.dtype == torch.bfloat16:
         return multiply(left, right, out_dtype=torch.float32)
@@ -89,9 +88,9 @@ def product(left: torch.Tensor, right: torch.Tensor, *, bf16: bool) -> torch.Ten
 
 
 def split(x: torch.Tensor, *, bf16: bool) -> tuple[torch.Tensor, ...]:
-    """The :func:`factor` whose sum is ``x``, float32: itself, or two of bf16, of which rounding leaves out 2⁻¹⁷.
+    """Return the :func:`factor` tensors that sum to the float32 ``x``: itself, or two in bf16, up to a relative 2⁻¹⁷.
 
-    Two products of halves cost less than one only on hardware for bf16.
+    Two bf16 products cost less than one in float32 only on bf16 hardware.
     """
     if not (bf16 and (_multiplies_bf16(x) or _rounds_to_bf16(x))):
         return (x,)
@@ -101,29 +100,28 @@ def split(x: torch.Tensor, *, bf16: bool) -> tuple[torch.Tensor, ...]:
 
 
 def _multiplies_bf16(x: torch.Tensor) -> bool:
-    """Returns True where torch multiplies bf16 tensors into a float32 one."""
+    """Return True if torch can multiply bf16 tensors of this device into a float32 one."""
     return x.is_cuda and torch.version.hip is None
 
 
 def _rounds_to_bf16(x: torch.Tensor) -> bool:
-    """Returns True where torch can be told to multiply float32 tensors in bf16, and is faster so."""
+    """Return True if torch can multiply float32 tensors in bf16 on this device, and is faster then."""
     return x.device.type == "cpu" and _cpu_multiplies_bf16()
 
 
 @cache
 def _cpu_multiplies_bf16() -> bool:
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it
-    return any(capabilities.get(name) for name in ("amx_bf16", "bf16"))  # of x86, which has no other, and of Arm
+    return any(capabilities.get(name) for name in ("amx_bf16", "bf16"))  # of x86 and of Arm
 
 
 def sum_dtype(p: torch.Tensor) -> torch.dtype:
-    """Returns the dtype in which gradients of ``p`` are added up and noised: float32 at least, whatever ``p`` is kept
-    in."""
+    """Return the dtype in which gradients of ``p`` are summed and noised: float32 at least."""
     return torch.float32 if p.dtype in HALF else p.dtype
 
 
 def set_gradient(p: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """``p.grad = grad``, in whatever dtype it has."""
+    """Set ``p.grad = grad``, in any dtype."""
     if grad is not None and grad.dtype != p.grad_dtype:
         p.grad = None
         p.grad_dtype = grad.dtype

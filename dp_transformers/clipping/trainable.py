@@ -1,5 +1,4 @@
-"""The trainable parameters of a model: which they are, how they are split over ranks, in which precision they are
-used."""
+"""The trainable parameters of a model, their split over ranks, and their precision."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ from .precision import HALF, TRAINABLE
 
 
 class TrainableParameters:
-    """It holds what is found out about the trainable parameters of ``model`` when it is attached.
+    """The trainable parameters of ``model`` when it is attached.
 
     Raises:
-        ValueError: there are none, or they are split or kept in a way in which clipping would not be exact.
+        ValueError: there are none, or clipping would not be exact for their split or precision.
     """
 
     def __init__(self, model: nn.Module):
@@ -25,12 +24,12 @@ class TrainableParameters:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError(
-                "the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters."
+                "the model has no trainable parameter: set requires_grad on the parameters to train, or add adapters."
             )
         self._refuse_dtypes()
-        self.parameter_of: dict[torch.Tensor, nn.Parameter] = {
+        self.parameter_of: dict[torch.Tensor, nn.Parameter] = {  # keys are the tensors in autograd's graph
             whole: p for p in self.parameters for whole in self.shards.all_unsharded(p)
-        }  # for what autograd sees
+        }
         half = [p.dtype for p in model.parameters() if p.dtype in HALF]
         # a frozen body in bf16 rounds the gradients that pass through it
         self.low_precision = half[0] if half else torch.float32
@@ -44,21 +43,21 @@ class TrainableParameters:
             if p.requires_grad and (p.dtype not in TRAINABLE or (p.dtype == torch.bfloat16 and split)):
                 wanted = "float32 where the model is sharded or tensor-parallel" if split else "float32 or bfloat16"
                 raise ValueError(
-                    f"parameter '{name}' is {p.dtype}, and what is trained must be {wanted}: load the model with "
-                    "dtype=torch.float32 (frozen parameters may stay as they are) and use bf16 autocast, or "
+                    f"parameter '{name}' is {p.dtype}, and a trained parameter must be {wanted}: load the model with "
+                    "dtype=torch.float32 (frozen parameters may have any precision) and use bf16 autocast, or "
                     "MixedPrecisionPolicy under FSDP2, for speed."
                 )
 
     @property
     def device(self) -> torch.device:
-        """The device that the model computes on."""
+        """The device of the model's computations."""
         return self.shards.unsharded(self.parameters[0]).device
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return next((name for name, p in self.model.named_parameters() if p is parameter), "?")
 
     def thaw(self) -> None:
-        """Undo what a forward pass that raised an error may have left frozen."""
+        """Make all parameters trainable again, after a forward pass that raised an error."""
         for p in self.parameters:
             p.requires_grad = True
 
@@ -67,39 +66,38 @@ class TrainableParameters:
             p.grad = None
 
     def find_gradient(self) -> nn.Parameter | None:
-        """The first parameter that has a gradient."""
+        """Return the first parameter that has a gradient."""
         return next((p for p in self.parameters if p.grad is not None), None)
 
     def refuse_gradient_hooks(self) -> None:
-        """Raise ValueError if somebody else looks at gradients."""
+        """Raise ValueError if a parameter has a gradient hook of other code."""
         for p in self.parameters:
             # one of them is that of the clipper
             if p._backward_hooks or (len(p._post_accumulate_grad_hooks or ()) > 1 and self._has_foreign_hook(p)):
                 raise ValueError(
                     f"trainable parameter '{self.name_of(p)}' has a gradient hook, which could change or use "
-                    "gradients that are not private yet. Remove it: call remove() of the handle that register_hook "
-                    "returned."
+                    "gradients without noise. Remove it: call remove() of the handle that register_hook returned."
                 )
 
     def _has_foreign_hook(self, p: nn.Parameter) -> bool:
         return len(p._post_accumulate_grad_hooks or ()) > 1 + self.parallel.native_hooks(p)
 
     def are_the_same(self) -> bool:
-        """Returns True if the same parameters are trainable now."""
+        """Return True if the same parameters are trainable now."""
         return self._ids == _trainable_ids(self.model)
 
     def are_of_the_same_model(self) -> bool:
-        """Returns True if the modules are the same too, so that nothing needs to be found out again."""
+        """Return True if the parameters and the modules are the same, so that discovery need not run again."""
         return self.are_the_same() and self._modules == list(self.model.modules())
 
     def require_same(self) -> None:
-        """Raise ValueError if other parameters are trainable now, or of another shape or precision."""
+        """Raise ValueError if other parameters are trainable now, or if one has another shape or precision."""
         self.shards.reshard()
         for p, dtype, shape in zip(self.parameters, self._dtypes, self._shapes, strict=True):
             if p.shape != shape:
                 raise ValueError(
                     f"parameter '{self.name_of(p)}' has shape {tuple(p.shape)}, and had {tuple(shape)} when training "
-                    "began (resize_token_embeddings?): the optimizer's state and the noise are of the old one. Change "
+                    "began (resize_token_embeddings?): the optimizer's state and the noise have the old shape. Change "
                     "it before make_private (or before the trainer is made)."
                 )
             if p.dtype != dtype:
@@ -123,14 +121,13 @@ class TrainableParameters:
         )
         raise ValueError(
             f"the set of trainable parameters changed since make_private (or since train() began): {what}. Freeze, "
-            "unfreeze, replace and add layers and adapters before it, and build the optimizer from what is then "
-            "trainable."
+            "unfreeze, replace and add layers and adapters before it, and build the optimizer afterwards."
         )
 
 
 def _trainable_ids(model: nn.Module) -> list[int]:
-    """Returns the identities of the trainable parameters. Every step asks, so this does without the bookkeeping of
-    names in ``model.parameters()``."""
+    """Return the ids of the trainable parameters. It runs in every step, so it avoids the bookkeeping of names in
+    ``model.parameters()``."""
     found: list[int] = []
     seen: set[int] = set()
     todo: list[nn.Module | None] = [model]

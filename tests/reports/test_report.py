@@ -208,7 +208,7 @@ def test_sign_and_require_a_signer(tmp_path):
     content = (folder / CERTIFICATE_NAME).read_bytes()
     (folder / CERTIFICATE_NAME).unlink()
     result = run(folder)
-    assert result.exit_code == 1 and "is there and what it signs is not" in result.stderr
+    assert result.exit_code == 1 and "exists, but" in result.stderr
     (folder / CERTIFICATE_NAME).write_bytes(content)
     record(folder, first=20, steps=1)
     result = run(folder)
@@ -243,4 +243,7 @@ def test_rows_of_one_person_are_said(tmp_path):
     assert box.index("ε for all rows of one person (3 at most)</span><b>" + up(person)) < box.index(
         "ε for one row</span><b>" + up(mechanism().epsilon(DELTA))
     )
-    assert "How well one row is detected" in text and "For a person with 3 rows these ceilings do not hold" in text
+    assert (
+        "Largest rate of detection of one row" in text
+        and "For a person with 3 rows these ceilings do not hold" in text
+    )

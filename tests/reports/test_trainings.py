@@ -144,7 +144,7 @@ def test_an_engine(tmp_path):
         optimizer.step()
         if steps == 3:
             break
-    with pytest.raises(ValueError, match="at which delta"):
+    with pytest.raises(ValueError, match="delta at which"):
         engine.write_certificate()
     with contextlib.suppress(ValueError):  # where the loop was left within a draw, which counts
         engine.detach()
