@@ -45,8 +45,8 @@ def parameter_groups(trainable: TrainableParameters, clipping: ClippingFunction)
     if not together <= clipping.sensitivity * (1 + 1e-6):
         raise ValueError(
             f"the sensitivity of {clipping} is {clipping.sensitivity:g}, but its groups together have {together:g}, "
-            "the root of the sum of (sensitivity / noise_scale)²: the noise would be too little. Raise the noise_scale "
-            "of its groups, or its sensitivity."
+            "the root of the sum of (sensitivity / noise_scale)²: the noise would be too little. Raise the "
+            "noise_scale of its groups, or its sensitivity."
         )
     return [
         ParameterGroup([by_name[name] for name in group.names], checked_clipping(group.clipping), group.noise_scale)

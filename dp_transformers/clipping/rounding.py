@@ -10,8 +10,8 @@ import torch
 # too small (a clipped example would then be longer than C). It costs at most 4e-6 relative on ordinary data.
 GHOST_SLACK = torch.finfo(torch.float32).eps / 16
 # The rounding errors of inner products add up like random numbers, to a fraction of the positions' own squares: 1e-6
-# relative on ordinary data, and more the fewer positions cancel. If positions cancel further than tolerated, the errors
-# may all have one sign.
+# relative on ordinary data, and more the fewer positions cancel. If positions cancel further than tolerated, the
+# errors may all have one sign.
 GHOST_ERROR, GHOST_ERROR_TOLERATED = 16 * torch.finfo(torch.float32).eps, 1e-2
 # Smaller squared norms are only allowances, of an example without gradient. The smallest clipping bound is 1e-12.
 NEGLIGIBLE = 1e-34
