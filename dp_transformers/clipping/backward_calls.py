@@ -1,7 +1,6 @@
-"""The ``loss.backward()`` of a plain loop, which is led to the clipper of the model that the loss comes from.
+"""Passes the ``loss.backward()`` of a plain loop to the clipper of the model that the loss comes from.
 
-``torch.Tensor.backward`` calls ``torch.autograd.backward``, so while somebody follows such calls a function stands in
-its place.
+``torch.Tensor.backward`` calls ``torch.autograd.backward``, which is replaced while there is a follower.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 from .boundary import Boundary
 
 _followers = WeakSet[Boundary]()
-_replaced: Callable[..., None] | None = None  # torch's own function, while another one is in its place
+_replaced: Callable[..., None] | None = None  # torch's own function, while it is replaced
 
 
 def follow(follower: Boundary) -> None:
-    """Lead to this follower every backward pass over a pass of its model, until :func:`unfollow`."""
+    """Pass every backward pass over a forward pass of the follower's model to it, until :func:`unfollow`."""
     global _replaced
     _followers.add(follower)
     if _replaced is None:
@@ -29,7 +28,7 @@ def follow(follower: Boundary) -> None:
 
 
 def unfollow(follower: Boundary) -> None:
-    """Put torch's own function back where this was the last follower, and nobody has replaced it since."""
+    """Restore torch's own function if this was the last follower, and other code has not replaced it since."""
     global _replaced
     _followers.discard(follower)
     if not _followers and _replaced is not None and torch.autograd.backward is _backward:

@@ -1,8 +1,8 @@
-"""The check that a loop's loss does not compare rows of the batch: negatives from the batch, its hardest pair, its
-statistics.
+"""Checks that a loop's loss does not compare rows of the batch (negatives from the batch, its hardest pair, its
+statistics).
 
-A loss that adds up something of each row has a Hessian by the outputs of the model without a part between two rows,
-and a loss of one row has no gradient in the outputs of another.
+The Hessian of a sum of per-row losses, with respect to the outputs of the model, has no entries between two rows, and
+the loss of one row has no gradient in the outputs of another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .recorded_call import ForwardPass
 
 logger = logging.getLogger(__name__)
 
-_SMALLEST = 1e-4  # the part between rows over the whole
-# What a cross-entropy of a model's own scores is made of: going back over it twice may take several times their memory
+_SMALLEST = 1e-4  # least norm of the entries between rows, over the norm of all entries, that counts
+# The operations of a cross-entropy, which need no check: two backward passes may take several times the logits' memory
 _ROW_BY_ROW = {
     "NllLoss",
     "NllLoss2D",
@@ -37,15 +37,16 @@ _ROW_BY_ROW = {
 
 
 def expect_own_rows(graph: LoopGraph, roots: Sequence[torch.Tensor], forward: ForwardPass, seed: int) -> None:
-    """Expect that losses do not compare rows: go back from them to what the model returned, from (B,) losses once and
-    from one loss twice, with random numbers for half of the rows, and look for something at the others.
+    """Expect that losses do not compare rows. Differentiate (B,) losses once, and one loss twice, with respect to the
+    outputs of the model, with random numbers for half of the rows: the result must be 0 at the other half.
 
-    The graph stays as it is. In one that cannot be differentiated twice, operations on pairs of rows are looked for.
+    The graph is retained. If it cannot be differentiated twice, search it for operations on pairs of rows.
 
     Args:
-        graph: That of the roots: one loss, or (B,) losses.
-        forward: The pass that they come from; its conditions are told.
-        seed: Chooses rows and numbers.
+        graph: The graph of the roots.
+        roots: One loss, or (B,) losses.
+        forward: Their forward pass, to which the condition is added.
+        seed: Seed of the choice of rows and of the random numbers.
     """
     size = forward.batch_size
     shapes = {end: shape_of(*end) for end in graph.ends if size > 1 and rows_dims(shape_of(*end), size)}
@@ -88,7 +89,7 @@ def expect_own_rows(graph: LoopGraph, roots: Sequence[torch.Tensor], forward: Fo
 
 
 def _has_pairs(graph: LoopGraph, node: Any, size: int) -> bool:
-    """Whether an operation makes something for each pair of rows, of rows and rows: distances, say."""
+    """Return True if an operation makes an entry for each pair of rows, as distances do."""
     before = graph.sizes_before(node)
     return len(before) > 1 and shape_of(node).count(size) > max(shape.count(size) for shape in before)
 

@@ -1,12 +1,12 @@
-"""A search, before every clipped sum, for parameters that reach the losses past the taps in the autograd graph.
+"""Searches the autograd graph, before every clipped sum, for parameters that reach the losses past the taps.
 
-The checks of :mod:`.checks` see the model as it is called first. A way through its forward that is taken only later
-may use a weight where no rule sees it, or take an activation out of a module before its tap; nothing would measure
-that gradient. The graph shows it: walked from the losses to the inputs, it may reach a trainable parameter only inside
-a call of its owner.
+The checks of :mod:`.checks` run the model as it is called first. A later branch of its forward may use a weight
+outside of all rules, or take an activation out of a module before its tap, and this gradient would not be measured.
+The graph shows it: a walk from the losses to the inputs may reach a trainable parameter only inside a call of its
+owner.
 
-Autograd numbers its nodes in the order in which they are made. What a tap leads to and is not older than the call of
-its module was computed inside that call. The walk takes a few microseconds for each module.
+Autograd numbers its nodes in the order of their creation. A node before a tap was computed inside the call of the
+tap's module if it is not older than the start of this call. The walk takes a few microseconds for each module.
 
 Reentrant activation checkpointing builds its graph only in backward, and so hides it from this walk.
 """
@@ -29,13 +29,14 @@ _CAST = "ToCopyBackward0"
 def parameter_outside_calls(
     roots: Iterable[torch.Tensor], taps: Collection[type], parameter_of: Mapping[torch.Tensor, nn.Parameter]
 ) -> nn.Parameter | None:
-    """A trainable parameter with a way to losses, ``roots``, that no tap sees, or None.
+    """Return a trainable parameter with a path to the ``roots`` past all taps; None if there is none.
 
     Args:
-        taps: The types of the taps' nodes, whose ``call`` has ``parameters`` and the ``first_node`` of the call.
-        parameter_of: For each tensor that modules hold for a trainable parameter, that parameter.
+        roots: The losses.
+        taps: Types of the taps' nodes. Their ``call`` has ``parameters`` and the ``first_node`` of the call.
+        parameter_of: Maps the tensors in the graph to trainable parameters.
     """
-    # and inside which calls it was computed
+    # nodes, and the calls inside which they were computed
     todo: list[tuple[Node, tuple[RecordedCall, ...]]] = [(root.grad_fn, ()) for root in roots if root.grad_fn]
     seen = set()
     while todo:
@@ -61,7 +62,7 @@ def parameter_outside_calls(
 
 
 def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
-    """Returns the dtypes of everything that the losses are computed from and that a gradient goes through."""
+    """Return the dtypes of all nodes in the graph of the losses."""
     todo, seen, found = [losses.grad_fn], set[Node](), {losses.dtype}
     while todo:
         node = todo.pop()
@@ -73,7 +74,7 @@ def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
 
 
 def _leaf(node: Any) -> torch.Tensor | None:
-    """The leaf that a gradient is accumulated in here; autocast keeps a leaf's copy from one call for the next."""
+    """Return the leaf of a node that accumulates a gradient, also behind a cast of autocast; None for other nodes."""
     if type(node).__name__ == _CAST:
         node = node.next_functions[0][0]
     return node.variable if type(node) is LEAF else None

@@ -1,4 +1,4 @@
-"""The sums of clipped gradients while they grow: in float32, reduce-scattered where parameters are sharded."""
+"""Sums of clipped gradients: in float32, and reduce-scattered if parameters are sharded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .trainable import TrainableParameters
 
 
 class GradientSums:
-    """Holds the clipped sum of each trainable parameter, out of reach of whatever reads or writes ``p.grad``.
+    """Holds the clipped sum of each trainable parameter, where code that reads or writes ``p.grad`` cannot reach it.
 
-    Under FSDP2 whole sums of several physical batches may wait here until one of them is reduced.
+    Under FSDP2, whole sums of several physical batches may be collected here before they are reduced.
 
     Attributes:
-        reduces: Whether sums of sharded parameters are reduce-scattered when they are added, or wait.
+        reduces: True if sums of sharded parameters are reduce-scattered when they are added.
     """
 
     def __init__(self, trainable: TrainableParameters):
@@ -28,21 +28,19 @@ class GradientSums:
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
 
     def __getitem__(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of a parameter, in float32 at least; None where nothing was added."""
+        """Return the sum of a parameter, in float32 at least; None if nothing was added."""
         return self._sums.get(parameter)
 
     def order(self, summed: Iterable[nn.Parameter], group: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-        """The order in which the sums of these parameters of a group must be formed.
-
-        Under FSDP2 every rank takes part in every sum, in one order, whatever its examples used.
-        """
+        """Return the order in which the sums of a group must be formed. Under FSDP2 it includes all parameters, since
+        every rank takes part in every sum, in the same order."""
         return group if self._trainable.shards else list(summed)[::-1]
 
     def add(self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], *, may_wait: bool = False) -> None:
-        """Add what ``parts`` come to; they are taken one after the other, and freed.
+        """Add the sum of ``parts``, which are consumed and freed one after the other.
 
         Args:
-            may_wait: Leave a sharded sum whole while :attr:`reduces` is not set.
+            may_wait: Keep a sharded sum whole while :attr:`reduces` is False.
         """
         shards, parallel = self._trainable.shards, self._trainable.parallel
         total = self.total(parameter, parts, self._unreduced.pop(parameter, None))
@@ -59,7 +57,7 @@ class GradientSums:
     def total(
         self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], total: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """What ``parts`` come to with ``total``, on this rank; None if there are none."""
+        """Return the sum of ``parts`` and ``total`` on this rank; None if there are none."""
         for part in parts:
             part = part.to(sum_dtype(parameter)).view(self._trainable.parallel.shape(parameter))
             total = part.contiguous() if total is None else total.add_(part)
@@ -72,19 +70,19 @@ class GradientSums:
     # ---- p.grad ----
 
     def take_gradients(self) -> None:
-        """Go on from what ``p.grad`` holds, which is None afterwards."""
+        """Move ``p.grad`` of every parameter into the sums."""
         for p in self._trainable.parameters:
             if p.grad is not None:
                 self._sums[p], p.grad = p.grad, None
 
     def become_gradients(self) -> None:
-        """Make ``p.grad`` of every trainable parameter its sum, None where nothing was added, and forget the sums."""
+        """Move the sums into ``p.grad``, which is None if nothing was added."""
         for p in self._trainable.parameters:
             set_gradient(p, self._sums.pop(p, None))
 
     @contextmanager
     def in_gradients(self) -> Iterator[None]:
-        """Inside, the sums are in ``p.grad``, where FSDP2's own backward pass adds to them."""
+        """Keep the sums in ``p.grad`` inside the context, where FSDP2's own backward pass adds to them."""
         self.become_gradients()
         try:
             yield

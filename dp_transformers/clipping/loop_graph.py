@@ -1,8 +1,7 @@
-"""The part of a loss's autograd graph that a plain loop made itself: from the loss to what the model returned.
+"""The part of the autograd graph that a plain loop builds: from the loss to the outputs of the model.
 
-Behind everything that the model returns stands an :class:`End`, by which a walk knows that the model's part begins.
-What a module keeps in an attribute has none; there the walk ends at a tap.
-"""
+Each output of the model passes through an :class:`End`, which marks the start of the model's part. A tensor that a
+module stores in an attribute has none; there the walk ends at a tap."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from .tap import TAPS
 
 
 class ModelCall(NamedTuple):
-    """The pass that a call of the model belongs to, and the tensors it was given that ask for a gradient."""
+    """A call of the model: its forward pass, and its inputs that require a gradient."""
 
     forward: ForwardPass
     inputs: Sequence[torch.Tensor]
 
 
 class End(torch.autograd.Function):
-    """An identity on what the model returned, in the same memory: a write in place that matters to the backward pass
-    of the model is noticed by autograd, as it is without it."""
+    """Identity on the outputs of the model, in the same memory, so that autograd still detects in-place writes which
+    would change the backward pass of the model."""
 
     @staticmethod
     def forward(ctx: Any, call: ModelCall, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -40,24 +39,24 @@ class End(torch.autograd.Function):
 
 
 class LoopGraph:
-    """The graph from some roots to the model.
+    """The graph from the losses to the model.
 
     Args:
-        roots: Losses.
-        forward: The pass of the model that the graph ends at. It ends at those of other models, too.
+        roots: The losses.
+        forward: The forward pass of the model. The graph ends at outputs of other models, too.
 
     Attributes:
-        ends: The outputs (node, number) of ends, and of taps, of the pass that the roots come from.
-        leads: All nodes between the roots and those, with both.
-        inputs: Tensors that ask for a gradient and that models were given.
-        leaves: Tensors that ask for a gradient and that the roots come from, outside of models.
+        ends: Outputs (node, number) of the ends, and of taps, of this forward pass.
+        leads: All nodes on paths from the roots to these, with both.
+        inputs: Inputs of models that require a gradient.
+        leaves: Leaves outside of models that require a gradient.
     """
 
     def __init__(self, roots: Sequence[Any], forward: ForwardPass):
         self.ends: dict[tuple[Any, int], None] = {}
         self.inputs: list[torch.Tensor] = []
         self.leaves: dict[torch.Tensor, None] = {}
-        after: dict[Any, list[Any]] = {}  # for each node, those that were computed from it
+        after: dict[Any, list[Any]] = {}  # for each node, the nodes that were computed from it
         todo = [(*edge, None) for edge in map(_edge, roots)]
         while todo:
             node, number, later = todo.pop()
@@ -87,15 +86,15 @@ class LoopGraph:
 
     @property
     def returned(self) -> list[tuple[int, ...]]:
-        """The sizes of the outputs of the model that the roots come from."""
+        """Shapes of the outputs of the model that the roots depend on."""
         return [shape_of(*end) for end in self.ends if type(end[0]) is _END]
 
     def sizes_before(self, node: Any) -> list[tuple[int, ...]]:
-        """The sizes of what a node was computed from, as far as that comes from the model."""
+        """Return the shapes of a node's inputs that come from the model."""
         return [shape_of(*edge) for edge in node.next_functions if edge[0] in self.leads]
 
     def pairs_rows(self, node: Any, size: int) -> bool:
-        """Whether what each of ``size`` rows has once is there for each pair of rows behind this node."""
+        """Return True if a node makes an entry for each pair of ``size`` rows from inputs with one for each row."""
         made, before = shape_of(node), self.sizes_before(node)
         is_larger = math.prod(made) == size * max(map(math.prod, before), default=0)
         return is_larger and made.count(size) > max((shape.count(size) for shape in before), default=size)
@@ -106,7 +105,7 @@ def _edge(x: Any) -> tuple[Any, int]:
 
 
 def shape_of(node: Any, number: int = 0) -> tuple[int, ...]:
-    """The sizes of an output of a node; of a nested tensor that has none, sizes that fit nothing."""
+    """Return the shape of an output of a node; for a nested tensor, which has none, (0, 0)."""
     try:
         return tuple(node._input_metadata[number].shape)
     except RuntimeError:
@@ -114,15 +113,15 @@ def shape_of(node: Any, number: int = 0) -> tuple[int, ...]:
 
 
 def rows_dims(shape: Sequence[int], size: int) -> list[int]:
-    """The dimensions that may be that of the rows: those of ``size`` entries; the first, where none has and it may
-    hold all positions of all rows."""
+    """Return the possible batch dimensions: those with ``size`` entries, or else the first, if it may hold all
+    positions of all rows."""
     found = [dim for dim, entries in enumerate(shape) if entries == size]
     is_flat = not found and bool(shape) and shape[0] % size == 0
     return [0] if is_flat else found
 
 
 def kind(node: Any) -> str:
-    """The operation that a node is of, as ``Mean`` or ``NllLoss``."""
+    """Return the name of a node's operation, such as ``Mean`` or ``NllLoss``."""
     return type(node).__name__.partition("Backward")[0]
 
 

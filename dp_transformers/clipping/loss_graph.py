@@ -1,4 +1,4 @@
-"""The backward passes that clipping runs over per-example losses, or over the loss of a whole batch."""
+"""Backward passes of clipping over per-example losses, or over the loss of a whole batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .tap import TAPS
 
 
 class BatchLoss(NamedTuple):
-    """The loss of a whole batch, such that what comes back at each row is the gradient of that row's loss.
+    """The loss of a whole batch, scaled so that the gradient at each row is the gradient of that row's loss.
 
     Attributes:
-        roots: The tensors that going back begins at.
-        gradients: What it begins with.
-        leaves: Tensors beyond the model that are to have their gradient too.
-        retain_graph: Whether somebody goes back again afterwards.
+        roots: The tensors at which backward starts.
+        gradients: The gradients of the roots.
+        leaves: Tensors outside of the model that get their gradient too.
+        retain_graph: True if there will be another backward pass.
     """
 
     roots: Sequence[torch.Tensor]
@@ -31,7 +31,7 @@ class BatchLoss(NamedTuple):
 
 
 class LossGraph:
-    """Losses (B,), or the loss of a batch, with the graph that leads back to the calls of ``forward``."""
+    """The graph from (B,) losses, or the loss of a batch, back to the calls of ``forward``."""
 
     def __init__(self, losses: torch.Tensor | BatchLoss, forward: ForwardPass):
         of_rows = not isinstance(losses, BatchLoss)
@@ -39,8 +39,8 @@ class LossGraph:
         self.forward, self.device = forward, self._loss.roots[0].device
 
     def go_back(self, *, retain_graph: bool, weights_b: torch.Tensor | None = None) -> None:
-        """Reach all taps, by a backward pass that computes no weight gradient, over the losses times ``weights_b``
-        (None: ones). The one that does not retain the graph for others gives leaves beyond the model their gradient.
+        """Run a backward pass without weight gradients over the losses times ``weights_b`` (None: ones), which reaches
+        all taps. The last pass, which does not retain the graph, also fills the gradients of the leaves.
         """
         forward, trainable = self.forward, self.forward.trainable
         if forward.reentrant and (trainable.shards or trainable.parallel):
@@ -64,11 +64,11 @@ class LossGraph:
                 "the losses do not come from a forward pass through the attached model: it ran before attach(), under "
                 "no_grad(), or through a submodule instead of the model given to PerExampleClipper; or they depend on "
                 "none of its trainable parameters. Call that model after attach(), with gradients, and compute the "
-                "losses from what it returns."
+                "losses from its output."
             )
 
     def _gradient_of_probe(self, gradients: Sequence[torch.Tensor], *, retain_graph: bool) -> torch.Tensor | None:
-        """Returns what autograd.grad would, where reentrant checkpointing allows only a backward that fills every
+        """Return the gradient of the probe under reentrant checkpointing, which needs a backward that fills every
         ``grad``."""
         parameters, probe = self.forward.trainable.parameters, self.forward.probe
         before = [p.grad for p in parameters]
@@ -80,8 +80,8 @@ class LossGraph:
             return reached
         finally:
             for p, grad in zip(parameters, before, strict=True):
-                set_gradient(p, grad)  # what backward left there is not clipped
+                set_gradient(p, grad)  # drops the unclipped gradient
 
     def find_escape(self) -> nn.Parameter | None:
-        """A trainable parameter that reaches the losses past the taps, if there is one."""
+        """Return a trainable parameter that reaches the losses past the taps; None if there is none."""
         return parameter_outside_calls(self._loss.roots, TAPS, self.forward.trainable.parameter_of)

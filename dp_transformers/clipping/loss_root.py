@@ -1,9 +1,8 @@
-"""The rule for a loss whose ``backward()`` a plain loop calls: it is a plain mean over the rows (or a sum, by
-``loss_reduction``) of one number for each row, or of as many for each, times Python numbers; or a sum of such.
+"""The rule for ``loss.backward()`` in a plain loop: the loss must be a plain mean over the rows (or a sum, by
+``loss_reduction``) of equally many numbers for each row, times Python numbers, or a sum of such means.
 
-In any other the weight of a row may follow what others hold, or how many there are. Read are the operations between
-the loss and its reductions, and of a reduction how many numbers it is over.
-"""
+In any other loss, the weight of a row may depend on other rows or on their number. The rule reads the operations
+between the loss and its reductions, and the number of numbers in each reduction."""
 
 from __future__ import annotations
 
@@ -27,10 +26,10 @@ class LossRoot:
     """The root of the graph of a loss.
 
     Args:
-        graph: That of the loss.
-        forward: The pass that it comes from; its conditions are told of ignored targets.
+        graph: The graph of the loss.
+        forward: Its forward pass. Conditions on ignored targets are added to it.
         loss_reduction: "mean" or "sum".
-        batch_first: Whether rows come first in targets of several dimensions.
+        batch_first: True if rows are the first dimension of targets.
     """
 
     def __init__(self, graph: LoopGraph, forward: ForwardPass, loss_reduction: str, *, batch_first: bool):
@@ -38,10 +37,10 @@ class LossRoot:
         self._reduction, self._batch_first = loss_reduction, batch_first
 
     def require_plain(self, root: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Raise ValueError unless the loss is such a mean, or sum. That of a single row may be anything.
+        """Raise ValueError unless the loss is such a mean or sum. The loss of a single row may be any.
 
         Args:
-            gradient: What going back from the loss begins with; None for 1.
+            gradient: The gradient at which backward starts; None for 1.
         """
         size = max(self._size, 1)
         if any(size not in shape and (not shape or shape[0] % size) for shape in self._graph.returned):
@@ -50,7 +49,7 @@ class LossRoot:
             return
         if root.numel() != 1 or gradient is not None:
             self._refuse("it is several numbers, or begins with a gradient of its own")
-        todo: list[tuple[Any, tuple[float, ...]]] = [(root.grad_fn, ())]  # with what it is divided by
+        todo: list[tuple[Any, tuple[float, ...]]] = [(root.grad_fn, ())]  # nodes, and their divisors
         while todo:
             node, divisors = todo.pop()
             if node not in self._graph.leads:
@@ -66,8 +65,8 @@ class LossRoot:
                 self._refuse(f"it is a function of several rows, by {type(node).__name__}")
 
     def _divisor(self, node: Any) -> float:
-        """What a product or quotient divides one number by. That is a number of Python's, or how many targets count
-        where a cross-entropy smooths its labels."""
+        """Return the divisor of a product or quotient: a Python number, or the number of targets in a cross-entropy
+        with label smoothing."""
         first, *others = [earlier for earlier, _ in node.next_functions]
         other = node._saved_other if first in self._graph.leads and not any(others) else None
         if other is not None and (not isinstance(other, torch.Tensor) or _is_of_python(other)):
@@ -79,7 +78,7 @@ class LossRoot:
         return self._numbers_in(first)
 
     def _require_reduction(self, node: Any, divisors: tuple[float, ...]) -> None:
-        """Raise ValueError unless a node is the reduction that is asked for, over as many numbers of each row."""
+        """Raise ValueError unless a node is the right reduction, over equally many numbers for each row."""
         numbers = node._saved_target.numel() if kind(node).startswith("NllLoss") else self._numbers_in(node)
         each, rest = divmod(numbers, self._size)
         is_sum = kind(node) == "Sum" or getattr(node, "_saved_reduction", _MEAN) == _SUM
@@ -98,7 +97,7 @@ class LossRoot:
             self._require_equal_targets(node)
 
     def _require_equal_targets(self, node: Any) -> None:
-        """Expect that as many targets of each row count in a mean of negative log-likelihoods."""
+        """Expect that equally many targets of each row count in a mean of negative log-likelihoods."""
         target = node._saved_target
         if node._saved_weight is not None:
             self._refuse("it is weighted by class, so that the mean divides by the weights of all rows' targets")
@@ -111,7 +110,7 @@ class LossRoot:
         return max(map(math.prod, self._graph.sizes_before(node)), default=0)
 
     def _leaves_out(self, reduction: Any) -> bool:
-        """Whether numbers were picked that do not lie by rows any more."""
+        """Return True if a selection left out numbers, so that the rest are not ordered by rows."""
         if any(self._size in shape for shape in self._graph.sizes_before(reduction)):
             return False
         picks = (node for node in self._graph.leads if kind(node) in ("Index", "MaskedSelect"))
@@ -133,6 +132,6 @@ def _refuse(reduction: str, reason: str) -> NoReturn:
 
 
 def _is_of_python(number: torch.Tensor) -> bool:
-    """Whether autograd saved a number of Python's, whose dtype never decides that of a result."""
-    others = (torch.float16, torch.bfloat16) if number.is_floating_point() else (torch.int8, torch.uint8)
-    return all(torch.result_type(torch.zeros((), dtype=dtype), number) == dtype for dtype in others)
+    """Return True if autograd saved a Python number: unlike a tensor's, its dtype never changes that of a result."""
+    narrow = (torch.float16, torch.bfloat16) if number.is_floating_point() else (torch.int8, torch.uint8)
+    return all(torch.result_type(torch.zeros((), dtype=dtype), number) == dtype for dtype in narrow)

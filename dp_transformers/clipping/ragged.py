@@ -1,14 +1,12 @@
-"""Examples of different lengths that lie in one tensor without padding: a ``PackedSequence``, and the ids and offsets
-that nn.EmbeddingBag takes.
+"""Examples of different lengths in one tensor without padding: a ``PackedSequence``, or ids and offsets for
+nn.EmbeddingBag.
 
-No dimension of such tensors is the batch. A :class:`Ragged` in their place has a row for each example, so that rows
-can be chosen, replaced and made up as those of any other tensor; :func:`packed` turns it into what the model takes.
-"""
+Such tensors have no batch dimension. A :class:`Ragged` replaces them with one row for each example, so that rows can
+be selected, replaced and generated as for any other tensor; :func:`packed` converts it back to the model's input."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import MappingKey, register_pytree_node, tree_leaves, tree_map
 
-_SHORTEST_LONGEST = 3  # made-up rows have three different lengths
+_SHORTEST_LONGEST = 3  # generated rows have three different lengths
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,10 @@ class Ragged:
     """Rows of different lengths.
 
     Attributes:
-        padded: (B, T, ...), each row filled up with zeros; of offsets nothing but zeros.
-        lengths: (B,) how many positions are each row's own.
-        form: What :func:`packed` makes of it: "packed", or "sorted" where the rows come longest first; "flat", one row
-            behind the other; "offsets", where each begins; "all offsets", with the end of the last.
+        padded: (B, T, ...), each row padded with zeros; all zeros for offsets.
+        lengths: (B,) number of positions of each row.
+        form: The result of :func:`packed`: "packed", or "sorted" if the longest row is first; "flat", rows one after
+            the other; "offsets", the start of each row; "all offsets", with the end of the last row.
     """
 
     padded: torch.Tensor
@@ -54,7 +52,7 @@ def is_ragged(x: Any) -> bool:
 
 
 def tensors_with_rows(structure: Any) -> list[torch.Tensor]:
-    """The tensors in it, without those that hold rows of different lengths."""
+    """Return the tensors in a structure, except those with rows of different lengths."""
     return [x for x in tree_leaves(structure, is_leaf=is_ragged) if isinstance(x, torch.Tensor)]
 
 
@@ -62,8 +60,8 @@ def tensors_with_rows(structure: Any) -> list[torch.Tensor]:
 
 
 def unpacked(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of ``module`` with a :class:`Ragged` in the place of every ``PackedSequence``, and of the ids,
-    weights and offsets of bags.
+    """Replace every ``PackedSequence``, and the ids, weights and offsets of bags, in the arguments of ``module`` by a
+    :class:`Ragged`.
 
     Raises:
         ValueError: the offsets do not divide the ids into bags.
@@ -86,7 +84,7 @@ def unpacked(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]
 
 
 def unpacked_sequence(x: Any) -> Any:
-    """A :class:`Ragged` in the place of a ``PackedSequence``; anything else as it is."""
+    """Convert a ``PackedSequence`` to a :class:`Ragged`; return anything else as it is."""
     if not isinstance(x, PackedSequence):
         return x
     padded, lengths = pad_packed_sequence(x, batch_first=True)
@@ -94,7 +92,7 @@ def unpacked_sequence(x: Any) -> Any:
 
 
 def packed(structure: Any) -> Any:
-    """What was there before :func:`unpacked`."""
+    """Undo :func:`unpacked`."""
     return tree_map(lambda x: _packed(x) if isinstance(x, Ragged) else x, structure, is_leaf=is_ragged)
 
 
@@ -110,33 +108,32 @@ def _packed(x: Ragged) -> Any:
 
 
 def own_positions(lengths_b: torch.Tensor, longest: int) -> torch.Tensor:
-    """(B, T) bool."""
+    """Return a (B, T) mask of the positions within each row's length."""
     return torch.arange(longest, device=lengths_b.device) < lengths_b[:, None]
 
 
 def padded_rows(x_n: torch.Tensor, lengths_b: torch.Tensor) -> torch.Tensor:
-    """(B, T) of rows that lie one behind the other; a column at least, so that rows without numbers have a row."""
+    """Pad rows that lie one after the other to (B, T), with T at least 1."""
     own_bt = own_positions(lengths_b, max(1, int(lengths_b.max())))
     return x_n.new_zeros(own_bt.shape).masked_scatter(own_bt, x_n)
 
 
 def bag_lengths(starts: torch.Tensor, number: int) -> torch.Tensor:
-    """(B,) how many of ``number`` ids each bag has, of the B + 1 offsets where they begin and the last one ends.
+    """Return the (B,) sizes of bags from their B + 1 offsets into ``number`` ids.
 
     Raises:
-        ValueError: some id is in no bag.
+        ValueError: an id is in no bag.
     """
     lengths = starts.diff()
     if int(starts[0]) or int(starts[-1]) != number or bool((lengths < 0).any()):
         raise ValueError(
-            f"the offsets of an nn.EmbeddingBag do not divide its {number} ids into bags, one for each example. They "
-            "must begin with 0 and never decrease, and with include_last_offset=True the last one must be the number "
-            "of ids."
+            f"the offsets of an nn.EmbeddingBag do not divide its {number} ids into bags, one for each example. Let "
+            "them begin with 0 and never decrease, and with include_last_offset=True end with the number of ids."
         )
     return lengths
 
 
-# ---- who has ids and offsets ----
+# ---- ids and offsets ----
 
 
 @cache
@@ -145,7 +142,7 @@ def _argument_names(cls: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _bags(module: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-    """The offsets of bags, known by the name of the argument, and the ids and weights that they divide."""
+    """Return the offsets of bags, found by the name of the argument, and their ids and weights; None without bags."""
     given = {**dict(zip(_argument_names(type(module)), args, strict=False)), **kwargs}
     offsets = next((x for name, x in given.items() if "offset" in name and _are_numbers(x)), None)
     if offsets is None or not any(isinstance(m, nn.EmbeddingBag) for m in module.modules()):
@@ -170,7 +167,7 @@ def _has_all_offsets(module: nn.Module) -> bool:
 
 
 def number_of_examples(module: nn.Module, args: tuple, kwargs: dict) -> int | None:
-    """How many examples the module is called with, where that is no tensor's dimension; None where it is."""
+    """Return the number of examples in ragged arguments; None if it is a dimension of the first tensor."""
     bags = _bags(module, args, kwargs)
     if bags is not None:
         return len(bags[0]) - _has_all_offsets(module)
@@ -182,58 +179,12 @@ def _has_dim(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0
 
 
-# ---- bags in collated batches, whose columns may have no names ----
-
-
-def bag_columns(batches: Sequence[tuple[dict[str, torch.Tensor], int]]) -> tuple[str, list[str]] | None:
-    """The names of the offsets, and of the ids and weights that they divide, in batches of so many examples; None
-    where there are none. They stand side by side in each batch: labels that are in order are no offsets of a row."""
-    (first, size), others = batches[0], [batch for batch, _ in batches[1:]]
-    vectors = {name: x for name, x in first.items() if x.dim() == 1 and all(name in batch for batch in others)}
-    ids = next((name for name, x in vectors.items() if _are_numbers(x) and len(x) != size), None)
-    if ids is None:
-        return None
-    beside = {name: x for name, x in vectors.items() if name.rpartition("/")[0] == ids.rpartition("/")[0]}
-    candidates = [
-        name
-        for name in beside
-        if ("offset" in name or name.rpartition("/")[2].isdigit())
-        and all(_lengths_of_bags(batch, n, name, ids) is not None for batch, n in batches)
-    ]
-    if not candidates:
-        return None
-    flat = [name for name, x in beside.items() if len(x) == len(first[ids])]
-    return max(candidates, key=lambda name: int(first[name][-1])), flat
-
-
-def with_rows_for_bags(
-    batch: dict[str, torch.Tensor], size: int, columns: tuple[str, list[str]] | None
-) -> dict[str, torch.Tensor]:
-    """The batch with a row for each example in the place of ids and weights, and lengths in the place of offsets."""
-    lengths = None if columns is None else _lengths_of_bags(batch, size, columns[0], columns[1][0])
-    if columns is None or lengths is None:
-        return batch
-    return {**batch, columns[0]: lengths, **{name: padded_rows(batch[name], lengths) for name in columns[1]}}
-
-
-def _lengths_of_bags(batch: dict[str, torch.Tensor], size: int, offsets: str, ids: str) -> torch.Tensor | None:
-    if offsets == ids or not (_are_numbers(batch.get(offsets)) and _are_numbers(batch.get(ids))):
-        return None
-    number, starts = len(batch[ids]), batch[offsets]
-    if len(starts) == size:
-        starts = torch.cat([starts, starts.new_tensor([number])])
-    try:
-        return bag_lengths(starts, number) if len(starts) == size + 1 else None
-    except ValueError:
-        return None
-
-
-# ---- made-up rows ----
+# ---- generated rows ----
 
 
 def varied(structure: Any) -> Any:
-    """Rows of three lengths in the place of those that there are. They are in no order of their lengths, unless the
-    model was given sorted ones, so that a model which loses the order of a PackedSequence is seen to do so."""
+    """Change the lengths of rows to three different ones. They are not sorted, unless the model's input is, so that a
+    model which ignores the order of a PackedSequence is detected."""
 
     def change(x: Any) -> Any:
         if not isinstance(x, Ragged):

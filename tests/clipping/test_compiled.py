@@ -12,7 +12,7 @@ pytestmark = [  # torch.compile's own
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
-TRACED = "inside of what torch.compile compiled"
+TRACED = "inside a function that torch.compile compiled"
 
 
 class Block(nn.Module):

@@ -1,13 +1,12 @@
-"""Adapters on the weights of fused experts: peft's ``target_parameters``, where nothing but the sum is ever called.
+"""Adapters on the weights of fused experts (peft's ``target_parameters``), which only ever use the sum of both.
 
-Each ``ParamWrapper``, one around the other, adds a product of low rank to one weight of the experts while these run,
+Each ``ParamWrapper``, one around the other, adds a low-rank product to one weight of the experts while these run,
 
-    W + s·L·R,   L (e, p, r), R (e, r, d),
+    W + s·L·R,   L (e, p, r), R (e, r, d).
 
-so with G the gradient of the sum, which is that of W too, that of L is s·G·Rᵀ, and that of R is s·Lᵀ·G. G is never
-formed: it is a sum of outer products over slots (:mod:`.experts`), and so are they. L and R are the weights of two
-``nn.Linear`` that are never called, A of shape (e·r, in) and B of shape (out, r·e).
-"""
+With G the gradient of W, and so of the sum, the gradient of L is s·G·Rᵀ, and that of R is s·Lᵀ·G. G is never formed:
+it is a sum of outer products over slots (:mod:`.experts`), and so are the two others. L and R are the weights of two
+``nn.Linear`` that are never called, A of shape (e·r, in) and B of shape (out, r·e)."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from .experts import Experts
 
     class _Wrapper(nn.Module):
-        """peft's ``ParamWrapper``, with what it has besides its parameters."""
+        """The attributes of peft's ``ParamWrapper`` besides its parameters."""
 
         base_layer: nn.Module
         parameter_name: str
@@ -42,15 +41,15 @@ if TYPE_CHECKING:
 
 
 class _Adapter(NamedTuple):
-    """One product of low rank: on the weight called ``name``, times ``scaling``."""
+    """One low-rank product, added to the weight called ``name``, times ``scaling``."""
 
     name: str
     a: nn.Parameter
     b: nn.Parameter
-    a_erd: torch.Tensor  # d and p are the inputs and outputs that peft took the weight to have
+    a_erd: torch.Tensor  # d and p are the inputs and outputs of the weight, as peft understands it
     b_epr: torch.Tensor
     scaling: float
-    outputs_first: bool  # whether the weight is (e, p, d), and not (e, d, p)
+    outputs_first: bool  # True if the weight is (e, p, d), False if it is (e, d, p)
 
 
 def _are_adapted_experts(module: nn.Module) -> bool:
@@ -63,8 +62,8 @@ def _are_adapted_experts(module: nn.Module) -> bool:
 
 
 def _unwrapped(module: nn.Module) -> tuple[list[_Wrapper], nn.Module]:
-    """The wrappers, the outermost first, and what is in them."""
-    # looked up among what is already imported: this package does not depend on peft, and a model that has one has it
+    """Return the wrappers, the outermost first, and the module inside."""
+    # looked up among imported modules: this package does not depend on peft, and a model with a wrapper imported it
     wrapper_class = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     wrappers: list[_Wrapper] = []
     while wrapper_class is not None and class_forward(module) is wrapper_class.forward:
@@ -74,7 +73,7 @@ def _unwrapped(module: nn.Module) -> tuple[list[_Wrapper], nn.Module]:
 
 
 def _adapters(wrapper: _Wrapper) -> list[_Adapter]:
-    """The active ones."""
+    """Return the active adapters."""
     lora_a, lora_b = cast(nn.ModuleDict, wrapper.lora_A), cast(nn.ModuleDict, wrapper.lora_B)
     found = []
     for name in wrapper.active_adapters:
@@ -93,8 +92,8 @@ def _require_active(module: nn.Module) -> None:
         if getattr(inside, wrapper.parameter_name).requires_grad:
             raise ValueError(
                 f"'{wrapper.parameter_name}' of {type(inside).__name__} is trained, and so are adapters on it "
-                "(target_parameters): peft writes to that weight in every forward pass, so it cannot be told whether "
-                "private data gets into it. Freeze the weight (requires_grad_(False)), or train it without adapters."
+                "(target_parameters): peft writes to that weight in every forward pass, which could hide private data "
+                "in it. Freeze the weight (requires_grad_(False)), or train it without adapters."
             )
     if any(wrapper.disable_adapters or wrapper.merged for wrapper in wrappers):
         raise UnsupportedModuleError(
@@ -105,14 +104,14 @@ def _require_active(module: nn.Module) -> None:
 
 
 def _settings(module: nn.Module) -> dict[str, object]:
-    """Scalings by weight and active adapter, and those of the experts."""
+    """Return the scaling of each weight and active adapter, and the settings of the experts."""
     wrappers, inside = _unwrapped(module)
     scalings = {f"{w.parameter_name}.{name}": w.scaling[name] for w in wrappers for name in w.active_adapters}
     return scalings | settings_of_experts(inside)
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    """The factors of active adapters, and the weights of the experts."""
+    """Return the factors of active adapters, and the weights of the experts."""
     wrappers, inside = _unwrapped(module)
     factors = [p for wrapper in wrappers for adapter in _adapters(wrapper) for p in (adapter.a, adapter.b)]
     return factors + tensors_of_experts(inside)
@@ -141,7 +140,7 @@ def adapted_experts(
 
 
 def _added(weight: torch.Tensor, adapter: _Adapter) -> torch.Tensor:
-    """The weight that the experts computed with, in its precision."""
+    """Return the weight with the adapter, in the precision of the weight."""
     b_epr, a_erd = (factor.to(weight.dtype) for factor in (adapter.b_epr, adapter.a_erd))
     pair = (b_epr, a_erd) if adapter.outputs_first else (a_erd.mT, b_epr.mT)
     return torch.baddbmm(weight, *pair, alpha=adapter.scaling)

@@ -1,10 +1,9 @@
-"""nn.MultiheadAttention, tapped from the inside, where it consists of linear layers.
+"""nn.MultiheadAttention, tapped inside, where it consists of linear layers.
 
-Its forward hands all weights, those of ``out_proj`` too, to one function, so that from the outside queries, keys,
-values and the whole attention would have to be computed a second time, forwards and backwards. Instead that one
-function is replaced while the module runs, by the same computation with the tap right behind the input projections,
-and with ``out_proj`` called as the linear layer it is. Masks, dropout, the gradient through the attention weights,
-everything between the two is plain autograd.
+Its forward passes all weights, also those of ``out_proj``, to one function. A rule from the outside would have to
+compute queries, keys, values and the whole attention a second time, forward and backward. Instead, this function is
+replaced while the module runs, by the same computation with a tap right after the input projections and with a call of
+``out_proj`` as a linear layer. Everything in between (masks, dropout, attention weights) is plain autograd.
 
 Shape legend: b example, l query position, s key position, h head, e features of a head, p projected features (all
 heads).
@@ -24,8 +23,8 @@ from ..layer_rule import Tap, layer_rule
 from ..terms import Dense, Outer, Stacked, Term
 
 
-class _Opened(TorchFunctionMode):
-    """While a module runs: its call of ``F.multi_head_attention_forward`` becomes one of :func:`_attend`."""
+class _TappedAttention(TorchFunctionMode):
+    """Replaces ``F.multi_head_attention_forward`` by :func:`_attend` while a module runs."""
 
     def __init__(self, module: nn.MultiheadAttention, tap: Tap | None):
         super().__init__()
@@ -39,7 +38,7 @@ class _Opened(TorchFunctionMode):
 
 
 class _Projections(Protocol):
-    """A module that holds input projections, in one parameter or one for each, and what it adds to keys and values."""
+    """A module with input projections, in one or in three parameters, and biases that are added to keys and values."""
 
     in_proj_weight: nn.Parameter | None
     q_proj_weight: nn.Parameter
@@ -50,13 +49,17 @@ class _Projections(Protocol):
     bias_v: nn.Parameter
 
 
-@layer_rule(nn.MultiheadAttention, forward_context=_Opened, tapped_inside=True)
+@layer_rule(nn.MultiheadAttention, forward_context=_TappedAttention, tapped_inside=True)
 def multihead_attention(
     module: _Projections, activations: Sequence[torch.Tensor], backprops: torch.Tensor | Sequence[torch.Tensor]
 ) -> dict[nn.Parameter, Term]:
-    """``activations`` are the inputs of the input projections (one for each block of rows that shares its input),
-    ``backprops`` the gradients of what they gave, then those of each example's copy of ``bias_k`` and ``bias_v``, (B,
-    1, p)."""
+    """Return the terms of the input projections and their biases.
+
+    Args:
+        activations: Inputs of the projections, one for each block of rows with the same input.
+        backprops: Gradients of their outputs, then those of each example's copy of ``bias_k`` and ``bias_v``,
+            (B, 1, p).
+    """
     grads = [backprops] if isinstance(backprops, torch.Tensor) else list(backprops)
     projected, added = grads[: len(activations)], grads[len(activations) :]
     terms: dict[nn.Parameter, Term] = {}
@@ -104,7 +107,7 @@ def _attend(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns what ``F.multi_head_attention_forward`` does for what ``nn.MultiheadAttention`` gives it: positions
+    """Compute ``F.multi_head_attention_forward`` for the arguments that ``nn.MultiheadAttention`` passes: positions
     first, masks as floats."""
     if is_causal and attn_mask is None:
         raise ValueError(
@@ -147,7 +150,7 @@ def _attend(
         padding = key_padding_mask.view(-1, 1, 1, key_padding_mask.shape[-1])
         mask = padding if mask is None else mask + padding
     if mask is not None:
-        mask = F.pad(mask, (0, bool(added) + add_zero_attn))  # what was added to the keys is never masked
+        mask = F.pad(mask, (0, bool(added) + add_zero_attn))  # added keys are never masked
 
     dropout_p = dropout_p if training else 0.0
     if need_weights:

@@ -51,13 +51,13 @@ def convolution(
 
 
 def _images(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """(b, n, c, *spatial) from (b, c, *spatial), or from (b, ..., c, *spatial) where the examples' frames were the
-    layer's batch."""
+    """Reshape (b, c, *spatial), or (b, ..., c, *spatial) if frames of the examples were the layer's batch, to
+    (b, n, c, *spatial)."""
     return x.flatten(1, -dims - 2) if x.dim() > dims + 2 else x.unsqueeze(1)
 
 
 def _padded(module: _Convolution, image: torch.Tensor) -> tuple[torch.Tensor, Convolution]:
-    """The image as the native kernel sees it, and what that does with it."""
+    """Return the image as the native kernel gets it, and the options of the kernel."""
     widths = module._reversed_padding_repeated_twice
     if module.padding_mode == "zeros" and isinstance(module.padding, tuple):
         padding = module.padding
@@ -79,6 +79,6 @@ def _weight_term(image: torch.Tensor, grad: torch.Tensor, how: Convolution) -> T
     )
     if not disjoint or how.groups > 1:
         return Convolved(image, grad, how)
-    # Patches that do not overlap are as many numbers as the image, and the layer is a linear one of patches.
+    # Disjoint patches take as much memory as the image, and the layer is linear in them.
     patches = how.patches(image).movedim(2, 2 + dims)
     return Outer(grad.movedim(2, -1).flatten(1, -2), patches.flatten(2 + dims).flatten(1, -2))

@@ -33,16 +33,16 @@ def _refuse_options(module: _Table) -> None:
     for option in _REFUSED:
         if getattr(module, option):
             why = {
-                "max_norm": "it rewrites the weights in the forward pass, for whoever is in the batch",
+                "max_norm": "it changes the weights in the forward pass, depending on the batch",
                 "sparse": "the noised gradient is dense",
-                "scale_grad_by_freq": "it scales one example's gradient by what the others contain",
+                "scale_grad_by_freq": "it scales one example's gradient by the contents of other examples",
             }[option]
             name = type(module).__name__
             raise ValueError(f"nn.{name}({option}=...) cannot be trained privately: {why}. Build it without {option}.")
 
 
 def _padding_of(module: _Table) -> int:
-    """The id, counted from the end where it is negative."""
+    """Return the padding id as a nonnegative number."""
     return cast(int, module.padding_idx) % module.num_embeddings
 
 
@@ -67,8 +67,8 @@ def embedding(
     reads=settings("num_embeddings", "embedding_dim", "padding_idx", "mode", "include_last_offset", *_REFUSED),
 )
 def embedding_bag(call: RecordedCall) -> dict[nn.Parameter, Term]:
-    """Bags are the rows of a matrix of ids, or are divided by offsets. An example may have several, one after the
-    other."""
+    """Return the terms of bags that are rows of a matrix of ids, or are divided by offsets. An example may have
+    several consecutive bags."""
     module, batch = cast(_BagsOfRows, call.module), call.batch_size
     _refuse_options(module)
     if not module.weight.requires_grad:
@@ -84,8 +84,8 @@ def embedding_bag(call: RecordedCall) -> dict[nn.Parameter, Term]:
     bags = len(ids) // max(1, batch)  # of each example
     if len(ids) != bags * batch:
         raise UnsupportedModuleError(
-            f"{call.owner} was called on {len(ids)} bags in a batch of {batch} examples, so it is not known which "
-            f"example they belong to. Give every example as many bags. {how_to_fix(call.module)}",
+            f"{call.owner} was called on {len(ids)} bags in a batch of {batch} examples, so bags cannot be assigned "
+            f"to examples. Give every example equally many bags. {how_to_fix(call.module)}",
             call.module,
         )
     if module.padding_idx is not None:

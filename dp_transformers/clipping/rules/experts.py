@@ -2,8 +2,8 @@
 
     out[t] = sum over k of weight[t, k] · down_e(gate(up_e(x[t]))),   e = index[t, k]
 
-One token sent to one expert is a *slot*. Whatever kernel ran (a loop, grouped or batched products), the gradient of an
-expert is a sum over the slots sent to it, so what the kernel had inside is computed once more, slot by slot.
+One token sent to one expert is a *slot*. For every kernel (a loop, grouped or batched products), the gradient of an
+expert is a sum over the slots sent to it, so the inner activations are computed again, slot by slot.
 
 Shape legend: b example, t position, k experts of one token, s slot of an example (t times k), e expert, d width, p
 inner width.
@@ -28,7 +28,7 @@ _PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "
 if TYPE_CHECKING:
 
     class Experts(nn.Module):
-        """A class that ``use_experts_implementation`` made, with what it has besides its parameters."""
+        """The attributes of a class that ``use_experts_implementation`` made, besides its parameters."""
 
         num_experts: int
         has_gate: bool
@@ -39,10 +39,9 @@ if TYPE_CHECKING:
 
 
 def are_fused_experts(module: nn.Module) -> bool:
-    """Classes that ``use_experts_implementation`` made: they compute the formula above with whatever kernel, as their
-    attributes say."""
-    # looked up among what is already imported: this package does not depend on transformers, and a model that has one
-    # has it
+    """Return True for classes that ``use_experts_implementation`` made: they compute the formula above, by their
+    attributes."""
+    # looked up among imported modules: this package does not depend on transformers, and such a model imported it
     moe = sys.modules.get("transformers.integrations.moe")
     if moe is None or getattr(type(module).forward, "__globals__", None) is not vars(moe):
         return False
@@ -51,11 +50,11 @@ def are_fused_experts(module: nn.Module) -> bool:
 
 
 def settings_of_experts(module: nn.Module) -> dict[str, object]:
-    """What the class set that the gate and the activation may read, whatever hooks write beside that."""
+    """Return the attributes that the gate and the activation may read, without those that hooks write."""
     gate = getattr(getattr(type(module), "_apply_gate", None), "__code__", None)
     names = set(() if gate is None else gate.co_names)
     own = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
-    if any(callable(getattr(type(module), name, None)) for name in names):  # which may read anything
+    if any(callable(getattr(type(module), name, None)) for name in names):  # a method may read any attribute
         names |= set(own) - set(vars(nn.Module()))
     names |= {"has_gate", "has_bias", "is_transposed", "num_experts"}
     return {name: x for name, x in own.items() if name in names} | {"act_fn": getattr(module, "act_fn", None)}
@@ -75,7 +74,7 @@ def experts(module: Experts, activations: Sequence[torch.Tensor], backprops: tor
 def terms_by_name(
     module: Experts, weights: Mapping[str, torch.Tensor], activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[str, Term]:
-    """The terms of the parameters that the experts computed with, of which ``weights`` are the values."""
+    """Return the terms of the experts' parameters, given their values ``weights``."""
     hidden_btd, index_btk, weight_btk = activations
     if (
         backprops.dim() != 3
@@ -90,7 +89,7 @@ def terms_by_name(
         )
     num_experts = module.num_experts
     ids_bs = index_btk.flatten(1)
-    nowhere_bs1 = (ids_bs >= num_experts).unsqueeze(-1)  # sent to an expert that is not there
+    nowhere_bs1 = (ids_bs >= num_experts).unsqueeze(-1)  # sent to an expert that does not exist
     ids_bs = ids_bs.clamp(max=num_experts - 1)
 
     def to_slots(x_btd: torch.Tensor) -> torch.Tensor:
@@ -120,20 +119,20 @@ def terms_by_name(
 
 
 def _columns(module: Experts, weight: torch.Tensor) -> torch.Tensor:
-    """(E, in, out): the weights of all experts, to be multiplied from the right."""
+    """Return the weights of all experts as (E, in, out)."""
     weight = weight.float()
     return weight if module.is_transposed else weight.mT
 
 
 class Routing:
-    """The slots of all examples sorted by expert: a product with the expert's weight for each."""
+    """Sorts the slots of all examples by expert, and multiplies each with the weight of its expert."""
 
     def __init__(self, ids_bs: torch.Tensor, num_experts: int):
         ids, self.order = ids_bs.flatten().sort()
         self.sizes = torch.bincount(ids, minlength=num_experts).tolist()
 
     def __call__(self, x_bsd: torch.Tensor, weight_edp: torch.Tensor) -> torch.Tensor:
-        """(B, s, p): each slot times the weight of its expert."""
+        """Return (B, s, p), each slot times the weight of its expert."""
         x = x_bsd.flatten(0, 1)[self.order]
         out = x.new_empty(len(x), weight_edp.shape[2])
         start = 0

@@ -1,4 +1,4 @@
-"""nn.Linear and the transposed Conv1D of GPT-2."""
+"""nn.Linear, nn.Bilinear, nn.PReLU, and the transposed Conv1D of GPT-2."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..layer_rule import HasWeightAndBias, layer_rule
+from ..layer_rule import HasWeightAndBias, layer_rule, settings
 from ..terms import Outer, Term, summed
+from .normalization import sum_per_channel
 
 
 def _btd(x: torch.Tensor) -> torch.Tensor:
-    """(B, d) and (B, *middle, d) to (B, T, d)."""
+    """Reshape (B, d) or (B, *middle, d) to (B, T, d)."""
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 
 def _affine(
-    module: HasWeightAndBias, a_btd: torch.Tensor, g_btp: torch.Tensor, transposed: bool
+    module: HasWeightAndBias, a_btd: torch.Tensor, g_btp: torch.Tensor, transposed: bool = False
 ) -> dict[nn.Parameter, Term]:
     terms: dict[nn.Parameter, Term] = {}
     if module.weight.requires_grad:
@@ -32,12 +33,11 @@ def _affine(
 def linear(
     module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
-    return _affine(module, _btd(activations[0]), _btd(backprops), transposed=False)
+    return _affine(module, _btd(activations[0]), _btd(backprops))
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    # looked up among what is already imported: this package does not depend on transformers, and a model that has one
-    # has it
+    # looked up among imported modules: this package does not depend on transformers, and such a model imported it
     pytorch_utils = sys.modules.get("transformers.pytorch_utils")
     return pytorch_utils is not None and type(module).forward is pytorch_utils.Conv1D.forward
 
@@ -46,5 +46,25 @@ def _is_conv1d(module: nn.Module) -> bool:
 def conv1d(
     module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, Term]:
-    """transformers' Conv1D: a linear layer whose weight is stored as (in, out)."""
+    """Return the terms of transformers' Conv1D, a linear layer with a weight of shape (in, out)."""
     return _affine(module, _btd(activations[0]), _btd(backprops), transposed=True)
+
+
+@layer_rule(nn.Bilinear, backward_reads_output=False)
+def bilinear(
+    module: HasWeightAndBias, activations: Sequence[torch.Tensor], backprops: torch.Tensor
+) -> dict[nn.Parameter, Term]:
+    first, second = (_btd(x).float() for x in activations)
+    products_btd = (first.unsqueeze(3) * second.unsqueeze(2)).flatten(2)
+    return _affine(module, products_btd, _btd(backprops))
+
+
+@layer_rule(nn.PReLU, channels_second=True, backward_reads_output=False, reads=settings("num_parameters"))
+def prelu(module: nn.PReLU, activations: Sequence[torch.Tensor], backprops: torch.Tensor) -> dict[nn.Parameter, Term]:
+    if not module.weight.requires_grad:
+        return {}
+    slope = activations[0].float().clamp(max=0).mul_(backprops)
+    if module.num_parameters == 1:
+        slope = slope.unsqueeze(1)
+        return {module.weight: summed(slope, range(2, slope.dim()))}
+    return {module.weight: sum_per_channel(slope)}

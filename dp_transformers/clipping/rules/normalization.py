@@ -19,7 +19,7 @@ from ..terms import Dense, Term, summed
 
 
 def _sum_positions(x: torch.Tensor, keep_dims: int) -> Dense:
-    """(B, *middle, *shape) to (B, *shape) with ``keep_dims`` = len(shape)."""
+    """Sum (B, *middle, *shape) to (B, *shape), with ``keep_dims`` = len(shape)."""
     return summed(x, range(1, x.dim() - keep_dims))
 
 
@@ -48,8 +48,8 @@ def rms_norm(
 
 
 def require_batch(module: object, x: torch.Tensor, dims: int) -> None:
-    """``x`` is (B, ..., channels, *spatial) with ``dims`` spatial dimensions, not the (channels, *spatial) that torch
-    allows too."""
+    """Raise ValueError unless ``x`` is (B, ..., channels, *spatial) with ``dims`` spatial dimensions. torch allows
+    (channels, *spatial) too."""
     if x.dim() < dims + 2:
         raise ValueError(
             f"nn.{type(module).__name__} was called without a batch dimension (a tensor of shape {tuple(x.shape)}), "
@@ -58,7 +58,7 @@ def require_batch(module: object, x: torch.Tensor, dims: int) -> None:
 
 
 def sum_per_channel(x: torch.Tensor, channel_dim: int = 1) -> Dense:
-    """(B, C) from (B, ..., C, ...)."""
+    """Sum (B, ..., C, ...) to (B, C)."""
     return summed(x, [dim for dim in range(1, x.dim()) if dim != channel_dim])
 
 
@@ -162,11 +162,11 @@ def _eps(module: object) -> float | None:
 
 
 def _computes_rms_norm(module: nn.Module) -> bool:
-    """Each model of transformers brings its own RMSNorm class: x̂·w, or x̂·(1+w) in Gemma. d out/d w is x̂ in both.
+    """Return True if the module computes an RMS norm. Models of transformers have their own classes for it: x̂·w, or
+    x̂·(1+w) in Gemma. d out/d w is x̂ in both.
 
-    A module counts as one if a 1-d ``weight`` is all it owns and, on random input small and large and a random weight,
-    in training and in evaluation, it computes either formula. (One that limits its input does so on part of them
-    only.)
+    The module must own nothing but a 1-d ``weight``, and compute either formula on random inputs, small and large (to
+    detect clamping), with a random weight, in training and in evaluation.
     """
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) != 1 or module._modules or not _eps(module):
@@ -181,7 +181,7 @@ def _computes_rms_norm(module: nn.Module) -> bool:
     inputs, training = [x, 1e-3 * x, 1e3 * x, spiked], module.training
     try:
         with torch.no_grad(), substituted(module, {weight: w}):
-            # the forward of its class, not the module itself, whose hooks would take this for a forward pass
+            # the forward of its class, since hooks of the module itself would record this as a forward pass
             outputs = [(x, type(module).forward(module.train(mode), x)) for mode in (True, False) for x in inputs]
     except Exception:  # another signature: not an RMS norm
         return False

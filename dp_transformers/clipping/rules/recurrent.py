@@ -1,16 +1,15 @@
 """nn.RNN, nn.LSTM, nn.GRU and their cells, without a Python loop through autograd.
 
-The forward pass is torch's own, fused. The rule knows h at every step, so it recomputes all gates in one matrix
-product, and from them what the gradient of each pre-activation is per unit of gradient of h (or of the LSTM's c). A
-recursion over the steps, one small matrix product each, turns that into dz, the gradients of the pre-activations. Then
-the weights are linear layers: W_ih in (x, dz) and W_hh in (h of the step before, dz). As dz gives the gradients of the
-inputs and initial states too, the module's own backward need not run.
+The forward pass is torch's own fused kernel. The rule has h at every step, so it recomputes all gates in one matrix
+product, and from them the gradient of each pre-activation per unit of gradient of h (or of the LSTM's c). A recursion
+over the steps, one small matrix product each, turns this into dz, the gradients of the pre-activations. Then the
+weights are linear layers: W_ih in (x, dz) and W_hh in (h of the previous step, dz). dz also gives the gradients of the
+inputs and initial states, so the module's own backward need not run.
 
 Shape legend: n rows, b sequences, d in, h hidden, p out (h, unless an LSTM projects), k pre-activations of all gates,
-l layers times directions. Rows are those of a PackedSequence: step by step the sequences that still run, the longest
-first; a padded batch is the case of equal lengths. Layers are walked from the last to the first, the outputs below the
-last recomputed by torch's own kernel.
-"""
+l layers times directions. Rows are those of a PackedSequence: for each step, the sequences that have not ended, the
+longest first; a padded batch is the case of equal lengths. Layers are processed from the last to the first; outputs
+below the last are recomputed by torch's own kernel."""
 
 from __future__ import annotations
 
@@ -33,15 +32,15 @@ from ..terms import Outer, Term, summed
 from ..terms.tied_weights import merge
 
 ROLES = ("ih", "hh", "bias_ih", "bias_hh", "projection")
-INSTANCE_MEMORY = 2  # with steps in the hundreds instances halve the arithmetic
+INSTANCE_MEMORY = 2  # with hundreds of steps, instances halve the arithmetic
 
 Weights = Mapping[str, torch.Tensor]  # by role
 Parameters = Mapping[str, nn.Parameter]
 
 
 class _Rows:
-    """It knows which row belongs to which step and sequence: ``sizes[t]`` sequences run at step t, the j-th one is
-    example ``order[j]``."""
+    """Maps rows to steps and sequences: ``sizes[t]`` sequences run at step t, and the j-th one is example
+    ``order[j]``."""
 
     def __init__(self, batch_sizes: torch.Tensor, order: torch.Tensor | None = None):
         self.batch_sizes, self.order = batch_sizes, order
@@ -59,14 +58,14 @@ class _Rows:
         return step_n, torch.arange(len(step_n)) - start_t[step_n]
 
     def before(self, x_np: torch.Tensor, initial_bp: torch.Tensor, *, reverse: bool) -> torch.Tensor:
-        """(N, p): for every row its sequence's row of one step before (``reverse``: after), the initial one where
-        there is none."""
+        """Return (N, p): for every row, its sequence's row of the previous step (``reverse``: the next), or the
+        initial state."""
         if self.padded:
             return torch.cat(
                 [x_np[self.batch :], initial_bp] if reverse else [initial_bp, x_np[: len(x_np) - self.batch]]
             )
         step_n, sequence_n = self._steps_and_sequences()
-        neighbour_n = step_n + (2 if reverse else 0)  # counted from a step before the first, which no sequence has
+        neighbour_n = step_n + (2 if reverse else 0)  # counted from one step before the first
         size_t, start_t = F.pad(self.batch_sizes, (1, 1)), torch.tensor([0, 0, *accumulate(self.sizes)])
         index_n = torch.where(
             sequence_n < size_t[neighbour_n], self.batch + start_t[neighbour_n] + sequence_n, sequence_n
@@ -74,11 +73,11 @@ class _Rows:
         return torch.cat([initial_bp, x_np])[index_n.to(x_np.device)]
 
     def by_step(self, x_np: torch.Tensor) -> torch.Tensor:
-        """(T, B, p) of a padded batch."""
+        """Reshape rows of a padded batch to (T, B, p)."""
         return x_np.view(len(self.sizes), self.batch, x_np.shape[1])
 
     def by_example(self, x_np: torch.Tensor) -> torch.Tensor:
-        """(B, T, p), zero where a sequence has ended."""
+        """Return (B, T, p), zero after the end of a sequence."""
         if self.padded:
             return self.by_step(x_np).transpose(0, 1)
         step_n, sequence_n = (index_n.to(x_np.device) for index_n in self._steps_and_sequences())
@@ -96,7 +95,7 @@ class _Rows:
 
 
 class _RNN:
-    """h = f(W_ih x + b_ih + W_hh h' + b_hh), h' being h of the step before."""
+    """h = f(W_ih x + b_ih + W_hh h' + b_hh), where h' is h of the previous step."""
 
     def __init__(
         self,
@@ -115,8 +114,8 @@ class _RNN:
         self._w_hh, self._dz_t = w["hh"], self.dz_hh.split(rows.sizes)
 
     def back(self, t: int, dh_bh: torch.Tensor) -> None:
-        """Turn the gradient of h at step ``t``, of the sequences that run then, into that of h', in place; leave dz in
-        ``dz_ih, dz_hh``."""
+        """Turn the gradient of h at step ``t`` (of the sequences that run then) into that of h' in place, and store dz
+        in ``dz_ih, dz_hh``."""
         torch.mm(self._dz_t[t].mul_(dh_bh), self._w_hh, out=dh_bh)
 
 
@@ -131,17 +130,13 @@ class _GRU:
         r, z = (x_r + h_r).sigmoid_(), (x_z + h_z).sigmoid_()
         n, self._dz_nk = torch.addcmul(x_n, r, h_n).tanh_(), x_nd.new_empty(len(x_nd), 4 * width)
         self.output = torch.lerp(n, h_nh, z)
-        dx_n, d_r, d_z, dh_n = self._dz_nk.chunk(4, 1)  # what each is per unit of dh
+        dx_n, d_r, d_z, dh_n = self._dz_nk.chunk(4, 1)  # gradients per unit of dh
         _d_tanh(1 - z, n, out=dx_n)
         _d_sigmoid(dx_n * h_n, r, out=d_r)
         _d_sigmoid(h_nh - n, z, out=d_z)
         torch.mul(dx_n, r, out=dh_n)
-        self._w_hh, self._z_t, self._dz_t, self._width = (
-            w["hh"],
-            z.split(rows.sizes),
-            self._dz_nk.split(rows.sizes),
-            width,
-        )
+        self._w_hh, self._width = w["hh"], width
+        self._z_t, self._dz_t = z.split(rows.sizes), self._dz_nk.split(rows.sizes)
 
     def back(self, t: int, dh_bh: torch.Tensor) -> None:
         dz_bk = self._dz_t[t]
@@ -162,7 +157,7 @@ class _LSTM:
     """c = f ∘ c' + i ∘ g, h = o ∘ tanh(c), times W_hr where it projects; i, f, o = σ, g = tanh of W_ih x + b_ih + W_hh
     h' + b_hh."""
 
-    d_output: torch.Tensor  # where it projects: the gradients of what it puts out
+    d_output: torch.Tensor  # gradients of the projected outputs
     _d_output_t: Sequence[torch.Tensor]
 
     def __init__(
@@ -175,7 +170,7 @@ class _LSTM:
         dc_bh: torch.Tensor,
         reverse: bool,
     ):
-        self.dc = dc_bh.clone()  # of c at the step that `back` comes to next
+        self.dc = dc_bh.clone()  # gradient of c at the step that `back` processes next
         z_nk = _affine(w, x_nd, h_np)
         z_i, z_f, z_g, z_o = z_nk.chunk(4, 1)
         i, f, g, o = z_i.sigmoid(), z_f.sigmoid(), z_g.tanh(), z_o.sigmoid()
@@ -189,7 +184,7 @@ class _LSTM:
         self._projection = w.get("projection")
         self.output = self.hidden if self._projection is None else F.linear(self.hidden, self._projection)
         self._slope_c_t = torch.addcmul(o, self.hidden, tanh_c, value=-1).split(rows.sizes)  # of h in c
-        _d_sigmoid(g, i, out=z_i)  # in z's memory what dz is per unit of dc, three times, and per unit of dh
+        _d_sigmoid(g, i, out=z_i)  # in z's memory: dz per unit of dc (three times), and per unit of dh
         _d_sigmoid(rows.before(c_nh, c0_bh, reverse=reverse), f, out=z_f)
         _d_tanh(i, g, out=z_g)
         _d_sigmoid(tanh_c, o, out=z_o)
@@ -215,12 +210,12 @@ def _affine(w: Weights, x_nd: torch.Tensor, h_np: torch.Tensor) -> torch.Tensor:
 
 
 def _d_sigmoid(g: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """g · σ' where σ = y."""
+    """Return g · σ' for σ = y."""
     return torch.ops.aten.sigmoid_backward.grad_input(g, y, grad_input=torch.empty_like(y) if out is None else out)
 
 
 def _d_tanh(g: torch.Tensor, y: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """g · tanh' where tanh = y."""
+    """Return g · tanh' for tanh = y."""
     return torch.ops.aten.tanh_backward.grad_input(g, y, grad_input=torch.empty_like(y) if out is None else out)
 
 
@@ -230,7 +225,7 @@ _Direction = _RNN | _GRU | _LSTM
 def _go_back(
     direction: _Direction, d_output_np: torch.Tensor, d_final_bp: torch.Tensor, rows: _Rows, *, reverse: bool
 ) -> torch.Tensor:
-    """Run the recursion over all steps; the gradient of the initial h."""
+    """Run the recursion over all steps, and return the gradient of the initial h."""
     dh_bp, d_output_t = d_final_bp.clone(), d_output_np.split(rows.sizes)
     for t in rows.walk(reverse=not reverse):
         running_bp = dh_bp[: rows.sizes[t]].add_(d_output_t[t])
@@ -243,8 +238,8 @@ def _go_back(
 
 @dataclass
 class _Stack:
-    """It holds what was called: ``layers[l][d]`` are the parameters of layer l in direction d, by role; states are h
-    and, of an LSTM, c."""
+    """A call of all layers. ``layers[l][d]`` are the parameters of layer l in direction d, by role; states are h and,
+    for an LSTM, c."""
 
     mode: str
     layers: list[list[Parameters]]
@@ -266,7 +261,7 @@ class _Stack:
         return _RNN(w, x_nd, h_np, self.rows, torch.tanh if self.mode == "RNN_TANH" else torch.relu, output_np)
 
     def run_layer(self, layer: int, x_nd: torch.Tensor) -> torch.Tensor:
-        """The output rows of one layer, by the kernel that ran."""
+        """Return the output rows of one layer, computed by torch's kernel."""
         kernel, directions = getattr(_VF, self.mode.lower()), self.layers[layer]
         states = [x[layer * len(directions) : (layer + 1) * len(directions)].contiguous() for x in self.initial_lbp]
         hx = states if self.mode == "LSTM" else states[0]
@@ -278,7 +273,7 @@ class _Stack:
 
 
 def _run_below(call: RecordedCall, stack: _Stack) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Every layer's input and output, and the dropout (as factors) between them."""
+    """Return every layer's input and output, and the dropout (as factors) between them."""
     inputs, outputs, dropout = [stack.x_nd], [], []
     below = range(len(stack.layers) - 1)
     if below and 0 < stack.dropout < 1 and stack.x_nd.numel() and call.random_state is None:
@@ -301,7 +296,7 @@ def _run_below(call: RecordedCall, stack: _Stack) -> tuple[list[torch.Tensor], l
 def _differentiate(
     call: RecordedCall, stack: _Stack, *, needs_input: bool
 ) -> tuple[dict[nn.Parameter, Term], torch.Tensor | None, list[torch.Tensor]]:
-    """The terms, the gradient of the input rows (None unless needed), and of the initial states."""
+    """Return the terms, the gradient of the input rows (None unless needed), and those of the initial states."""
     rows, dtype = stack.rows, stack.d_output_np.dtype
     inputs, outputs, dropout = _run_below(call, stack)
     terms: dict[nn.Parameter, Term] = {}
@@ -348,7 +343,7 @@ def _add_terms(
         elif role == "hh":
             term = Outer(dz_hh, rows.by_example(h_np), INSTANCE_MEMORY)
         elif role == "projection":
-            lstm = cast(_LSTM, direction)  # no other layer projects
+            lstm = cast(_LSTM, direction)  # only an LSTM projects
             term = Outer(rows.by_example(lstm.d_output), rows.by_example(lstm.hidden), INSTANCE_MEMORY)
         else:
             term = summed(dz_ih if role == "bias_ih" else dz_hh, (1,))
@@ -356,8 +351,8 @@ def _add_terms(
 
 
 def _require_same(call: RecordedCall, recorded_np: torch.Tensor, recomputed_np: torch.Tensor) -> None:
-    """Each step, recomputed from the recorded one before, gives what was recorded, up to rounding, wherever that is
-    finite."""
+    """Raise UnsupportedModuleError unless each step, recomputed from the previous recorded one, equals the recorded
+    one, up to rounding, in the entries that are finite."""
     tolerance = 3e-2 if call.outputs[0].dtype in HALF else 1e-4
     difference_np = recorded_np - recomputed_np
     if difference_np.norm() <= tolerance * recorded_np.norm():
@@ -367,13 +362,20 @@ def _require_same(call: RecordedCall, recorded_np: torch.Tensor, recomputed_np: 
         raise _unsupported(
             call,
             "computing it again from its weights gives another output, so its forward method is not torch's, or its "
-            "weights were written to since",
+            "weights were changed since",
         )
 
 
 def _unsupported(call: RecordedCall, reason: str) -> UnsupportedModuleError:
     where = f"the gradients per example of {call.owner} cannot be had from this call"
     return UnsupportedModuleError(f"{where}: {reason}. {how_to_fix(call.module)}", call.module)
+
+
+def _states(hx: torch.Tensor | Sequence[torch.Tensor] | None, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the initial states, which are zeros of the shape of ``outputs`` by default."""
+    if hx is None:
+        return [torch.zeros_like(y) for y in outputs]
+    return [hx] if isinstance(hx, torch.Tensor) else list(hx)
 
 
 # ---- the modules ----
@@ -433,13 +435,7 @@ def recurrent(call: RecordedCall) -> dict[nn.Parameter, Term]:
     weights = [_by_role(call, w) for w in module.all_weights]
     layers = [weights[k : k + per_layer] for k in range(0, len(weights), per_layer)]
     dtype = torch.promote_types(torch.float32, weights[0]["hh"].dtype)
-    states = (
-        [torch.zeros_like(y) for y in call.outputs[1:]]
-        if hx is None
-        else [hx]
-        if isinstance(hx, torch.Tensor)
-        else list(hx)
-    )
+    states = _states(hx, call.outputs[1:])
     stack = _Stack(
         module.mode,
         layers,
@@ -467,7 +463,7 @@ def _mode_of_cell(cell: nn.RNNCellBase) -> str:
 
 @layer_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell, takes_call=True, reads=lambda cell: {"mode": _mode_of_cell(cell)})
 def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
-    """One step of one layer."""
+    """Return the terms of one step of one layer."""
     module, arguments = cast(nn.RNNCellBase, call.module), call.arguments
     x, hx = arguments["input"], arguments["hx"]
     if x.dim() != 2 or len(x) != call.batch_size:
@@ -478,13 +474,7 @@ def recurrent_cell(call: RecordedCall) -> dict[nn.Parameter, Term]:
         raise _unsupported(call, reason)
     weights = _by_role(call, [module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh])
     dtype = torch.promote_types(torch.float32, weights["hh"].dtype)
-    states = (
-        [torch.zeros_like(y) for y in call.outputs]
-        if hx is None
-        else [hx]
-        if isinstance(hx, torch.Tensor)
-        else list(hx)
-    )
+    states = _states(hx, call.outputs)
     d_h, *d_c = (g.to(dtype) for g in call.backprops)
     stack = _Stack(
         _mode_of_cell(module),

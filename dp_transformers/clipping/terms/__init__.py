@@ -1,8 +1,7 @@
-"""Terms hold what one parameter's per-example gradient is made of; :class:`GradientTerm` lists what is asked of them.
+"""Terms: the factors of one parameter's per-example gradients. :class:`GradientTerm` is their interface.
 
-A rule never returns a gradient of shape ``(B, *p.shape)`` unless that is the cheapest thing to have. It returns a
-*term*: factors from which the squared norm per example, the instantiated gradient, and the weighted sum over examples
-follow.
+A rule does not return a gradient of shape ``(B, *p.shape)`` unless that is the cheapest form. It returns a *term*:
+factors that give the squared norm per example, the instantiated gradient, and the weighted sum over examples.
 
 Shape legend: b example, t and s positions, p rows and d columns of the parameter, v vocabulary, e experts; n images of
 an example, c channels, k kernel.
@@ -20,10 +19,11 @@ NormOnly   norm_b                          not known
 =========  ==============================  ======================================================
 
 The gradient of a parameter that is used several times is the *sum* of its uses' terms; its norm is the norm of that
-sum (adding squared norms is wrong in both directions), which :func:`.tied_weights.norm_of_sum` gives for any mixture.
+sum (adding squared norms is wrong in both directions), which :func:`.tied_weights.norm_of_sum` computes for any
+mixture.
 
-All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4); when the gradient is
-instantiated instead is decided in :mod:`.ghost_or_instantiate`.
+All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4).
+:mod:`.ghost_or_instantiate` decides when the gradient is instantiated instead.
 """
 
 from __future__ import annotations
@@ -59,33 +59,31 @@ __all__ = [
 class GradientTerm(Protocol):
     """The per-example gradients of one use of a parameter.
 
-    A term of a new family is a class with these members, a file beside the others and a case in
+    To add a family of terms, write a class with these members in a new file of this folder, and add a case to
     :func:`.tied_weights.merge`.
 
     Attributes:
-        is_bf16: Whether it is multiplied in bf16, so that sums may be off by its rounding.
-        store_instantiated: Whether the gradients themselves take no more memory than the factors, and are kept in
-            their place.
+        is_bf16: True if factors are multiplied in bf16, so that sums have its rounding error.
+        store_instantiated: True if the gradients take no more memory than the factors, and are kept instead.
     """
 
     is_bf16: bool
     store_instantiated: bool
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
-        """The norm of each example's gradient, in float32: by the cheaper way, or from the gradients themselves."""
+        """Return the (B,) norms in float32, computed in the cheaper way, or from the gradients if ``instantiate``."""
 
     def position_norms(self, cache: LastResultCache | None) -> list[torch.Tensor]:
-        """(B, n) each: the norms of the parts, by position, that the gradients are sums of."""
+        """Return (B, n) norms of the positions' parts, if the gradients are sums over positions."""
 
     def instantiate(self) -> Dense:
-        """The gradients themselves."""
+        """Return the gradients."""
 
     def weighted_sum(self, coef_b: torch.Tensor, cache: LastResultCache | None = None) -> torch.Tensor:
-        """The sum over examples of ``coef_b`` times their gradients, shaped like the parameter (or flat where that is
-        told from it)."""
+        """Return the sum over examples of ``coef_b`` times their gradients, in the shape of the parameter, or flat."""
 
     def zero_examples(self, invalid_b: torch.Tensor) -> GradientTerm:
-        """The same with zeros for the examples in ``invalid_b``, whose numbers are not finite."""
+        """Return the same term with zeros for the examples in ``invalid_b``, whose numbers are not finite."""
 
 
 Term = Dense | NormOnly | Outer | Stacked | Rows | Routed | Convolved

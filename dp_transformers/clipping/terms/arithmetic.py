@@ -1,5 +1,4 @@
-"""The arithmetic of norms and sums of terms: chunks that fit into memory, norms that do not lose digits, sums without
-copies."""
+"""Arithmetic of norms and sums of terms: in chunks that fit into memory, without loss of digits and without copies."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ import torch
 from ..norms import DirectNorm, Measured
 from ..rounding import FP32
 
-# Numbers of one example that are squared and added up one after the other: of 2·10⁷ the norm would be too small by
-# 1e-3.
+# Numbers that are squared and added up one after the other. With 2·10⁷ numbers, the norm would be too small by 1e-3.
 PIECE = 2**14
-# Scratch memory of one norm computation, in bytes; examples are taken in chunks that fit.
+# Scratch memory of one norm computation, in bytes. Examples are processed in chunks that fit.
 SCRATCH_BYTES = 64 * 2**20
 
 
@@ -34,7 +32,7 @@ def joined(measured: Sequence[Measured]) -> Measured:
 
 
 def summed_anew(norm_b: torch.Tensor, lengths_bt: torch.Tensor) -> DirectNorm:
-    """A sum that rounds every position anew, after it is multiplied."""
+    """Return a norm with the allowance for a sum that rounds every position separately, after its multiplication."""
     return DirectNorm(FP32.inflate(norm_b, lengths_bt))
 
 
@@ -44,19 +42,19 @@ def sum_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def sum_rows(grad_btd: torch.Tensor, ids_bt: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """(num_rows, d): what an embedding's backward does, with the kernel that does it."""
+    """Return (num_rows, d), the sums of gradients by row, computed by the kernel of an embedding's backward."""
     flat = grad_btd.reshape(-1, grad_btd.shape[-1]).float()
     return torch.ops.aten.embedding_dense_backward(flat, ids_bt.reshape(-1), num_rows, -1, False)
 
 
 def norms_over(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Returns the norms over ``dims``, computed in float32 at least, as float32."""
+    """Return the float32 norms over ``dims``, computed in float32 at least."""
     return torch.linalg.vector_norm(x, dim=dims, dtype=torch.promote_types(x.dtype, torch.float32)).float()
 
 
 def flat_norm(x: torch.Tensor) -> torch.Tensor:
-    """(B,): of long gradients the norm of their pieces' norms, because on the CPU torch adds up one number after the
-    other."""
+    """Return the (B,) norms. For long gradients it is the norm of their pieces' norms, because torch adds up numbers
+    one after the other on the CPU."""
     flat, norm = x.flatten(1), torch.linalg.vector_norm
     if flat.shape[1] <= 2 * PIECE:
         return norm(flat, dim=1)

@@ -1,4 +1,4 @@
-"""Results that layers with a common input share."""
+"""A cache of results that layers with the same input share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 class LastResultCache:
-    """The last result of each kind and which tensor it came from: layers that share their input (query, key, value)
-    share work. The tensor itself is not kept."""
+    """Keeps the last result of each kind, and a weak reference to its input: layers with the same input (query, key,
+    value) share work."""
 
     def __init__(self) -> None:
         self._last: dict[Hashable, tuple[weakref.ref[torch.UntypedStorage], tuple, Any]] = {}
@@ -26,7 +26,7 @@ class LastResultCache:
         return result
 
     def known(self, kind: Hashable, x: torch.Tensor) -> Any:
-        """The last result, if it came from ``x``; else None."""
+        """Return the last result if it was computed from ``x``, else None."""
         if kind not in self._last:
             return None
         storage, place, result = self._last[kind]
@@ -34,5 +34,5 @@ class LastResultCache:
 
 
 def _place(x: torch.Tensor) -> tuple:
-    """Where in its memory a tensor lies."""
+    """Return a tensor's place in its storage."""
     return x.storage_offset(), x.dtype, x.shape, x.stride()

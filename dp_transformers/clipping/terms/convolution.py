@@ -1,4 +1,4 @@
-"""Gradients of the weights of convolutions."""
+"""Terms of the weights of convolutions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .gram import gram_of
 
 @dataclass(frozen=True)
 class Convolution:
-    """It says how an image is convolved: the weight's shape (p, c / groups, k...), and per spatial dimension stride,
-    padding with zeros, dilation."""
+    """The options of a convolution: the weight's shape (p, c / groups, k...), and stride, zero padding and dilation of
+    each spatial dimension."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -27,7 +27,7 @@ class Convolution:
     groups: int
 
     def patches(self, image: torch.Tensor) -> torch.Tensor:
-        """(b, n, c, *positions, *k): a view of ``image`` (b, n, c, ...), or of a padded copy."""
+        """Return (b, n, c, *positions, *k), a view of ``image`` (b, n, c, ...) or of a padded copy."""
         if any(self.padding):
             image = F.pad(image, [width for padding in reversed(self.padding) for width in (padding, padding)])
         for dim, (k, stride, dilation) in enumerate(
@@ -37,8 +37,8 @@ class Convolution:
         return image
 
     def weight_gradient(self, image: torch.Tensor, grad: torch.Tensor, examples: int = 1) -> torch.Tensor:
-        """(examples · p, ...): the native gradient for ``image`` (n, examples · c, ...), where the examples are
-        further groups."""
+        """Return the (examples · p, ...) native gradient for ``image`` (n, examples · c, ...), with examples as
+        groups."""
         weight = grad.new_empty(()).expand(examples * self.shape[0], *self.shape[1:])  # only its shape matters
         how = (self.stride, self.padding, self.dilation, False, [0] * len(self.stride), examples * self.groups)
         return torch.ops.aten.convolution_backward(grad, image, weight, None, *how, (False, True, False))[1]
@@ -46,7 +46,8 @@ class Convolution:
 
 @dataclass
 class Convolved:
-    """A convolution's weight, from ``image`` (b, n, c, ...) and ``grad`` (b, n, p, ...): Outer without its patches."""
+    """The term of a convolution's weight, with ``image`` (b, n, c, ...) and ``grad`` (b, n, p, ...). It equals an
+    Outer of patches, which are not stored."""
 
     image: torch.Tensor
     grad: torch.Tensor
@@ -62,7 +63,7 @@ class Convolved:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """t positions, p rows and d columns, of one group."""
+        """Numbers of positions, rows and columns of one group."""
         return (
             self.grad.shape[1] * self.grad.shape[3:].numel(),
             self.how.shape[0] // self.how.groups,

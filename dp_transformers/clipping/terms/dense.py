@@ -1,4 +1,4 @@
-"""Per-example gradients that are there themselves, and norms without one."""
+"""Terms that hold per-example gradients, or only their norms."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from .arithmetic import flat_norm, zero_rows
 from .cache import LastResultCache
 from .gram import lengths_of
 
-# Numbers of all examples' gradients of one parameter up to which they are laid side by side with others' rather than
-# looked at alone.
+# Gradients of one parameter up to this size are concatenated with those of other parameters.
 MAX_BATCHED_NUMEL = 2**14
 
 
 @dataclass
 class Dense:
-    """The per-example gradient itself, ``(B, *p.shape)``; where it was summed, what ``parts`` (B, ...) over which
-    dimensions."""
+    """The per-example gradients, ``(B, *p.shape)``.
+
+    Attributes:
+        parts: If the gradients were summed: the summed (B, ...) tensors, and the dimensions of the sums.
+    """
 
     grad: torch.Tensor
     parts: tuple[tuple[torch.Tensor, tuple[int, ...]], ...] = ()
@@ -33,15 +35,15 @@ class Dense:
 
     @property
     def flat(self) -> torch.Tensor:
-        """(B, n)."""
+        """The (B, n) gradients in float32."""
         flat = self.grad.flatten(1)
         return flat if flat.dtype == torch.float32 else flat.float()
 
     @property
     def _transposed(self) -> Dense | None:
-        """The gradient of the transposed weight, where that is what lies in memory row by row."""
-        is_it = self.grad.dim() == 3 and not self.grad.is_contiguous() and self.grad.mT.is_contiguous()
-        return Dense(self.grad.mT) if is_it else None
+        """The gradient of the transposed weight, if that is contiguous in memory, else None."""
+        is_transposed = self.grad.dim() == 3 and not self.grad.is_contiguous() and self.grad.mT.is_contiguous()
+        return Dense(self.grad.mT) if is_transposed else None
 
     @property
     def is_small(self) -> bool:
@@ -67,7 +69,7 @@ class Dense:
 
 @dataclass
 class NormOnly:
-    """A norm without the gradient it is of, ``(B,)``: the only use of its parameter, in a pass that keeps nothing."""
+    """(B,) norms without gradients, for the only use of a parameter, in a pass that keeps nothing."""
 
     norm_b: torch.Tensor
 
@@ -81,7 +83,7 @@ class NormOnly:
 
     def instantiate(self) -> Dense:
         raise TypeError(
-            "a function registered with register_norm_sampler gave norms alone, where gradients are needed: use "
+            "a function registered with register_norm_sampler gave only norms, but gradients are needed: use "
             "clipping_mode='book_keeping', which asks for gradients, or register no norm sampler for this layer."
         )
 
@@ -93,5 +95,5 @@ class NormOnly:
 
 
 def summed(x: torch.Tensor, dims: Sequence[int]) -> Dense:
-    """``x`` (B, ...) summed over ``dims`` in float32: the gradient of what is added, or scales one by one."""
+    """Sum ``x`` (B, ...) over ``dims`` in float32: the gradient of a bias, or of an elementwise scale."""
     return Dense(x.sum(tuple(dims), dtype=torch.float32), ((x, tuple(dims)),)) if dims else Dense(x.float())

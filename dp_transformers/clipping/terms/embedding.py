@@ -1,4 +1,4 @@
-"""Gradients that are added to rows of the parameter."""
+"""Terms of embeddings, which add gradients to rows of the parameter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .gram import lengths_of
 
 @dataclass
 class Rows:
-    """Gradients that are added to rows of the parameter: an embedding. Equals Outer with one-hot ``left``, never
-    built."""
+    """The term of an embedding: gradients are added to rows of the parameter. It equals an Outer with one-hot
+    ``left``, which is never built."""
 
     ids: torch.Tensor
     grad: torch.Tensor
@@ -34,8 +34,7 @@ class Rows:
             return joined([Rows(self.ids[r], self.grad[r], self.num_rows).instantiate().norm() for r in parts])
         if t == 1:
             return Dense(self.grad).norm()
-        # Positions of one example that share an id share a slot; the slots of an example hold exactly the rows of its
-        # gradient.
+        # Positions of one example with the same id share a slot; the slots of an example are the rows of its gradient.
         sorted_ids, order = self.ids.sort(dim=1)
         is_repeated = sorted_ids[:, 1:] == sorted_ids[:, :-1]
         slot_sorted = torch.zeros_like(sorted_ids)
@@ -45,7 +44,7 @@ class Rows:
         lengths_bt = norms_over(self.grad, [2])
         if slot.device.type != "cpu":
             return summed_anew(flat_norm(sum_rows(self.grad, slot, b * t).view(b, t * d)), lengths_bt)
-        # Where looking costs no synchronisation, only rows that come from several positions are summed.
+        # Without the cost of a synchronisation, only rows with several positions are summed.
         shares = torch.zeros_like(self.ids, dtype=torch.bool)
         shares[:, 1:] = is_repeated
         shares[:, :-1] |= is_repeated

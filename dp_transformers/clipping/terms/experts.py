@@ -1,4 +1,4 @@
-"""Gradients of the weights of experts, to which slots of an example are routed."""
+"""Terms of the weights of experts, to which slots of an example are routed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from .outer import Outer
 
 @dataclass
 class Routed:
-    """Weights of experts, (num_experts, p, d): every routed slot of an example adds an outer product to the expert it
-    was sent to. With ``experts_last`` the parameter holds the same numbers as (p, d, num_experts), in any number of
-    dimensions."""
+    """The term of the weights of experts, (num_experts, p, d): every routed slot of an example adds an outer product
+    to its expert. With ``experts_last``, the parameter holds (p, d, num_experts), in any number of dimensions."""
 
     ids: torch.Tensor
     left: torch.Tensor
@@ -41,11 +40,10 @@ class Routed:
         return is_smaller_instantiated(self.left, self.right, numbers)
 
     def norm(self, *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
-        """Experts do not overlap, so each expert that an example uses is an Outer of its own, over the slots that were
-        sent to it.
+        """Return the norms. Experts do not overlap, so each expert that an example uses is an Outer over its slots.
 
-        They are taken together by size, powers of two, so that padding at most doubles them and uneven routing costs
-        little more.
+        These are batched by size, rounded up to powers of two, so that padding at most doubles them and uneven routing
+        costs little.
         """
         b = len(self.ids)
         norm_sq_b = torch.zeros(b, dtype=torch.float32, device=self.left.device)
@@ -85,7 +83,7 @@ class Routed:
         return self._as_held(sum_of(_sum_by_id(self.ids, x, y, self.num_experts, bf16=bf16) for x, y in pairs))
 
     def _as_held(self, by_expert: torch.Tensor) -> torch.Tensor:
-        """(..., num_experts, p, d) in the order of the parameter."""
+        """Bring (..., num_experts, p, d) into the order of the parameter."""
         return by_expert.movedim(-3, -1).contiguous() if self.experts_last else by_expert
 
     def zero_examples(self, invalid_b: torch.Tensor) -> Routed:
@@ -95,8 +93,7 @@ class Routed:
 def _sum_by_id(
     ids_bs: torch.Tensor, left_bsp: torch.Tensor, right_bsd: torch.Tensor, num_ids: int, *, bf16: bool
 ) -> torch.Tensor:
-    """(num_ids, p, d): for each id the sum of left ⊗ right over the slots that have it, one product of matrices for
-    each."""
+    """Return (num_ids, p, d): for each id the sum of left ⊗ right over its slots, as one matrix product."""
     ids, order = ids_bs.flatten().sort()
     left, right = left_bsp.flatten(0, 1)[order], right_bsd.flatten(0, 1)[order]
     total = left.new_zeros(num_ids, left.shape[1], right.shape[1], dtype=torch.float32)

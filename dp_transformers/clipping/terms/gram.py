@@ -1,4 +1,4 @@
-"""Inner products between positions, from which ghost norms follow."""
+"""Inner products between positions, which give ghost norms."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from .arithmetic import norms_over
 from .cache import LastResultCache
 
 LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
-# Below this, a position's length is not known: its square may have vanished in float32, while its gradient, or its
-# input, is long.
+# Smaller lengths of positions are unknown: the square may have vanished in float32, while the other factor is long.
 SHORTEST = 2.0**-57
-# From so many positions on, products are formed below the diagonal only, in so many columns of blocks: fewer do not
-# pay. Blocks are tall, since BLAS takes up to twice as long for wide ones. On an accelerator, which small products
-# leave idle, from twice as many on.
+# From MANY_POSITIONS on (on an accelerator, which small products leave idle, from twice as many), products are formed
+# only below the diagonal, in BLOCKS columns of blocks. Blocks are tall, since BLAS takes up to twice as long for wide
+# ones.
 MANY_POSITIONS, BLOCKS = 128, 4
 
 
 @dataclass
 class Gram:
-    """Inner products between the positions of each example: a symmetric (B, T, T) matrix in columns of blocks, each
-    from its diagonal down, (B, T - start, width)."""
+    """Inner products between the positions of each example: a symmetric (B, T, T) matrix as columns of blocks, each
+    (B, T - start, width) from its diagonal down."""
 
     columns: list[torch.Tensor]
 
@@ -37,18 +36,18 @@ class Gram:
         return squares_bt.clamp(min=SHORTEST**2).sqrt()
 
     def inner_product(self, other: Gram) -> GhostNorm:
-        """The ghost norm, sum_{t,s} left[t, s]·right[t, s].
+        """Return the ghost norm, sum_{t,s} left[t, s]·right[t, s].
 
-        Each product is rounded by a fraction of both positions' lengths, left times right. The traces' product would
-        bound that too, but it multiplies the inputs of some positions with the gradients of others, which dwarfs a
-        norm where padding has gradients and no input.
+        Each product is rounded by a fraction of the lengths of both positions, left times right. The product of the
+        traces would bound this too, but it multiplies inputs of some positions with gradients of others, which is far
+        larger than the norm if padding has gradients and no input.
         """
         sums_b = [_sum_of_symmetric(left * right) for left, right in zip(self.columns, other.columns, strict=True)]
         return GhostNorm.between(sum(sums_b[1:], sums_b[0]), self.lengths_bt * other.lengths_bt)
 
 
 def _sum_of_symmetric(column: torch.Tensor) -> torch.Tensor:
-    """(B,): of the numbers of a column of blocks and of those above the diagonal that mirror it."""
+    """Return the (B,) sums of a column of blocks and of its mirror image above the diagonal."""
     width = column.shape[2]
     on_diagonal = column[:, :width].sum((1, 2))
     return on_diagonal if column.shape[1] == width else on_diagonal + 2 * column[:, width:].sum((1, 2))
@@ -64,8 +63,8 @@ def gram_of(x_btd: torch.Tensor, *, bf16: bool = False) -> Gram:
 
 
 def lengths_of(x: torch.Tensor, summed_dims: Sequence[int], cache: LastResultCache | None) -> torch.Tensor:
-    """(B, n): of the vectors that are summed over these dimensions, read off inner products where a norm has just
-    computed them."""
+    """Return the (B, n) lengths of the vectors that are summed over these dimensions, from inner products if the cache
+    has them."""
     if cache is not None:
         for kind in ((gram, bf16) for gram in (LEFT_GRAM, RIGHT_GRAM) for bf16 in (False, True)):
             gram = cache.known(kind, x)

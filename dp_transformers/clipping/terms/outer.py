@@ -1,4 +1,4 @@
-"""Sums over positions of outer products: weights that multiply."""
+"""Terms of weights that multiply: sums over positions of outer products."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ from .dense import Dense
 from .ghost_or_instantiate import is_cheaper_instantiated, is_smaller_instantiated
 from .gram import LEFT_GRAM, RIGHT_GRAM, gram_of, lengths_of
 
-# A weight with so many times as many rows as columns has instances that are computed transposed, as LoRA's B: products
-# with few rows are faster than those with few columns.
+# Instances of a weight with at least so many rows per column, such as LoRA's B, are computed transposed: products with
+# few rows are faster than products with few columns.
 TALL = 8
 
 
 @dataclass
 class Outer:
-    """A sum over positions of outer products: a weight that multiplies. ``left`` gives the rows of the parameter."""
+    """The term of a weight that multiplies: a sum over positions of outer products. ``left`` (B, T, p) gives the rows
+    of the parameter, ``right`` (B, T, d) its columns."""
 
     left: torch.Tensor
     right: torch.Tensor
-    instance_memory: int = 1  # how many times what the factors take an instance may take, to be kept in their place
+    instance_memory: int = (
+        1  # an instance is kept instead of the factors if it takes at most so many times their memory
+    )
 
     def __post_init__(self) -> None:
         assert self.left.dim() == self.right.dim() == 3 and self.left.shape[:2] == self.right.shape[:2]
@@ -44,7 +47,7 @@ class Outer:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """t positions, p rows and d columns."""
+        """Numbers of positions, rows and columns."""
         return self.left.shape[1], self.left.shape[2], self.right.shape[2]
 
     @property
@@ -101,8 +104,8 @@ class Outer:
 
 @dataclass
 class Stacked:
-    """A weight whose rows come in blocks, each with an input of its own: queries, keys and values projected by one
-    parameter."""
+    """The term of a weight with blocks of rows that have different inputs, such as one projection of queries, keys and
+    values."""
 
     blocks: Sequence[Outer]
 
@@ -132,7 +135,7 @@ class Stacked:
 
 
 def sum_in_blocks(terms: Sequence[Outer | Stacked]) -> Outer | Stacked:
-    """The sum of several, in blocks as fine as theirs."""
+    """Return the sum of several terms, in the common refinement of their blocks."""
     blocks_of = [t.blocks if isinstance(t, Stacked) else [t] for t in terms]
     ends = [list(accumulate(block.left.shape[2] for block in blocks)) for blocks in blocks_of]
     cuts = sorted(set().union(*ends))

@@ -1,4 +1,4 @@
-"""The terms of a parameter that is used several times, as tied weights are: its gradient is the sum of theirs."""
+"""Terms of a parameter that is used several times, such as tied weights: its gradient is the sum of the terms."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Joined = TypeVar("_Joined", Rows, Routed)
 
 
 def merge(terms: Sequence[Term]) -> list[Term]:
-    """The same sum with at most one term of each kind: factors of equal kind concatenate along the positions. The only
-    one of its kind stays as it is: a copy of a head's factors would take as much memory as all logits.
+    """Return the same sum with at most one term of each kind, by concatenating factors along the positions. A single
+    term of its kind is not copied: a copy of a head's factors would take as much memory as all logits.
 
-    Convolutions do along the images, where these are alike; else their instances are added.
+    Convolutions are concatenated along the images if their shapes are equal; otherwise their instances are added.
     """
     if len(terms) == 1:
         return list(terms)
@@ -47,12 +47,12 @@ def merge(terms: Sequence[Term]) -> list[Term]:
 
 
 def _joined(terms: Sequence[_Joined], *factors: str) -> _Joined:
-    """One term with the positions of all, side by side in these factors."""
+    """Concatenate terms along the positions of these factors."""
     return replace(terms[0], **{name: torch.cat([getattr(t, name) for t in terms], 1) for name in factors})
 
 
 def norm_of_sum(terms: Sequence[Term], *, instantiate: bool = False, cache: LastResultCache | None = None) -> Measured:
-    """The norm per example of the sum of ``terms``, all uses of one parameter, in float32.
+    """Return the norm per example, in float32, of the sum of ``terms``, all uses of one parameter.
 
     An embedding tied to the head that reads it out is E + H with ‖E+H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩, and
     ⟨E, H⟩ = sum_{t,s} left_H[t, id_s]·⟨right_H[t], grad_E[s]⟩ needs no (V, d) tensor. Other mixtures are instantiated.
@@ -79,12 +79,12 @@ def norm_of_sum(terms: Sequence[Term], *, instantiate: bool = False, cache: Last
 
 
 def small_gradient(terms: Sequence[Term]) -> Dense | None:
-    """The one term of a parameter, if that is a gradient so small that calls count more than numbers."""
+    """Return the only term of a parameter if it is a small gradient, for which the number of calls counts; else
+    None."""
     return terms[0] if len(terms) == 1 and isinstance(terms[0], Dense) and terms[0].is_small else None
 
 
 def position_norms(terms: Sequence[Term], cache: LastResultCache | None = None) -> torch.Tensor | None:
-    """(B, n): how long every position's part of the gradient is; None where that is not known, or there are no
-    positions."""
+    """Return the (B, n) norms of the positions' parts of the gradient; None if they are unknown, or there are none."""
     lengths = [x for term in terms for x in term.position_norms(cache) if x.shape[1]]
     return (torch.cat(lengths, 1) if len(lengths) > 1 else lengths[0]) if lengths else None
