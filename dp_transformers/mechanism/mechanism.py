@@ -144,7 +144,7 @@ class Mechanism:
         if self.noise.bands > self.sampling.min_separation:
             raise ValueError(
                 f"noise {self.noise.kind!r} is correlated over {self.noise.bands} steps, but under sampling "
-                f"{self.sampling.kind!r} an example may take part again after {self.sampling.min_separation}. Take a "
+                f"{self.sampling.kind!r} an example may take part again after {self.sampling.min_separation}: take a "
                 f"sampling with min_separation of at least {self.noise.bands} (CyclicPoissonSampling, "
                 "FixedOrderSampling), or independent noise."
             )
